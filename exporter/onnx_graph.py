@@ -1,0 +1,138 @@
+"""What a graph promises, checked on the file that was written; and a summary of any graph for `inspect`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.errors import StageError, UserError
+from effexport.plugins import DOMAIN, PLUGIN_NAMESPACE
+from effexport.spec import BuildSpec, TensorInfo
+
+if TYPE_CHECKING:
+    import onnx
+
+STAGE = "graph check"
+# Nodes that no exported graph may contain, each with its reason.
+FORBIDDEN_OPS: dict[str, str] = {
+    "RandomNormal": "two runs would differ, and TensorRT ignores the seed",
+    "RandomNormalLike": "two runs would differ, and TensorRT ignores the seed",
+    "RandomUniform": "two runs would differ, and TensorRT ignores the seed",
+    "RandomUniformLike": "two runs would differ, and TensorRT ignores the seed",
+    "Bernoulli": "two runs would differ",
+    "Multinomial": "two runs would differ",
+    "Loop": "TensorRT runs it step by step, and some runtimes compute it differently",
+    "Scan": "TensorRT runs it step by step",
+    "ReduceLogSumExp": "TensorRT imports it without subtracting the maximum",
+    "TopK": "TensorRT stops at 3840 elements",
+    "CumSum": "TensorRT runs it as a sequential loop",
+}
+
+
+def check_graph(path: Path, spec: BuildSpec, custom_ops: Mapping[str, int]) -> None:
+    """Raise StageError unless the file is valid ONNX and keeps what the spec promises.
+
+    custom_ops: how many nodes of each custom operator there must be.
+    """
+    import onnx
+
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise StageError(STAGE, f"onnx rejects the graph: {error}") from error
+    model = onnx.load(str(path), load_external_data=False)
+
+    found = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
+    if found != Counter(custom_ops):
+        raise StageError(STAGE, f"custom operators are {dict(found)}; {spec.variant} declares {dict(custom_ops)}")
+    bodies = {function.name for function in model.functions if function.domain == DOMAIN}
+    if bodies != set(found):
+        raise StageError(STAGE, f"function bodies are {sorted(bodies)}; expected {sorted(found)}")
+    for node in all_nodes(model):
+        if node.op_type in FORBIDDEN_OPS:
+            raise StageError(STAGE, f"node {node.name!r} is a {node.op_type}: {FORBIDDEN_OPS[node.op_type]}")
+        if node.domain == DOMAIN and all(a.name != PLUGIN_NAMESPACE for a in node.attribute):
+            raise StageError(STAGE, f"node {node.name!r} does not carry {PLUGIN_NAMESPACE}")
+    for what, actual, expected in (
+        ("inputs", graph_tensors(model.graph.input), spec.inputs),
+        ("outputs", graph_tensors(model.graph.output), spec.outputs),
+    ):
+        if actual != expected:
+            raise StageError(
+                STAGE, f"{what} are {', '.join(map(str, actual))}; expected {', '.join(map(str, expected))}"
+            )
+
+
+def all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Every node of the graph, its subgraphs and its functions."""
+
+    def walk(nodes: Iterator[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+        for node in nodes:
+            yield node
+            for attribute in node.attribute:
+                yield from walk(iter(attribute.g.node))
+                for graph in attribute.graphs:
+                    yield from walk(iter(graph.node))
+
+    yield from walk(iter(model.graph.node))
+    for function in model.functions:
+        yield from walk(iter(function.node))
+
+
+def graph_tensors(values: object) -> tuple[TensorInfo, ...]:
+    """Names, dtypes and dims of graph inputs or outputs. Unnamed dynamic dimensions read "?"."""
+    import onnx
+
+    tensors = []
+    for value in values:  # type: ignore[attr-defined]
+        tensor = value.type.tensor_type
+        dims = tuple(
+            dim.dim_value if dim.HasField("dim_value") else (dim.dim_param or "?") for dim in tensor.shape.dim
+        )
+        element = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        tensors.append(TensorInfo(value.name, element.name, dims))
+    return tuple(tensors)
+
+
+def load_graph(path: Path) -> onnx.ModelProto:
+    """A model file without its external data. Raises UserError for a file that is missing, damaged, or refers to data
+    outside its own folder."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except FileNotFoundError:
+        raise UserError(f"no model file at {path}") from None
+    except (DecodeError, OSError, ValueError) as error:
+        raise UserError(f"{path} is not an ONNX model: {error}") from error
+    if not model.graph.node:
+        raise UserError(f"{path} is not an ONNX model: it has no nodes")
+    for location in external_locations(model):
+        if not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
+            raise UserError(
+                f"{path} keeps weights at {location!r}, outside its own folder; expected a file beside the model. "
+                "Do not run this model unless you know where it comes from"
+            )
+        if not (path.parent / location).is_file():
+            raise UserError(f"{path} keeps weights in {location!r}, which is missing from {path.parent}")
+    return model
+
+
+def external_locations(model: onnx.ModelProto) -> set[str]:
+    """Files that a model's tensors refer to, as written in it."""
+    import onnx
+
+    tensors = list(model.graph.initializer)
+    for node in all_nodes(model):
+        for attribute in node.attribute:
+            tensors += [attribute.t, *attribute.tensors]
+    return {
+        entry.value
+        for tensor in tensors
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }

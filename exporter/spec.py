@@ -1,0 +1,181 @@
+"""What to build: a model spec plus how to export it, from command-line flags and a TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from effexport.errors import UserError
+from effexport.models.spec import (
+    ATTENTION_SPECS,
+    AttentionSpec,
+    EncoderSpec,
+    SpecError,
+    attention_from_dict,
+    attention_spec,
+    check_field_types,
+    did_you_mean,
+    encoder_from_dict,
+    field_names,
+    require,
+    spec_to_dict,
+)
+
+Precision = Literal["fp32", "fp16", "bf16"]
+# ONNX names of the element types
+DTYPE_OF_PRECISION: dict[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+OPSETS = range(18, 25)
+# protobuf cannot hold more than 2 GB; leave room for the graph itself
+EXTERNAL_DATA_THRESHOLD_BYTES = 1_800_000_000
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A graph input or output. dims: an integer, or the name of a dynamic dimension."""
+
+    name: str
+    dtype: str
+    dims: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} [{', '.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildSpec:
+    """A model and how to export it. batch: the batch size of the export case of the parity check."""
+
+    model: AttentionSpec | EncoderSpec
+    batch: int = 1
+    precision: Precision = "fp32"
+    opset: int = 20
+    seed: int = 0
+    external_data: bool = False
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        require(self.precision in DTYPE_OF_PRECISION, f"precision is {self.precision!r}; expected fp32, fp16 or bf16")
+        require(self.batch >= 1, f"batch is {self.batch}; expected at least 1")
+        require(
+            self.opset in OPSETS, f"opset is {self.opset}; expected {OPSETS.start} to {OPSETS.stop - 1}"
+        )
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2^63 - 1")
+
+    @property
+    def scope(self) -> Literal["encoder", "attention"]:
+        return "encoder" if isinstance(self.model, EncoderSpec) else "attention"
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return self.model.attention if isinstance(self.model, EncoderSpec) else self.model
+
+    @property
+    def variant(self) -> str:
+        return self.attention.variant
+
+    @property
+    def dtype(self) -> str:
+        """Element type of the float inputs and outputs."""
+        return DTYPE_OF_PRECISION[self.precision]
+
+    @property
+    def max_seq_len(self) -> int | None:
+        return self.model.max_seq_len
+
+    @property
+    def seq_dim(self) -> int | str:
+        """The sequence dimension of the graph: "seq", or a number where only one length works."""
+        return self.attention.fixed_seq_len or "seq"
+
+    @property
+    def inputs(self) -> tuple[TensorInfo, ...]:
+        dims = ("batch", self.seq_dim)
+        data = (
+            TensorInfo("input_ids", "int64", dims)
+            if self.scope == "encoder"
+            else TensorInfo("hidden_states", self.dtype, (*dims, self.attention.dim))
+        )
+        return (data, TensorInfo("attention_mask", "int64", dims))
+
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]:
+        name, width = "last_hidden_state", self.attention.dim
+        if isinstance(self.model, EncoderSpec):
+            width = self.model.hidden_size
+            if self.model.lm_head:
+                name, width = "logits", self.model.vocab_size
+        return (TensorInfo(name, self.dtype, ("batch", self.seq_dim, width)),)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON; `from_dict` reads it back."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
+        return {"scope": self.scope, **plain, "model": spec_to_dict(self.model)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> BuildSpec:
+        """The inverse of `to_dict`. Raises SpecError for values that cannot work."""
+        options = dict(values)
+        read = encoder_from_dict if options.pop("scope", None) == "encoder" else attention_from_dict
+        model: AttentionSpec | EncoderSpec = read(options.pop("model"))
+        return cls(model=model, **options)
+
+
+_BUILD_FIELDS = [field.name for field in fields(BuildSpec) if field.name != "model"]
+_ENCODER_FIELDS = [name for name in field_names(EncoderSpec) if name != "attention"]
+_TABLES = ("attention", "encoder", "build")
+
+
+def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) -> BuildSpec:
+    """Merge a TOML file with flags; flags win, and a flag of None means "not given".
+
+    Any field of BuildSpec, EncoderSpec or the variant's AttentionSpec may be set, plus `variant` and `scope`.
+    Raises UserError for an unreadable file and SpecError for fields that do not exist or values that cannot work.
+    """
+    options = options_from_toml(spec_file) if spec_file else {}
+    options |= {name: value for name, value in flags.items() if value is not None}
+    require("variant" in options, f"no variant given; expected one of: {', '.join(ATTENTION_SPECS)}")
+    variant, scope = options.pop("variant"), options.pop("scope", "encoder")
+    require(scope in ("encoder", "attention"), f"scope is {scope!r}; expected encoder or attention")
+    # an unknown variant is reported before its options are looked at
+    known_attention = field_names(type(attention_spec(variant)))
+
+    groups: dict[str, dict[str, Any]] = {"build": {}, "encoder": {}, "attention": {}}
+    for name, value in options.items():
+        value = tuple(value) if isinstance(value, list) else value
+        if name in _BUILD_FIELDS:
+            groups["build"][name] = value
+        elif name in _ENCODER_FIELDS:
+            require(scope == "encoder", f"{name} belongs to the encoder; it has no meaning with scope attention")
+            groups["encoder"][name] = value
+        else:
+            known = known_attention + _BUILD_FIELDS + _ENCODER_FIELDS
+            require(
+                name in known_attention,
+                f"{variant} has no field {name!r}{did_you_mean(name, known)} Fields: {', '.join(known)}",
+            )
+            groups["attention"][name] = value
+    attention = attention_spec(variant, groups["attention"])
+    model = EncoderSpec(attention=attention, **groups["encoder"]) if scope == "encoder" else attention
+    return BuildSpec(model=model, **groups["build"])
+
+
+def options_from_toml(path: Path) -> dict[str, Any]:
+    """The fields of a spec file, flat; the tables [attention], [encoder] and [build] are optional grouping."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no spec file at {path}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"cannot read the spec file {path}: {error}") from error
+    options: dict[str, Any] = {}
+    for table in (document, *(document.pop(name) for name in _TABLES if isinstance(document.get(name), dict))):
+        for key, value in table.items():
+            name = key.replace("-", "_")
+            if isinstance(value, dict):
+                raise SpecError(f"unknown table [{key}] in {path}; expected {', '.join(_TABLES)}")
+            require(name not in options, f"{path} sets {name} twice")
+            options[name] = value
+    return options

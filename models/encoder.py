@@ -1,0 +1,170 @@
+"""A byte-level encoder around any attention variant."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effexport.models import attention_from_spec
+from effexport.models.layers import AttentionLayer, LayerNorm
+from effexport.models.spec import AttentionSpec, EncoderSpec, LSHSpec, SpecError
+
+
+class Encoder(nn.Module):
+    """Embedding + learned positions → blocks → (final norm) → hidden states or logits.
+
+    Vocabulary 258 by default: token 0 is padding, byte b is token b + 2.
+    """
+
+    def __init__(self, spec: EncoderSpec) -> None:
+        super().__init__()
+        dim = spec.attention.dim
+        self.spec = spec
+        self.token_embedding = nn.Embedding(spec.vocab_size, dim)
+        self.position_embedding = nn.Embedding(spec.max_seq_len, dim)
+        self.blocks = nn.ModuleList(block_from_spec(spec, layer) for layer in range(spec.layers))
+        normed = spec.block != "post-norm"
+        self.final_norm = LayerNorm(spec.hidden_size, eps=spec.layer_norm_eps) if normed else nn.Identity()
+        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size) if spec.lm_head else None
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """input_ids int64 [batch, seq]; attention_mask [batch, seq], 1 = keep.
+
+        Returns `last_hidden_state` [batch, seq, hidden_size], or logits [batch, seq, vocab_size] with a head.
+        Raises SpecError for a sequence longer than the learned positions.
+        """
+        seq_len = input_ids.shape[1]
+        if not torch.compiler.is_exporting() and seq_len > self.spec.max_seq_len:
+            raise SpecError(f"the sequence has {seq_len} tokens; expected at most {self.spec.max_seq_len}")
+        hidden = self.token_embedding(input_ids) + self.position_embedding.weight[:seq_len]
+        return self.decode(self.run_blocks(hidden, attention_mask))
+
+    def run_blocks(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """[batch, seq, dim] → [batch, seq, hidden_size], before the final norm."""
+        if self.spec.block != "reversible":
+            for block in self.blocks:
+                hidden = block(hidden, attention_mask)
+            return hidden
+        first = second = hidden
+        for block in self.blocks:
+            first, second = block(first, second, attention_mask)
+        if self.spec.reversible_output == "concat":
+            return torch.cat([first, second], dim=-1)
+        return (first + second) / 2
+
+    def decode(self, hidden: Tensor) -> Tensor:
+        hidden = self.final_norm(hidden)
+        return hidden if self.lm_head is None else self.lm_head(hidden)
+
+
+class FeedForward(nn.Module):
+    """W2 · act(W1 · x), optionally over slices of the sequence: less memory, the same result."""
+
+    def __init__(self, spec: EncoderSpec) -> None:
+        super().__init__()
+        self.chunk_length = spec.ff_chunk_length
+        self.activation = spec.activation
+        self.up = nn.Linear(spec.attention.dim, spec.ff_size)
+        self.down = nn.Linear(spec.ff_size, spec.attention.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # slicing only bounds the memory of eager mode: a runtime plans its own buffers
+        if self.chunk_length == 0 or torch.compiler.is_exporting():
+            return self.transform(x)
+        return torch.cat([self.transform(part) for part in x.split(self.chunk_length, dim=1)], dim=1)
+
+    def transform(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.activation == "relu":
+            x = F.relu(x)
+        else:
+            x = F.gelu(x, approximate="tanh" if self.activation == "gelu_new" else "none")
+        down: Tensor = self.down(x)
+        return down
+
+
+class ResidualBlock(nn.Module):
+    """Pre-norm: h = x + A(LN x), y = h + F(LN h). Post-norm: h = LN(x + A x), y = LN(h + F h)."""
+
+    def __init__(self, spec: EncoderSpec, attention: AttentionLayer) -> None:
+        super().__init__()
+        self.pre_norm = spec.block == "pre-norm"
+        self.attention_norm = LayerNorm(spec.attention.dim, eps=spec.layer_norm_eps)
+        self.attention = attention
+        self.feed_forward_norm = LayerNorm(spec.attention.dim, eps=spec.layer_norm_eps)
+        self.feed_forward = FeedForward(spec)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if self.pre_norm:
+            x = x + self.attention(self.attention_norm(x), attention_mask)
+            return x + self.feed_forward(self.feed_forward_norm(x))
+        x = self.attention_norm(x + self.attention(x, attention_mask))
+        normed: Tensor = self.feed_forward_norm(x + self.feed_forward(x))
+        return normed
+
+
+class ReversibleBlock(nn.Module):
+    """y1 = x1 + A(LN x2), y2 = x2 + F(LN y1) (Reformer, eq. 9): the inputs can be recomputed from the outputs."""
+
+    def __init__(self, spec: EncoderSpec, attention: AttentionLayer) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(spec.attention.dim, eps=spec.layer_norm_eps)
+        self.attention = attention
+        self.feed_forward_norm = LayerNorm(spec.attention.dim, eps=spec.layer_norm_eps)
+        self.feed_forward = FeedForward(spec)
+
+    def forward(self, x1: Tensor, x2: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        y1 = x1 + self.attention(self.attention_norm(x2), attention_mask)
+        y2 = x2 + self.feed_forward(self.feed_forward_norm(y1))
+        return y1, y2
+
+    def inverse(self, y1: Tensor, y2: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The inputs of `forward` from its outputs, so that training need not store activations."""
+        x2 = y2 - self.feed_forward(self.feed_forward_norm(y1))
+        x1 = y1 - self.attention(self.attention_norm(x2), attention_mask)
+        return x1, x2
+
+
+def block_from_spec(spec: EncoderSpec, layer: int) -> ResidualBlock | ReversibleBlock:
+    """Block number `layer`; LSH layers get rotations of their own."""
+    attention_spec: AttentionSpec = spec.attention
+    if isinstance(attention_spec, LSHSpec):
+        attention_spec = dataclasses.replace(attention_spec, hash_seed=attention_spec.hash_seed + layer)
+    attention = attention_from_spec(attention_spec)
+    return (ReversibleBlock if spec.block == "reversible" else ResidualBlock)(spec, attention)
+
+
+def module_from_spec(spec: AttentionSpec | EncoderSpec, seed: int) -> AttentionLayer | Encoder:
+    """The module of a spec in evaluation mode, with weights drawn from `seed`; the same on every call.
+
+    The weights stand in for a trained model. They are drawn at a scale at which every term of the formula reaches the
+    output: with the usual initialisation some terms (AFT's position biases, say) start at zero, and a graph that lost
+    them would pass a parity check.
+    """
+    module = Encoder(spec) if isinstance(spec, EncoderSpec) else attention_from_spec(spec)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            value = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(value * weight_scale(name, parameter) + weight_mean(name))
+    return module.eval()
+
+
+def weight_scale(name: str, parameter: Tensor) -> float:
+    """Standard deviation for a parameter of this name."""
+    owner, leaf = ("." + name).rsplit(".", 2)[-2:]
+    if leaf in ("position_query", "position_key"):
+        return float(parameter.shape[1] ** -0.25)  # biases u·v of order one
+    if "norm" in owner or leaf == "bias" or "embedding" in owner:
+        return 0.1 if leaf == "bias" or "norm" in owner else 1.0
+    fan_in = parameter[0].numel() if parameter.dim() > 1 else 1
+    gain = 2.0 if owner in ("query", "key", "query_key") else 1.0  # sharp attention: logits of order four
+    return float(gain * fan_in**-0.5)
+
+
+def weight_mean(name: str) -> float:
+    """Mean for a parameter of this name: one for the gains of normalisations."""
+    return 1.0 if name.endswith("norm.weight") else 0.0

@@ -1,0 +1,117 @@
+"""Pieces shared by the attention variants and the encoder. Axes are (batch, heads, seq, head_dim) unless said."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effexport.models.spec import AttentionSpec
+
+# Logit of a masked key. Finite, so that a row without any visible key stays finite instead of NaN.
+MASKED_LOGIT = torch.finfo(torch.float32).min
+
+
+def keep_from_mask(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Boolean [batch, seq] from an attention mask (1 = keep) or None (keep everything)."""
+    if attention_mask is None:
+        return torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
+    return attention_mask != 0
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[batch, seq, heads·head_dim] → [batch, heads, seq, head_dim]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[batch, heads, seq, head_dim] → [batch, seq, heads·head_dim]."""
+    return x.transpose(1, 2).flatten(-2)
+
+
+def take_rows(table: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a [count, width] table: indices of any shape → […, width]. Exports as one Gather."""
+    return F.embedding(rows, table)
+
+
+def masked_softmax(logits: Tensor, visible: Tensor | None) -> Tensor:
+    """Softmax over the last axis in float32, with invisible entries left out. Returns float32.
+
+    logits: any float dtype; visible: boolean, broadcastable to logits, or None.
+    """
+    logits = logits.float()
+    if visible is not None:
+        logits = torch.where(visible, logits, MASKED_LOGIT)
+    return torch.softmax(logits, dim=-1)
+
+
+def causal_mask(seq_len: int, device: torch.device) -> Tensor:
+    """Boolean [seq, seq]: query t sees keys t' ≤ t."""
+    position = torch.arange(seq_len, device=device)
+    return position[:, None] >= position[None, :]
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer normalisation computed in float32 whatever the model's dtype, so that eps does not underflow."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
+
+
+class DepthwiseConv(nn.Module):
+    """Convolution along seq with one filter per head, shared by its channels (Nyströmformer, section 3.5)."""
+
+    def __init__(self, heads: int, kernel_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, 1, kernel_size, 1))
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
+    def forward(self, v: Tensor) -> Tensor:
+        """[batch, heads, seq, head_dim] → the same shape; zeros beyond both ends."""
+        heads, _, kernel_size, _ = self.weight.shape
+        # ONNX has no bfloat16 Conv before opset 22
+        exact = torch.float32 if v.dtype == torch.bfloat16 else v.dtype
+        padding = (kernel_size // 2, 0)
+        return F.conv2d(v.to(exact), self.weight.to(exact), padding=padding, groups=heads).to(v.dtype)
+
+
+class AttentionLayer(nn.Module):
+    """An attention variant with its output projection.
+
+    A subclass builds its input projections and implements `attend`.
+    """
+
+    def __init__(self, spec: AttentionSpec, inner_dim: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.out = nn.Linear(inner_dim, spec.dim, bias=spec.bias)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """hidden_states [batch, seq, dim]; attention_mask [batch, seq], 1 = keep. Returns [batch, seq, dim]."""
+        keep = keep_from_mask(hidden_states, attention_mask)
+        projected: Tensor = self.out(self.attend(hidden_states, keep))
+        return projected
+
+    def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
+        """Everything before the output projection: [batch, seq, dim], boolean [batch, seq] → [batch, seq, inner]."""
+        raise NotImplementedError
+
+
+class MultiHeadAttention(AttentionLayer):
+    """An attention variant on separate query, key and value projections, split into heads."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec, spec.inner_dim)
+        self.query = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
+        self.key = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
+        self.value = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, each [batch, heads, seq, head_dim]."""
+        heads = self.spec.heads
+        return (
+            split_heads(self.query(hidden_states), heads),
+            split_heads(self.key(hidden_states), heads),
+            split_heads(self.value(hidden_states), heads),
+        )

@@ -1,0 +1,167 @@
+"""Reformer's LSH attention (Kitaev et al., 2020, arXiv 2001.04451, section 2)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effexport.models.layers import AttentionLayer, merge_heads, split_heads, take_rows
+from effexport.models.look_around import chunk_count, look_around, window_attention
+from effexport.models.spec import LSHSpec
+from effexport.plugins.lsh_sort.op import lsh_sort
+
+
+class LSHAttention(AttentionLayer):
+    """Each token attends to the tokens that share its hash bucket, or nearly so.
+
+    Per round: bucket_t = argmax([R x_t, −R x_t]); sort tokens by bucket; cut into chunks; attend to the own chunk and
+    its neighbours, q·k̂ with k̂ = q/‖q‖ and no other 1/√d; undo the sort. Rounds are combined by their log-sum-exp.
+    O(num_hashes · seq · chunk_length · dim) time, O(num_hashes · seq · (dim + heads · chunk_length)) memory.
+
+    Padding gets a bucket of its own behind all others. The causal form hides later positions, but is not strictly
+    causal: a later token still takes a place in the sort and so moves the borders of chunks.
+    """
+
+    spec: LSHSpec
+
+    def __init__(self, spec: LSHSpec) -> None:
+        super().__init__(spec, spec.inner_dim)
+        self.query_key = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
+        self.value = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
+        self.hash = LSHHash(spec)
+
+    def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
+        spec = self.spec
+        batch, seq_len, _ = hidden_states.shape
+        chunks = chunk_count(seq_len, spec.chunk_length)
+        padded_len = chunks * spec.chunk_length
+        pad = padded_len - seq_len
+        keep = F.pad(keep, (0, pad))
+        qk = F.pad(split_heads(self.query_key(hidden_states), spec.heads), (0, 0, 0, pad))
+        v = F.pad(split_heads(self.value(hidden_states), spec.heads), (0, 0, 0, pad))
+
+        buckets = self.hash(qk, keep)
+        order, rank = lsh_sort(buckets, spec.total_buckets + 1)
+
+        groups = batch * spec.heads
+        chunked = (groups, spec.num_hashes, chunks, spec.chunk_length)
+        rows = flat_rows(order, groups, padded_len)
+        q = take_rows(qk.flatten(0, 2), rows).reshape(*chunked, spec.head_size)
+        v_window = look_around(take_rows(v.flatten(0, 2), rows).reshape(*chunked, spec.head_size), spec)
+        k_window = look_around(unit_keys(q), spec)
+        visible, is_self = self.window_masks(order.reshape(chunked), keep)
+        context, lse = window_attention(q, k_window, v_window, visible, is_self)
+
+        # undo the sort: `rank` says where each token went
+        places = rank.long() + padded_len * torch.arange(groups * spec.num_hashes, device=rank.device)[:, None]
+        rounds = (groups, spec.num_hashes, padded_len)
+        context = take_rows(context.flatten(0, 3), places).reshape(*rounds, spec.head_size)[:, :, :seq_len]
+        lse = take_rows(lse.reshape(-1, 1), places).reshape(rounds)[:, :, :seq_len]
+        weights = self.round_weights(lse).unsqueeze(-1)
+        combined = (weights * context.float()).sum(dim=1).to(v.dtype)
+        return merge_heads(combined.reshape(batch, spec.heads, seq_len, spec.head_size))
+
+    def window_masks(self, positions: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        """Which keys of its window each token sees, and which of them are the token itself.
+
+        positions: int32 [groups, rounds, chunks, chunk_length], the position of every sorted token.
+        keep: boolean [batch, padded seq]. Returns two booleans, broadcastable to [groups, rounds, chunks, chunk_length, window].
+        """
+        spec = self.spec
+        groups, _, chunks, chunk_length = positions.shape
+        # padding is sorted last, so a sorted place is visible when it comes before the number of kept tokens
+        place = torch.arange(chunks * chunk_length, device=keep.device).reshape(1, 1, chunks, chunk_length)
+        nowhere = chunks * chunk_length
+        place = look_around(place.expand(1, spec.num_hashes, chunks, chunk_length), spec, fill=nowhere)
+        kept = keep.sum(dim=1).repeat_interleave(spec.heads).reshape(groups, 1, 1, 1)
+        visible = (place < kept).unsqueeze(3)
+        own = positions.unsqueeze(4)
+        other = look_around(positions, spec, fill=-1).unsqueeze(3)
+        if spec.causal:
+            visible = visible & (own >= other)
+        return visible, own == other
+
+    def round_weights(self, lse: Tensor) -> Tensor:
+        """Weight of every round, float32 [groups, rounds, seq]; adds up to one over the rounds."""
+        if self.spec.mask_constants == "safe":
+            return torch.softmax(lse, dim=1)
+        highest = lse.amax(dim=1, keepdim=True)
+        return torch.exp(lse - (highest + torch.log(torch.exp(lse - highest).sum(dim=1, keepdim=True))))
+
+
+class LSHHash(nn.Module):
+    """Buckets of every token, by random rotations drawn once from a seed.
+
+    The rotations are a buffer, saved with the weights and exported as an initializer. They stay float32 under
+    `.half()` and `.bfloat16()`: hashing in lower precision moves one token in a thousand to another bucket.
+    """
+
+    rotations: Tensor
+
+    def __init__(self, spec: LSHSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        generator = torch.Generator().manual_seed(spec.hash_seed)
+        width = sum(spec.bucket_factors) // 2
+        shape = (spec.heads, spec.head_size, spec.num_hashes, width)
+        self.register_buffer("rotations", torch.randn(shape, generator=generator))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LSHHash:
+        exact = self.rotations
+        super()._apply(fn, recurse)
+        if self.rotations.dtype in (torch.float16, torch.bfloat16):
+            self.rotations = exact.to(self.rotations.device)
+        return self
+
+    def forward(self, qk: Tensor, keep: Tensor) -> Tensor:
+        """qk [batch, heads, seq, head_dim]; keep boolean [batch, seq].
+
+        Returns int32 [batch · heads · rounds, seq]: buckets in [0, total_buckets), or total_buckets for padding.
+        """
+        bucket = torch.zeros((), dtype=torch.int64, device=qk.device)
+        stride = 1
+        for factor, projection in zip(self.spec.bucket_factors, self.project(qk), strict=True):
+            digit = torch.cat([projection, -projection], dim=-1).argmax(dim=-1)
+            bucket = bucket + stride * digit
+            stride *= factor
+        # [batch, heads, seq, rounds] → [batch, heads, rounds, seq]
+        bucket = bucket.transpose(2, 3).to(torch.int32)
+        bucket = torch.where(keep[:, None, None, :], bucket, self.spec.total_buckets)
+        return bucket.flatten(0, 2)
+
+    def project(self, qk: Tensor) -> list[Tensor]:
+        """Rotated vectors in float32, one tensor [batch, heads, seq, rounds, factor / 2] for each bucket factor."""
+        rotations = self.rotations
+        projected = (qk.to(rotations.dtype) @ rotations.flatten(2)).unflatten(-1, tuple(rotations.shape[2:]))
+        ends = list(itertools.accumulate((factor // 2 for factor in self.spec.bucket_factors), initial=0))
+        return [projected[..., start:end] for start, end in itertools.pairwise(ends)]
+
+    def margins(self, qk: Tensor) -> Tensor:
+        """How close every token came to another bucket: (top1 − top2) / ‖projection‖∞, the least over the factors.
+
+        Returns float32 [batch · heads · rounds, seq]. Used to tell rounding from bugs when two runtimes disagree.
+        """
+        margins = []
+        for projection in self.project(qk):
+            both = torch.cat([projection, -projection], dim=-1)
+            top = both.topk(2, dim=-1).values
+            norm = projection.abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+            margins.append((top[..., 0] - top[..., 1]) / norm)
+        return torch.stack(margins).amin(dim=0).transpose(2, 3).flatten(0, 2)
+
+
+def flat_rows(order: Tensor, groups: int, seq_len: int) -> Tensor:
+    """Rows of the flattened [groups · seq] axis in sorted order: int32 [groups · rounds, seq] → int64 [groups, rounds · seq]."""
+    offset = seq_len * torch.arange(groups, device=order.device)[:, None]
+    return order.long().reshape(groups, -1) + offset
+
+
+def unit_keys(qk: Tensor) -> Tensor:
+    """Keys of shared-QK attention: qk / ‖qk‖, with the 1e-6 of transformers under the root."""
+    scale = torch.rsqrt(qk.float().square().mean(dim=-1, keepdim=True) + 1e-6) / math.sqrt(qk.shape[-1])
+    return (qk.float() * scale).to(qk.dtype)

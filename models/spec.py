@@ -1,0 +1,484 @@
+"""Frozen descriptions of attention layers and encoders: every default of the models is written here, once.
+
+No torch here, so that the command line can validate a request before any framework is loaded.
+Field names follow the papers and the Hugging Face configurations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+
+class SpecError(ValueError):
+    """A spec that cannot work. The message says what was given, what was expected and what to do."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise SpecError(message)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: `"; did you mean 'x'?"`, or `"."` when nothing is close."""
+    close = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else "."
+
+
+def nearest_multiples(value: int, divisor: int) -> str:
+    """The multiples of `divisor` around `value`, as text for an error message."""
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below > 0 else f"{divisor}"
+
+
+def nearest_divisors(value: int, total: int) -> str:
+    """The divisors of `total` closest to `value` on either side, as text for an error message."""
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    below = [d for d in divisors if d <= value][-1:]
+    above = [d for d in divisors if d > value][:1]
+    return " or ".join(str(d) for d in below + above)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What all attention layers share.
+
+    dim: model width. heads × head_dim is the inner width (`head_dim=None`: dim // heads).
+    seq_len: the length the model is exported and tuned for, in tokens. Only the variants with learned
+    position biases (`aft-full`, `aft-local`) treat it as a maximum.
+    """
+
+    variant: ClassVar[str] = ""
+    supports_causal: ClassVar[bool] = True
+    has_heads: ClassVar[bool] = True
+    max_seq_len_is_seq_len: ClassVar[bool] = False
+
+    dim: int = 256
+    heads: int = 4
+    head_dim: int | None = None
+    seq_len: int = 1024
+    causal: bool = False
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        for name in ("dim", "heads", "seq_len"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}; expected a positive integer, the nearest is 1")
+        require(self.head_dim is None or self.head_dim >= 1, f"head_dim is {self.head_dim}; expected at least 1")
+        if self.has_heads and self.head_dim is None:
+            require(
+                self.dim % self.heads == 0,
+                f"dim {self.dim} cannot be split into {self.heads} heads of equal size; use dim "
+                f"{nearest_multiples(self.dim, self.heads)}, heads {nearest_divisors(self.heads, self.dim)}, "
+                "or give head_dim",
+            )
+        require(
+            self.supports_causal or not self.causal,
+            f"{self.variant} attention has no causal form, because its landmarks average over the whole sequence; "
+            f"use one of: {', '.join(name for name, spec in ATTENTION_SPECS.items() if spec.supports_causal)}",
+        )
+
+    @property
+    def head_size(self) -> int:
+        """Channels per head."""
+        return self.head_dim if self.head_dim is not None else self.dim // self.heads
+
+    @property
+    def inner_dim(self) -> int:
+        """heads × head_size, the width between the projections."""
+        return self.heads * self.head_size
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """The longest sequence the layer itself accepts; None when any length works."""
+        return self.seq_len if self.max_seq_len_is_seq_len else None
+
+    @property
+    def fixed_seq_len(self) -> int | None:
+        """The only length the layer accepts, or None when the length is free."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxSpec(AttentionSpec):
+    """conv_kernel_size: taps of the depth-wise convolution over v that Nyströmformer adds (None: no convolution)."""
+
+    variant: ClassVar[str] = "softmax"
+
+    conv_kernel_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_conv_kernel_size(self.conv_kernel_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec(AttentionSpec):
+    """eps: added once to the denominator. chunk_length: block length of the causal form."""
+
+    variant: ClassVar[str] = "linear"
+
+    eps: float = 1e-6
+    chunk_length: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.eps >= 0, f"eps is {self.eps}; expected a number >= 0")
+        require(self.chunk_length >= 1, f"chunk_length is {self.chunk_length}; expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NystromSpec(AttentionSpec):
+    """Nyströmformer attention.
+
+    num_landmarks: m, rows of the landmark matrices. pinv_iterations: part of the model, not an accuracy knob.
+    pinv_init: "per_head" scales the start value per matrix; "global" divides by a maximum over the whole batch,
+    as the published checkpoints do, so a sample's output then depends on its batch mates.
+    mask_landmarks: leave padding out of the landmark means and of all three softmaxes, and out of the
+    convolution. False is the published behaviour and needs `segment_means_seq_len`.
+    segment_means_seq_len: the fixed length that published checkpoints are tied to (None: any length). Equal to
+    `num_landmarks` it selects plain softmax attention, as transformers does.
+    """
+
+    variant: ClassVar[str] = "nystrom"
+    supports_causal: ClassVar[bool] = False
+
+    num_landmarks: int = 64
+    pinv_iterations: int = 6
+    pinv_init: Literal["per_head", "global"] = "per_head"
+    mask_landmarks: bool = True
+    segment_means_seq_len: int | None = None
+    conv_kernel_size: int | None = 65
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.num_landmarks >= 1, f"num_landmarks is {self.num_landmarks}; expected at least 1")
+        require(self.pinv_iterations >= 1, f"pinv_iterations is {self.pinv_iterations}; expected at least 1")
+        check_conv_kernel_size(self.conv_kernel_size)
+        segment_means = self.segment_means_seq_len
+        if segment_means is None:
+            require(
+                self.mask_landmarks,
+                "mask_landmarks=False averages over padding, so its result depends on the padded length; "
+                "give the fixed length it was trained with as segment_means_seq_len",
+            )
+            return
+        require(
+            segment_means >= self.num_landmarks and segment_means % self.num_landmarks == 0,
+            f"segment_means_seq_len {segment_means} is not a multiple of num_landmarks {self.num_landmarks}; "
+            f"the nearest that work: {nearest_multiples(segment_means, self.num_landmarks)}",
+        )
+        if not self.is_plain_softmax:
+            require(
+                self.seq_len == segment_means,
+                f"seq_len is {self.seq_len}, but landmarks are tied to segment_means_seq_len {segment_means}; "
+                f"use seq_len {segment_means}, or leave segment_means_seq_len out to accept any length",
+            )
+
+    @property
+    def is_plain_softmax(self) -> bool:
+        """True for the configurations that transformers runs as softmax attention (a well-known trap)."""
+        return self.num_landmarks == self.segment_means_seq_len
+
+    @property
+    def fixed_seq_len(self) -> int | None:
+        return None if self.is_plain_softmax else self.segment_means_seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookAroundSpec(AttentionSpec):
+    """Chunked attention, shared by the two Reformer layers.
+
+    chunk_length: tokens per chunk; each chunk also attends `num_chunks_before` chunks before and
+    `num_chunks_after` after it. circular: the first chunk wraps around to the last one, as the published
+    checkpoints do (for an encoder that leaks the end of the sequence into its start).
+    """
+
+    bias: bool = False
+    chunk_length: int = 64
+    num_chunks_before: int = 1
+    num_chunks_after: int = 0
+    circular: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.chunk_length >= 1, f"chunk_length is {self.chunk_length}; expected at least 1")
+        for name in ("num_chunks_before", "num_chunks_after"):
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSpec(LookAroundSpec):
+    """Reformer's local layer: chunks in their original order, with look-around."""
+
+    variant: ClassVar[str] = "local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LSHSpec(LookAroundSpec):
+    """Reformer's LSH layer.
+
+    num_hashes: independent hash rounds. num_buckets: even count, or even factors of it (None: about
+    2·seq_len/chunk_length, a power of two, by the rule of transformers). hash_seed: seed of the rotations, drawn once.
+    mask_constants: "safe" combines the rounds with a max-subtracted softmax; "hf" reproduces the rounding of
+    transformers, whose round weights do not add up to one for a token that can only attend to itself.
+    """
+
+    variant: ClassVar[str] = "lsh"
+
+    num_hashes: int = 2
+    num_buckets: int | tuple[int, ...] | None = None
+    hash_seed: int = 0
+    mask_constants: Literal["safe", "hf"] = "safe"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.num_hashes >= 1, f"num_hashes is {self.num_hashes}; expected at least 1")
+        require(self.hash_seed >= 0, f"hash_seed is {self.hash_seed}; expected 0 or more")
+        for factor in self.bucket_factors:
+            require(
+                factor >= 2 and factor % 2 == 0,
+                f"num_buckets is {self.num_buckets}; each count must be even, because buckets are the signs of "
+                f"projections; the nearest that work: {nearest_multiples(factor, 2)}",
+            )
+
+    @property
+    def bucket_factors(self) -> tuple[int, ...]:
+        """The factors of the bucket count; a single number when it is not factorised."""
+        if self.num_buckets is None:
+            return automatic_num_buckets(self.seq_len, self.chunk_length)
+        return (self.num_buckets,) if isinstance(self.num_buckets, int) else self.num_buckets
+
+    @property
+    def total_buckets(self) -> int:
+        """Number of buckets of one round, without the extra one for padding."""
+        return math.prod(self.bucket_factors)
+
+
+def automatic_num_buckets(seq_len: int, chunk_length: int, max_seq_len: int | None = None) -> tuple[int, ...]:
+    """Bucket factors for a sequence length, by the rule of transformers' Reformer.
+
+    A power of two near 2·seq_len/chunk_length, split into two factors where it exceeds
+    2·max(√(max_seq_len/chunk_length), chunk_length).
+    """
+    power = int(math.log2(2 * max(1, seq_len // chunk_length)))
+    limit = 2 * max(math.isqrt((max_seq_len or seq_len) // chunk_length), chunk_length)
+    if 2**power <= limit:
+        return (2**power,)
+    return (2 ** (power // 2), 2 ** (power - power // 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AFTSimpleSpec(AttentionSpec):
+    """Attention-free transformer without position biases."""
+
+    variant: ClassVar[str] = "aft-simple"
+    has_heads: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AFTFullSpec(AttentionSpec):
+    """position_dim: d', rank of the position bias w = u vᵀ, learned for up to `seq_len` positions."""
+
+    variant: ClassVar[str] = "aft-full"
+    has_heads: ClassVar[bool] = False
+    max_seq_len_is_seq_len: ClassVar[bool] = True
+
+    position_dim: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.position_dim >= 1, f"position_dim is {self.position_dim}; expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AFTLocalSpec(AFTFullSpec):
+    """window: s; the position bias acts where |t − t'| < s and is zero elsewhere (attention stays global)."""
+
+    variant: ClassVar[str] = "aft-local"
+
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.window >= 0, f"window is {self.window}; expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AFTConvSpec(AttentionSpec):
+    """kernel_size: s taps of the relative position bias of each head, centred. std_eps keeps the
+    re-parameterised filter finite when all its taps are equal."""
+
+    variant: ClassVar[str] = "aft-conv"
+
+    kernel_size: int = 11
+    std_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.kernel_size >= 1 and self.kernel_size % 2 == 1,
+            f"kernel_size is {self.kernel_size}; the filter is centred, so it must be odd; "
+            f"the nearest that work: {max(1, self.kernel_size - 1)} or {max(1, self.kernel_size + 1)}",
+        )
+        require(self.std_eps > 0, f"std_eps is {self.std_eps}; expected a number > 0")
+
+
+ATTENTION_SPECS: dict[str, type[AttentionSpec]] = {
+    "softmax": SoftmaxSpec,
+    "linear": LinearSpec,
+    "nystrom": NystromSpec,
+    "lsh": LSHSpec,
+    "aft-full": AFTFullSpec,
+    "aft-simple": AFTSimpleSpec,
+    "aft-local": AFTLocalSpec,
+    "aft-conv": AFTConvSpec,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSpec:
+    """A byte-level encoder: embedding, `layers` blocks, optional language-model head.
+
+    block: where the residual goes. "reversible" keeps two streams (Reformer), which are combined at the end by
+    `reversible_output`: their mean (width dim) or their concatenation (width 2·dim).
+    ff_chunk_length: tokens per slice of the feed-forward layer (0: whole sequence); saves memory, changes nothing.
+    """
+
+    attention: AttentionSpec
+    layers: int = 2
+    vocab_size: int = 258
+    pad_token_id: int = 0
+    ff_dim: int | None = None
+    activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
+    block: Literal["pre-norm", "post-norm", "reversible"] = "pre-norm"
+    reversible_output: Literal["mean", "concat"] = "mean"
+    ff_chunk_length: int = 0
+    layer_norm_eps: float = 1e-5
+    lm_head: bool = False
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        require(self.layers >= 1, f"layers is {self.layers}; expected at least 1")
+        require(self.vocab_size >= 2, f"vocab_size is {self.vocab_size}; expected at least 2")
+        require(self.ff_dim is None or self.ff_dim >= 1, f"ff_dim is {self.ff_dim}; expected at least 1")
+        require(self.ff_chunk_length >= 0, f"ff_chunk_length is {self.ff_chunk_length}; expected 0 or more")
+        require(self.layer_norm_eps > 0, f"layer_norm_eps is {self.layer_norm_eps}; expected a number > 0")
+        require(
+            0 <= self.pad_token_id < self.vocab_size,
+            f"pad_token_id is {self.pad_token_id}; expected 0 to {self.vocab_size - 1}",
+        )
+
+    @property
+    def max_seq_len(self) -> int:
+        """Learned positions end here."""
+        return self.attention.seq_len
+
+    @property
+    def ff_size(self) -> int:
+        return self.ff_dim if self.ff_dim is not None else 4 * self.attention.dim
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of `last_hidden_state`."""
+        doubled = self.block == "reversible" and self.reversible_output == "concat"
+        return self.attention.dim * (2 if doubled else 1)
+
+
+def check_conv_kernel_size(size: int | None) -> None:
+    require(
+        size is None or (size >= 1 and size % 2 == 1),
+        f"conv_kernel_size is {size}; an even or empty kernel changes the length, so it must be odd; "
+        f"the nearest that work: {max(1, (size or 0) - 1)} or {max(1, (size or 0) + 1)}",
+    )
+
+
+def check_field_types(spec: Any) -> None:
+    """Field values must have the declared type: TOML and JSON hand over whatever the user wrote."""
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        declared = str(field.type)
+        if declared.startswith("Literal"):
+            allowed = [word.strip().strip("'\"") for word in declared[len("Literal[") : -1].split(",")]
+            require(value in allowed, f"{field.name} is {value!r}; expected one of {', '.join(allowed)}")
+        elif declared in _PLAIN_TYPES:
+            accepted, words = _PLAIN_TYPES[declared]
+            is_bool = isinstance(value, bool) and bool not in accepted
+            finite = not isinstance(value, float) or math.isfinite(value)
+            require(
+                isinstance(value, accepted) and not is_bool and finite,
+                f"{field.name} is {value!r}; expected {words}",
+            )
+        elif declared == "int | tuple[int, ...] | None":
+            items = value if isinstance(value, tuple) else (value,)
+            require(
+                value is None or (items != () and all(type(item) is int for item in items)),
+                f"{field.name} is {value!r}; expected an integer or a list of integers",
+            )
+
+
+_PLAIN_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "an integer"),
+    "int | None": ((int, type(None)), "an integer"),
+    "float": ((int, float), "a finite number"),
+    "bool": ((bool,), "true or false"),
+    "AttentionSpec": ((AttentionSpec,), "an AttentionSpec"),
+}
+
+
+def attention_spec(variant: str, options: Mapping[str, Any] | None = None) -> AttentionSpec:
+    """The spec of a variant by name, with some of its fields set.
+
+    Raises SpecError for an unknown variant, an unknown field or a value that cannot work.
+    """
+    require(
+        variant in ATTENTION_SPECS,
+        f"unknown variant {variant!r}{did_you_mean(variant, ATTENTION_SPECS)} "
+        f"Expected one of: {', '.join(ATTENTION_SPECS)}",
+    )
+    spec_class = ATTENTION_SPECS[variant]
+    return spec_class(**known_fields(spec_class, options or {}, f"{variant} attention"))
+
+
+def attention_from_dict(values: Mapping[str, Any]) -> AttentionSpec:
+    """The inverse of `spec_to_dict` for an attention layer: the key `variant` selects the class."""
+    options = dict(values)
+    require("variant" in options, f"the attention spec has no variant; expected one of: {', '.join(ATTENTION_SPECS)}")
+    return attention_spec(options.pop("variant"), options)
+
+
+def encoder_from_dict(values: Mapping[str, Any]) -> EncoderSpec:
+    """The inverse of `spec_to_dict` for an encoder: `attention` is a nested table."""
+    options = dict(values)
+    require(isinstance(options.get("attention"), Mapping), "the encoder spec has no table named attention")
+    options["attention"] = attention_from_dict(options["attention"])
+    return EncoderSpec(**known_fields(EncoderSpec, options, "the encoder"))
+
+
+def spec_to_dict(spec: AttentionSpec | EncoderSpec) -> dict[str, Any]:
+    """Every field of a spec, ready for JSON or TOML; an attention layer also carries its `variant`."""
+    if isinstance(spec, EncoderSpec):
+        return {**dataclasses.asdict(spec), "attention": spec_to_dict(spec.attention)}
+    return {"variant": spec.variant, **dataclasses.asdict(spec)}
+
+
+def field_names(spec_class: type[AttentionSpec] | type[EncoderSpec]) -> list[str]:
+    return [field.name for field in dataclasses.fields(spec_class)]
+
+
+def known_fields(
+    spec_class: type[AttentionSpec] | type[EncoderSpec], options: Mapping[str, Any], owner: str
+) -> dict[str, Any]:
+    """`options` with lists turned into tuples, refusing names that the class does not have."""
+    names = field_names(spec_class)
+    for name in options:
+        require(
+            name in names,
+            f"{owner} has no field {name!r}{did_you_mean(name, names)} Its fields: {', '.join(names)}",
+        )
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}

@@ -1,0 +1,32 @@
+"""Custom operators: one folder per operator. Domain, version and the list of operators are written here, once."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+DOMAIN = "effexport"
+OPSET_VERSION = 1
+
+# TensorRT takes a plugin rather than the function body for a node that carries this attribute.
+PLUGIN_NAMESPACE = "plugin_namespace"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator under its names: `onnx_name` in graphs, `torch_name` under `torch.ops.effexport`."""
+
+    onnx_name: str
+    torch_name: str
+    module: str
+
+    def load(self) -> ModuleType:
+        """The operator's `op.py`: torch op, ONNX schema, translation and function body."""
+        return importlib.import_module(self.module)
+
+
+OPS: dict[str, Op] = {
+    "IterativePinv": Op("IterativePinv", "iterative_pinv", "effexport.plugins.iterative_pinv.op"),
+    "LSHSort": Op("LSHSort", "lsh_sort", "effexport.plugins.lsh_sort.op"),
+}

@@ -1,0 +1,225 @@
+"""`effexport::LSHSort`: torch operator, obvious reference, ONNX schema, translation and function body.
+
+The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
+them, so that models can use the torch operator without either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+
+if TYPE_CHECKING:
+    import onnx
+
+# The body counts digits instead of buckets: a one-hot row has at most this many columns, so memory does not grow
+# with the number of buckets. 32 keeps 1024 buckets within two passes.
+MAX_RADIX = 32
+# Tokens per block of the body's prefix sums, which are products with a triangular matrix.
+BLOCK = 128
+
+
+def reference(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """Stable sort by bucket: `order` lists the tokens in sorted order, `rank` is its inverse permutation."""
+    order = torch.sort(buckets, dim=-1, stable=True).indices
+    places = torch.arange(buckets.shape[-1], device=buckets.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, places)
+    return order.to(torch.int32), rank.to(torch.int32)
+
+
+@torch.library.custom_op("effexport::lsh_sort", mutates_args=())
+def lsh_sort(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """Stable counting sort of every row.
+
+    buckets: int32 [N, n] with values in [0, num_buckets). Returns (order, rank), both int32 [N, n].
+    Raises ValueError for another shape or dtype, and (on the CPU) for a bucket out of range.
+    """
+    check_shapes(buckets, num_buckets)
+    if buckets.device.type == "cpu" and buckets.numel() > 0:
+        low, high = (int(x) for x in torch.aminmax(buckets))
+        if low < 0 or high >= num_buckets:
+            raise ValueError(f"lsh_sort: buckets run from {low} to {high}; expected 0 to {num_buckets - 1}")
+    return reference(buckets, num_buckets)
+
+
+@lsh_sort.register_fake
+def _(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
+    check_shapes(buckets, num_buckets)
+    return (
+        torch.empty_like(buckets, memory_format=torch.contiguous_format),
+        torch.empty_like(buckets, memory_format=torch.contiguous_format),
+    )
+
+
+def check_shapes(buckets: Tensor, num_buckets: int) -> None:
+    if buckets.dim() != 2:
+        raise ValueError(f"lsh_sort: buckets has shape {tuple(buckets.shape)}; expected [N, n]")
+    if buckets.dtype != torch.int32:
+        raise ValueError(f"lsh_sort: buckets is {buckets.dtype}; expected torch.int32")
+    if num_buckets < 1:
+        raise ValueError(f"lsh_sort: num_buckets is {num_buckets}; expected at least 1")
+
+
+def onnx_schema() -> onnx.defs.OpSchema:
+    """Schema of the ONNX operator, with type and shape inference."""
+    import onnx
+
+    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
+    schema = onnx.defs.OpSchema(
+        "LSHSort",
+        DOMAIN,
+        OPSET_VERSION,
+        doc="Stable counting sort of every row. order lists the tokens by bucket, rank is the inverse permutation.",
+        inputs=[parameter("buckets", "T", "[N, n], values in [0, num_buckets)")],
+        outputs=[parameter("order", "T", "[N, n]"), parameter("rank", "T", "[N, n]")],
+        type_constraints=[("T", ["tensor(int32)"], "")],
+        attributes=[
+            attribute("num_buckets", onnx.defs.OpSchema.AttrType.INT, required=True),
+            attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False),
+        ],
+    )
+
+    def infer(context: onnx.shape_inference.InferenceContext) -> None:
+        context.set_output_type(0, context.get_input_type(0))
+        context.set_output_type(1, context.get_input_type(0))
+
+    schema.set_type_and_shape_inference_function(infer)
+    return schema
+
+
+def onnx_translation(buckets: Any, num_buckets: int) -> Any:
+    """What torch.onnx.export emits for one call: one node with two outputs."""
+    from onnxscript import values
+
+    return values.Opset(DOMAIN, OPSET_VERSION).LSHSort(buckets, num_buckets=num_buckets)
+
+
+def radices(num_buckets: int) -> list[int]:
+    """Radix of every pass, equal and as few as MAX_RADIX allows; least significant digit first."""
+    passes = 1
+    while MAX_RADIX**passes < num_buckets:
+        passes += 1
+    radix = 1
+    while radix**passes < num_buckets:
+        radix += 1
+    return [radix] * passes
+
+
+def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
+    """The operator in standard operators: a counting sort per digit, least significant first (a radix sort).
+
+    No TopK and no Sort, which TensorRT limits to 3840 elements, and no CumSum, which it runs as a loop: prefix sums
+    are products with triangular matrices, exact in float32 up to 2^24 tokens. A function is found by name alone, so
+    one body serves every node of a model; it is unrolled for the largest bucket count among them.
+    """
+    import onnx.parser
+
+    num_buckets = max(onnx.helper.get_node_attr_value(node, "num_buckets") for node in nodes)
+    passes = radices(num_buckets)
+    last = len(passes) - 1
+    lines = []
+    divisor = 1
+    for i, radix in enumerate(passes):
+        lines.append(_counting_pass(i, radix, divisor, first=i == 0, last=i == last))
+        divisor *= radix
+    return onnx.parser.parse_function(f"""
+    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
+    LSHSort <num_buckets> (buckets) => (order, rank) {{
+        zero = Constant <value_int = 0> ()
+        one = Constant <value_int = 1> ()
+        block = Constant <value_int = {BLOCK}> ()
+        block_1d = Constant <value_ints = [{BLOCK}]> ()
+        axis0 = Constant <value_ints = [0]> ()
+        axis1 = Constant <value_ints = [1]> ()
+        axis2 = Constant <value_ints = [2]> ()
+        axis_last = Constant <value_ints = [-1]> ()
+        any_1d = Constant <value_ints = [-1]> ()
+        shape = Shape (buckets)
+        rows_1d = Shape <start = 0, end = 1> (buckets)
+        length_1d = Shape <start = 1, end = 2> (buckets)
+        length = Squeeze (length_1d)
+        position_1d = Range (zero, length, one)
+        position_row = Unsqueeze (position_1d, axis0)
+        position = Expand (position_row, shape)
+        spread = Add (length, block)
+        spread_1 = Sub (spread, one)
+        blocks = Div (spread_1, block)
+        padded = Mul (blocks, block)
+        pad_end = Sub (padded, length)
+        pad_end_1d = Unsqueeze (pad_end, axis0)
+        zeros3 = Constant <value_ints = [0, 0, 0]> ()
+        pads = Concat <axis = 0> (zeros3, pad_end_1d)
+        no_digit = Constant <value_int = -1> ()
+        blocks_1d = Unsqueeze (blocks, axis0)
+        blocked_shape = Concat <axis = 0> (rows_1d, blocks_1d, block_1d)
+        padded_shape = Concat <axis = 0> (rows_1d, any_1d)
+        lane = Range (zero, block, one)
+        lane_row = Unsqueeze (lane, axis0)
+        lane_column = Unsqueeze (lane, axis1)
+        lane_before = Less (lane_row, lane_column)
+        within_triangle = Cast <to = 1> (lane_before)
+        block_index = Range (zero, blocks, one)
+        block_row = Unsqueeze (block_index, axis0)
+        block_column = Unsqueeze (block_index, axis1)
+        block_before = Less (block_row, block_column)
+        between_triangle = Cast <to = 1> (block_before)
+        bucket_long = Cast <to = 7> (buckets)
+        {"".join(lines)}
+        order = Cast <to = 6> (order{last})
+        rank = Cast <to = 6> (rank_final)
+    }}
+    """)
+
+
+def _counting_pass(i: int, radix: int, divisor: int, *, first: bool, last: bool) -> str:
+    """One stable counting sort by the digit (bucket // divisor) % radix of the tokens in the order so far."""
+    fetch = "" if first else f"current{i} = GatherElements <axis = 1> (bucket_long, order{i - 1})"
+    current = "bucket_long" if first else f"current{i}"
+    compose = (
+        f"order{i} = ScatterElements <axis = 1> (position, place{i}, position)"
+        if first
+        else f"order{i} = ScatterElements <axis = 1> (position, place{i}, order{i - 1})"
+    )
+    # after one pass the place of a token is its rank; after several, rank is the inverse of the composed order
+    if not last:
+        invert = ""
+    elif first:
+        invert = f"rank_final = Identity (place{i})"
+    else:
+        invert = f"rank_final = ScatterElements <axis = 1> (position, order{i}, position)"
+    return f"""
+        {fetch}
+        divisor{i} = Constant <value_int = {divisor}> ()
+        quotient{i} = Div ({current}, divisor{i})
+        radix{i} = Constant <value_int = {radix}> ()
+        digit{i} = Mod (quotient{i}, radix{i})
+        digit_padded{i} = Pad (digit{i}, pads, no_digit)
+        digit_blocks{i} = Reshape (digit_padded{i}, blocked_shape)
+        digit_column{i} = Unsqueeze (digit_blocks{i}, axis_last)
+        digits{i} = Range (zero, radix{i}, one)
+        match{i} = Equal (digit_column{i}, digits{i})
+        one_hot{i} = Cast <to = 1> (match{i})
+        within{i} = MatMul (within_triangle, one_hot{i})
+        block_counts{i} = ReduceSum <keepdims = 0> (one_hot{i}, axis2)
+        between{i} = MatMul (between_triangle, block_counts{i})
+        totals{i} = ReduceSum <keepdims = 1> (block_counts{i}, axis1)
+        digit_row{i} = Unsqueeze (digits{i}, axis1)
+        smaller{i} = Less (digit_row{i}, digits{i})
+        smaller_float{i} = Cast <to = 1> (smaller{i})
+        start{i} = MatMul (totals{i}, smaller_float{i})
+        offset{i} = Add (between{i}, start{i})
+        offset_block{i} = Unsqueeze (offset{i}, axis2)
+        place_all{i} = Add (within{i}, offset_block{i})
+        place_own{i} = Mul (place_all{i}, one_hot{i})
+        place_sum{i} = ReduceSum <keepdims = 0> (place_own{i}, axis_last)
+        place_flat{i} = Reshape (place_sum{i}, padded_shape)
+        place_cut{i} = Slice (place_flat{i}, axis0, length_1d, axis1)
+        place{i} = Cast <to = 7> (place_cut{i})
+        {compose}
+        {invert}
+    """
