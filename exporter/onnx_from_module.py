@@ -184,9 +184,9 @@ def save(model: ir.Model, spec: BuildSpec, path: Path) -> None:
     import onnx_ir as ir
 
     weight_bytes = sum(
-        value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
+        value.const_value.nbytes
+        for value in model.graph.initializers.values()
+        if value.const_value is not None
     )
     external = spec.external_data or weight_bytes > EXTERNAL_DATA_THRESHOLD_BYTES
     ir.save(model, path, external_data=f"{path.name}.data" if external else None)
-
-

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from effexport.errors import StageError, UserError
 from effexport.plugins import DOMAIN, PLUGIN_NAMESPACE
@@ -46,7 +47,9 @@ def check_graph(path: Path, spec: BuildSpec, custom_ops: Mapping[str, int]) -> N
 
     found = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
     if found != Counter(custom_ops):
-        raise StageError(STAGE, f"custom operators are {dict(found)}; {spec.variant} declares {dict(custom_ops)}")
+        raise StageError(
+            STAGE, f"custom operators are {dict(found)}; {spec.variant} declares {dict(custom_ops)}"
+        )
     bodies = {function.name for function in model.functions if function.domain == DOMAIN}
     if bodies != set(found):
         raise StageError(STAGE, f"function bodies are {sorted(bodies)}; expected {sorted(found)}")
@@ -135,4 +138,37 @@ def external_locations(model: onnx.ModelProto) -> set[str]:
         if tensor.data_location == onnx.TensorProto.EXTERNAL
         for entry in tensor.external_data
         if entry.key == "location"
+    }
+
+
+def graph_summary(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
+    """What `inspect` shows: inputs, outputs, operators by frequency, custom operators, size, parameters."""
+
+    def plain(values: object) -> list[dict[str, Any]]:
+        return [{"name": t.name, "dtype": t.dtype, "dims": list(t.dims)} for t in graph_tensors(values)]
+
+    bodies = {(function.domain, function.name) for function in model.functions}
+    counts = Counter((node.domain, node.op_type) for node in model.graph.node)
+    sizes = [
+        file.stat().st_size for file in (path, *(path.parent / name for name in external_locations(model)))
+    ]
+    return {
+        "inputs": plain(model.graph.input),
+        "outputs": plain(model.graph.output),
+        "opset": next(
+            (entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), None
+        ),
+        "ops": {
+            (f"{domain}::" if domain else "") + op: count for (domain, op), count in counts.most_common()
+        },
+        "custom_ops": {
+            op: {
+                "count": count,
+                "implementation": "body" if (DOMAIN, op) in bodies else "nothing: no body attached",
+            }
+            for (domain, op), count in counts.items()
+            if domain == DOMAIN
+        },
+        "bytes": sum(sizes),
+        "parameters": sum(math.prod(tensor.dims) for tensor in model.graph.initializer),
     }

@@ -57,11 +57,12 @@ class BuildSpec:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        require(self.precision in DTYPE_OF_PRECISION, f"precision is {self.precision!r}; expected fp32, fp16 or bf16")
-        require(self.batch >= 1, f"batch is {self.batch}; expected at least 1")
         require(
-            self.opset in OPSETS, f"opset is {self.opset}; expected {OPSETS.start} to {OPSETS.stop - 1}"
+            self.precision in DTYPE_OF_PRECISION,
+            f"precision is {self.precision!r}; expected fp32, fp16 or bf16",
         )
+        require(self.batch >= 1, f"batch is {self.batch}; expected at least 1")
+        require(self.opset in OPSETS, f"opset is {self.opset}; expected {OPSETS.start} to {OPSETS.stop - 1}")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2^63 - 1")
 
     @property
@@ -148,7 +149,9 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) ->
         if name in _BUILD_FIELDS:
             groups["build"][name] = value
         elif name in _ENCODER_FIELDS:
-            require(scope == "encoder", f"{name} belongs to the encoder; it has no meaning with scope attention")
+            require(
+                scope == "encoder", f"{name} belongs to the encoder; it has no meaning with scope attention"
+            )
             groups["encoder"][name] = value
         else:
             known = known_attention + _BUILD_FIELDS + _ENCODER_FIELDS
@@ -171,7 +174,10 @@ def options_from_toml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"cannot read the spec file {path}: {error}") from error
     options: dict[str, Any] = {}
-    for table in (document, *(document.pop(name) for name in _TABLES if isinstance(document.get(name), dict))):
+    for table in (
+        document,
+        *(document.pop(name) for name in _TABLES if isinstance(document.get(name), dict)),
+    ):
         for key, value in table.items():
             name = key.replace("-", "_")
             if isinstance(value, dict):

@@ -161,7 +161,7 @@ def weight_scale(name: str, parameter: Tensor) -> float:
     if "norm" in owner or leaf == "bias" or "embedding" in owner:
         return 0.1 if leaf == "bias" or "norm" in owner else 1.0
     fan_in = parameter[0].numel() if parameter.dim() > 1 else 1
-    gain = 2.0 if owner in ("query", "key", "query_key") else 1.0  # sharp attention: logits of order four
+    gain = 2.0**0.5 if owner in ("query", "key", "query_key") else 1.0  # attention with logits of order two
     return float(gain * fan_in**-0.5)
 
 

@@ -47,12 +47,13 @@ def look_around(x: Tensor, spec: LookAroundSpec, fill: float = 0) -> Tensor:
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, is_self: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, is_self: Tensor | None, *, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of every chunk over its window.
 
     q [groups, rounds, chunks, chunk_length, head_dim]; k, v [… chunks, window, head_dim]; visible and is_self boolean
     [… chunk_length, window]. Returns the context like q, and the float32 log-sum-exp of every row, [… chunk_length].
+    rounded: weights exp(x − lse) as in transformers, which near x = −1e5 do not add up to one.
     """
     logits = (q @ k.transpose(-1, -2)).float()
     logits = torch.where(visible, logits, HIDDEN_LOGIT)
@@ -62,5 +63,6 @@ def window_attention(
     highest = logits.amax(dim=-1, keepdim=True)
     weights = torch.exp(logits - highest)
     total = weights.sum(dim=-1, keepdim=True)
-    context = (weights / total).to(v.dtype) @ v
-    return context, (highest + torch.log(total)).squeeze(-1)
+    lse = highest + torch.log(total)
+    weights = torch.exp(logits - lse) if rounded else weights / total
+    return weights.to(v.dtype) @ v, lse.squeeze(-1)

@@ -55,10 +55,13 @@ class LSHAttention(AttentionLayer):
         v_window = look_around(take_rows(v.flatten(0, 2), rows).reshape(*chunked, spec.head_size), spec)
         k_window = look_around(unit_keys(q), spec)
         visible, is_self = self.window_masks(order.reshape(chunked), keep)
-        context, lse = window_attention(q, k_window, v_window, visible, is_self)
+        rounded = spec.mask_constants == "hf"
+        context, lse = window_attention(q, k_window, v_window, visible, is_self, rounded=rounded)
 
         # undo the sort: `rank` says where each token went
-        places = rank.long() + padded_len * torch.arange(groups * spec.num_hashes, device=rank.device)[:, None]
+        places = (
+            rank.long() + padded_len * torch.arange(groups * spec.num_hashes, device=rank.device)[:, None]
+        )
         rounds = (groups, spec.num_hashes, padded_len)
         context = take_rows(context.flatten(0, 3), places).reshape(*rounds, spec.head_size)[:, :, :seq_len]
         lse = take_rows(lse.reshape(-1, 1), places).reshape(rounds)[:, :, :seq_len]

@@ -91,7 +91,9 @@ class NystromAttention(MultiHeadAttention):
                 f"the sequence has {x.shape[2]} tokens; landmarks are tied to segment_means_seq_len {expected}; "
                 f"pad to {expected} tokens with an attention mask"
             )
-        return x.float().unflatten(2, (self.spec.num_landmarks, expected // self.spec.num_landmarks)).mean(dim=3)
+        return (
+            x.float().unflatten(2, (self.spec.num_landmarks, expected // self.spec.num_landmarks)).mean(dim=3)
+        )
 
 
 def landmark_rows(keep: Tensor, num_landmarks: int) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,9 @@ class AttentionSpec:
         for name in ("dim", "heads", "seq_len"):
             value = getattr(self, name)
             require(value >= 1, f"{name} is {value}; expected a positive integer, the nearest is 1")
-        require(self.head_dim is None or self.head_dim >= 1, f"head_dim is {self.head_dim}; expected at least 1")
+        require(
+            self.head_dim is None or self.head_dim >= 1, f"head_dim is {self.head_dim}; expected at least 1"
+        )
         if self.has_heads and self.head_dim is None:
             require(
                 self.dim % self.heads == 0,
@@ -448,7 +450,10 @@ def attention_spec(variant: str, options: Mapping[str, Any] | None = None) -> At
 def attention_from_dict(values: Mapping[str, Any]) -> AttentionSpec:
     """The inverse of `spec_to_dict` for an attention layer: the key `variant` selects the class."""
     options = dict(values)
-    require("variant" in options, f"the attention spec has no variant; expected one of: {', '.join(ATTENTION_SPECS)}")
+    require(
+        "variant" in options,
+        f"the attention spec has no variant; expected one of: {', '.join(ATTENTION_SPECS)}",
+    )
     return attention_spec(options.pop("variant"), options)
 
 

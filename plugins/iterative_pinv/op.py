@@ -49,7 +49,9 @@ def check_shapes(a: Tensor, scale: Tensor, iterations: int) -> None:
     if a.dim() != 3 or a.shape[1] != a.shape[2]:
         raise ValueError(f"iterative_pinv: a has shape {tuple(a.shape)}; expected [N, m, m]")
     if scale.dim() != 3 or tuple(scale.shape[1:]) != (1, 1) or scale.shape[0] != a.shape[0]:
-        raise ValueError(f"iterative_pinv: scale has shape {tuple(scale.shape)}; expected [{a.shape[0]}, 1, 1]")
+        raise ValueError(
+            f"iterative_pinv: scale has shape {tuple(scale.shape)}; expected [{a.shape[0]}, 1, 1]"
+        )
     if scale.dtype != a.dtype:
         raise ValueError(f"iterative_pinv: scale is {scale.dtype} but a is {a.dtype}; expected one dtype")
     if iterations < 1:
@@ -119,7 +121,9 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
 
     counts = {onnx.helper.get_node_attr_value(node, "iterations") for node in nodes}
     if len(counts) != 1:
-        raise ValueError(f"IterativePinv nodes with different iterations {sorted(counts)} cannot share one body")
+        raise ValueError(
+            f"IterativePinv nodes with different iterations {sorted(counts)} cannot share one body"
+        )
     step = """
         P{i} = MatMul (A, Z{i})
         Inner{i} = Sub (I7, P{i})

@@ -1,0 +1,5 @@
+"""`python -m effexport`."""
+
+from effexport.cli import main
+
+main()

@@ -1,0 +1,216 @@
+"""The artifact folder: written atomically, read with every file checked against the manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from effexport.errors import UserError
+from effexport.models.spec import SpecError
+from effexport.onnx_graph import load_graph
+from effexport.spec import BuildSpec
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+MODEL = "model.onnx"
+REFERENCE = "reference.safetensors"
+REPORT_JSON = "report.json"
+REPORT_HTML = "report.html"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A folder whose files match its manifest."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def spec(self) -> BuildSpec:
+        return BuildSpec.from_dict(self.manifest["spec"])
+
+    @property
+    def model_path(self) -> Path:
+        return self.path / MODEL
+
+    @property
+    def reference_path(self) -> Path:
+        return self.path / REFERENCE
+
+
+def open_artifact(path: Path) -> Artifact:
+    """Read a folder and check every file against its manifest. Nothing in it is executed.
+
+    Raises UserError for a missing, damaged or foreign folder, or one from a newer effexport.
+    """
+    manifest = read_manifest(path)
+    for name, entry in manifest["files"].items():
+        check_file(path, name, entry)
+    for required in (MODEL, REFERENCE):
+        if required not in manifest["files"]:
+            raise UserError(f"{path / MANIFEST} does not list {required}; {_REMEDY}")
+    artifact = Artifact(path, manifest)
+    load_graph(artifact.model_path)
+    try:
+        _ = artifact.spec
+    except (SpecError, KeyError, TypeError) as error:
+        raise UserError(f"{path / MANIFEST} holds a spec that cannot work: {error}") from error
+    return artifact
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    if not path.exists():
+        raise UserError(f"no artifact at {path}; make one with: effexport build --variant lsh -o {path}")
+    if not file.is_file():
+        raise UserError(
+            f"{path} is not an artifact: it has no {MANIFEST}; expected a folder made by effexport build"
+        )
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{file} is damaged: {error}; {_REMEDY}") from error
+    if not isinstance(manifest, dict) or type(manifest.get("format_version")) is not int:
+        raise UserError(f"{file} is not a manifest of effexport: it has no format_version")
+    version = manifest["format_version"]
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{file} has format version {version}, written by effexport {manifest.get('effexport_version')}; "
+            f"this effexport reads up to {FORMAT_VERSION}: upgrade effexport"
+        )
+    if manifest.get("integrity") != manifest_digest(manifest):
+        raise UserError(f"{file} is damaged: its contents do not match its own checksum; {_REMEDY}")
+    return manifest
+
+
+_REMEDY = "build the artifact again, or copy it again from its source"
+
+
+def check_file(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
+    file = folder / name
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{folder / MANIFEST} lists {name!r}, outside the artifact; expected files inside it")
+    if not file.is_file():
+        raise UserError(f"{folder} is damaged: {name} is missing; {_REMEDY}")
+    size = file.stat().st_size
+    if size != entry["bytes"]:
+        raise UserError(f"{folder} is damaged: {name} has {size} bytes, expected {entry['bytes']}; {_REMEDY}")
+    if file_digest(file) != entry["sha256"]:
+        raise UserError(f"{folder} is damaged: {name} does not match its checksum; {_REMEDY}")
+
+
+def file_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Checksum of a manifest without its own `integrity` field."""
+    rest = {key: value for key, value in manifest.items() if key != "integrity"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, contents: Mapping[str, Any]) -> None:
+    """Complete the manifest with the hashes of all files in the folder, and write it last."""
+    files = {
+        file.relative_to(folder).as_posix(): {"sha256": file_digest(file), "bytes": file.stat().st_size}
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+    manifest = {"format_version": FORMAT_VERSION, **contents, "files": files}
+    # as it will be read back: tuples become lists before the checksum is taken
+    manifest = json.loads(json.dumps(manifest))
+    manifest["integrity"] = manifest_digest(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_folder(output: Path, *, force: bool) -> Iterator[Path]:
+    """A temporary sibling of `output` that takes its place when the block ends without an error.
+
+    An existing folder is refused without `force`, and survives any failure. A process that is killed leaves the old
+    folder or none, and a sibling that the next build clears away.
+    Raises UserError when `output` exists or its parent cannot be written.
+    """
+    check_output(output, force=force)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        recover_siblings(output)
+        building = output.parent / f".{output.name}.building-{os.getpid()}"
+        building.mkdir()
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {output.parent}: {error.strerror}; choose another folder with -o"
+        ) from error
+    try:
+        yield building
+        replace_folder(building, output, force=force)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def check_output(output: Path, *, force: bool) -> None:
+    """Refuse an output that exists, early. With `force`, only what looks like an artifact may be replaced."""
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise UserError(f"{output} is a file; expected the path of a folder to create")
+    if not force:
+        raise UserError(f"{output} exists; choose another folder with -o, or replace it with --force")
+    if any(output.iterdir()) and not (output / MANIFEST).is_file():
+        raise UserError(
+            f"{output} is not an artifact, so --force does not replace it; choose another folder with -o"
+        )
+
+
+def replace_folder(building: Path, output: Path, *, force: bool) -> None:
+    check_output(output, force=force)
+    old = output.parent / f".{output.name}.replaced-{os.getpid()}"
+    if output.exists():
+        output.rename(old)
+    try:
+        building.rename(output)
+    except OSError:
+        if old.exists():
+            old.rename(output)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover_siblings(output: Path) -> None:
+    """Clear away what killed builds left behind; put an old folder back if a kill came between two renames."""
+    for kind in ("replaced", "building"):
+        prefix = f".{output.name}.{kind}-"
+        for sibling in output.parent.glob(f"{glob_escape(prefix)}*"):
+            owner = sibling.name.removeprefix(prefix)
+            if not owner.isdigit() or is_running(int(owner)):
+                continue
+            if kind == "replaced" and not output.exists() and (sibling / MANIFEST).is_file():
+                sibling.rename(output)
+            else:
+                shutil.rmtree(sibling, ignore_errors=True)
+
+
+def glob_escape(text: str) -> str:
+    import glob
+
+    return glob.escape(text)
+
+
+def is_running(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

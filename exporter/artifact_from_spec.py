@@ -1,0 +1,180 @@
+"""spec → module → onnx → parity → artifact: the whole of `effexport build`."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from effexport import __version__
+from effexport.artifact import (
+    MODEL,
+    REFERENCE,
+    REPORT_HTML,
+    REPORT_JSON,
+    Artifact,
+    new_folder,
+    open_artifact,
+    write_manifest,
+)
+from effexport.environment import PARTS, examine, versions
+from effexport.errors import StageError, UserError
+from effexport.parity import Check, passed, run_checks, summary
+from effexport.report import Report, html_from_report, json_from_report
+from effexport.runners import limits_from_spec
+from effexport.runners.ort import RuntimeUnsupportedError, import_onnxruntime
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
+REFERENCE_SEED_OFFSET = 7919
+
+
+@dataclass
+class Stopwatch:
+    """Seconds per stage, and a callback that hears when one begins."""
+
+    on_stage: Callable[[str], None]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.on_stage(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+def artifact_from_spec(
+    spec: BuildSpec, output: Path, *, force: bool = False, on_stage: Callable[[str], None] = lambda name: None
+) -> tuple[Artifact, Report]:
+    """Build, check and write an artifact; `output` appears only when everything has succeeded.
+
+    Raises UserError when `output` cannot be written, and StageError when a stage or the parity check fails: then
+    nothing is written, and the message carries the failed checks.
+    """
+    watch = Stopwatch(on_stage)
+    with new_folder(output, force=force) as folder:
+        with watch.stage("loading PyTorch and the ONNX exporter"):
+            import_onnxruntime()
+            require_core()
+            from effexport.models.encoder import module_from_spec
+            from effexport.onnx_from_module import expected_custom_ops, onnx_from_module
+            from effexport.reference import hash_modules, reference_from_module, save_reference
+        with watch.stage(f"making the {spec.variant} module"):
+            module = module_from_spec(spec.model, spec.seed)
+            hashes = list(hash_modules(module))
+        with watch.stage("exporting to ONNX"):
+            onnx_from_module(module, spec, folder / MODEL)
+        with watch.stage("running the PyTorch reference"):
+            cases = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET)
+            save_reference(cases, folder / REFERENCE)
+        with watch.stage("checking parity in ONNX Runtime"):
+            checks = candidate_checks(folder / MODEL, folder / REFERENCE, spec, hashes)
+        report = Report(
+            title=f"{spec.variant} {spec.scope}",
+            spec=spec.to_dict(),
+            checks=checks,
+            seconds=watch.seconds,
+            environment=versions(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            implementation=dict.fromkeys(expected_custom_ops(spec), "body"),
+        )
+        if any(check.status == "failed" for check in checks):
+            raise StageError("parity", failure_message(checks))
+        (folder / REPORT_JSON).write_text(json_from_report(report), encoding="utf-8")
+        (folder / REPORT_HTML).write_text(html_from_report(report), encoding="utf-8")
+        write_manifest(folder, manifest_contents(spec, module, hashes, report))
+    return open_artifact(output), report
+
+
+def require_core() -> None:
+    """PyTorch and the exporter are dependencies, but a serving machine may leave them out."""
+    for part in PARTS:
+        problem = None if part.extra else examine(part)["problem"]
+        if problem:
+            raise UserError(
+                f"{part.module}, needed for {part.purpose}: {problem}; add it with: {part.remedy}"
+            )
+
+
+def candidate_checks(model: Path, reference: Path, spec: BuildSpec, hashes: list[str]) -> list[Check]:
+    """Check a model file against a reference file in ONNX Runtime. What cannot run is said, not skipped."""
+    from effexport.candidates import OrtCandidate
+    from effexport.reference import load_reference
+
+    try:
+        candidate = OrtCandidate(model, hashes, limits_from_spec(spec))
+    except RuntimeUnsupportedError as error:
+        if spec.precision != "bf16":
+            raise
+        reason = f"ONNX Runtime has no bfloat16 kernels on this machine: {str(error).splitlines()[0]}"
+        return [Check("parity", "all cases", "not measured", "not run", reason=reason)]
+    return list(run_checks(candidate, load_reference(reference), spec))
+
+
+def module_checks(model: Path, spec: BuildSpec, hashes: list[str], expected_weights: str) -> list[Check]:
+    """Check a model file against the PyTorch module itself, made again from its seed, on inputs of a new seed."""
+    from effexport.models.encoder import module_from_spec
+    from effexport.reference import reference_from_module, save_reference
+
+    module = module_from_spec(spec.model, spec.seed)
+    if weights_digest(module) != expected_weights:
+        reason = "this PyTorch draws other weights from the seed than the one that built the artifact"
+        return [Check("PyTorch module", "all cases", "not measured", "not run", reason=reason)]
+    cases = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        reference = Path(folder) / REFERENCE
+        save_reference(cases, reference)
+        return candidate_checks(model, reference, spec, hashes)
+
+
+def failure_message(checks: list[Check]) -> str:
+    failed = [check for check in checks if check.status == "failed"]
+    lines = [
+        f"  {check.name} ({check.case}): {check.metric} {check.value} > {check.limit} {check.detail}"
+        for check in failed[:10]
+    ]
+    return "\n".join([f"{len(failed)} of {len(checks)} checks failed; nothing was written", *lines])
+
+
+def weights_digest(module: nn.Module) -> str:
+    """Checksum of all parameters and buffers, to recognise the module when it is made again."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def manifest_contents(
+    spec: BuildSpec, module: nn.Module, hashes: list[str], report: Report
+) -> dict[str, Any]:
+    from effexport.onnx_from_module import expected_custom_ops
+
+    def plain(tensors: Any) -> list[dict[str, Any]]:
+        return [{"name": t.name, "dtype": t.dtype, "dims": list(t.dims)} for t in tensors]
+
+    return {
+        "effexport_version": __version__,
+        "variant": spec.variant,
+        "spec": spec.to_dict(),
+        "precision": spec.precision,
+        "opset": spec.opset,
+        "inputs": plain(spec.inputs),
+        "outputs": plain(spec.outputs),
+        "custom_ops": expected_custom_ops(spec),
+        "hash_values": hashes,
+        "weights_sha256": weights_digest(module),
+        "engines": [],
+        "parity": {"passed": passed(report.checks), "summary": summary(report.checks)},
+        "environment": report.environment,
+    }

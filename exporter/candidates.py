@@ -1,0 +1,55 @@
+"""An ONNX file as a candidate of the parity check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.hash_injection import GIVEN_SUFFIX, hash_values, with_given_buckets
+from effexport.onnx_graph import load_graph
+from effexport.runners import FeedLimits
+from effexport.runners.ort import OrtRunner
+
+if TYPE_CHECKING:
+    from effexport.parity import RunWithBuckets
+    from effexport.runners import Array
+
+
+class OrtCandidate:
+    """A model file in ONNX Runtime; where the model hashes, a second session takes the buckets as inputs.
+
+    hashes: names of the bucket values in the order of the layers, empty for models that do not hash.
+    """
+
+    def __init__(self, path: Path, hashes: Sequence[str], limits: FeedLimits) -> None:
+        load_graph(path)
+        self._runner = OrtRunner(path, limits=limits)
+        self._limits = limits
+        self._hashes = tuple(hashes)
+        self._values = hash_values(path, hashes) if hashes else []
+        self._given: OrtRunner | None = None
+        if self._values:
+            self._given = OrtRunner(
+                with_given_buckets(path, self._values), limits=limits, external_folder=path.parent.resolve()
+            )
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return self._runner.run(inputs)
+
+    @property
+    def run_with_buckets(self) -> RunWithBuckets | None:
+        return self._run_with_buckets if self._given is not None else None
+
+    def _run_with_buckets(
+        self, inputs: Mapping[str, Array], buckets: Mapping[str, Array]
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        assert self._given is not None
+        feeds = dict(inputs)
+        for name, value in zip(self._hashes, self._values, strict=True):
+            feeds[value + GIVEN_SUFFIX] = np.ascontiguousarray(buckets[name])
+        results = self._given.run(feeds)
+        own = {name: results.pop(value) for name, value in zip(self._hashes, self._values, strict=True)}
+        return results, own

@@ -1,0 +1,105 @@
+"""The command line: a lazy group. Importing this module loads click and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from typing import Any
+
+import click
+
+from effexport import __version__
+from effexport.errors import EffexportError
+
+# verb → what it does, in the order of `--help`; the module is effexport.commands.<verb>
+COMMANDS: dict[str, str] = {
+    "list": "List the attention variants.",
+    "build": "Export a model, prove parity and write an artifact.",
+    "verify": "Check an artifact, or another ONNX file, against the reference.",
+    "run": "Run an artifact on arrays or on text.",
+    "inspect": "Describe an artifact or an ONNX file.",
+    "doctor": "Say what is installed, what is missing and how to add it.",
+    "completion": "Print a shell completion script.",
+}
+
+
+class LazyGroup(click.Group):
+    """Commands are imported when they are used; their one-line help is known before."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"effexport.commands.{name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        from effexport.models.spec import did_you_mean
+
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            ctx.fail(
+                f"no command {args[0]!r}{did_you_mean(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}"
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Example: effexport build --variant lsh, then effexport verify artifacts/lsh",
+)
+@click.version_option(__version__, prog_name="effexport")
+def cli() -> None:
+    """Export efficient-attention models to ONNX, and prove that they still compute what PyTorch computes.
+
+    Exit status: 0 success, 1 a stage or a parity check failed, 2 bad usage or bad input.
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point. An expected error is one message; a bug keeps its traceback."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    from effexport.models.spec import SpecError
+
+    try:
+        code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)
+    except click.exceptions.Abort:
+        fail("interrupted", 130, arguments)
+    except click.ClickException as error:
+        if "--json" not in arguments and isinstance(error, click.UsageError) and error.ctx is not None:
+            click.echo(error.ctx.get_usage(), err=True)
+        fail(error.format_message(), error.exit_code, arguments)
+    except SpecError as error:
+        fail(str(error), 2, arguments)
+    except EffexportError as error:
+        fail(str(error), error.exit_code, arguments)
+    except BrokenPipeError:
+        # the reader of our output has gone: `effexport list | head`
+        sys.stderr.close()
+        sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(message: str, exit_code: int, arguments: list[str]) -> None:
+    """Report one error the way the user asked for, and exit."""
+    if "--debug" in arguments and sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    if "--json" in arguments:
+        print_json({"error": message, "exit_code": exit_code})
+    click.echo(f"effexport: error: {message}", err=True)
+    sys.exit(exit_code)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """The one object that `--json` promises on stdout."""
+    click.echo(json.dumps(value, indent=2))

@@ -1,0 +1,42 @@
+"""A table of parity checks for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from effexport.parity import Check, summary
+from effexport.report import number
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
+
+
+def print_checks(console: Console, checks: Sequence[Check]) -> None:
+    """One row per kind of check; every failure and everything that did not run in full below."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("check", "result", "metric", box=None, pad_edge=False)
+    for title in ("worst", "limit", "cases"):
+        table.add_column(title, justify="right")
+    for name, entry in summary(checks).items():
+        status = "failed" if entry["failed"] else "passed" if entry["passed"] else "not run"
+        cases = entry["passed"] + entry["failed"] + entry["not run"]
+        table.add_row(
+            name,
+            Text(status, style=_STYLES[status]),
+            entry["metric"],
+            number(entry["worst"]),
+            number(entry["limit"]),
+            f"{entry['passed']} of {cases}",
+        )
+    console.print(table)
+    for check in checks:
+        if check.status != "passed":
+            value = f" {number(check.value)} > {number(check.limit)}" if check.status == "failed" else ""
+            explanation = "; ".join(part for part in (check.detail, check.reason) if part)
+            line = f"{check.status}: {check.name} ({check.case}), {check.metric}{value}; {explanation}"
+            console.print(line, style=_STYLES[check.status], soft_wrap=True, markup=False)

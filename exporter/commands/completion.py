@@ -1,0 +1,26 @@
+"""`effexport completion`."""
+
+from __future__ import annotations
+
+import click
+
+from effexport.commands._options import debug_option, json_option
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@json_option
+@debug_option
+def command(shell: str, as_json: bool, debug: bool) -> None:
+    """Print a completion script; in bash: eval "$(effexport completion bash)"."""
+    from click.shell_completion import get_completion_class
+
+    from effexport.cli import cli, print_json
+
+    completion = get_completion_class(shell)
+    assert completion is not None
+    script = completion(cli, {}, "effexport", "_EFFEXPORT_COMPLETE").source()
+    if as_json:
+        print_json({"shell": shell, "script": script})
+    else:
+        click.echo(script)

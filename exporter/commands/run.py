@@ -1,0 +1,94 @@
+"""`effexport run`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from effexport.commands._options import debug_option, json_option, stage_progress, stderr_console
+
+if TYPE_CHECKING:
+    from effexport.runners import Array, Runner
+
+
+@click.command("run")
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option(
+    "--input", "input_file", type=click.Path(path_type=Path), help=".npz with one array per input name."
+)
+@click.option(
+    "--text", "text_file", type=click.Path(path_type=Path), help="Text file; its bytes become tokens."
+)
+@click.option(
+    "--output", "output_file", type=click.Path(path_type=Path), help=".npz to write the outputs to."
+)
+@json_option
+@debug_option
+def command(
+    artifact: Path,
+    input_file: Path | None,
+    text_file: Path | None,
+    output_file: Path | None,
+    as_json: bool,
+    debug: bool,
+) -> None:
+    """Run an artifact in ONNX Runtime on arrays, or on the bytes of a text file.
+
+    A text longer than the model is cut into windows, which become rows of the batch.
+    """
+    if (input_file is None) == (text_file is None):
+        raise click.UsageError("give either --input FILE.npz or --text FILE")
+    from effexport.arrays import check_writable, load_npz, save_npz
+    from effexport.artifact import open_artifact
+    from effexport.cli import print_json
+    from effexport.runners import limits_from_spec
+    from effexport.runners.ort import OrtRunner
+    from effexport.text import windows_from_text
+
+    if output_file is not None:
+        check_writable(output_file)
+    opened = open_artifact(artifact)
+    spec = opened.spec
+    console = stderr_console()
+    with stage_progress(console) as on_stage:
+        feeds = (
+            load_npz(input_file) if input_file is not None else windows_from_text(text_file or Path(), spec)
+        )
+        on_stage(f"loading {opened.model_path}")
+        with OrtRunner(opened.model_path, limits=limits_from_spec(spec)) as runner:
+            on_stage("running")
+            start = time.perf_counter()
+            outputs = runner.run(feeds) if input_file is not None else run_windows(runner, feeds, spec.batch)
+            seconds = time.perf_counter() - start
+    if output_file is not None:
+        save_npz(outputs | (feeds if text_file is not None else {}), output_file)
+    shapes = {
+        name: {"dtype": value.dtype.name, "shape": list(value.shape)} for name, value in outputs.items()
+    }
+    if as_json:
+        result: dict[str, Any] = {"outputs": shapes, "seconds": seconds}
+        print_json(result | {"output_file": str(output_file) if output_file else None})
+    for name, info in shapes.items():
+        console.print(f"{name}: {info['dtype']} {info['shape']}", markup=False)
+    tokens = (
+        int(feeds["attention_mask"].sum())
+        if "attention_mask" in feeds
+        else next(iter(feeds.values()))[..., 0].size
+    )
+    where = f"written to {output_file}" if output_file else "not written; keep it with --output FILE.npz"
+    console.print(f"{tokens} tokens in {seconds:.2f} s, {where}", markup=False, soft_wrap=True)
+
+
+def run_windows(runner: Runner, feeds: dict[str, Array], batch: int) -> dict[str, Array]:
+    """Run rows in groups of `batch`, so that memory does not grow with the text."""
+    import numpy as np
+
+    rows = len(feeds["input_ids"])
+    parts = [
+        runner.run({name: value[i : i + batch] for name, value in feeds.items()})
+        for i in range(0, rows, batch)
+    ]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

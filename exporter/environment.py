@@ -1,0 +1,76 @@
+"""What is installed here: versions for reports, and the parts that `doctor` looks for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Part:
+    """A package, what it is for, and the extra that adds it ("" for the core)."""
+
+    distributions: tuple[str, ...]
+    module: str
+    purpose: str
+    extra: str = ""
+
+    @property
+    def version(self) -> str | None:
+        """Installed version, found without importing the package."""
+        for distribution in self.distributions:
+            try:
+                return importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return None
+
+    @property
+    def remedy(self) -> str:
+        """The command that adds it."""
+        return (
+            f"pip install 'effexport[{self.extra}]'" if self.extra else f"pip install {self.distributions[0]}"
+        )
+
+
+PARTS: tuple[Part, ...] = (
+    Part(("torch",), "torch", "models and export"),
+    Part(("onnx",), "onnx", "reading and checking graphs"),
+    Part(("onnxscript",), "onnxscript", "export"),
+    Part(("numpy",), "numpy", "arrays"),
+    Part(("safetensors",), "safetensors", "golden files"),
+    Part(("onnxruntime", "onnxruntime-gpu"), "onnxruntime", "run and verify on the CPU", "cpu"),
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of everything that a result depends on; None for what is not installed."""
+    from effexport import __version__
+
+    found = {part.module: part.version for part in PARTS}
+    return {
+        "effexport": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **found,
+    }
+
+
+def examine(part: Part) -> dict[str, Any]:
+    """Whether a part can really be imported, and what to do when not."""
+    problem = None
+    try:
+        importlib.import_module(part.module)
+    except ImportError as error:
+        problem = "missing" if part.version is None else f"does not load: {error}"
+    return {
+        "name": part.module,
+        "version": part.version,
+        "purpose": part.purpose,
+        "works": problem is None,
+        "problem": problem,
+        "remedy": part.remedy if problem else None,
+    }

@@ -1,0 +1,268 @@
+"""Does a model compute what the reference computed? Independent checks with one result type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from effexport.models.spec import LSHSpec, NystromSpec
+from effexport.reference import Case, rms
+from effexport.spec import BuildSpec
+from effexport.tolerances import BUCKET_FLIPS, SEED_NOISE_SHARE, Limit, arithmetic_limit, near_tie_limit
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+Status = Literal["passed", "failed", "not run"]
+METRIC = "max |error| / RMS"
+
+Arrays = Mapping[str, "Array"]
+RunWithBuckets = Callable[[Arrays, Arrays], tuple[dict[str, "Array"], dict[str, "Array"]]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One result. value and limit are numbers where the metric has them; `reason` explains the limit, `detail` adds
+    what helps to find a failure."""
+
+    name: str
+    case: str
+    metric: str
+    status: Status
+    value: float | None = None
+    limit: float | None = None
+    reason: str = ""
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Candidate(Protocol):
+    """A model under test. `run` is free; `run_with_buckets` takes the buckets of every hash by value name and also
+    returns the buckets it would have chosen; it is None when the model does not show them."""
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]: ...
+
+    @property
+    def run_with_buckets(
+        self,
+    ) -> RunWithBuckets | None: ...
+
+
+def run_checks(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> Iterator[Check]:
+    """Every check that applies, case by case."""
+    for case in cases:
+        outputs = candidate.run(case.inputs)
+        yield check_signature(case, outputs, spec)
+        if set(outputs) != set(case.outputs) or any(
+            outputs[n].shape != case.outputs[n].shape for n in outputs
+        ):
+            continue  # nothing else can be compared
+        yield check_finite(case, outputs)
+        yield check_repeatable(case, outputs, candidate.run(case.inputs))
+        if isinstance(spec.attention, LSHSpec):
+            yield from check_hashed(candidate, case, outputs, spec)
+        else:
+            yield check_arithmetic(case, outputs, arithmetic_limit(spec))
+        if len(case.keep) > 1:
+            yield check_batch_invariance(candidate, case, outputs, spec)
+
+
+def passed(checks: Sequence[Check]) -> bool:
+    """At least one check ran, and none failed."""
+    return any(c.status == "passed" for c in checks) and all(c.status != "failed" for c in checks)
+
+
+def judged(name: str, case: Case, metric: str, value: float, limit: Limit, detail: str = "") -> Check:
+    """A check against a limit. Written so that NaN fails."""
+    status: Status = "passed" if value <= limit.value else "failed"
+    return Check(name, case.title, metric, status, value, limit.value, limit.reason, detail)
+
+
+def check_signature(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
+    """Names, dtypes and shapes of the outputs."""
+    expected = {name: (spec.dtype, case.outputs[name].shape) for name in case.outputs}
+    actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}
+    detail = "" if actual == expected else f"outputs are {actual}; expected {expected}"
+    return Check(
+        "signature", case.title, "names, dtypes, shapes", "failed" if detail else "passed", detail=detail
+    )
+
+
+def check_finite(case: Case, outputs: Mapping[str, Array]) -> Check:
+    bad = sum(int(np.count_nonzero(~np.isfinite(array.astype(np.float32)))) for array in outputs.values())
+    return judged("finite", case, "NaN or Inf elements", bad, Limit(0, "no output may be NaN or infinite"))
+
+
+def check_repeatable(case: Case, first: Mapping[str, Array], second: Mapping[str, Array]) -> Check:
+    different = sum(
+        first[name].size
+        if first[name].shape != second[name].shape
+        else differing_bits(first[name], second[name])
+        for name in first
+    )
+    reason = Limit(0, "the same input twice gives the same bits")
+    return judged("repeatable", case, "elements that differ", different, reason)
+
+
+def differing_bits(a: Array, b: Array) -> int:
+    """Elements whose bits differ; NaN equals NaN here, since `check_finite` judges it."""
+    raw = f"u{a.dtype.itemsize}"
+    return int(np.count_nonzero(a.view(raw) != b.view(raw)))
+
+
+def check_arithmetic(
+    case: Case, outputs: Mapping[str, Array], limit: Limit, name: str = "arithmetic"
+) -> Check:
+    """Largest error of the kept tokens, relative to the scale of the reference."""
+    worst, detail = -1.0, ""
+    for output, expected in case.outputs.items():
+        for sample, keep in enumerate(case.keep):
+            actual = outputs[output][sample]
+            error, (kept_token, channel) = relative_error(actual[keep], expected[sample][keep])
+            if error > worst or error != error:
+                worst = error
+                token = int(np.flatnonzero(keep)[kept_token])
+                detail = (
+                    f"worst at {output}[{sample}, {token}, {channel}]: {float(actual[token, channel]):.6g}, "
+                    f"reference {float(expected[sample, token, channel]):.6g}"
+                )
+            if error != error:
+                break
+    return judged(name, case, METRIC, worst, limit, detail)
+
+
+def relative_error(actual: Array, expected: Array) -> tuple[float, tuple[int, int]]:
+    """max |actual − expected| / scale over [tokens, channels], and where; NaN wins over every number.
+
+    The scale of a token is the RMS of its sample, or its own where that is larger: the first tokens of a causal model,
+    which average over few keys, are ten times larger than the rest, and so is their rounding.
+    """
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    own = np.sqrt(np.mean(np.square(expected), axis=-1, keepdims=True))
+    scale = np.maximum(np.maximum(own, rms(expected)), np.finfo(np.float32).tiny)
+    error = np.abs(actual - expected) / scale
+    token, channel = np.unravel_index(int(np.argmax(error)), error.shape)
+    return float(error[token, channel]), (int(token), int(channel))
+
+
+def check_hashed(
+    candidate: Candidate, case: Case, free_outputs: Mapping[str, Array], spec: BuildSpec
+) -> Iterator[Check]:
+    """A hash-based model: arithmetic with the reference's buckets, agreement of the buckets, and the free run.
+
+    One flipped bucket moves the borders of chunks and changes a third of all outputs a little, so a free-running
+    output is never compared element by element.
+    """
+    if candidate.run_with_buckets is None:
+        # the buckets are out of sight: ask for plain agreement, which holds as long as no bucket flips
+        yield check_arithmetic(case, free_outputs, arithmetic_limit(spec), "arithmetic (buckets not visible)")
+    else:
+        outputs, own_buckets = candidate.run_with_buckets(case.inputs, case.buckets)
+        yield check_arithmetic(case, outputs, arithmetic_limit(spec), "arithmetic with identical buckets")
+        yield from check_buckets(case, own_buckets, spec)
+    assert case.seed_noise is not None
+    error = max(
+        rms(free_outputs[n][case.keep] - case.outputs[n][case.keep]) / rms(case.outputs[n][case.keep])
+        for n in case.outputs
+    )
+    # a case with a single chunk does not depend on the hash: there only arithmetic noise remains
+    floor = max(SEED_NOISE_SHARE.value * case.seed_noise, arithmetic_limit(spec).value)
+    reason = f"{SEED_NOISE_SHARE.reason} ({case.seed_noise:.2g}), and no less than the arithmetic limit"
+    yield judged("free run", case, "RMS error / RMS", error, Limit(floor, reason))
+
+
+def check_buckets(case: Case, own: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
+    """Buckets that the candidate chose for the reference's inputs: few may differ, and only near-ties."""
+    flips, tokens, widest = 0, 0, 0.0
+    for name, expected in case.buckets.items():
+        if own[name].shape != expected.shape:
+            detail = f"{name} is {list(own[name].shape)}; expected {list(expected.shape)}"
+            yield Check("bucket agreement", case.title, "buckets that differ", "failed", detail=detail)
+            return
+        differs = own[name] != expected
+        flips += int(differs.sum())
+        tokens += expected.size
+        widest = max(widest, float(case.margins[name][differs].max(initial=0.0)))
+    share = BUCKET_FLIPS[spec.precision]
+    allowed = Limit(max(1, int(share.value * tokens)), f"{share.reason}; {tokens} buckets in all")
+    yield judged("bucket agreement", case, "buckets that differ", flips, allowed)
+    yield judged(
+        "bucket near-ties", case, "widest margin of a differing bucket", widest, near_tie_limit(spec)
+    )
+
+
+def check_batch_invariance(
+    candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec
+) -> Check:
+    """Each sample alone, without its padding, equals its rows in the batch."""
+    name, metric = "batch invariance", "max |alone − in batch| / RMS"
+    if isinstance(spec.attention, NystromSpec) and not spec.attention.mask_landmarks:
+        return Check(
+            name, case.title, metric, "not run", reason="mask_landmarks=False: padding is part of the input"
+        )
+    if isinstance(spec.attention, NystromSpec) and spec.attention.pinv_init == "global":
+        return Check(
+            name, case.title, metric, "not run", reason="pinv_init=global: batch mates are part of the input"
+        )
+    limit = arithmetic_limit(spec)
+    reference_free = Limit(limit.value, f"{limit.reason}; neither batch mates nor padding may add to it")
+    worst, detail = 0.0, ""
+    run_with_buckets = candidate.run_with_buckets
+    if run_with_buckets is not None:
+        # the same buckets for both, or a near-tie could tell them apart
+        outputs, _ = run_with_buckets(case.inputs, case.buckets)
+    for row, keep in enumerate(case.keep):
+        length = int(np.flatnonzero(keep)[-1]) + 1
+        if spec.attention.fixed_seq_len is not None:
+            length = keep.size
+        alone = {key: value[row : row + 1, :length] for key, value in case.inputs.items()}
+        if run_with_buckets is not None:
+            given = {key: sample_buckets(value, row, length, spec) for key, value in case.buckets.items()}
+            result, _ = run_with_buckets(alone, given)
+        else:
+            result = candidate.run(alone)
+        for output in case.outputs:
+            error, _ = relative_error(result[output][0], outputs[output][row, :length])
+            if error > worst or error != error:
+                worst, detail = error, f"worst in sample {row}"
+    return judged(name, case, metric, worst, reference_free, detail)
+
+
+def sample_buckets(buckets: Array, row: int, length: int, spec: BuildSpec) -> Array:
+    """The buckets of one sample, cropped to its length and padded to whole chunks."""
+    attention = spec.attention
+    assert isinstance(attention, LSHSpec)
+    per_sample = attention.heads * attention.num_hashes
+    own = buckets[row * per_sample : (row + 1) * per_sample, :length]
+    pad = -length % attention.chunk_length
+    return np.pad(own, ((0, 0), (0, pad)), constant_values=attention.total_buckets)
+
+
+def summary(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
+    """Per kind of check: how many passed, failed or did not run, and the worst value beside its limit."""
+    result: dict[str, dict[str, Any]] = {}
+    for check in checks:
+        entry = result.setdefault(
+            check.name,
+            {"passed": 0, "failed": 0, "not run": 0, "worst": None, "limit": None, "metric": check.metric},
+        )
+        entry[check.status] += 1
+        if check.value is None or check.limit is None:
+            continue
+        # the worst is the one closest to its own limit, or beyond it; NaN is beyond every limit
+        if entry["worst"] is None or not _share(check.value, check.limit) <= _share(
+            entry["worst"], entry["limit"]
+        ):
+            entry["worst"], entry["limit"] = check.value, check.limit
+    return result
+
+
+def _share(value: float, limit: float) -> float:
+    if value != value:
+        return float("inf")
+    return value / limit if limit > 0 else value

@@ -1,0 +1,214 @@
+"""Golden cases: inputs, what PyTorch made of them, and the buckets of every hash, in one safetensors file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.errors import UserError
+from effexport.models.spec import EncoderSpec, LSHSpec
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from effexport.runners import Array
+
+# The rotations of the noise floor: far from any seed a user is likely to choose.
+NOISE_SEED_OFFSET = 1_000_003
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input and the reference's answer, float32.
+
+    buckets and margins: per hash (by the name of its graph value), int32 and float32 [batch · heads · rounds, padded
+    seq]: the bucket of every token and how close it came to another one.
+    seed_noise: RMS-relative change of the output under other rotations; None without hashing.
+    """
+
+    name: str
+    inputs: Mapping[str, Array]
+    outputs: Mapping[str, Array]
+    buckets: Mapping[str, Array] = field(default_factory=dict)
+    margins: Mapping[str, Array] = field(default_factory=dict)
+    seed_noise: float | None = None
+
+    @property
+    def keep(self) -> Array:
+        """Boolean [batch, seq]."""
+        return np.asarray(self.inputs["attention_mask"] != 0)
+
+    @property
+    def title(self) -> str:
+        batch, seq_len = self.keep.shape
+        return f"{self.name}: {batch} × {seq_len}" + ("" if self.keep.all() else ", padded")
+
+
+def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
+    """Inputs of every case by name: the export shape, a padded batch, and lengths other than the export length."""
+    rng = np.random.default_rng(seed)
+    fixed, seq_len = spec.attention.fixed_seq_len, spec.attention.seq_len
+    padded_len = min(seq_len, 300)
+    shapes = {
+        "export": (spec.batch, seq_len, None),
+        "padded batch": (3, padded_len, [padded_len, max(1, padded_len * 2 // 3), max(1, padded_len // 300)]),
+        "odd length": (1, max(1, seq_len * 5 // 8 - 1), None),
+        "short": (2, min(seq_len, 7), None),
+        "single token": (1, 1, None),
+    }
+    if spec.max_seq_len is None and seq_len <= 4096:
+        shapes["longer"] = (1, seq_len + seq_len // 4 + 1, None)
+    if fixed is not None:
+        shapes = {
+            "export": (spec.batch, fixed, None),
+            "single": (1, fixed, None),
+            "padded batch": (3, fixed, [fixed, max(1, fixed * 2 // 3), 1]),
+            "padded single": (1, fixed, [max(1, fixed // 2)]),
+        }
+    return {name: random_inputs(spec, rng, *shape) for name, shape in shapes.items()}
+
+
+def random_inputs(
+    spec: BuildSpec, rng: np.random.Generator, batch: int, seq_len: int, lengths: list[int] | None
+) -> dict[str, Array]:
+    """Random tokens or unit-variance hidden states; `lengths` counts the kept tokens of each sample."""
+    mask = np.ones((batch, seq_len), dtype=np.int64)
+    for row, length in enumerate(lengths or []):
+        mask[row, length:] = 0
+    if isinstance(spec.model, EncoderSpec):
+        return {
+            "input_ids": rng.integers(0, spec.model.vocab_size, (batch, seq_len), dtype=np.int64),
+            "attention_mask": mask,
+        }
+    hidden = rng.standard_normal((batch, seq_len, spec.attention.dim), dtype=np.float32)
+    return {"hidden_states": hidden.astype(numpy_dtype(spec.dtype)), "attention_mask": mask}
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """numpy's dtype of an ONNX element type; bfloat16 comes from ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int) -> list[Case]:
+    """What the float32 module answers to every case.
+
+    Inputs of lower precision are rounded first, so that the reference and the candidate see the same numbers.
+    """
+    cases = []
+    for name, inputs in case_inputs(spec, seed).items():
+        with recorded_hashes(module) as (buckets, margins):
+            output = run_module(module, spec, inputs)
+        noise = None
+        if isinstance(spec.attention, LSHSpec):
+            with other_rotations(module):
+                noise = rms(run_module(module, spec, inputs) - output) / rms(output)
+        outputs = {spec.outputs[0].name: output}
+        cases.append(Case(name, inputs, outputs, dict(buckets), dict(margins), noise))
+    return cases
+
+
+def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> Array:
+    import torch
+
+    first, mask = (np.asarray(inputs[tensor.name]) for tensor in spec.inputs)
+    if first.dtype != np.int64:
+        first = first.astype(np.float32)
+    with torch.inference_mode():
+        output: Array = module(torch.from_numpy(first), torch.from_numpy(mask)).numpy()
+    return output
+
+
+def rms(x: Array) -> float:
+    """Root mean square, in float64."""
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+
+
+def hash_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Every hash by the name that its buckets have in the graph."""
+    from effexport.models.lsh import LSHHash
+
+    return {
+        path.removesuffix("hash") + "buckets": child
+        for path, child in module.named_modules()
+        if isinstance(child, LSHHash)
+    }
+
+
+@contextmanager
+def recorded_hashes(module: nn.Module) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
+    """Buckets and margins of every hash during the block, by graph value name."""
+    buckets: dict[str, Array] = {}
+    margins: dict[str, Array] = {}
+    handles = []
+    for name, child in hash_modules(module).items():
+
+        def record(
+            child: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor, name: str = name
+        ) -> None:
+            buckets[name] = output.numpy()
+            margins[name] = child.margins(inputs[0]).numpy()  # type: ignore[operator]
+
+        handles.append(child.register_forward_hook(record))
+    try:
+        yield buckets, margins
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def other_rotations(module: nn.Module) -> Iterator[None]:
+    """Replace the rotations of every hash during the block."""
+    import torch
+
+    saved = {child: child.rotations for child in hash_modules(module).values()}
+    try:
+        for i, (child, rotations) in enumerate(saved.items()):
+            generator = torch.Generator().manual_seed(NOISE_SEED_OFFSET + i)
+            child.rotations = torch.randn(rotations.shape, generator=generator)  # type: ignore[arg-type]
+        yield
+    finally:
+        for child, rotations in saved.items():
+            child.rotations = rotations
+
+
+def save_reference(cases: list[Case], path: Path) -> None:
+    from safetensors.numpy import save
+
+    tensors: dict[str, Array] = {}
+    for case in cases:
+        for kind in ("inputs", "outputs", "buckets", "margins"):
+            for name, array in getattr(case, kind).items():
+                tensors[f"{case.name}/{kind}/{name}"] = np.ascontiguousarray(array)
+    noise = {case.name: case.seed_noise for case in cases}
+    path.write_bytes(save(tensors, metadata={"seed_noise": json.dumps(noise)}))
+
+
+def load_reference(path: Path) -> list[Case]:
+    """Raises UserError when the file is not a reference."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            noise = json.loads(file.metadata()["seed_noise"])
+            parts: dict[str, dict[str, dict[str, Array]]] = {
+                name: {"inputs": {}, "outputs": {}, "buckets": {}, "margins": {}} for name in noise
+            }
+            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                case, kind, name = key.split("/", 2)
+                parts[case][kind][name] = file.get_tensor(key)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is not a reference of effexport: {error!r}") from error
+    return [Case(name, **kinds, seed_noise=noise[name]) for name, kinds in parts.items()]

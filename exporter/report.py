@@ -1,0 +1,84 @@
+"""The report of a build or a verification: `report.json` is the truth, the page is its rendering."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from effexport.parity import Check, passed, summary
+
+REPORT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """implementation: per custom operator, what ran: "body", "kernel" or "plugin". seconds: per stage."""
+
+    title: str
+    spec: dict[str, Any]
+    checks: list[Check]
+    environment: dict[str, str | None]
+    created: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    implementation: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """ "passed", "failed", or "not run" when nothing could be compared."""
+        if any(check.status == "failed" for check in self.checks):
+            return "failed"
+        return "passed" if passed(self.checks) else "not run"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "report_version": REPORT_VERSION,
+            "title": self.title,
+            "verdict": self.verdict,
+            "created": self.created,
+            "spec": self.spec,
+            "implementation": self.implementation,
+            "summary": summary(self.checks),
+            "checks": [check.to_dict() for check in self.checks],
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "environment": self.environment,
+        }
+
+
+def json_from_report(report: Report) -> str:
+    return json.dumps(report.to_dict(), indent=2) + "\n"
+
+
+def html_from_report(report: Report) -> str:
+    """One self-contained page: no scripts, no network."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("effexport", ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = number
+    by_name: dict[str, list[Check]] = {}
+    for check in report.checks:
+        by_name.setdefault(check.name, []).append(check)
+    return environment.get_template("report.html.j2").render(
+        report=report, groups=by_name, summary=summary(report.checks), fields=flat_fields(report.spec)
+    )
+
+
+def number(value: float | None) -> str:
+    """A figure for people: counts as integers, errors with two digits."""
+    if value is None:
+        return "–"
+    return str(int(value)) if value == int(value) and abs(value) < 1e6 else f"{value:.2g}"
+
+
+def flat_fields(spec: dict[str, Any]) -> dict[str, Any]:
+    """A nested spec as one table."""
+    flat: dict[str, Any] = {}
+    for name, value in spec.items():
+        flat |= flat_fields(value) if isinstance(value, dict) else {name: value}
+    return flat

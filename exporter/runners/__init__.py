@@ -1,0 +1,123 @@
+"""Runners: something with named inputs and outputs that maps arrays to arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from effexport.errors import UserError
+from effexport.models.spec import EncoderSpec, did_you_mean
+from effexport.spec import BuildSpec, TensorInfo
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+
+MASK_NAME = "attention_mask"
+
+
+class Runner(Protocol):
+    """Thread-safe. `run` maps input names to arrays and returns output names to arrays."""
+
+    @property
+    def inputs(self) -> tuple[TensorInfo, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]: ...
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class FeedLimits:
+    """What the names and types of a graph do not say: the longest sequence and the number of tokens."""
+
+    max_seq_len: int | None = None
+    vocab_size: int | None = None
+
+
+def limits_from_spec(spec: BuildSpec) -> FeedLimits:
+    vocab_size = spec.model.vocab_size if isinstance(spec.model, EncoderSpec) else None
+    return FeedLimits(max_seq_len=spec.max_seq_len, vocab_size=vocab_size)
+
+
+def checked_feeds(
+    feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits
+) -> dict[str, Array]:
+    """The feeds, complete and of the right types; a missing attention mask becomes all ones.
+
+    Raises UserError that says what was given and what was expected.
+    """
+    import numpy as np
+
+    expected = ", ".join(map(str, inputs))
+    names = [tensor.name for tensor in inputs]
+    for name in feeds:
+        if name not in names:
+            raise UserError(f"unknown input {name!r}{did_you_mean(name, names)} Expected: {expected}")
+    complete = {name: np.asarray(value) for name, value in feeds.items()}
+    sizes: dict[str, tuple[int, str]] = {}
+    for tensor in inputs:
+        if tensor.name not in complete and tensor.name == MASK_NAME:
+            # inputs come before the mask, so their sizes are known and checked
+            shape = tuple(sizes[dim][0] if isinstance(dim, str) else dim for dim in tensor.dims)
+            complete[tensor.name] = np.ones(shape, dtype=tensor.dtype)
+        if tensor.name not in complete:
+            raise UserError(f"input {tensor.name!r} is missing; expected: {expected}")
+        check_array(complete[tensor.name], tensor, sizes)
+    check_values(complete, inputs, limits)
+    return {name: complete[name] for name in names}
+
+
+def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, str]]) -> None:
+    """dtype, rank and dims of one input; `sizes` collects the named dimensions seen so far."""
+    given = f"input {tensor.name!r} is {value.dtype} {list(value.shape)}"
+    if value.dtype.name != tensor.dtype:
+        raise UserError(f"{given}; expected {tensor}: convert it with .astype({tensor.dtype!r})")
+    if value.ndim != len(tensor.dims):
+        raise UserError(f"{given}, of rank {value.ndim}; expected rank {len(tensor.dims)}: {tensor}")
+    for dim, size in zip(tensor.dims, value.shape, strict=True):
+        if isinstance(dim, int) and size != dim:
+            raise UserError(f"{given}; expected {tensor}")
+        if size == 0:
+            raise UserError(
+                f"{given}, which is empty; expected at least one element in every dimension of {tensor}"
+            )
+        if isinstance(dim, str) and dim != "?":
+            known, owner = sizes.setdefault(dim, (size, tensor.name))
+            if known != size:
+                raise UserError(
+                    f"{given}, but {dim} is {known} in {owner!r}; expected the same {dim} in all inputs"
+                )
+
+
+def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> None:
+    import numpy as np
+
+    seq_len = next(iter(feeds[inputs[0].name].shape[1:2]), 0)
+    if limits.max_seq_len is not None and seq_len > limits.max_seq_len:
+        raise UserError(
+            f"the sequence has {seq_len} tokens; this model has positions for {limits.max_seq_len}: "
+            "shorten or split the input, or build with a larger --seq-len"
+        )
+    mask = feeds.get(MASK_NAME)
+    if mask is not None and not np.isin(mask, (0, 1)).all():
+        raise UserError(
+            f"{MASK_NAME} has values other than 0 and 1; expected 1 for tokens to keep, 0 for padding"
+        )
+    ids = feeds.get("input_ids")
+    if ids is not None and limits.vocab_size is not None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= limits.vocab_size:
+            raise UserError(f"input_ids run from {low} to {high}; expected 0 to {limits.vocab_size - 1}")

@@ -1,0 +1,54 @@
+"""AFT-conv: biases that depend on the offset only (Zhai et al., 2021, arXiv 2105.14103, section 3.3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from effexport.models.aft_layer import AFTLayer
+from effexport.models.aft_local import band_offsets, banded_block_size
+from effexport.models.block_sums import banded_sums, causal_banded_sums
+from effexport.models.exp_sums import ExpSums, block_count
+from effexport.models.spec import AFTConvSpec
+
+
+class AFTConvAttention(AFTLayer):
+    """out_t = σ(q_t) ⊙ Σ_t' e^(k_t' + w_(t'−t)) v_t' / Σ_t' e^(k_t' + w_(t'−t)).
+
+    Each head has one key channel. w has `kernel_size` taps, centred; it is 0 for larger offsets, so every
+    query still sees every key. The causal form sums over t' ≤ t. Per head w = γ · (weight − mean) / std +
+    β, with γ = β = 0 at first: AFT-simple. The paper's convolution with e^w − 1 is the same sum, but
+    cancels where w is very negative; this runs the block sums of AFT-local. O(seq · kernel_size · dim)
+    time, O(seq · dim) memory. Exact for |w| up to 80.
+    """
+
+    spec: AFTConvSpec
+
+    def __init__(self, spec: AFTConvSpec) -> None:
+        super().__init__(spec, spec.inner_dim, heads=spec.heads, key_dim=spec.heads)
+        self.weight = nn.Parameter(torch.randn(spec.heads, spec.kernel_size))
+        self.gamma = nn.Parameter(torch.zeros(spec.heads))
+        self.beta = nn.Parameter(torch.zeros(spec.heads))
+
+    def sums(self, keys: ExpSums) -> ExpSums:
+        causal, half = self.spec.causal, self.spec.kernel_size // 2
+        size = banded_block_size(half, causal)
+        reach = block_count(half, size)
+        if causal:
+            return causal_banded_sums(keys, self.band(size, reach, 0), reach)
+        return banded_sums(keys, self.band(size, reach, reach), reach)
+
+    def taps(self) -> Tensor:
+        """w, float32 [heads, kernel_size]; tap i is the bias of the key at offset i − kernel_size // 2."""
+        weight = self.weight.float()
+        centred = weight - weight.mean(dim=1, keepdim=True)
+        # the biased variance: defined for a single tap too
+        std = torch.sqrt(centred.square().mean(dim=1, keepdim=True) + self.spec.std_eps**2)
+        return self.gamma.float()[:, None] * centred / std + self.beta.float()[:, None]
+
+    def band(self, size: int, before: int, after: int) -> Tensor:
+        """Biases of a block, the same for every block: [heads, 1, size, (before + 1 + after) · size]."""
+        half = self.spec.kernel_size // 2
+        offset = band_offsets(size, before, after, self.weight.device)
+        near = self.taps()[:, (offset + half).clamp(0, 2 * half)]
+        return torch.where(offset.abs() <= half, near, 0.0).unsqueeze(1)

@@ -1,0 +1,41 @@
+"""AFT-full: a learned bias for every pair of positions (Zhai et al., 2021, arXiv 2105.14103, eq. 2 and 3)."""
+
+from __future__ import annotations
+
+import torch
+
+from effexport.models.aft_layer import AFTPositionLayer
+from effexport.models.block_sums import causal_block_size, causal_block_sums, earlier_block_sums
+from effexport.models.exp_sums import ExpSums, join_blocks, merge, split_blocks, weighted_sums
+
+# Causal: with more blocks than this on the top level, blocks are made larger. The memory grows with their
+# number.
+MOST_BLOCKS = 16
+
+
+class AFTFullAttention(AFTPositionLayer):
+    """out_t = σ(q_t) ⊙ Σ_t' e^(k_t' + w_tt') ⊙ v_t' / Σ_t' e^(k_t' + w_tt') with w = u vᵀ.
+
+    w is one number for each pair of positions. The causal form sums over t' ≤ t. O(seq² · dim) time;
+    O(seq² + seq · dim) memory, with 16 times the second term in the causal form. The sums are matrix
+    products of e^w and e^k, exact while the largest visible k + w of a row is within 80 of max k + max w
+    over the keys of the product.
+    """
+
+    def sums(self, keys: ExpSums) -> ExpSums:
+        seq_len = keys.m.shape[-2]
+        if self.spec.causal:
+            return self.causal_sums(keys, seq_len)
+        u, v = (x.flatten(0, 1) for x in self.position_factors(seq_len, 1))
+        return weighted_sums(keys, (u @ v.T)[:seq_len, :seq_len])
+
+    def causal_sums(self, keys: ExpSums, seq_len: int) -> ExpSums:
+        size = causal_block_size(self.spec.seq_len, MOST_BLOCKS)
+        parts = split_blocks(keys, size)
+        blocks = parts.m.shape[-3]
+        u, v = self.position_factors(seq_len, size)
+        bias = u.flatten(0, 1) @ v.flatten(0, 1).T
+        bias = torch.unflatten(bias[: blocks * size, : blocks * size], 0, (blocks, size))
+        own_bias = (u @ v.transpose(-1, -2))[:blocks]
+        sums = merge(causal_block_sums(parts, own_bias), earlier_block_sums(parts, bias))
+        return join_blocks(sums, seq_len)

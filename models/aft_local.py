@@ -1,0 +1,75 @@
+"""AFT-local: position biases for near pairs only (Zhai et al., 2021, arXiv 2105.14103, eq. 4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from effexport.models.aft_layer import AFTPositionLayer
+from effexport.models.aft_simple import simple_sums
+from effexport.models.block_sums import banded_sums, causal_banded_sums, causal_block_size
+from effexport.models.exp_sums import ABSENT, ExpSums, block_count
+from effexport.models.spec import AFTLocalSpec
+
+# Block sizes: small blocks waste little of the window, large ones keep the window to a few blocks.
+SMALLEST_BLOCK, LARGEST_BLOCK = 16, 512
+MOST_CAUSAL_BLOCKS = 8
+
+
+class AFTLocalAttention(AFTPositionLayer):
+    """AFT-full with w_tt' = (u vᵀ)_tt' for |t − t'| < window and 0 elsewhere.
+
+    Every query still sees every key. Queries go in blocks: the keys of neighbouring blocks by a matrix
+    product, all others by their block sums, which need no bias. The causal form sums over t' ≤ t. O(seq ·
+    window · dim) time; O(seq · (dim + window)) memory. Exact while, for a query, the largest visible k +
+    w near it is within 80 of max k + max w there.
+    """
+
+    spec: AFTLocalSpec
+
+    def __init__(self, spec: AFTLocalSpec) -> None:
+        super().__init__(spec)
+
+    def sums(self, keys: ExpSums) -> ExpSums:
+        causal, window = self.spec.causal, self.spec.window
+        if window == 0:
+            return simple_sums(keys, causal)
+        seq_len = keys.m.shape[-2]
+        size = banded_block_size(window - 1, causal)
+        reach = block_count(window - 1, size)
+        if causal:
+            return causal_banded_sums(keys, self.band(seq_len, size, reach, 0), reach)
+        return banded_sums(keys, self.band(seq_len, size, reach, reach), reach)
+
+    def band(self, seq_len: int, size: int, before: int, after: int) -> Tensor:
+        """Biases near the diagonal: [1, blocks, size, (before + 1 + after) · size]; ABSENT past the ends."""
+        u, v = self.position_factors(seq_len, size)
+        count = u.shape[0]
+        ends = v.new_zeros(before + after, *v.shape[1:])
+        extended = torch.cat([ends[:before], v, ends[before:]])
+        near = torch.cat([extended[i : count + i] for i in range(before + 1 + after)], dim=1)
+        blocks = block_count(seq_len, size)
+        bias = (u @ near.transpose(-1, -2))[:blocks]
+
+        offset = band_offsets(size, before, after, u.device)
+        bias = torch.where(offset.abs() < self.spec.window, bias, 0.0)
+        start = size * (torch.arange(blocks, device=u.device) - before)[:, None, None]
+        key_position = start + torch.arange(near.shape[1], device=u.device)
+        exists = (key_position >= 0) & (key_position < seq_len)
+        return torch.where(exists, bias, ABSENT).unsqueeze(0)
+
+
+def banded_block_size(reach: int, causal: bool) -> int:
+    """Tokens per block for biases up to `reach` tokens away."""
+    if causal:
+        return causal_block_size(reach, MOST_CAUSAL_BLOCKS)
+    size = SMALLEST_BLOCK
+    while size < min(reach, LARGEST_BLOCK):
+        size *= 2
+    return size
+
+
+def band_offsets(size: int, before: int, after: int, device: torch.device) -> Tensor:
+    """t' − t of each query and key of a block's window: int64 [size, (before + 1 + after) · size]."""
+    query = torch.arange(size, device=device)[:, None] + before * size
+    return torch.arange((before + 1 + after) * size, device=device)[None, :] - query

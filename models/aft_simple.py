@@ -1,0 +1,45 @@
+"""AFT-simple: an attention-free transformer without position biases (Zhai et al., 2021, arXiv 2105.14103,
+eq. 5).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from effexport.models.aft_layer import AFTLayer
+from effexport.models.exp_sums import ABSENT, ExpSums, average, merge, prefix_sums, total
+from effexport.models.spec import AFTSimpleSpec
+
+
+class AFTSimpleAttention(AFTLayer):
+    """out_t = σ(q_t) ⊙ Σ_t' softmax_t'(k) ⊙ v_t': one context for all t, or causal, summed over t' ≤ t.
+
+    O(seq · dim) time and memory. The causal form also runs token by token, with a state of constant size.
+    """
+
+    spec: AFTSimpleSpec
+
+    def __init__(self, spec: AFTSimpleSpec) -> None:
+        super().__init__(spec, spec.dim, heads=1, key_dim=spec.dim)
+
+    def sums(self, keys: ExpSums) -> ExpSums:
+        return simple_sums(keys, self.spec.causal)
+
+    def initial_state(self, batch: int) -> dict[str, Tensor]:
+        """The state before the first token: the triple m, n, d of `exp_sums`, each float32 [batch, dim]."""
+        empty = torch.zeros(batch, self.spec.dim, device=self.out.weight.device)
+        return {"m": torch.full_like(empty, ABSENT), "n": empty, "d": empty.clone()}
+
+    def step(self, hidden_states: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """One token of the causal form: [batch, 1, dim] → [batch, 1, dim] and the next state."""
+        token = hidden_states.squeeze(1)
+        key, value = self.key(token).float(), self.value(token).float()
+        sums = merge(ExpSums(state["m"], state["n"], state["d"]), ExpSums(key, value, torch.ones_like(key)))
+        context = torch.sigmoid(self.query(token)) * average(sums).to(token.dtype)
+        return self.out(context).unsqueeze(1), sums._asdict()
+
+
+def simple_sums(keys: ExpSums, causal: bool) -> ExpSums:
+    """Σ e^key over all tokens (seq becomes 1) or, if causal, over the tokens up to each one."""
+    return prefix_sums(keys) if causal else total(keys).each(lambda x: x.unsqueeze(-2))

@@ -1,0 +1,155 @@
+"""Sums of exp(key)·value that cannot overflow: the arithmetic of the attention-free transformer.
+
+A set of keys k with values v is held as three tensors (m, n, d): a stabiliser m, n = Σ e^(k−m) v and d = Σ
+e^(k−m). n / d is the softmax average of v whatever m is; m only keeps the exponents in range (online
+softmax, Milakov & Gimelshein, 2018, arXiv 1805.02867). Everything is float32. Absent keys have m = ABSENT
+and n = d = 0: finite numbers, because −inf − (−inf) is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Exponent of a key that is not there, and the least value of a stabiliser. They differ so much that
+# exp(ABSENT − stabiliser) is exactly 0 even where nothing at all is visible.
+ABSENT = -1e30
+FLOOR = -1e29
+
+# Rows per block on the levels of a prefix scan, which leave seq / 1024 rows for the last step. Small blocks
+# first: the memory of a level is its rows times its block size.
+SCAN_BLOCKS = (4, 8, 32)
+
+
+class ExpSums(NamedTuple):
+    """m, n, d, each [..., seq, channels]. m and d may have a single channel that all channels of n share."""
+
+    m: Tensor
+    n: Tensor
+    d: Tensor
+
+    def each(self, fn: Callable[[Tensor], Tensor]) -> ExpSums:
+        """The same rearrangement of all three tensors."""
+        return ExpSums(fn(self.m), fn(self.n), fn(self.d))
+
+    def pad(self, before: int, after: int, axis: int = -2) -> ExpSums:
+        """Absent keys added at both ends of `axis`, which counts from the end."""
+        widths = [0, 0] * (-axis - 1) + [before, after]
+        return ExpSums(F.pad(self.m, widths, value=ABSENT), F.pad(self.n, widths), F.pad(self.d, widths))
+
+
+def sums_of_tokens(key: Tensor, value: Tensor, keep: Tensor) -> ExpSums:
+    """One triple per token.
+
+    key [batch, heads, seq, 1 or channels]; value [batch, heads, seq, channels]; keep boolean [batch, seq].
+    Padding is replaced, not multiplied by zero: it may hold anything, NaN too.
+    """
+    visible = keep[:, None, :, None]
+    m = torch.where(visible, key.float(), ABSENT)
+    return ExpSums(m, torch.where(visible, value.float(), 0.0), visible.float().expand_as(m))
+
+
+def average(sums: ExpSums) -> Tensor:
+    """n / d, and 0 where no key is visible."""
+    seen = sums.d > 0
+    return torch.where(seen, sums.n / torch.where(seen, sums.d, 1.0), 0.0)
+
+
+def merge(a: ExpSums, b: ExpSums) -> ExpSums:
+    """The sums over the union of two sets of keys. The shapes broadcast."""
+    m = torch.maximum(a.m, b.m)
+    scale_a, scale_b = torch.exp(a.m - m), torch.exp(b.m - m)
+    return ExpSums(m, scale_a * a.n + scale_b * b.n, scale_a * a.d + scale_b * b.d)
+
+
+def total(sums: ExpSums) -> ExpSums:
+    """The sums over seq: [..., seq, channels] → [..., channels]."""
+    m = sums.m.amax(dim=-2, keepdim=True).clamp(min=FLOOR)
+    scale = torch.exp(sums.m - m)
+    return ExpSums(m.squeeze(-2), (scale * sums.n).sum(dim=-2), (scale * sums.d).sum(dim=-2))
+
+
+def weighted_sums(keys: ExpSums, bias: Tensor) -> ExpSums:
+    """Σ over keys of e^(key + bias), for every query, by one matrix product.
+
+    keys [..., keys, channels]; bias [..., queries, keys], ABSENT where a pair is not to be seen. Returns
+    [..., queries, channels]. Keys and biases get a stabiliser each, since e^key and e^bias are separate
+    factors: the result is exact while, for a query, some visible key + bias is within 80 of max(key) +
+    max(bias).
+    """
+    top_key = keys.m.amax(dim=-2, keepdim=True).clamp(min=FLOOR)
+    top_bias = bias.amax(dim=-1, keepdim=True).clamp(min=FLOOR)
+    scale = torch.exp(keys.m - top_key)
+    columns = torch.cat([scale * keys.n, scale * keys.d], dim=-1)
+    products = torch.exp(bias - top_bias) @ columns
+    channels = keys.n.shape[-1]
+    return ExpSums(top_key + top_bias, products[..., :channels], products[..., channels:])
+
+
+def causal_pair_sums(keys: ExpSums, bias: Tensor | None = None) -> ExpSums:
+    """Σ over t' ≤ t of e^(key + bias) with one stabiliser per (t, channel): exact for any keys and biases.
+
+    keys [..., seq, channels]; bias [..., seq, seq] or None for no bias. O(seq² · channels) memory: for
+    short blocks.
+    """
+    position = torch.arange(keys.m.shape[-2], device=keys.m.device)
+    visible = (position[:, None] >= position[None, :])[..., None]
+    exponents = keys.m.unsqueeze(-3)
+    if bias is not None:
+        exponents = exponents + bias.unsqueeze(-1)
+    exponents = torch.where(visible, exponents, ABSENT)
+    m = exponents.amax(dim=-2, keepdim=True).clamp(min=FLOOR)
+    scale = torch.exp(exponents - m)
+    n = (scale * keys.n.unsqueeze(-3)).sum(dim=-2)
+    d = (scale * keys.d.unsqueeze(-3)).sum(dim=-2)
+    return ExpSums(m.squeeze(-2), n, d)
+
+
+def block_count(seq_len: int | torch.SymInt, size: int) -> int:
+    """How many blocks of `size` cover seq_len tokens; one more, all padding, when seq_len is symbolic.
+
+    torch.export takes a size of 1 for a constant. Without the spare block, exporting with an example that
+    fits into one block would yield a graph that is only valid up to one block.
+    """
+    if isinstance(seq_len, int):
+        return (seq_len + size - 1) // size
+    spare: int = (seq_len + size - 1) // size + 1
+    return spare
+
+
+def split_blocks(sums: ExpSums, size: int) -> ExpSums:
+    """[..., seq, channels] → [..., blocks, size, channels], with absent keys after the end."""
+    seq_len = sums.m.shape[-2]
+    blocks = block_count(seq_len, size)
+    padded = sums.pad(0, blocks * size - seq_len)
+    return padded.each(lambda x: torch.unflatten(x, -2, (blocks, size)))
+
+
+def join_blocks(sums: ExpSums, seq_len: int) -> ExpSums:
+    """The inverse of `split_blocks`."""
+    return sums.each(lambda x: x.flatten(-3, -2)[..., :seq_len, :])
+
+
+def shift(sums: ExpSums, by: int) -> ExpSums:
+    """Row t becomes row t − by; the first rows become absent."""
+    seq_len = sums.m.shape[-2]
+    return sums.pad(by, 0).each(lambda x: x[..., :seq_len, :])
+
+
+def prefix_sums(sums: ExpSums, sizes: tuple[int, ...] = SCAN_BLOCKS) -> ExpSums:
+    """Row t becomes the sums over rows 0 to t. [..., seq, channels], any seq, also a symbolic one.
+
+    Pair by pair inside blocks of sizes[0]; then the same for the totals of the blocks, to a fixed depth, so
+    that the exported graph holds no loop. A later row never influences an earlier one, however large its
+    key. O(seq · sizes[0] · channels) memory.
+    """
+    if not sizes:
+        return causal_pair_sums(sums)
+    seq_len = sums.m.shape[-2]
+    inside = causal_pair_sums(split_blocks(sums, sizes[0]))
+    before = shift(prefix_sums(inside.each(lambda x: x[..., -1, :]), sizes[1:]), 1)
+    return join_blocks(merge(inside, before.each(lambda x: x.unsqueeze(-2))), seq_len)

@@ -1,0 +1,100 @@
+# Sourced by the other scripts: finds Python, keeps .venv in order, runs pytest. Progress goes to stderr.
+# shellcheck shell=bash
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+VENV="$ROOT/.venv"
+
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+unset PYTHONHOME PYTHONPATH
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+  say "error: $*"
+  exit 2
+}
+
+is_recent_python() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+# Debian packages venv without ensurepip, so importing venv alone proves nothing.
+has_venv() { "$1" -c 'import ensurepip, venv' >/dev/null 2>&1; }
+
+# Prints a Python that can make a virtual environment.
+find_python() {
+  local candidate without_venv=""
+  for candidate in ${EFFEXPORT_PYTHON:+"$EFFEXPORT_PYTHON"} python3.11 python3.12 python3.13 python3; do
+    if is_recent_python "$candidate"; then
+      if has_venv "$candidate"; then
+        printf '%s\n' "$candidate"
+        return
+      fi
+      without_venv="${without_venv:-$candidate}"
+    fi
+    # an explicit choice is kept or refused, never replaced
+    [[ -z "${EFFEXPORT_PYTHON:-}" ]] || break
+  done
+  if [[ -n "$without_venv" ]]; then
+    die "$without_venv cannot create virtual environments; on Debian and Ubuntu run: sudo apt install python3-venv" \
+      "(or set EFFEXPORT_PYTHON to another Python)"
+  fi
+  if [[ -n "${EFFEXPORT_PYTHON:-}" ]]; then
+    die "EFFEXPORT_PYTHON is $EFFEXPORT_PYTHON; expected a Python 3.11 or later that runs"
+  fi
+  die "no Python 3.11 or later found; install one, or set EFFEXPORT_PYTHON to its path"
+}
+
+# An environment that was moved or copied is broken too: its programs name the Python of the old place.
+venv_is_healthy() {
+  local pip_of_python pip_of_script
+  is_recent_python "$VENV/bin/python" || return 1
+  pip_of_python="$("$VENV/bin/python" -c 'import os, pip; print(os.path.dirname(pip.__file__))' 2>/dev/null)" || return 1
+  pip_of_script="$("$VENV/bin/pip" --version 2>/dev/null)" || return 1
+  pip_of_script="${pip_of_script#* from }"
+  [[ "${pip_of_script% (python*}" -ef "$pip_of_python" ]]
+}
+
+# Changes when the requirements do.
+fingerprint() {
+  "$VENV/bin/python" - "$1" "$ROOT/pyproject.toml" "$ROOT/constraints.txt" <<'PYTHON'
+import hashlib
+import sys
+from pathlib import Path
+
+digest = hashlib.sha256(sys.argv[1].encode())
+for path in sys.argv[2:]:
+    digest.update(b"\0" + Path(path).read_bytes())
+print(digest.hexdigest())
+PYTHON
+}
+
+# ensure_environment EXTRAS: .venv with effexport installed in place, at the versions of constraints.txt.
+ensure_environment() {
+  local extras="$1" python stamp wanted
+  # one set-up at a time, where the system has the means; two at once would spoil each other's .venv
+  exec 9<"$ROOT/pyproject.toml"
+  if command -v flock >/dev/null; then flock 9; fi
+  if ! venv_is_healthy; then
+    python="$(find_python)"
+    say "creating .venv with $("$python" --version)"
+    rm -rf "$VENV"
+    "$python" -m venv "$VENV" >&2
+  fi
+  stamp="$VENV/effexport-${extras//,/-}.stamp"
+  wanted="$(fingerprint "$extras")"
+  if [[ ! -f "$stamp" || "$(<"$stamp")" != "$wanted" ]]; then
+    say "installing effexport[$extras] into .venv (some minutes the first time: PyTorch is large)"
+    (cd "$ROOT" && "$VENV/bin/python" -m pip install --quiet -c constraints.txt -e ".[$extras]") >&2
+    printf '%s\n' "$wanted" >"$stamp"
+  fi
+  exec 9<&-
+}
+
+# run_pytest ARGUMENTS...: two workers of one thread each; every part must be there, so nothing is skipped silently.
+run_pytest() {
+  (
+    cd "$ROOT" || exit
+    export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1
+    export EFFEXPORT_REQUIRE=torch,onnx,ort,transformers
+    "$VENV/bin/python" -m pytest -n 2 --dist loadgroup "$@"
+  )
+}

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# From a fresh clone to a first artifact: makes .venv, exports the LSH variant and checks it.
+# EFFEXPORT_PYTHON selects the Python (3.11 or later).
+set -euo pipefail
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$ROOT"
+
+[[ $# -eq 0 ]] || die "quickstart.sh takes no arguments; got: $*"
+ensure_environment cpu
+"$VENV/bin/effexport" build --variant lsh --force >&2
+echo "Made artifacts/lsh: model.onnx, golden values and a parity report; next, open artifacts/lsh/report.html or run: .venv/bin/effexport verify artifacts/lsh"

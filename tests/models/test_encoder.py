@@ -1,0 +1,279 @@
+"""The encoder around every variant: shapes, blocks, reversibility, padding, and weights that make each term matter."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from effexport.models import VARIANTS
+from effexport.models.encoder import Encoder, FeedForward, ReversibleBlock, module_from_spec
+from effexport.models.spec import EncoderSpec, SpecError, attention_spec
+
+BLOCKS = ["pre-norm", "post-norm", "reversible"]
+# Options that bring every part of a variant into play within 63 tokens of width 32.
+SMALL: dict[str, dict[str, object]] = {
+    "softmax": {"conv_kernel_size": 5},
+    "linear": {},
+    "nystrom": {"num_landmarks": 8, "conv_kernel_size": 5},
+    "lsh": {"chunk_length": 8},
+    "aft-full": {"position_dim": 8},
+    "aft-simple": {},
+    "aft-local": {"position_dim": 8, "window": 8},
+    "aft-conv": {"kernel_size": 5},
+}
+# Another length cuts the matrix products into other blocks; Nyström's pseudo-inverse multiplies last bits.
+BLOCKING = 1e-5
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference as a fraction of the RMS of `expected`."""
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
+
+
+def encoder_spec(variant: str, attention: dict[str, object] | None = None, **fields: object) -> EncoderSpec:
+    options = {"dim": 32, "heads": 4, "seq_len": 128} | SMALL[variant] | (attention or {})
+    return EncoderSpec(attention=attention_spec(variant, options), **fields)
+
+
+def encoder(
+    variant: str, seed: int = 0, attention: dict[str, object] | None = None, **fields: object
+) -> Encoder:
+    module = module_from_spec(encoder_spec(variant, attention, **fields), seed)
+    assert isinstance(module, Encoder)
+    return module
+
+
+def ids(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(1, 258, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_every_variant_is_covered() -> None:
+    assert list(SMALL) == list(VARIANTS)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("variant", SMALL)
+@torch.no_grad()
+def test_every_variant_runs_in_every_block(variant: str, block: str) -> None:
+    module, x = encoder(variant, block=block), ids(2, 63)
+    assert not module.training
+    hidden = module(x)
+    assert hidden.shape == (2, 63, 32)
+    assert hidden.dtype == torch.float32
+    assert torch.isfinite(hidden).all()
+    assert torch.equal(module(x, torch.ones_like(x)), hidden)
+
+
+@torch.no_grad()
+def test_the_concatenated_reversible_output_is_twice_as_wide() -> None:
+    module = encoder("softmax", block="reversible", reversible_output="concat", lm_head=True)
+    assert module.spec.hidden_size == 64
+    assert module.final_norm.normalized_shape == (64,)
+    assert module(ids(2, 5)).shape == (2, 5, 258)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@torch.no_grad()
+def test_the_head_turns_hidden_states_into_logits(block: str) -> None:
+    module, x = encoder("softmax", block=block, lm_head=True, vocab_size=300), ids(2, 63)
+    logits = module(x)
+    assert logits.shape == (2, 63, 300)
+    head, module.lm_head = module.lm_head, None
+    assert head is not None
+    assert torch.equal(head(module(x)), logits)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@torch.no_grad()
+def test_blocks_put_the_residual_where_they_say(block: str) -> None:
+    module, x = encoder("softmax", block=block, layers=2), ids(2, 20)
+    first = second = hidden = module.token_embedding.weight[x] + module.position_embedding.weight[:20]
+    for b in module.blocks:
+        if block == "pre-norm":
+            hidden = hidden + b.attention(b.attention_norm(hidden))
+            hidden = hidden + b.feed_forward(b.feed_forward_norm(hidden))
+        elif block == "post-norm":
+            hidden = b.attention_norm(hidden + b.attention(hidden))
+            hidden = b.feed_forward_norm(hidden + b.feed_forward(hidden))
+        else:
+            first = first + b.attention(b.attention_norm(second))
+            second = second + b.feed_forward(b.feed_forward_norm(first))
+    if block == "reversible":
+        hidden = (first + second) / 2
+    expected = hidden if block == "post-norm" else module.final_norm(hidden)
+    # the same operations in the same order
+    assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("variant", SMALL)
+@torch.no_grad()
+def test_a_reversible_block_recovers_its_inputs(variant: str) -> None:
+    block = encoder(variant, block="reversible").blocks[0]
+    assert isinstance(block, ReversibleBlock)
+    x1, x2 = (torch.randn(2, 63, 32, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    mask = (torch.arange(63) < torch.tensor([[63], [40]])).long()
+    recovered = block.inverse(*block(x1, x2, mask), mask)
+    # one rounding of each sum comes back: 6e-8 of values up to ten. It reaches x1 through the attention, where it may
+    # grow as any input error does: Nyström's pseudo-inverse multiplies it most
+    for actual, expected, tolerance in zip(recovered, (x1, x2), (1e-4, 1e-6), strict=True):
+        assert relative_error(actual, expected) <= tolerance
+
+
+@pytest.mark.parametrize("ff_chunk_length", [1, 8, 50, 63, 64, 1000])
+@torch.no_grad()
+def test_slicing_the_feed_forward_layer_changes_nothing(ff_chunk_length: int) -> None:
+    whole, sliced = encoder("softmax"), encoder("softmax", ff_chunk_length=ff_chunk_length)
+    # other shapes, other blocks of the matrix product
+    assert relative_error(sliced(ids(2, 63)), whole(ids(2, 63))) <= BLOCKING
+
+
+def test_a_sliced_feed_forward_layer_never_sees_more_than_its_slice() -> None:
+    layer = FeedForward(encoder_spec("softmax", ff_chunk_length=8))
+    seen = []
+    layer.up.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
+    layer(torch.zeros(2, 20, 32))
+    assert seen == [8, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("activation", "at_minus_one"), [("gelu", -0.158655), ("gelu_new", -0.158808), ("relu", 0.0)]
+)
+def test_activations_are_the_named_ones(activation: str, at_minus_one: float) -> None:
+    layer = FeedForward(encoder_spec("softmax", activation=activation, ff_dim=32))
+    with torch.no_grad():
+        for linear in (layer.up, layer.down):
+            linear.weight.copy_(torch.eye(32))
+            linear.bias.zero_()
+        # six printed digits of −Φ(−1) and of its tanh approximation
+        assert float(layer(torch.full((1, 1, 32), -1.0))[0, 0, 0]) == pytest.approx(at_minus_one, abs=1e-6)
+
+
+@pytest.mark.parametrize("variant", SMALL)
+def test_a_sequence_beyond_the_learned_positions_is_refused(variant: str) -> None:
+    module = encoder(variant)
+    with pytest.raises(SpecError, match="the sequence has 129 tokens; expected at most 128"):
+        module(ids(1, 129))
+    assert module(ids(1, 128)).shape == (1, 128, 32)
+
+
+@pytest.mark.parametrize("variant", SMALL)
+def test_the_same_seed_gives_the_same_module_and_another_seed_another(variant: str) -> None:
+    generator_state = torch.random.get_rng_state()
+    first, again, other = (encoder(variant, seed=seed).state_dict() for seed in (0, 0, 1))
+    assert first.keys() == again.keys() == other.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name]), name
+        # rotations have a seed of their own, part of the spec
+        assert torch.equal(tensor, other[name]) is name.endswith("rotations"), name
+    assert torch.equal(module_rng(variant, generator_state), module_rng(variant, generator_state))
+
+
+def module_rng(variant: str, state: Tensor) -> Tensor:
+    """A weight of a module built after the process's generator was moved."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.set_rng_state(state)
+        torch.rand(7)
+        return encoder(variant).token_embedding.weight
+
+
+# Tensors that a formula provably ignores: a key bias shifts every logit of a softmax by the same amount.
+WITHOUT_EFFECT = {
+    variant: {"blocks.0.attention.key.bias"}
+    for variant in ("softmax", "nystrom", "aft-full", "aft-simple", "aft-local", "aft-conv")
+}
+
+
+@pytest.mark.parametrize(("variant", "block"), itertools.product(SMALL, ["pre-norm", "reversible"]))
+@torch.no_grad()
+def test_every_parameter_reaches_the_output(variant: str, block: str) -> None:
+    module, x = encoder(variant, layers=1, block=block, lm_head=True), ids(2, 63)
+    expected = module(x)
+    ignored = WITHOUT_EFFECT.get(variant, set())
+    assert ignored <= {name for name, _ in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        saved = parameter.clone()
+        parameter.zero_()
+        change = float((module(x) - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+        parameter.copy_(saved)
+        if name in ignored:
+            # rounding of other logits
+            assert change <= 1e-4, f"{name}: {change:.1e}"
+        else:
+            # a graph that lost the tensor must fail the loosest parity check of fp32, 2e-4 (algorithms.md 7.3)
+            assert change > 1e-3, f"{name}: {change:.1e}"
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("variant", SMALL)
+@torch.no_grad()
+def test_padding_does_not_change_kept_rows(variant: str, block: str) -> None:
+    module = encoder(variant, block=block, lm_head=True)
+    for seq_len in (1, 40, 63, 100):
+        x = ids(2, seq_len)
+        expected = module(x)
+        for extra in (1, 28):
+            padded = torch.cat([x, ids(2, extra, seed=2)], dim=1)
+            mask = torch.ones_like(padded)
+            mask[:, seq_len:] = 0
+            # two layers of it
+            assert relative_error(module(padded, mask)[:, :seq_len], expected) <= 2 * BLOCKING
+
+
+@pytest.mark.parametrize("variant", SMALL)
+@torch.no_grad()
+def test_a_fully_masked_sample_is_finite_and_leaves_its_neighbour_alone(variant: str) -> None:
+    module, x = encoder(variant), ids(2, 63)
+    mask = torch.ones_like(x)
+    mask[1] = 0
+    both = module(x, mask)
+    assert torch.isfinite(both).all()
+    assert relative_error(both[:1], module(x[:1])) <= 2 * BLOCKING
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("variant", SMALL)
+@torch.no_grad()
+def test_every_variant_runs_in_half_precision(variant: str, dtype: torch.dtype) -> None:
+    module = encoder(variant).to(dtype)
+    hidden = module(ids(2, 63))
+    assert hidden.dtype == dtype
+    assert torch.isfinite(hidden).all()
+    # a final norm sets the scale, so a lost attention shows as another value, not as another size
+    assert float(hidden.float().std()) > 0.5
+
+
+def test_layer_norm_is_exact_when_eps_underflows_in_half_precision() -> None:
+    norm = encoder("softmax", layer_norm_eps=1e-12).half().final_norm
+    constant = torch.full((1, 1, 32), 3.0, dtype=torch.float16)
+    # variance 0: without eps this is 0 / 0
+    assert torch.equal(norm(constant)[0, 0], norm.bias)
+
+
+def test_lsh_layers_have_rotations_of_their_own() -> None:
+    module = encoder("lsh", layers=3)
+    rotations = [block.attention.hash.rotations for block in module.blocks]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(rotations, 2))
+    assert [block.attention.spec.hash_seed for block in module.blocks] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("variant", ["softmax", "linear", "aft-full", "aft-simple", "aft-local", "aft-conv"])
+@torch.no_grad()
+def test_causal_encoders_do_not_see_later_tokens(variant: str) -> None:
+    module, x = (
+        encoder(
+            variant,
+            attention={"causal": True, "conv_kernel_size": None}
+            if variant == "softmax"
+            else {"causal": True},
+        ),
+        ids(1, 63),
+    )
+    changed = x.clone()
+    changed[:, 30:] = ids(1, 33, seed=5)
+    assert relative_error(module(changed)[:, :30], module(x)[:, :30]) <= BLOCKING

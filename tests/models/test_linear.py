@@ -1,0 +1,243 @@
+"""Linear attention: one function in its explicit, quadratic, chunked and recurrent forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from effexport.models.encoder import module_from_spec
+from effexport.models.linear import (
+    LinearAttention,
+    causal_linear_attention,
+    feature_map,
+    linear_attention,
+)
+from effexport.models.spec import LinearSpec
+
+# Sums of positive terms lose nothing by cancellation: every form is some roundings of 6e-8 away from float64. The
+# largest of several thousand elements was 9e-7 of the RMS.
+FLOAT32 = 3e-6
+# A sum of up to 1100 products in another order.
+BLOCKING = 1e-5
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference as a fraction of the RMS of `expected`."""
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
+
+
+def linear(seed: int = 0, **fields: object) -> LinearAttention:
+    module = module_from_spec(LinearSpec(**({"dim": 32, "heads": 4} | fields)), seed)
+    assert isinstance(module, LinearAttention)
+    return module
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def all_kept(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[:2], dtype=torch.bool)
+
+
+def features(x: Tensor) -> Tensor:
+    """elu(x) + 1 in float64."""
+    return torch.where(x > 0, x + 1, x.exp())
+
+
+@torch.no_grad()
+def slow_reference(layer: LinearAttention, x: Tensor, keep: Tensor) -> Tensor:
+    """The explicit attention matrix φ(q_i)·φ(k_j) m_j, its rows divided by their sum plus eps, in float64."""
+    heads = layer.spec.heads
+    q, k, v = (
+        (x.double() @ p.weight.double().T + p.bias.double()).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for p in (layer.query, layer.key, layer.value)
+    )
+    matrix = features(q) @ features(k).transpose(-1, -2) * keep[:, None, None, :]
+    if layer.spec.causal:
+        matrix = matrix.tril()
+    matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + layer.spec.eps)
+    return (matrix @ v).transpose(1, 2).flatten(-2)
+
+
+def random_features(seq_len: int, d: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """φ(q), φ(k) and v for 2 samples and 3 heads."""
+    q, k, v = (tokens(2, 3, seq_len, size, seed=seed) for seed, size in enumerate((d, d, m)))
+    return feature_map(q), feature_map(k), v
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 100, 1000])
+@torch.no_grad()
+def test_the_module_equals_the_explicit_attention_matrix(seq_len: int, causal: bool) -> None:
+    layer, x = linear(causal=causal), tokens(2, seq_len, 32)
+    keep = all_kept(x)
+    keep[1, max(1, seq_len - 5) :] = False
+    keep[1, 2:4] = False
+    actual, expected = layer.attend(x, keep), slow_reference(layer, x, keep)
+    assert relative_error(actual, expected) <= FLOAT32
+
+
+@torch.no_grad()
+def test_forward_is_attend_followed_by_the_output_projection() -> None:
+    layer, x = linear(), tokens(2, 20, 32)
+    assert torch.equal(layer(x), layer.out(layer.attend(x, all_kept(x))))
+    assert torch.equal(layer(x), layer(x, torch.ones(2, 20, dtype=torch.int64)))
+
+
+def recurrent(layer: LinearAttention, x: Tensor) -> Tensor:
+    state = layer.initial_state(x.shape[0])
+    outputs = []
+    for t in range(x.shape[1]):
+        output, state = layer.step(x[:, t : t + 1], state)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize("chunk_length", [1, 7, 64, 200])
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 130])
+@torch.no_grad()
+def test_quadratic_chunked_and_recurrent_forms_agree(seq_len: int, chunk_length: int) -> None:
+    layer, x = linear(causal=True, chunk_length=chunk_length), tokens(2, seq_len, 32)
+    quadratic = slow_reference(layer, x, all_kept(x)) @ layer.out.weight.double().T + layer.out.bias.double()
+    assert relative_error(layer(x), quadratic) <= FLOAT32
+    assert relative_error(recurrent(layer, x), quadratic) <= FLOAT32
+
+
+@torch.no_grad()
+def test_a_step_leaves_the_state_it_was_given_unchanged() -> None:
+    layer, x = linear(causal=True), tokens(2, 1, 32)
+    state = layer.initial_state(2)
+    _, following = layer.step(x, state)
+    assert all(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in state.values())
+    assert following["s"].shape == (2, 4, 8, 8)
+    assert following["z"].shape == (2, 4, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_the_state_stays_float32_in_half_precision(dtype: torch.dtype) -> None:
+    layer = linear(causal=True).to(dtype)
+    output, state = layer.step(tokens(2, 1, 32).to(dtype), layer.initial_state(2))
+    assert output.dtype == dtype
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+
+
+@torch.no_grad()
+def test_the_state_is_a_matrix_per_head_and_mixes_the_channels_of_v() -> None:
+    # the seed article sums over the channels: einsum("nsd,nsd->ns"), one vector for the whole sequence
+    q, k, v = random_features(20, 5, 7)
+    kv = torch.einsum("nhsd,nhsm->nhdm", k.double(), v.double())
+    assert kv.shape == (2, 3, 5, 7)
+    normaliser = 1 / (torch.einsum("nhld,nhd->nhl", q.double(), k.double().sum(dim=2)) + 1e-6)
+    expected = torch.einsum("nhld,nhdm,nhl->nhlm", q.double(), kv, normaliser)
+    actual = linear_attention(q, k, v, 1e-6)
+    assert relative_error(actual, expected) <= FLOAT32
+    assert actual[:, :, 1:].sub(actual[:, :, :1]).abs().max() > 0.01, "every query has an output of its own"
+    # a channel of v reaches that channel of the output, and no other
+    changed = v.clone()
+    changed[..., 2] += 1
+    for form in (linear_attention, lambda *args: causal_linear_attention(*args, 8)):
+        moved = (form(q, k, changed, 1e-6) - form(q, k, v, 1e-6)).abs().amax(dim=(0, 1, 2))
+        assert (moved > 0.5).tolist() == [False, False, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@torch.no_grad()
+def test_the_mask_acts_after_the_feature_map(causal: bool) -> None:
+    # φ(0) is 1: a mask on k before φ would leave masked tokens in both sums
+    layer, x = linear(causal=causal), tokens(2, 40, 32)
+    keep = all_kept(x)
+    keep[:, ::3] = False
+    kept = keep[0].nonzero().flatten()
+    expected = layer.attend(x[:, kept], all_kept(x[:, kept]))
+    assert relative_error(layer.attend(x, keep)[:, kept], expected) <= BLOCKING
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 1000])
+@torch.no_grad()
+def test_padding_content_and_length_do_not_change_kept_rows(seq_len: int, causal: bool) -> None:
+    layer, x = linear(causal=causal), tokens(2, seq_len, 32)
+    expected = layer(x)
+    for extra in (1, 64, 100):
+        padded = torch.cat([x, 100 * tokens(2, extra, 32, seed=2)], dim=1)
+        mask = torch.ones(2, seq_len + extra, dtype=torch.int64)
+        mask[:, seq_len:] = 0
+        assert relative_error(layer(padded, mask)[:, :seq_len], expected) <= BLOCKING
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@torch.no_grad()
+def test_left_padding_and_a_fully_masked_sample_stay_finite(causal: bool) -> None:
+    layer, x = linear(causal=causal), tokens(2, 63, 32)
+    keep = all_kept(x)
+    keep[0, :20] = False
+    keep[1] = False
+    actual = layer.attend(x, keep)
+    assert relative_error(actual[:1, 20:], layer.attend(x[:1, 20:], keep[:1, 20:])) <= BLOCKING
+    # all φ(k) are masked, so eps is the whole denominator
+    assert torch.equal(actual[1], torch.zeros(63, 32))
+
+
+@pytest.mark.parametrize("cut", [1, 63, 64, 65, 100])
+@torch.no_grad()
+def test_the_causal_form_does_not_see_later_tokens(cut: int) -> None:
+    layer, x = linear(causal=True), tokens(2, 130, 32)
+    # other shapes, other blocks: last bits only
+    assert relative_error(layer(x[:, :cut]), layer(x)[:, :cut]) <= BLOCKING
+    changed = x.clone()
+    changed[:, cut:] += 3
+    # exactly: products with zero
+    assert torch.equal(layer(changed)[:, :cut], layer(x)[:, :cut])
+
+
+# RMS of the error over RMS of the output: the input and the weights alone are rounded by 2^-11 or 2^-8.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("causal", [False, True])
+@torch.no_grad()
+def test_1024_tokens_in_half_precision_do_not_overflow_to_zero(
+    dtype: torch.dtype, tolerance: float, causal: bool
+) -> None:
+    # in fp16 the denominator exceeds 65504 for every token here, and 1 / inf is a silent zero
+    layer, x = linear(dim=128, heads=2, causal=causal), tokens(2, 1024, 128)
+    context = slow_reference(layer, x, all_kept(x))
+    expected = context @ layer.out.weight.double().T + layer.out.bias.double()
+    q, k = (feature_map(p(x)).unflatten(-1, (2, 64)).transpose(1, 2) for p in (layer.query, layer.key))
+    assert float((q @ k.sum(dim=2).unsqueeze(-1)).median()) > torch.finfo(torch.float16).max
+    layer.to(dtype)
+    attended = layer.attend(x.to(dtype), all_kept(x)).double()
+    assert float(attended.square().mean().sqrt() / context.square().mean().sqrt()) > 0.5
+    actual = layer(x.to(dtype))
+    assert actual.dtype == dtype
+    assert torch.isfinite(actual).all()
+    error = (actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert float(error) <= tolerance
+
+
+def test_the_feature_map_keeps_its_precision_far_below_zero() -> None:
+    x = torch.linspace(-80, 80, 16001)
+    actual = feature_map(x)
+    assert torch.all(actual > 0)
+    # one rounding of exp and one of the sum
+    torch.testing.assert_close(actual.double(), features(x.double()), rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "lowest"), [(torch.float16, -9.5), (torch.bfloat16, -80)])
+def test_the_feature_map_does_not_round_to_zero_in_half_precision(dtype: torch.dtype, lowest: float) -> None:
+    # elu(x) + 1 is exactly zero from -9 on in fp16 and from -7 on in bf16
+    x = torch.linspace(lowest, 5, 300).to(dtype)
+    # two roundings; fp16 holds 2.4e-5 of exp(-9.5) 7.5e-5 only to 2^-11 of 6e-5
+    rounding = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(feature_map(x).double(), features(x.double()), rtol=rounding, atol=0)
+
+
+def test_the_feature_map_has_a_finite_gradient_for_large_inputs() -> None:
+    x = torch.tensor([-100.0, -1.0, 0.0, 1.0, 100.0, 1000.0], requires_grad=True)
+    feature_map(x).sum().backward()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()

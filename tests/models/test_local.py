@@ -1,0 +1,226 @@
+"""Local attention against a loop over queries, against transformers, and its promise about padding."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from effexport.models.local import LocalAttention
+from effexport.models.spec import LocalSpec
+
+# fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the weights.
+AGAINST_FLOAT64 = 1e-5
+# Another length cuts the matrix products into other blocks: last bits only.
+BLOCKING = 1e-5
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference as a fraction of the RMS of `expected`."""
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
+
+
+def local(seed: int = 0, **fields: object) -> LocalAttention:
+    """`local` is no variant of its own, so its weights are drawn here: logits of order four, as in module_from_spec."""
+    layer = LocalAttention(LocalSpec(**({"dim": 32, "heads": 2, "chunk_length": 8} | fields))).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            gain = 2 if name.startswith(("query", "key")) else 1
+            parameter.copy_(gain * layer.spec.dim**-0.5 * torch.randn(parameter.shape, generator=generator))
+    return layer
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def all_kept(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[:2], dtype=torch.bool)
+
+
+def visible_keys(spec: LocalSpec, t: int, keep: list[bool]) -> list[int]:
+    """Positions that query t sees, for a length that is a multiple of the chunk or chunks that do not wrap around."""
+    seq_len, chunk = len(keep), spec.chunk_length
+    chunks = math.ceil(seq_len / chunk)
+    seen = []
+    for j in range(t // chunk - spec.num_chunks_before, t // chunk + spec.num_chunks_after + 1):
+        if spec.circular or 0 <= j < chunks:
+            seen += [s for s in range(j % chunks * chunk, (j % chunks + 1) * chunk) if s < seq_len]
+    return [s for s in seen if keep[s] and not (spec.causal and s > t)]
+
+
+@torch.no_grad()
+def slow_reference(layer: LocalAttention, x: Tensor, keep: Tensor) -> Tensor:
+    """float64, one query at a time; zero for a query that sees nothing."""
+    spec, size = layer.spec, layer.spec.head_size
+    q, k, v = (x.double() @ p.weight.double().T for p in (layer.query, layer.key, layer.value))
+    out = torch.zeros(*x.shape[:2], spec.inner_dim, dtype=torch.float64)
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            keys = visible_keys(spec, t, keep[b].tolist())
+            for h in range(spec.heads):
+                lanes = slice(h * size, (h + 1) * size)
+                logits = k[b, keys, lanes] @ q[b, t, lanes] / math.sqrt(size)
+                out[b, t, lanes] = torch.softmax(logits, dim=0) @ v[b, keys, lanes]
+    return out
+
+
+def rows_with_a_key(spec: LocalSpec, keep: Tensor) -> Tensor:
+    return torch.tensor(
+        [[bool(visible_keys(spec, t, row)) for t in range(len(row))] for row in keep.tolist()]
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 0), (1, 1), (2, 0), (0, 2)])
+@pytest.mark.parametrize("seq_len", [1, 5, 8, 9, 63, 100])
+@torch.no_grad()
+def test_the_module_computes_the_loop(seq_len: int, before: int, after: int, causal: bool) -> None:
+    layer = local(causal=causal, num_chunks_before=before, num_chunks_after=after)
+    x = tokens(2, seq_len, 32)
+    keep = all_kept(x)
+    keep[1, max(1, seq_len - 5) :] = False
+    keep[1, 2:4] = False
+    rows = rows_with_a_key(layer.spec, keep)
+    actual, expected = layer.attend(x, keep), slow_reference(layer, x, keep)
+    assert torch.isfinite(actual).all()
+    assert relative_error(actual[rows], expected[rows]) <= AGAINST_FLOAT64
+
+
+@torch.no_grad()
+def test_forward_is_attend_followed_by_the_output_projection() -> None:
+    layer, x = local(), tokens(2, 20, 32)
+    assert torch.equal(layer(x), layer.out(layer.attend(x, all_kept(x))))
+    assert torch.equal(layer(x), layer(x, torch.ones(2, 20, dtype=torch.int64)))
+
+
+def random_transformers_case(seed: int) -> tuple[LocalAttention, Tensor, Tensor | None]:
+    """A layer in its published form with torch's usual initialisation, an input and often a mask."""
+    draw = random.Random(seed)
+    heads, chunk = draw.choice([1, 2, 3]), draw.choice([4, 8, 16])
+    before, after = draw.choice([(1, 0), (0, 0), (1, 1), (2, 0), (0, 1)])
+    # within one chunk any length, otherwise whole chunks and no chunk twice in a window
+    seq_len = draw.randint(1, chunk) if seed % 5 == 0 else chunk * draw.randint(max(2, 1 + before + after), 9)
+    spec = LocalSpec(
+        dim=draw.choice([8, 24, 32]),
+        heads=heads,
+        head_dim=draw.choice([4, 8, 16]),
+        seq_len=seq_len,
+        chunk_length=chunk,
+        num_chunks_before=before,
+        num_chunks_after=after,
+        causal=draw.random() < 0.5,
+        circular=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layer = LocalAttention(spec).eval()
+    x = tokens(draw.choice([1, 2]), seq_len, spec.dim, seed=seed)
+    mask = None
+    if draw.random() < 0.5:
+        mask = torch.ones(x.shape[:2], dtype=torch.int64)
+        for row in mask:
+            row[draw.randint(1, seq_len) :] = 0
+    return layer, x, mask
+
+
+def transformers_attention(layer: LocalAttention) -> nn.Module:
+    """transformers' layer with the weights of ours."""
+    from transformers.models.reformer.configuration_reformer import ReformerConfig
+    from transformers.models.reformer.modeling_reformer import LocalSelfAttention
+
+    spec = layer.spec
+    config = ReformerConfig(
+        hidden_size=spec.dim,
+        num_attention_heads=spec.heads,
+        attention_head_size=spec.head_size,
+        local_attn_chunk_length=spec.chunk_length,
+        local_num_chunks_before=spec.num_chunks_before,
+        local_num_chunks_after=spec.num_chunks_after,
+        is_decoder=spec.causal,
+    )
+    oracle = LocalSelfAttention(config, layer_idx=0).eval()
+    oracle.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("out.")})
+    return oracle
+
+
+@pytest.mark.requires("transformers")
+@pytest.mark.parametrize("seed", range(30))
+@torch.no_grad()
+def test_the_published_form_equals_transformers(seed: int) -> None:
+    layer, x, mask = random_transformers_case(seed)
+    keep = all_kept(x) if mask is None else mask.bool()
+    expected = transformers_attention(layer)(x, attention_mask=mask).hidden_states
+    actual = layer.attend(x, keep)
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    # rows without any key: transformers' exp(x - logsumexp) is inexact at -1e9 and its weights do not add up to one
+    rows = rows_with_a_key(layer.spec, keep)
+    assert rows.any()
+    # values of order one, a few roundings of 6e-8 in another order
+    assert float((actual - expected)[rows].abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 100, 1000])
+@torch.no_grad()
+def test_padding_content_and_length_do_not_change_kept_rows(seq_len: int, causal: bool) -> None:
+    layer = local(chunk_length=64, num_chunks_after=1, causal=causal)
+    x = tokens(2, seq_len, 32)
+    expected = layer(x)
+    for extra in (1, 64, 129):
+        padded = torch.cat([x, 100 * tokens(2, extra, 32, seed=2)], dim=1)
+        mask = torch.ones(2, seq_len + extra, dtype=torch.int64)
+        mask[:, seq_len:] = 0
+        assert relative_error(layer(padded, mask)[:, :seq_len], expected) <= BLOCKING
+
+
+@torch.no_grad()
+def test_left_padding_and_a_fully_masked_sample_stay_finite() -> None:
+    layer, x = local(causal=True), tokens(2, 63, 32)
+    keep = all_kept(x)
+    keep[0, :20] = False
+    keep[1] = False
+    actual = layer.attend(x, keep)
+    assert torch.isfinite(actual).all()
+    disturbed = layer.attend(torch.where(keep.unsqueeze(-1), x, 50 * tokens(2, 63, 32, seed=4)), keep)
+    assert relative_error(disturbed[keep], actual[keep]) <= BLOCKING
+
+
+@torch.no_grad()
+def test_a_causal_layer_does_not_see_later_tokens() -> None:
+    for circular in (False, True):
+        layer, x = local(causal=True, num_chunks_after=1, circular=circular), tokens(1, 64, 32)
+        changed = x.clone()
+        changed[:, 30:] += 1
+        assert torch.equal(layer(changed)[:, :30], layer(x)[:, :30])
+
+
+@torch.no_grad()
+def test_circular_chunks_leak_from_end_to_start_and_the_default_does_not() -> None:
+    x = tokens(1, 64, 32)
+    changed = x.clone()
+    changed[:, 60:] += 1
+    for circular in (False, True):
+        layer = local(circular=circular)
+        assert torch.equal(layer(changed)[:, :8], layer(x)[:, :8]) is not circular
+
+
+# RMS of the error over RMS of the output: input and weights alone are rounded by 2^-11 or 2^-8 (algorithms.md 7.3).
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
+@torch.no_grad()
+def test_half_precision_modules_run_and_stay_close(dtype: torch.dtype, tolerance: float) -> None:
+    layer, x = local(), tokens(2, 100, 32)
+    expected = layer(x).double()
+    actual = layer.to(dtype)(x.to(dtype))
+    assert actual.dtype == dtype
+    assert torch.isfinite(actual).all()
+    error = (actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert float(error) <= tolerance

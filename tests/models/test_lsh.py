@@ -1,0 +1,499 @@
+"""LSH attention against loops over rounds and chunks, against transformers, and its promises about padding."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from effexport.models.encoder import module_from_spec
+from effexport.models.lsh import LSHAttention, LSHHash
+from effexport.models.spec import LSHSpec, automatic_num_buckets
+from effexport.plugins.lsh_sort.op import lsh_sort
+
+# fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the weights.
+AGAINST_FLOAT64 = 1e-5
+# Another length cuts the projections into other blocks: last bits only, as long as the hashes agree.
+BLOCKING = 1e-5
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference as a fraction of the RMS of `expected`."""
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
+
+
+def lsh(seed: int = 0, **fields: object) -> LSHAttention:
+    spec = LSHSpec(**({"dim": 32, "heads": 2, "chunk_length": 8, "num_buckets": 6, "seq_len": 64} | fields))
+    module = module_from_spec(spec, seed)
+    assert isinstance(module, LSHAttention)
+    return module
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def all_kept(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[:2], dtype=torch.bool)
+
+
+@contextmanager
+def recorded_buckets(layer: LSHAttention) -> Iterator[list[Tensor]]:
+    """Collects what the hash returns."""
+    seen: list[Tensor] = []
+    handle = layer.hash.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def injected_buckets(layer: LSHAttention, buckets: Tensor) -> Iterator[None]:
+    handle = layer.hash.register_forward_hook(lambda module, inputs, output: buckets)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def slow_reference(layer: LSHAttention, x: Tensor, keep: Tensor) -> Tensor:
+    """float64, one query at a time. `keep` and x may have any length."""
+    spec, size = layer.spec, layer.spec.head_size
+    batch, seq_len, _ = x.shape
+    out = torch.zeros(batch, seq_len, spec.inner_dim, dtype=torch.float64)
+    qk = x.double() @ layer.query_key.weight.double().T
+    v = x.double() @ layer.value.weight.double().T
+    for b in range(batch):
+        for h in range(spec.heads):
+            lanes = slice(h * size, (h + 1) * size)
+            visible = keep[b].nonzero().flatten().tolist()
+            out[b, :, lanes] = slow_head(layer, h, qk[b, :, lanes], v[b, :, lanes], visible)
+    return out
+
+
+def slow_head(layer: LSHAttention, head: int, qk: Tensor, v: Tensor, kept: list[int]) -> Tensor:
+    spec = layer.spec
+    keys = qk / (qk.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() / math.sqrt(spec.head_size)
+    outs, lses = [], []
+    for r in range(spec.num_hashes):
+        buckets = slow_buckets(spec, layer.hash.rotations[head, :, r].double(), qk)
+        # padding comes last, in a bucket of its own
+        in_order = sorted(range(len(qk)), key=lambda t: (t not in kept, buckets[t] if t in kept else 0, t))
+        out, lse = torch.zeros_like(v), torch.full((len(qk),), -1e5, dtype=torch.float64)
+        for place, t in enumerate(in_order):
+            first = (place // spec.chunk_length - spec.num_chunks_before) * spec.chunk_length
+            last = (place // spec.chunk_length + 1 + spec.num_chunks_after) * spec.chunk_length
+            window = [s for s in in_order[max(0, first) : last] if s in kept or s == t]
+            others = [s for s in window if s != t and not (spec.causal and s > t)]
+            if not others:
+                out[t] = v[t]
+                continue
+            logits = keys[others] @ qk[t]
+            lse[t] = torch.logsumexp(logits, dim=0)
+            out[t] = torch.softmax(logits, dim=0) @ v[others]
+        outs.append(out)
+        lses.append(lse)
+    weights = torch.softmax(torch.stack(lses), dim=0)
+    return (weights.unsqueeze(-1) * torch.stack(outs)).sum(dim=0)
+
+
+def slow_buckets(spec: LSHSpec, rotations: Tensor, qk: Tensor) -> list[int]:
+    """rotations [head_dim, Σ factor / 2]; first factor least significant."""
+    buckets = []
+    for vector in qk:
+        bucket, stride, start = 0, 1, 0
+        for factor in spec.bucket_factors:
+            projection = vector @ rotations[:, start : start + factor // 2]
+            values = [*projection.tolist(), *(-projection).tolist()]
+            bucket += stride * values.index(max(values))
+            stride, start = stride * factor, start + factor // 2
+        buckets.append(bucket)
+    return buckets
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 0), (1, 1), (2, 0)])
+@pytest.mark.parametrize("seq_len", [1, 5, 8, 9, 63])
+@torch.no_grad()
+def test_the_module_computes_the_loops(seq_len: int, before: int, after: int, causal: bool) -> None:
+    layer = lsh(causal=causal, num_chunks_before=before, num_chunks_after=after, num_buckets=(2, 4))
+    x = tokens(2, seq_len, 32)
+    keep = all_kept(x)
+    keep[1, max(1, seq_len - 5) :] = False
+    keep[1, 2:4] = False
+    actual, expected = layer.attend(x, keep), slow_reference(layer, x, keep)
+    assert relative_error(actual[keep], expected[keep]) <= AGAINST_FLOAT64
+
+
+@torch.no_grad()
+def test_forward_is_attend_followed_by_the_output_projection() -> None:
+    layer, x = lsh(), tokens(2, 20, 32)
+    assert torch.equal(layer(x), layer.out(layer.attend(x, all_kept(x))))
+    assert torch.equal(layer(x), layer(x, torch.ones(2, 20, dtype=torch.int64)))
+
+
+def random_transformers_case(seed: int) -> tuple[LSHAttention, Tensor, Tensor | None]:
+    """A layer in its published form with torch's usual initialisation, an input of several chunks, and often a mask."""
+    draw = random.Random(seed)
+    heads, chunk = draw.choice([1, 2, 3]), draw.choice([4, 8, 16])
+    before, after = draw.choice([(1, 0), (0, 0), (1, 1), (2, 0)])
+    seq_len = chunk * draw.randint(max(2, 1 + before + after), 9)
+    spec = LSHSpec(
+        dim=draw.choice([8, 24, 32]),
+        heads=heads,
+        head_dim=draw.choice([4, 8, 16]),
+        seq_len=seq_len,
+        chunk_length=chunk,
+        num_chunks_before=before,
+        num_chunks_after=after,
+        causal=draw.random() < 0.5,
+        num_hashes=1 + seed % 4,
+        num_buckets=draw.choice([2, 4, 6, 16, (2, 4), (4, 6), (2, 2, 4)]),
+        hash_seed=seed,
+        circular=True,
+        mask_constants="hf",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layer = LSHAttention(spec).eval()
+    x = tokens(draw.choice([1, 2]), seq_len, spec.dim, seed=seed)
+    mask = None
+    if draw.random() < 0.5:
+        mask = torch.ones(x.shape[:2], dtype=torch.int64)
+        for row in mask:
+            row[draw.randint(1, seq_len) :] = 0
+    return layer, x, mask
+
+
+def transformers_attention(layer: LSHAttention) -> nn.Module:
+    """transformers' layer with the weights of ours."""
+    from transformers.models.reformer.configuration_reformer import ReformerConfig
+    from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+    spec = layer.spec
+    factors = spec.bucket_factors
+    config = ReformerConfig(
+        hidden_size=spec.dim,
+        num_attention_heads=spec.heads,
+        attention_head_size=spec.head_size,
+        lsh_attn_chunk_length=spec.chunk_length,
+        lsh_num_chunks_before=spec.num_chunks_before,
+        lsh_num_chunks_after=spec.num_chunks_after,
+        num_hashes=spec.num_hashes,
+        num_buckets=factors[0] if len(factors) == 1 else list(factors),
+        is_decoder=spec.causal,
+        hash_seed=None,
+    )
+    oracle = LSHSelfAttention(config, layer_idx=0).eval()
+    oracle.load_state_dict({name: layer.state_dict()[name] for name in ("query_key.weight", "value.weight")})
+    return oracle
+
+
+@torch.no_grad()
+def transformers_context(
+    layer: LSHAttention, x: Tensor, mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """What transformers computes when it draws our rotations: context, and buckets [batch, heads, rounds, seq]."""
+    rotations = layer.hash.rotations
+    drawn = []
+
+    def ours(shape: tuple[int, ...], **kwargs: object) -> Tensor:
+        assert tuple(shape) == tuple(rotations.shape)
+        drawn.append(shape)
+        return rotations
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "randn", ours)
+        output = transformers_attention(layer)(x, attention_mask=mask)
+    assert len(drawn) == 1
+    return output.hidden_states, output.buckets
+
+
+@pytest.mark.requires("transformers")
+@pytest.mark.parametrize("seed", range(30))
+@torch.no_grad()
+def test_the_published_form_equals_transformers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, mask = random_transformers_case(seed)
+    expected, _ = transformers_context(layer, x, mask, monkeypatch)
+    actual = layer.attend(x, all_kept(x) if mask is None else mask.bool())
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    # values of order one, a few roundings of 6e-8 in another order; measured over 200 seeds
+    assert float((actual - expected).abs().max()) <= 1e-6
+
+
+@pytest.mark.requires("transformers")
+@pytest.mark.parametrize("seed", range(12))
+@torch.no_grad()
+def test_buckets_equal_those_of_transformers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, mask = random_transformers_case(seed)
+    _, theirs = transformers_context(layer, x, mask, monkeypatch)
+    with recorded_buckets(layer) as seen:
+        layer.attend(x, all_kept(x) if mask is None else mask.bool())
+    ours = seen[0].reshape(theirs.shape)
+    # transformers numbers the rounds on, and counts a bucket for padding only when there is padding
+    per_round = layer.spec.total_buckets + int(mask is not None and bool((mask == 0).any()))
+    offsets = per_round * torch.arange(layer.spec.num_hashes)[:, None]
+    assert torch.equal(ours.long(), theirs - offsets)
+
+
+@torch.no_grad()
+def test_an_unused_padding_bucket_changes_nothing() -> None:
+    buckets = torch.randint(0, 6, (4, 100), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    for with_padding, without in zip(lsh_sort(buckets, 7), lsh_sort(buckets, 6), strict=True):
+        assert torch.equal(with_padding, without)
+
+
+@torch.no_grad()
+def test_padding_gets_the_last_bucket_whatever_the_mask() -> None:
+    layer, x = lsh(), tokens(2, 20, 32)
+    keep = all_kept(x)
+    keep[1, [3, 19]] = False
+    with recorded_buckets(layer) as seen:
+        layer.attend(x, keep)
+    # 20 tokens are padded to three chunks of 8
+    padded = torch.nn.functional.pad(keep, (0, 4)).repeat_interleave(4, dim=0)
+    assert seen[0].dtype == torch.int32
+    assert torch.equal(seen[0] == layer.spec.total_buckets, ~padded)
+    assert int(seen[0].min()) >= 0
+    assert int(seen[0].max()) <= layer.spec.total_buckets
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_len", [1, 2, 7, 8])
+@torch.no_grad()
+def test_a_sequence_within_one_chunk_is_plain_shared_qk_attention(seq_len: int, causal: bool) -> None:
+    layer, x = lsh(causal=causal), tokens(2, seq_len, 32)
+    qk, v = (p(x).double().unflatten(-1, (2, 16)).transpose(1, 2) for p in (layer.query_key, layer.value))
+    keys = qk / (qk.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() / 4
+    logits = qk @ keys.transpose(-1, -2)
+    if causal:
+        logits = logits.masked_fill(torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1), -math.inf)
+    # itself is the last resort
+    logits = logits.masked_fill(torch.eye(seq_len, dtype=torch.bool), -1e5)
+    expected = (torch.softmax(logits, dim=-1) @ v).transpose(1, 2).flatten(-2)
+    assert relative_error(layer.attend(x, all_kept(x)), expected) <= AGAINST_FLOAT64
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 100, 1000])
+@torch.no_grad()
+def test_padding_content_and_length_do_not_change_kept_rows(seq_len: int, causal: bool) -> None:
+    layer = lsh(chunk_length=64, seq_len=1024, num_buckets=None, causal=causal)
+    x = tokens(2, seq_len, 32)
+    with recorded_buckets(layer) as alone:
+        expected = layer.attend(x, all_kept(x))
+    for extra in (1, 64, 129):
+        padded = torch.cat([x, 100 * tokens(2, extra, 32, seed=2)], dim=1)
+        keep = all_kept(padded)
+        keep[:, seq_len:] = False
+        with recorded_buckets(layer) as seen:
+            actual = layer.attend(padded, keep)[:, :seq_len]
+        assert torch.equal(seen[0][:, :seq_len], alone[0][:, :seq_len])
+        assert relative_error(actual, expected) <= BLOCKING
+
+
+@pytest.mark.parametrize("mask_constants", ["safe", "hf"])
+@torch.no_grad()
+def test_left_padding_holes_and_a_fully_masked_sample_stay_finite(mask_constants: str) -> None:
+    layer, x = lsh(mask_constants=mask_constants), tokens(3, 63, 32)
+    keep = all_kept(x)
+    keep[0, :20] = False
+    keep[1, 5:60:3] = False
+    keep[2] = False
+    actual = layer.attend(x, keep)
+    assert torch.isfinite(actual).all()
+    disturbed = layer.attend(torch.where(keep.unsqueeze(-1), x, 50 * tokens(3, 63, 32, seed=4)), keep)
+    assert relative_error(disturbed[keep], actual[keep]) <= BLOCKING
+
+
+def test_automatic_bucket_counts_follow_the_published_rule() -> None:
+    # algorithms.md 2.2, measured on transformers with chunks of 64 and 524288 positions
+    table = {
+        128: (4,),
+        512: (16,),
+        1024: (32,),
+        2048: (64,),
+        4096: (128,),
+        8192: (16, 16),
+        16384: (16, 32),
+        65536: (32, 64),
+    }
+    assert {seq_len: automatic_num_buckets(seq_len, 64, 524288) for seq_len in table} == table
+
+
+@pytest.mark.requires("transformers")
+@pytest.mark.parametrize("chunk_length", [4, 16, 64])
+@pytest.mark.parametrize("seq_len", [128, 1000, 4096, 32768])
+def test_automatic_bucket_counts_equal_those_of_transformers(
+    seq_len: int, chunk_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = lsh(chunk_length=chunk_length, seq_len=seq_len)
+    oracle = transformers_attention(layer)
+    oracle.max_position_embeddings = 524288
+    monkeypatch.setattr("transformers.models.reformer.modeling_reformer.logger.warning", lambda text: None)
+    oracle._set_num_buckets(seq_len)
+    theirs = oracle.num_buckets
+    expected = (theirs,) if isinstance(theirs, int) else tuple(theirs)
+    assert automatic_num_buckets(seq_len, chunk_length, 524288) == expected
+
+
+@pytest.mark.parametrize("seq_len", [1, 63, 64])
+def test_a_sequence_shorter_than_a_chunk_gets_two_buckets(seq_len: int) -> None:
+    assert automatic_num_buckets(seq_len, 64) == (2,)
+
+
+# Sum of the weights of position 0 of a causal sequence, whose only target is itself. float32 near 1e5 has steps of
+# 2^-7, so log(n) is rounded to a multiple of that: the published values of algorithms.md 2.5.
+@pytest.mark.parametrize(("num_hashes", "published"), [(2, 0.9978), (3, 0.9971), (4, 1.0035)])
+@torch.no_grad()
+def test_round_weights_of_position_0_add_up_to_one_only_in_safe_mode(
+    num_hashes: int, published: float
+) -> None:
+    x = tokens(1, 64, 32)
+    for mask_constants, total in (("safe", 1.0), ("hf", published)):
+        layer = lsh(causal=True, num_hashes=num_hashes, mask_constants=mask_constants)
+        weights = layer.round_weights(torch.full((1, num_hashes, 1), -1e5))
+        assert float(weights.sum()) == pytest.approx(total, abs=5e-5)  # printed to four digits
+        # on the layer: the output at position 0 is its own value times that sum
+        actual = layer.attend(x, all_kept(x))[0, 0]
+        torch.testing.assert_close(
+            actual, total * layer.value(x)[0, 0], rtol=1e-4, atol=0
+        )  # four printed digits
+
+
+@pytest.mark.parametrize("num_hashes", [1, 2, 3, 4, 8])
+@torch.no_grad()
+def test_round_weights_of_ordinary_rows_add_up_to_one_in_both_modes(num_hashes: int) -> None:
+    lse = 5 * tokens(3, num_hashes, 50)
+    for mask_constants in ("safe", "hf"):
+        weights = lsh(num_hashes=num_hashes, mask_constants=mask_constants).round_weights(lse)
+        # a few float32 roundings at logits of order ten
+        torch.testing.assert_close(weights.sum(dim=1), torch.ones(3, 50), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("seq_len", [1, 63, 100, 1000])
+@torch.no_grad()
+def test_a_counting_sort_gives_the_order_and_rank_of_the_stable_sort(seq_len: int) -> None:
+    buckets = torch.randint(
+        0, 7, (3, seq_len), dtype=torch.int32, generator=torch.Generator().manual_seed(seq_len)
+    )
+    order, rank = lsh_sort(buckets, 7)
+    one_hot = torch.nn.functional.one_hot(buckets.long(), 7)
+    within = one_hot.cumsum(dim=1) - 1
+    start = one_hot.sum(dim=1, keepdim=True).cumsum(dim=2) - one_hot.sum(dim=1, keepdim=True)
+    expected = ((within + start) * one_hot).sum(dim=2)
+    assert torch.equal(rank.long(), expected)
+    assert torch.equal(order.long(), torch.argsort(buckets, dim=-1, stable=True))
+    assert torch.equal(order.long().gather(1, rank.long()), torch.arange(seq_len).expand(3, -1))
+
+
+@torch.no_grad()
+def test_sorting_rounds_separately_equals_sorting_them_flattened() -> None:
+    rounds, seq_len = 4, 100
+    buckets = torch.randint(
+        0, 7, (rounds, seq_len), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
+    order, _ = lsh_sort(buckets, 7)
+    flattened = (buckets.long() + 7 * torch.arange(rounds)[:, None]).flatten()
+    # the key of transformers: bucket first, place second
+    key = flattened * rounds * seq_len + torch.arange(rounds * seq_len)
+    assert torch.equal(order.long().flatten(), key.argsort() % seq_len)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rotations_stay_float32_in_half_precision(dtype: torch.dtype) -> None:
+    layer = lsh()
+    exact = layer.hash.rotations.clone()
+    for converted in (layer.to(dtype), layer.half(), layer.bfloat16(), layer.float()):
+        assert converted.hash.rotations.dtype == torch.float32
+        assert torch.equal(converted.hash.rotations, exact)
+    assert layer.to(dtype).query_key.weight.dtype == dtype
+
+
+# RMS of the error over RMS of the output: input and weights alone are rounded by 2^-11 or 2^-8 (algorithms.md 7.3).
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("seq_len", [1, 63, 100])
+@torch.no_grad()
+def test_half_precision_stays_close_when_the_buckets_are_given(
+    dtype: torch.dtype, tolerance: float, seq_len: int
+) -> None:
+    layer, x = lsh(causal=True), tokens(2, seq_len, 32)
+    with recorded_buckets(layer) as seen:
+        expected = layer(x).double()
+    layer.to(dtype)
+    with injected_buckets(layer, seen[0]):
+        actual = layer(x.to(dtype))
+    assert actual.dtype == dtype
+    assert torch.isfinite(actual).all()
+    error = (actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert float(error) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_the_first_token_does_not_see_the_future_in_half_precision(dtype: torch.dtype) -> None:
+    layer, x = lsh(causal=True, num_hashes=4).to(dtype), tokens(2, 64, 32).to(dtype)
+    # with clipped mask constants 87 % of row 0 would go to later tokens; the value itself is rounded once more
+    torch.testing.assert_close(layer.attend(x, all_kept(x))[:, 0], layer.value(x)[:, 0], rtol=2**-7, atol=0)
+
+
+def test_the_same_seed_draws_the_same_rotations() -> None:
+    state = torch.random.get_rng_state()
+    first, again, other = (LSHHash(LSHSpec(hash_seed=seed)).rotations for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.random.get_rng_state(), state), "the generator of the process was touched"
+
+
+@torch.no_grad()
+def test_rotations_travel_with_the_weights() -> None:
+    source, target = lsh(seed=0, hash_seed=1), lsh(seed=9, hash_seed=2)
+    x = tokens(2, 100, 32)
+    target.load_state_dict(source.state_dict())
+    assert "hash.rotations" in source.state_dict()
+    assert torch.equal(target(x), source(x))
+
+
+@torch.no_grad()
+def test_two_runs_are_equal() -> None:
+    layer, x = lsh(), tokens(2, 100, 32)
+    assert torch.equal(layer(x), layer(x))
+
+
+@torch.no_grad()
+def test_circular_chunks_leak_from_end_to_start_and_the_default_does_not() -> None:
+    # one bucket sorts nothing, so the first chunk is the start of the sequence
+    x = tokens(1, 64, 32)
+    changed = x.clone()
+    changed[:, 60:] += 1
+    for circular in (False, True):
+        layer = lsh(circular=circular, num_hashes=1, num_buckets=2)
+        buckets = torch.zeros(2, 64, dtype=torch.int32)
+        with injected_buckets(layer, buckets):
+            start, disturbed = (layer.attend(y, all_kept(y))[:, :8] for y in (x, changed))
+        assert torch.equal(start, disturbed) is not circular
+
+
+@torch.no_grad()
+def test_margins_are_small_exactly_where_a_bucket_is_nearly_tied() -> None:
+    layer = lsh(num_buckets=(2, 4))
+    qk = tokens(2, 2, 50, 16)
+    margins = layer.hash.margins(qk)
+    buckets = layer.hash(qk, torch.ones(2, 50, dtype=torch.bool))
+    assert margins.shape == buckets.shape
+    assert margins.dtype == torch.float32
+    assert torch.all(margins >= 0)
+    # noise far below a margin cannot move a token: projections change by at most 16 · 1e-6 · max |R|
+    noisy = layer.hash(qk + 1e-6 * tokens(2, 2, 50, 16, seed=5), torch.ones(2, 50, dtype=torch.bool))
+    assert torch.equal(noisy[margins > 1e-3], buckets[margins > 1e-3])

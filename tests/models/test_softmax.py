@@ -1,0 +1,187 @@
+"""Softmax attention, the yardstick of the other variants, against torch and transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effexport.models.encoder import module_from_spec
+from effexport.models.softmax import SoftmaxAttention, softmax_attention
+from effexport.models.spec import SoftmaxSpec
+
+# fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the weights.
+AGAINST_FLOAT64 = 1e-5
+# Another length cuts the matrix products into other blocks: last bits only.
+BLOCKING = 1e-5
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference as a fraction of the RMS of `expected`."""
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
+
+
+def softmax(seed: int = 0, **fields: object) -> SoftmaxAttention:
+    module = module_from_spec(SoftmaxSpec(**({"dim": 32, "heads": 4} | fields)), seed)
+    assert isinstance(module, SoftmaxAttention)
+    return module
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def all_kept(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[:2], dtype=torch.bool)
+
+
+def projected(layer: SoftmaxAttention, x: Tensor) -> list[Tensor]:
+    """q, k and v in float64, [batch, heads, seq, head_dim]."""
+    heads = layer.spec.heads
+    return [
+        (x.double() @ p.weight.double().T + p.bias.double()).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for p in (layer.query, layer.key, layer.value)
+    ]
+
+
+@torch.no_grad()
+def slow_reference(layer: SoftmaxAttention, x: Tensor, keep: Tensor) -> Tensor:
+    """softmax(Q Kᵀ / √d) V in float64, one query at a time over the keys that it sees."""
+    q, k, v = projected(layer, x)
+    out = torch.zeros_like(q)
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            seen = [s for s in range(x.shape[1]) if keep[b, s] and not (layer.spec.causal and s > t)]
+            logits = (k[b, :, seen] @ q[b, :, t].unsqueeze(-1)).squeeze(-1) / layer.spec.head_size**0.5
+            out[b, :, t] = (torch.softmax(logits, dim=-1).unsqueeze(1) @ v[b, :, seen]).squeeze(1)
+    return out.transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_len", [1, 5, 63])
+@torch.no_grad()
+def test_the_module_computes_the_formula(seq_len: int, causal: bool) -> None:
+    layer, x = softmax(causal=causal), tokens(2, seq_len, 32)
+    keep = all_kept(x)
+    keep[1, max(1, seq_len - 3) :] = False
+    assert relative_error(layer.attend(x, keep), slow_reference(layer, x, keep)) <= AGAINST_FLOAT64
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 100, 1000])
+@torch.no_grad()
+def test_the_module_equals_the_attention_of_torch(seq_len: int, masked: bool, causal: bool) -> None:
+    layer, x = softmax(causal=causal), tokens(2, seq_len, 32)
+    keep = all_kept(x)
+    if masked:
+        keep[0, max(1, seq_len // 2) :] = False
+        keep[1, 1:seq_len:3] = False
+    visible = keep[:, None, None, :].expand(2, 1, seq_len, seq_len)
+    if causal:
+        visible = visible.tril()
+    expected = F.scaled_dot_product_attention(*projected(layer, x), attn_mask=visible)
+    assert relative_error(layer.attend(x, keep), expected.transpose(1, 2).flatten(-2)) <= AGAINST_FLOAT64
+
+
+@torch.no_grad()
+def test_forward_is_attend_followed_by_the_output_projection() -> None:
+    layer, x = softmax(), tokens(2, 20, 32)
+    assert torch.equal(layer(x), layer.out(layer.attend(x, all_kept(x))))
+    assert torch.equal(layer(x), layer(x, torch.ones(2, 20, dtype=torch.int64)))
+
+
+@pytest.mark.requires("transformers")
+@pytest.mark.parametrize("kernel_size", [1, 3, 33])
+@pytest.mark.parametrize("seq_len", [1, 16, 63])
+@torch.no_grad()
+def test_with_a_convolution_it_equals_the_softmax_branch_of_transformers(
+    seq_len: int, kernel_size: int
+) -> None:
+    from transformers.models.nystromformer.configuration_nystromformer import NystromformerConfig
+    from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
+
+    layer, x = softmax(conv_kernel_size=kernel_size), tokens(2, seq_len, 32)
+    config = NystromformerConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_landmarks=8,
+        segment_means_seq_len=8,
+        conv_kernel_size=kernel_size,
+    )
+    oracle = NystromformerSelfAttention(config).eval().double()
+    oracle.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("out.")})
+    (expected,) = oracle(x.double())
+    assert relative_error(layer.attend(x, all_kept(x)), expected) <= AGAINST_FLOAT64
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_len", [1, 63, 100, 1000])
+@torch.no_grad()
+def test_padding_content_and_length_do_not_change_kept_rows(seq_len: int, causal: bool) -> None:
+    layer, x = softmax(causal=causal, conv_kernel_size=5), tokens(2, seq_len, 32)
+    expected = layer(x)
+    for extra in (1, 64):
+        padded = torch.cat([x, 100 * tokens(2, extra, 32, seed=2)], dim=1)
+        mask = torch.ones(2, seq_len + extra, dtype=torch.int64)
+        mask[:, seq_len:] = 0
+        assert relative_error(layer(padded, mask)[:, :seq_len], expected) <= BLOCKING
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_a_fully_masked_sample_averages_over_its_values(dtype: torch.dtype) -> None:
+    layer, x = softmax().to(dtype), tokens(2, 63, 32).to(dtype)
+    keep = all_kept(x)
+    keep[1] = False
+    actual = layer.attend(x, keep)[1]
+    mean = layer.value(x[1]).double().mean(dim=0).expand(63, 32)
+    # 63 products and the weights 1/63 rounded to the dtype
+    torch.testing.assert_close(actual.double(), mean, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@torch.no_grad()
+def test_left_padded_causal_rows_without_a_key_are_finite() -> None:
+    layer, x = softmax(causal=True), tokens(1, 40, 32)
+    keep = all_kept(x)
+    keep[0, :20] = False
+    assert torch.isfinite(layer.attend(x, keep)).all()
+    alone = layer.attend(x[:, 20:], keep[:, 20:])
+    assert relative_error(layer.attend(x, keep)[:, 20:], alone) <= BLOCKING
+
+
+@torch.no_grad()
+def test_a_causal_layer_does_not_see_later_tokens() -> None:
+    layer, x = softmax(causal=True), tokens(2, 64, 32)
+    changed = x.clone()
+    changed[:, 30:] += 3
+    # exactly: hidden weights are zero
+    assert torch.equal(layer(changed)[:, :30], layer(x)[:, :30])
+
+
+@torch.no_grad()
+def test_large_half_precision_logits_do_not_overflow() -> None:
+    # q·k is 230400, beyond the 65504 of fp16; q·k / √64 is 28800, within it
+    q = torch.full((1, 1, 4, 64), 60.0, dtype=torch.float16)
+    v = tokens(1, 1, 4, 64).half()
+    actual = softmax_attention(q, q, v, torch.ones(1, 1, 1, 4, dtype=torch.bool))
+    assert torch.isfinite(actual).all()
+    # equal logits: the mean, rounded to fp16
+    torch.testing.assert_close(actual, v.mean(dim=2, keepdim=True).expand_as(v), rtol=0, atol=2e-3)
+
+
+# RMS of the error over RMS of the output: input and weights alone are rounded by 2^-11 or 2^-8 (algorithms.md 7.3).
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
+@torch.no_grad()
+def test_half_precision_modules_run_and_stay_close(dtype: torch.dtype, tolerance: float) -> None:
+    layer, x = softmax(conv_kernel_size=5), tokens(2, 100, 32)
+    expected = layer(x).double()
+    actual = layer.to(dtype)(x.to(dtype))
+    assert actual.dtype == dtype
+    assert torch.isfinite(actual).all()
+    error = (actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert float(error) <= tolerance

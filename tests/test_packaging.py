@@ -1,0 +1,152 @@
+"""The wheel and the sdist hold what they should: one package, all of it, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import effexport
+from effexport.plugins import OPS
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+# folder of the tree → package
+PACKAGE_OF_FOLDER = {"exporter": "effexport", "models": "effexport.models", "plugins": "effexport.plugins"}
+# the two builds below are made once, by one worker
+pytestmark = pytest.mark.xdist_group("packaging")
+
+
+def source_files() -> dict[str, bytes]:
+    """What the wheel must hold, by its path there, with its content."""
+    files = {}
+    for folder, package in PACKAGE_OF_FOLDER.items():
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                inside = path.relative_to(ROOT / folder).as_posix()
+                files[f"{package.replace('.', '/')}/{inside}"] = path.read_bytes()
+    return files
+
+
+def copy_tree(target: Path) -> Path:
+    """The sources that packaging reads, away from the working tree: a build leaves files behind."""
+    for folder in PACKAGE_OF_FOLDER:
+        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, target)
+    return target
+
+
+def build(tree: Path, out: Path, *options: str) -> None:
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options, str(tree)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "SOURCE_DATE_EPOCH": "1700000000"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the tree."""
+    out = tmp_path_factory.mktemp("from_tree")
+    build(copy_tree(tmp_path_factory.mktemp("tree")), out, "--wheel")
+    (wheel,) = out.iterdir()
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def sdist_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel that was built from it."""
+    out = tmp_path_factory.mktemp("from_sdist")
+    build(copy_tree(tmp_path_factory.mktemp("sdist_tree")), out)
+    return out
+
+
+def wheel_files(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_wheel_is_pure_python(wheel_path: Path) -> None:
+    assert wheel_path.name == f"effexport-{effexport.__version__}-py3-none-any.whl"
+
+
+def test_the_wheel_puts_only_effexport_into_site_packages(wheel_path: Path) -> None:
+    top = {name.split("/")[0] for name in wheel_files(wheel_path)}
+    assert top == {"effexport", f"effexport-{effexport.__version__}.dist-info"}
+
+
+def test_the_wheel_holds_every_file_of_the_package_folders_unchanged(wheel_path: Path) -> None:
+    held = {name: data for name, data in wheel_files(wheel_path).items() if name.startswith("effexport/")}
+    expected = source_files()
+    assert sorted(held) == sorted(expected)
+    assert [name for name in held if held[name] != expected[name]] == []
+
+
+def test_the_wheel_holds_types_contracts_and_licence(wheel_path: Path) -> None:
+    names = set(wheel_files(wheel_path))
+    assert "effexport/py.typed" in names
+    for op in OPS.values():
+        assert f"{op.module.rsplit('.', 1)[0].replace('.', '/')}/README.md" in names
+    assert f"effexport-{effexport.__version__}.dist-info/licenses/LICENSE" in names
+
+
+def test_the_sdist_builds_the_same_wheel(wheel_path: Path, sdist_folder: Path) -> None:
+    rebuilt = wheel_files(sdist_folder / wheel_path.name)
+    assert rebuilt == wheel_files(wheel_path)
+
+
+def test_the_sdist_holds_the_folders_under_their_own_names(sdist_folder: Path) -> None:
+    with tarfile.open(sdist_folder / f"effexport-{effexport.__version__}.tar.gz") as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    for name in (
+        "pyproject.toml",
+        "LICENSE",
+        "exporter/__init__.py",
+        "models/spec.py",
+        "plugins/__init__.py",
+    ):
+        assert name in names
+
+
+def test_every_folder_with_python_files_is_a_listed_package() -> None:
+    folders = set()
+    for folder, package in PACKAGE_OF_FOLDER.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            folders.add(".".join((package, *path.parent.relative_to(ROOT / folder).parts)))
+    assert folders == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_every_package_has_an_init_file() -> None:
+    names = source_files()
+    packages = PROJECT["tool"]["setuptools"]["packages"]
+    assert [p for p in packages if f"{p.replace('.', '/')}/__init__.py" not in names] == []
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert importlib.metadata.version("effexport") == effexport.__version__ == PROJECT["project"]["version"]
+
+
+def test_constraints_cover_every_direct_requirement() -> None:
+    def name_of(requirement: str) -> str:
+        return requirement.split("=")[0].split(">")[0].split("<")[0].strip().lower().replace("_", "-")
+
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {name_of(line) for line in lines if "==" in line and not line.startswith("#")}
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"]
+    required = {name_of(r) for r in project["dependencies"] + extras["cpu"] + extras["test"] + extras["dev"]}
+    assert required - pinned == set()
