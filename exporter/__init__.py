@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from effexport.runners import Runner
+    from effexport.runners.decode import DecodeRunner
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load"]
+__all__ = ["__version__", "load", "load_decoder"]
 
 
 def load(path: str | Path) -> Runner:
@@ -28,3 +29,19 @@ def load(path: str | Path) -> Runner:
 
     artifact = open_artifact(Path(path))
     return OrtRunner(artifact.model_path, limits=limits_from_spec(artifact.spec))
+
+
+def load_decoder(path: str | Path) -> DecodeRunner:
+    """Token by token: the decode step of a causal `linear` or `aft-simple` artifact, with the state carried along.
+
+    Raises effexport.errors.UserError for an artifact that has none.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.errors import UserError
+    from effexport.runners import limits_from_spec
+    from effexport.runners.decode import DecodeRunner
+
+    artifact = open_artifact(Path(path))
+    if not artifact.spec.attention.has_decode_step:
+        raise UserError(f"{path} has no decode step; only causal linear and aft-simple models have one")
+    return DecodeRunner(artifact.decode_step_path, limits=limits_from_spec(artifact.spec))

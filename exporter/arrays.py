@@ -21,9 +21,7 @@ def load_npz(path: Path) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as file:
             if not isinstance(file, np.lib.npyio.NpzFile):
-                raise UserError(
-                    f"{path} holds a single array; expected an .npz file with one array per input name"
-                )
+                raise UserError(f"{path} holds a single array; expected an .npz file with one array per input name")
             return {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise UserError(f"no input file at {path}") from None
@@ -36,9 +34,7 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"{path} is a folder; expected the path of an .npz file to write")
     if not path.parent.is_dir():
-        raise UserError(
-            f"the folder {path.parent} does not exist; create it, or choose another path with --output"
-        )
+        raise UserError(f"the folder {path.parent} does not exist; create it, or choose another path with --output")
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"cannot write to {path.parent}; choose another path with --output")
 
@@ -47,8 +43,7 @@ def save_npz(arrays: Mapping[str, Array], path: Path) -> None:
     """Write all arrays or nothing. bfloat16, which .npz cannot name, becomes float32."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     plain = {
-        name: array.astype(np.float32) if array.dtype.name == "bfloat16" else array
-        for name, array in arrays.items()
+        name: array.astype(np.float32) if array.dtype.name == "bfloat16" else array for name, array in arrays.items()
     }
     try:
         with partial.open("wb") as stream:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from effexport.errors import UserError
-from effexport.models.spec import SpecError
 from effexport.onnx_graph import load_graph
 from effexport.spec import BuildSpec
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
+DECODE_STEP = "decode_step.onnx"
 REFERENCE = "reference.safetensors"
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
@@ -41,6 +41,11 @@ class Artifact:
         return self.path / MODEL
 
     @property
+    def decode_step_path(self) -> Path:
+        """Only causal models with a state of constant size have one."""
+        return self.path / DECODE_STEP
+
+    @property
     def reference_path(self) -> Path:
         return self.path / REFERENCE
 
@@ -53,15 +58,17 @@ def open_artifact(path: Path) -> Artifact:
     manifest = read_manifest(path)
     for name, entry in manifest["files"].items():
         check_file(path, name, entry)
-    for required in (MODEL, REFERENCE):
+    artifact = Artifact(path, manifest)
+    try:
+        spec = artifact.spec
+    except (ValueError, KeyError, TypeError) as error:  # SpecError is a ValueError
+        raise UserError(f"{path / MANIFEST} holds a spec that cannot work: {error}") from error
+    graphs = (MODEL, DECODE_STEP) if spec.attention.has_decode_step else (MODEL,)
+    for required in (*graphs, REFERENCE):
         if required not in manifest["files"]:
             raise UserError(f"{path / MANIFEST} does not list {required}; {_REMEDY}")
-    artifact = Artifact(path, manifest)
-    load_graph(artifact.model_path)
-    try:
-        _ = artifact.spec
-    except (SpecError, KeyError, TypeError) as error:
-        raise UserError(f"{path / MANIFEST} holds a spec that cannot work: {error}") from error
+    for graph in graphs:
+        load_graph(path / graph)
     return artifact
 
 
@@ -70,12 +77,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"no artifact at {path}; make one with: effexport build --variant lsh -o {path}")
     if not file.is_file():
-        raise UserError(
-            f"{path} is not an artifact: it has no {MANIFEST}; expected a folder made by effexport build"
-        )
+        raise UserError(f"{path} is not an artifact: it has no {MANIFEST}; expected a folder made by effexport build")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{file} is damaged: {error}; {_REMEDY}") from error
     if not isinstance(manifest, dict) or type(manifest.get("format_version")) is not int:
         raise UserError(f"{file} is not a manifest of effexport: it has no format_version")
@@ -87,9 +92,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if manifest.get("integrity") != manifest_digest(manifest):
         raise UserError(f"{file} is damaged: its contents do not match its own checksum; {_REMEDY}")
+    for name, kind in _FIELDS.items():
+        if not isinstance(manifest.get(name), kind):
+            raise UserError(f"{file} has no {name} that is a {kind.__name__}; {_REMEDY}")
+    for name, entry in manifest["files"].items():
+        if not isinstance(entry, dict) or not entry.keys() >= {"bytes", "sha256"}:
+            raise UserError(f"{file} does not give bytes and sha256 of {name!r}; {_REMEDY}")
     return manifest
 
 
+# What every reader of a manifest relies on, beyond its checksum.
+_FIELDS: dict[str, type] = {
+    "effexport_version": str,
+    "variant": str,
+    "spec": dict,
+    "precision": str,
+    "custom_ops": dict,
+    "hash_values": list,
+    "weights_sha256": str,
+    "engines": list,
+    "parity": dict,
+    "files": dict,
+}
 _REMEDY = "build the artifact again, or copy it again from its source"
 
 
@@ -146,9 +170,7 @@ def new_folder(output: Path, *, force: bool) -> Iterator[Path]:
         building = output.parent / f".{output.name}.building-{os.getpid()}"
         building.mkdir()
     except OSError as error:
-        raise UserError(
-            f"cannot write to {output.parent}: {error.strerror}; choose another folder with -o"
-        ) from error
+        raise UserError(f"cannot write to {output.parent}: {error.strerror}; choose another folder with -o") from error
     try:
         yield building
         replace_folder(building, output, force=force)
@@ -165,9 +187,7 @@ def check_output(output: Path, *, force: bool) -> None:
     if not force:
         raise UserError(f"{output} exists; choose another folder with -o, or replace it with --force")
     if any(output.iterdir()) and not (output / MANIFEST).is_file():
-        raise UserError(
-            f"{output} is not an artifact, so --force does not replace it; choose another folder with -o"
-        )
+        raise UserError(f"{output} is not an artifact, so --force does not replace it; choose another folder with -o")
 
 
 def replace_folder(building: Path, output: Path, *, force: bool) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport import __version__
 from effexport.artifact import (
+    DECODE_STEP,
     MODEL,
     REFERENCE,
     REPORT_HTML,
@@ -79,6 +80,12 @@ def artifact_from_spec(
             save_reference(cases, folder / REFERENCE)
         with watch.stage("checking parity in ONNX Runtime"):
             checks = candidate_checks(folder / MODEL, folder / REFERENCE, spec, hashes)
+        if spec.attention.has_decode_step:
+            with watch.stage("exporting and checking the decode step"):
+                from effexport.decode_step import onnx_from_decode_step
+
+                onnx_from_decode_step(module, spec, folder / DECODE_STEP)
+                checks += decode_checks(folder / DECODE_STEP, folder / REFERENCE, spec)
         report = Report(
             title=f"{spec.variant} {spec.scope}",
             spec=spec.to_dict(),
@@ -101,9 +108,7 @@ def require_core() -> None:
     for part in PARTS:
         problem = None if part.extra else examine(part)["problem"]
         if problem:
-            raise UserError(
-                f"{part.module}, needed for {part.purpose}: {problem}; add it with: {part.remedy}"
-            )
+            raise UserError(f"{part.module}, needed for {part.purpose}: {problem}; add it with: {part.remedy}")
 
 
 def candidate_checks(model: Path, reference: Path, spec: BuildSpec, hashes: list[str]) -> list[Check]:
@@ -114,11 +119,28 @@ def candidate_checks(model: Path, reference: Path, spec: BuildSpec, hashes: list
     try:
         candidate = OrtCandidate(model, hashes, limits_from_spec(spec))
     except RuntimeUnsupportedError as error:
-        if spec.precision != "bf16":
-            raise
-        reason = f"ONNX Runtime has no bfloat16 kernels on this machine: {str(error).splitlines()[0]}"
-        return [Check("parity", "all cases", "not measured", "not run", reason=reason)]
+        return [not_run("parity", spec, error)]
     return list(run_checks(candidate, load_reference(reference), spec))
+
+
+def decode_checks(model: Path, reference: Path, spec: BuildSpec) -> list[Check]:
+    """Check a decode step against the answer to a whole sequence."""
+    from effexport.decode_step import check_decode_step
+    from effexport.reference import load_reference
+
+    case = load_reference(reference)[0]
+    try:
+        return [check_decode_step(model, case, spec)]
+    except RuntimeUnsupportedError as error:
+        return [not_run("decode step", spec, error)]
+
+
+def not_run(name: str, spec: BuildSpec, error: RuntimeUnsupportedError) -> Check:
+    """bfloat16 is exported for GPUs; a CPU that cannot run it is said, not skipped. Anything else is an error."""
+    if spec.precision != "bf16":
+        raise error
+    reason = f"ONNX Runtime has no bfloat16 kernels on this machine: {str(error).splitlines()[0]}"
+    return Check(name, "all cases", "not measured", "not run", reason=reason)
 
 
 def module_checks(model: Path, spec: BuildSpec, hashes: list[str], expected_weights: str) -> list[Check]:
@@ -155,9 +177,7 @@ def weights_digest(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def manifest_contents(
-    spec: BuildSpec, module: nn.Module, hashes: list[str], report: Report
-) -> dict[str, Any]:
+def manifest_contents(spec: BuildSpec, module: nn.Module, hashes: list[str], report: Report) -> dict[str, Any]:
     from effexport.onnx_from_module import expected_custom_ops
 
     def plain(tensors: Any) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import traceback
 from typing import Any
@@ -12,6 +11,7 @@ import click
 
 from effexport import __version__
 from effexport.errors import EffexportError
+from effexport.json_text import json_text
 
 # verb → what it does, in the order of `--help`; the module is effexport.commands.<verb>
 COMMANDS: dict[str, str] = {
@@ -43,9 +43,7 @@ class LazyGroup(click.Group):
         from effexport.models.spec import did_you_mean
 
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            ctx.fail(
-                f"no command {args[0]!r}{did_you_mean(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}"
-            )
+            ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -102,4 +100,4 @@ def fail(message: str, exit_code: int, arguments: list[str]) -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """The one object that `--json` promises on stdout."""
-    click.echo(json.dumps(value, indent=2))
+    click.echo(json_text(value))

@@ -31,9 +31,7 @@ class Part:
     @property
     def remedy(self) -> str:
         """The command that adds it."""
-        return (
-            f"pip install 'effexport[{self.extra}]'" if self.extra else f"pip install {self.distributions[0]}"
-        )
+        return f"pip install 'effexport[{self.extra}]'" if self.extra else f"pip install {self.distributions[0]}"
 
 
 PARTS: tuple[Part, ...] = (

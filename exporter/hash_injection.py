@@ -21,9 +21,7 @@ def hash_values(path: Path, expected: Sequence[str]) -> list[str]:
     produced = {name for node in model.graph.node for name in node.output}
     if all(name in produced for name in expected):
         return list(expected)
-    sorted_values = [
-        node.input[0] for node in model.graph.node if node.domain == DOMAIN and node.op_type == "LSHSort"
-    ]
+    sorted_values = [node.input[0] for node in model.graph.node if node.domain == DOMAIN and node.op_type == "LSHSort"]
     return sorted_values if len(sorted_values) == len(expected) else []
 
 
@@ -40,8 +38,6 @@ def with_given_buckets(path: Path, values: Sequence[str]) -> bytes:
                 if name == value:
                     node.input[i] = given
         for new, collection in ((given, model.graph.input), (value, model.graph.output)):
-            collection.append(
-                onnx.helper.make_tensor_value_info(new, onnx.TensorProto.INT32, ["rows", "padded"])
-            )
+            collection.append(onnx.helper.make_tensor_value_info(new, onnx.TensorProto.INT32, ["rows", "padded"]))
     serialised: bytes = model.SerializeToString()
     return serialised

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.errors import StageError
 from effexport.models.spec import EncoderSpec, LSHSpec, NystromSpec
-from effexport.onnx_graph import check_graph
+from effexport.onnx_graph import GraphPromise, check_graph
 from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, BuildSpec
 
@@ -33,12 +34,20 @@ def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path) -> None:
     they exceed EXTERNAL_DATA_THRESHOLD_BYTES or the spec asks for it.
     Raises StageError when the exporter fails or the graph breaks a promise of the spec.
     """
-    model = program_from_module(at_precision(module, spec.precision), spec)
+    promise = GraphPromise(spec.inputs, spec.outputs, expected_custom_ops(spec))
+    write_graph(at_precision(module, spec.precision), example_inputs(spec), promise, spec, path)
+
+
+def write_graph(
+    module: nn.Module, example: tuple[torch.Tensor, ...], promise: GraphPromise, spec: BuildSpec, path: Path
+) -> None:
+    """Trace `module` on `example`, finish the graph, save it and check what it promises."""
+    model = program_from_module(module, example, promise, spec.opset)
     mark_custom_nodes(model)
     attach_function_bodies(model, spec.opset)
     strip_metadata(model)
     save(model, spec, path)
-    check_graph(path, spec, expected_custom_ops(spec))
+    check_graph(path, promise)
 
 
 def expected_custom_ops(spec: BuildSpec) -> dict[str, int]:
@@ -61,12 +70,13 @@ def at_precision(module: nn.Module, precision: str) -> nn.Module:
     return copy.deepcopy(module).to(dtype)
 
 
-def program_from_module(module: nn.Module, spec: BuildSpec) -> ir.Model:
+def program_from_module(
+    module: nn.Module, example: tuple[torch.Tensor, ...], promise: GraphPromise, opset: int
+) -> ir.Model:
+    """The traced graph, with the names and dynamic dimensions of the promise."""
     import torch
 
-    dims: dict[int, Any] = {0: "batch"}
-    if spec.seq_dim == "seq":
-        dims[1] = "seq"
+    dynamic = [{i: dim for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in promise.inputs]
     register_schemas()
     table: dict[Any, Any] = {
         getattr(torch.ops.effexport, op.torch_name).default: op.load().onnx_translation for op in OPS.values()
@@ -75,28 +85,40 @@ def program_from_module(module: nn.Module, spec: BuildSpec) -> ir.Model:
         try:
             program = torch.onnx.export(
                 module,
-                example_inputs(spec),
+                example,
                 dynamo=True,
-                opset_version=spec.opset,
-                input_names=[tensor.name for tensor in spec.inputs],
-                output_names=[tensor.name for tensor in spec.outputs],
-                dynamic_shapes=[dims, dims],
+                opset_version=opset,
+                input_names=[tensor.name for tensor in promise.inputs],
+                output_names=[tensor.name for tensor in promise.outputs],
+                # torch.export sees *inputs as one nested argument
+                dynamic_shapes=(tuple(dynamic),) if takes_star_args(module) else tuple(dynamic),
                 custom_translation_table=table,
                 verbose=False,
             )
         except torch.onnx.OnnxExporterError as error:
-            raise StageError(STAGE, f"torch.onnx could not export {spec.variant}: {error}") from error
+            raise StageError(STAGE, f"torch.onnx could not export the module: {error}") from error
     if program is None:
-        raise StageError(STAGE, f"torch.onnx returned no program for {spec.variant}")
+        raise StageError(STAGE, "torch.onnx returned no program")
     return program.model
 
 
+def takes_star_args(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+
+
 def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Small inputs for tracing. Sizes of two and more, none equal to a constant of the spec, so that no dimension
-    is mistaken for a fixed one; the traced lengths leave no mark on the graph."""
+    """Small inputs for tracing; their sizes leave no mark on the graph.
+
+    torch.export takes a size of 1 for a constant, and so it does with a chunk count of 1: the example spans several
+    chunks where the model allows it.
+    """
     import torch
 
-    batch, seq_len = 2, spec.attention.fixed_seq_len or min(spec.max_seq_len or 200, 200)
+    chunk_length: int = getattr(spec.attention, "chunk_length", 64)
+    several_chunks = 3 * chunk_length + 8
+    longest = spec.max_seq_len or several_chunks
+    batch, seq_len = 2, spec.fixed_seq_len or max(2, min(several_chunks, longest))
     mask = torch.ones(batch, seq_len, dtype=torch.int64)
     if spec.scope == "encoder":
         return torch.zeros(batch, seq_len, dtype=torch.int64), mask
@@ -184,9 +206,7 @@ def save(model: ir.Model, spec: BuildSpec, path: Path) -> None:
     import onnx_ir as ir
 
     weight_bytes = sum(
-        value.const_value.nbytes
-        for value in model.graph.initializers.values()
-        if value.const_value is not None
+        value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
     )
     external = spec.external_data or weight_bytes > EXTERNAL_DATA_THRESHOLD_BYTES
     ir.save(model, path, external_data=f"{path.name}.data" if external else None)

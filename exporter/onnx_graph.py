@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import StageError, UserError
 from effexport.plugins import DOMAIN, PLUGIN_NAMESPACE
-from effexport.spec import BuildSpec, TensorInfo
+from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
     import onnx
@@ -32,11 +33,17 @@ FORBIDDEN_OPS: dict[str, str] = {
 }
 
 
-def check_graph(path: Path, spec: BuildSpec, custom_ops: Mapping[str, int]) -> None:
-    """Raise StageError unless the file is valid ONNX and keeps what the spec promises.
+@dataclass(frozen=True)
+class GraphPromise:
+    """What a graph must look like from outside. custom_ops: how many nodes of each custom operator it holds."""
 
-    custom_ops: how many nodes of each custom operator there must be.
-    """
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    custom_ops: Mapping[str, int]
+
+
+def check_graph(path: Path, promise: GraphPromise) -> None:
+    """Raise StageError unless the file is valid ONNX and keeps the promise."""
     import onnx
 
     try:
@@ -46,10 +53,8 @@ def check_graph(path: Path, spec: BuildSpec, custom_ops: Mapping[str, int]) -> N
     model = onnx.load(str(path), load_external_data=False)
 
     found = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
-    if found != Counter(custom_ops):
-        raise StageError(
-            STAGE, f"custom operators are {dict(found)}; {spec.variant} declares {dict(custom_ops)}"
-        )
+    if found != Counter(promise.custom_ops):
+        raise StageError(STAGE, f"custom operators are {dict(found)}; declared are {dict(promise.custom_ops)}")
     bodies = {function.name for function in model.functions if function.domain == DOMAIN}
     if bodies != set(found):
         raise StageError(STAGE, f"function bodies are {sorted(bodies)}; expected {sorted(found)}")
@@ -59,8 +64,8 @@ def check_graph(path: Path, spec: BuildSpec, custom_ops: Mapping[str, int]) -> N
         if node.domain == DOMAIN and all(a.name != PLUGIN_NAMESPACE for a in node.attribute):
             raise StageError(STAGE, f"node {node.name!r} does not carry {PLUGIN_NAMESPACE}")
     for what, actual, expected in (
-        ("inputs", graph_tensors(model.graph.input), spec.inputs),
-        ("outputs", graph_tensors(model.graph.output), spec.outputs),
+        ("inputs", graph_tensors(model.graph.input), promise.inputs),
+        ("outputs", graph_tensors(model.graph.output), promise.outputs),
     ):
         if actual != expected:
             raise StageError(
@@ -91,9 +96,7 @@ def graph_tensors(values: object) -> tuple[TensorInfo, ...]:
     tensors = []
     for value in values:  # type: ignore[attr-defined]
         tensor = value.type.tensor_type
-        dims = tuple(
-            dim.dim_value if dim.HasField("dim_value") else (dim.dim_param or "?") for dim in tensor.shape.dim
-        )
+        dims = tuple(dim.dim_value if dim.HasField("dim_value") else (dim.dim_param or "?") for dim in tensor.shape.dim)
         element = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
         tensors.append(TensorInfo(value.name, element.name, dims))
     return tuple(tensors)
@@ -132,6 +135,8 @@ def external_locations(model: onnx.ModelProto) -> set[str]:
     for node in all_nodes(model):
         for attribute in node.attribute:
             tensors += [attribute.t, *attribute.tensors]
+            for graph in (attribute.g, *attribute.graphs):
+                tensors += graph.initializer
     return {
         entry.value
         for tensor in tensors
@@ -149,18 +154,12 @@ def graph_summary(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
 
     bodies = {(function.domain, function.name) for function in model.functions}
     counts = Counter((node.domain, node.op_type) for node in model.graph.node)
-    sizes = [
-        file.stat().st_size for file in (path, *(path.parent / name for name in external_locations(model)))
-    ]
+    sizes = [file.stat().st_size for file in (path, *(path.parent / name for name in external_locations(model)))]
     return {
         "inputs": plain(model.graph.input),
         "outputs": plain(model.graph.output),
-        "opset": next(
-            (entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), None
-        ),
-        "ops": {
-            (f"{domain}::" if domain else "") + op: count for (domain, op), count in counts.most_common()
-        },
+        "opset": next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), None),
+        "ops": {(f"{domain}::" if domain else "") + op: count for (domain, op), count in counts.most_common()},
         "custom_ops": {
             op: {
                 "count": count,

@@ -58,9 +58,7 @@ def run_checks(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> 
     for case in cases:
         outputs = candidate.run(case.inputs)
         yield check_signature(case, outputs, spec)
-        if set(outputs) != set(case.outputs) or any(
-            outputs[n].shape != case.outputs[n].shape for n in outputs
-        ):
+        if set(outputs) != set(case.outputs) or any(outputs[n].shape != case.outputs[n].shape for n in outputs):
             continue  # nothing else can be compared
         yield check_finite(case, outputs)
         yield check_repeatable(case, outputs, candidate.run(case.inputs))
@@ -88,9 +86,7 @@ def check_signature(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -
     expected = {name: (spec.dtype, case.outputs[name].shape) for name in case.outputs}
     actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}
     detail = "" if actual == expected else f"outputs are {actual}; expected {expected}"
-    return Check(
-        "signature", case.title, "names, dtypes, shapes", "failed" if detail else "passed", detail=detail
-    )
+    return Check("signature", case.title, "names, dtypes, shapes", "failed" if detail else "passed", detail=detail)
 
 
 def check_finite(case: Case, outputs: Mapping[str, Array]) -> Check:
@@ -100,9 +96,7 @@ def check_finite(case: Case, outputs: Mapping[str, Array]) -> Check:
 
 def check_repeatable(case: Case, first: Mapping[str, Array], second: Mapping[str, Array]) -> Check:
     different = sum(
-        first[name].size
-        if first[name].shape != second[name].shape
-        else differing_bits(first[name], second[name])
+        first[name].size if first[name].shape != second[name].shape else differing_bits(first[name], second[name])
         for name in first
     )
     reason = Limit(0, "the same input twice gives the same bits")
@@ -115,9 +109,7 @@ def differing_bits(a: Array, b: Array) -> int:
     return int(np.count_nonzero(a.view(raw) != b.view(raw)))
 
 
-def check_arithmetic(
-    case: Case, outputs: Mapping[str, Array], limit: Limit, name: str = "arithmetic"
-) -> Check:
+def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, name: str = "arithmetic") -> Check:
     """Largest error of the kept tokens, relative to the scale of the reference."""
     worst, detail = -1.0, ""
     for output, expected in case.outputs.items():
@@ -191,24 +183,16 @@ def check_buckets(case: Case, own: Mapping[str, Array], spec: BuildSpec) -> Iter
     share = BUCKET_FLIPS[spec.precision]
     allowed = Limit(max(1, int(share.value * tokens)), f"{share.reason}; {tokens} buckets in all")
     yield judged("bucket agreement", case, "buckets that differ", flips, allowed)
-    yield judged(
-        "bucket near-ties", case, "widest margin of a differing bucket", widest, near_tie_limit(spec)
-    )
+    yield judged("bucket near-ties", case, "widest margin of a differing bucket", widest, near_tie_limit(spec))
 
 
-def check_batch_invariance(
-    candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec
-) -> Check:
+def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
     """Each sample alone, without its padding, equals its rows in the batch."""
     name, metric = "batch invariance", "max |alone − in batch| / RMS"
     if isinstance(spec.attention, NystromSpec) and not spec.attention.mask_landmarks:
-        return Check(
-            name, case.title, metric, "not run", reason="mask_landmarks=False: padding is part of the input"
-        )
+        return Check(name, case.title, metric, "not run", reason="mask_landmarks=False: padding is part of the input")
     if isinstance(spec.attention, NystromSpec) and spec.attention.pinv_init == "global":
-        return Check(
-            name, case.title, metric, "not run", reason="pinv_init=global: batch mates are part of the input"
-        )
+        return Check(name, case.title, metric, "not run", reason="pinv_init=global: batch mates are part of the input")
     limit = arithmetic_limit(spec)
     reference_free = Limit(limit.value, f"{limit.reason}; neither batch mates nor padding may add to it")
     worst, detail = 0.0, ""
@@ -255,9 +239,7 @@ def summary(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
         if check.value is None or check.limit is None:
             continue
         # the worst is the one closest to its own limit, or beyond it; NaN is beyond every limit
-        if entry["worst"] is None or not _share(check.value, check.limit) <= _share(
-            entry["worst"], entry["limit"]
-        ):
+        if entry["worst"] is None or not _share(check.value, check.limit) <= _share(entry["worst"], entry["limit"]):
             entry["worst"], entry["limit"] = check.value, check.limit
     return result
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -92,13 +92,12 @@ def random_inputs(
     return {"hidden_states": hidden.astype(numpy_dtype(spec.dtype)), "attention_mask": mask}
 
 
-def numpy_dtype(name: str) -> np.dtype[np.generic]:
+def numpy_dtype(name: str) -> np.dtype[Any]:
     """numpy's dtype of an ONNX element type; bfloat16 comes from ml_dtypes."""
-    if name == "bfloat16":
-        import ml_dtypes
+    import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return dtype
 
 
 def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int) -> list[Case]:
@@ -154,9 +153,7 @@ def recorded_hashes(module: nn.Module) -> Iterator[tuple[dict[str, Array], dict[
     handles = []
     for name, child in hash_modules(module).items():
 
-        def record(
-            child: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor, name: str = name
-        ) -> None:
+        def record(child: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor, name: str = name) -> None:
             buckets[name] = output.numpy()
             margins[name] = child.margins(inputs[0]).numpy()  # type: ignore[operator]
 

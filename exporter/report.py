@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from effexport.json_text import json_text
 from effexport.parity import Check, passed, summary
 
 REPORT_VERSION = 1
@@ -46,7 +47,7 @@ class Report:
 
 
 def json_from_report(report: Report) -> str:
-    return json.dumps(report.to_dict(), indent=2) + "\n"
+    return json_text(report.to_dict()) + "\n"
 
 
 def html_from_report(report: Report) -> str:
@@ -73,6 +74,8 @@ def number(value: float | None) -> str:
     """A figure for people: counts as integers, errors with two digits."""
     if value is None:
         return "–"
+    if not math.isfinite(value):
+        return str(value)
     return str(int(value)) if value == int(value) and abs(value) < 1e6 else f"{value:.2g}"
 
 

@@ -89,7 +89,12 @@ class BuildSpec:
     @property
     def seq_dim(self) -> int | str:
         """The sequence dimension of the graph: "seq", or a number where only one length works."""
-        return self.attention.fixed_seq_len or "seq"
+        return self.fixed_seq_len or "seq"
+
+    @property
+    def fixed_seq_len(self) -> int | None:
+        """The only length the model accepts, or None when the length is free."""
+        return 1 if self.max_seq_len == 1 else self.attention.fixed_seq_len
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:
@@ -149,9 +154,7 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) ->
         if name in _BUILD_FIELDS:
             groups["build"][name] = value
         elif name in _ENCODER_FIELDS:
-            require(
-                scope == "encoder", f"{name} belongs to the encoder; it has no meaning with scope attention"
-            )
+            require(scope == "encoder", f"{name} belongs to the encoder; it has no meaning with scope attention")
             groups["encoder"][name] = value
         else:
             known = known_attention + _BUILD_FIELDS + _ENCODER_FIELDS

@@ -21,15 +21,9 @@ class Limit:
 # (precision, scope) → limit of the arithmetic, whatever the variant
 ARITHMETIC: dict[tuple[str, str], Limit] = {
     ("fp32", "attention"): Limit(2e-5, "float32 sums in another order: about 300 roundings of 6e-8"),
-    ("fp32", "encoder"): Limit(
-        2e-4, "float32 sums in another order, amplified by each layer's norm and softmax"
-    ),
-    ("fp16", "attention"): Limit(
-        1e-2, "weights and activations rounded to float16 (5e-4 each), islands in float32"
-    ),
-    ("fp16", "encoder"): Limit(
-        1e-2, "weights and activations rounded to float16 (5e-4 each), islands in float32"
-    ),
+    ("fp32", "encoder"): Limit(2e-4, "float32 sums in another order, amplified by each layer's norm and softmax"),
+    ("fp16", "attention"): Limit(1e-2, "weights and activations rounded to float16 (5e-4 each), islands in float32"),
+    ("fp16", "encoder"): Limit(1e-2, "weights and activations rounded to float16 (5e-4 each), islands in float32"),
     ("bf16", "attention"): Limit(8e-2, "bfloat16 has 3 bits less than float16: 8 times its limit"),
     ("bf16", "encoder"): Limit(8e-2, "bfloat16 has 3 bits less than float16: 8 times its limit"),
 }

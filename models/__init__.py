@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, EncoderSpec
 
@@ -23,10 +24,10 @@ VARIANTS: dict[str, tuple[str, str]] = {
 }
 
 
-def load(name: str) -> type[AttentionLayer]:
-    """The layer class of a variant. Raises KeyError for an unknown name."""
+def load(name: str) -> Callable[[Any], AttentionLayer]:
+    """The layer class of a variant, to be called with its spec. Raises KeyError for an unknown name."""
     module, class_name = VARIANTS[name]
-    layer: type[AttentionLayer] = getattr(importlib.import_module(module), class_name)
+    layer: Callable[[Any], AttentionLayer] = getattr(importlib.import_module(module), class_name)
     return layer
 
 

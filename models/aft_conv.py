@@ -19,7 +19,7 @@ class AFTConvAttention(AFTLayer):
     query still sees every key. The causal form sums over t' ≤ t. Per head w = γ · (weight − mean) / std +
     β, with γ = β = 0 at first: AFT-simple. The paper's convolution with e^w − 1 is the same sum, but
     cancels where w is very negative; this runs the block sums of AFT-local. O(seq · kernel_size · dim)
-    time, O(seq · dim) memory. Exact for |w| up to 80.
+    time, O(seq · dim) memory. Exact while the taps differ by at most 80 from each other and from 0.
     """
 
     spec: AFTConvSpec

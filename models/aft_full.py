@@ -26,7 +26,8 @@ class AFTFullAttention(AFTPositionLayer):
         seq_len = keys.m.shape[-2]
         if self.spec.causal:
             return self.causal_sums(keys, seq_len)
-        u, v = (x.flatten(0, 1) for x in self.position_factors(seq_len, 1))
+        # without the spare row: a graph given more positions than are learned must fail, not run on
+        u, v = (x.flatten(0, 1)[: self.spec.seq_len] for x in self.position_factors(seq_len, 1))
         return weighted_sums(keys, (u @ v.T)[:seq_len, :seq_len])
 
     def causal_sums(self, keys: ExpSums, seq_len: int) -> ExpSums:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from effexport.models.aft_layer import AFTLayer
 from effexport.models.exp_sums import ABSENT, ExpSums, average, merge, prefix_sums, total
+from effexport.models.layers import State
 from effexport.models.spec import AFTSimpleSpec
 
 
@@ -26,16 +27,18 @@ class AFTSimpleAttention(AFTLayer):
     def sums(self, keys: ExpSums) -> ExpSums:
         return simple_sums(keys, self.spec.causal)
 
-    def initial_state(self, batch: int) -> dict[str, Tensor]:
-        """The state before the first token: the triple m, n, d of `exp_sums`, each float32 [batch, dim]."""
-        empty = torch.zeros(batch, self.spec.dim, device=self.out.weight.device)
-        return {"m": torch.full_like(empty, ABSENT), "n": empty, "d": empty.clone()}
+    def initial_state(self, batch: int) -> State:
+        """The state before the first token, zeros: the triple m, n, d of `exp_sums`, each float32 [batch, dim]."""
+        zeros = torch.zeros(batch, self.spec.dim, device=self.out.weight.device)
+        return {name: zeros.clone() for name in ExpSums._fields}
 
-    def step(self, hidden_states: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(self, hidden_states: Tensor, state: State) -> tuple[Tensor, State]:
         """One token of the causal form: [batch, 1, dim] → [batch, 1, dim] and the next state."""
         token = hidden_states.squeeze(1)
         key, value = self.key(token).float(), self.value(token).float()
-        sums = merge(ExpSums(state["m"], state["n"], state["d"]), ExpSums(key, value, torch.ones_like(key)))
+        # before the first token d is 0, and m must not stand above any key
+        stabiliser = torch.where(state["d"] > 0, state["m"], ABSENT)
+        sums = merge(ExpSums(stabiliser, state["n"], state["d"]), ExpSums(key, value, torch.ones_like(key)))
         context = torch.sigmoid(self.query(token)) * average(sums).to(token.dtype)
         return self.out(context).unsqueeze(1), sums._asdict()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models import attention_from_spec
-from effexport.models.layers import AttentionLayer, LayerNorm
+from effexport.models.layers import AttentionLayer, LayerNorm, State
 from effexport.models.spec import AttentionSpec, EncoderSpec, LSHSpec, SpecError
 
 
@@ -40,22 +41,36 @@ class Encoder(nn.Module):
         if not torch.compiler.is_exporting() and seq_len > self.spec.max_seq_len:
             raise SpecError(f"the sequence has {seq_len} tokens; expected at most {self.spec.max_seq_len}")
         hidden = self.token_embedding(input_ids) + self.position_embedding.weight[:seq_len]
-        return self.decode(self.run_blocks(hidden, attention_mask))
-
-    def run_blocks(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """[batch, seq, dim] → [batch, seq, hidden_size], before the final norm."""
-        if self.spec.block != "reversible":
-            for block in self.blocks:
-                hidden = block(hidden, attention_mask)
-            return hidden
-        first = second = hidden
+        streams = self.split(hidden)
         for block in self.blocks:
-            first, second = block(first, second, attention_mask)
-        if self.spec.reversible_output == "concat":
-            return torch.cat([first, second], dim=-1)
-        return (first + second) / 2
+            streams = block(*streams, attention_mask)
+        return self.head(streams)
 
-    def decode(self, hidden: Tensor) -> Tensor:
+    def step(self, input_ids: Tensor, position: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
+        """One token of a causal encoder whose attention keeps a state of constant size.
+
+        input_ids int64 [batch, 1]; position int64 [batch], counted from 0; one state for each block. Returns what
+        `forward` returns for this token, [batch, 1, …], and the next states.
+        """
+        hidden = self.token_embedding(input_ids) + self.position_embedding(position).unsqueeze(1)
+        streams, next_states = self.split(hidden), []
+        for block, state in zip(self.blocks, states, strict=True):
+            streams, next_state = block.step(streams, state)
+            next_states.append(next_state)
+        return self.head(streams), next_states
+
+    def split(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """The residual streams that enter the first block: one, or two alike if reversible."""
+        return (hidden, hidden) if self.spec.block == "reversible" else (hidden,)
+
+    def head(self, streams: tuple[Tensor, ...]) -> Tensor:
+        """Residual streams [batch, seq, dim] → hidden states or logits."""
+        if len(streams) == 1:
+            hidden = streams[0]
+        elif self.spec.reversible_output == "concat":
+            hidden = torch.cat(streams, dim=-1)
+        else:
+            hidden = (streams[0] + streams[1]) / 2
         hidden = self.final_norm(hidden)
         return hidden if self.lm_head is None else self.lm_head(hidden)
 
@@ -97,13 +112,19 @@ class ResidualBlock(nn.Module):
         self.feed_forward_norm = LayerNorm(spec.attention.dim, eps=spec.layer_norm_eps)
         self.feed_forward = FeedForward(spec)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, attention_mask: Tensor | None) -> tuple[Tensor]:
+        return self.mix(x, lambda h: self.attention(h, attention_mask))
+
+    def step(self, streams: tuple[Tensor, ...], state: State) -> tuple[tuple[Tensor], State]:
+        attend = OneToken(self.attention, state)
+        return self.mix(streams[0], attend), attend.next_state
+
+    def mix(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor]:
         if self.pre_norm:
-            x = x + self.attention(self.attention_norm(x), attention_mask)
-            return x + self.feed_forward(self.feed_forward_norm(x))
-        x = self.attention_norm(x + self.attention(x, attention_mask))
-        normed: Tensor = self.feed_forward_norm(x + self.feed_forward(x))
-        return normed
+            x = x + attend(self.attention_norm(x))
+            return (x + self.feed_forward(self.feed_forward_norm(x)),)
+        x = self.attention_norm(x + attend(x))
+        return (self.feed_forward_norm(x + self.feed_forward(x)),)
 
 
 class ReversibleBlock(nn.Module):
@@ -117,15 +138,33 @@ class ReversibleBlock(nn.Module):
         self.feed_forward = FeedForward(spec)
 
     def forward(self, x1: Tensor, x2: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        y1 = x1 + self.attention(self.attention_norm(x2), attention_mask)
-        y2 = x2 + self.feed_forward(self.feed_forward_norm(y1))
-        return y1, y2
+        return self.mix(x1, x2, lambda h: self.attention(h, attention_mask))
+
+    def step(self, streams: tuple[Tensor, ...], state: State) -> tuple[tuple[Tensor, Tensor], State]:
+        attend = OneToken(self.attention, state)
+        return self.mix(*streams, attend), attend.next_state
+
+    def mix(self, x1: Tensor, x2: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        y1 = x1 + attend(self.attention_norm(x2))
+        return y1, x2 + self.feed_forward(self.feed_forward_norm(y1))
 
     def inverse(self, y1: Tensor, y2: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The inputs of `forward` from its outputs, so that training need not store activations."""
         x2 = y2 - self.feed_forward(self.feed_forward_norm(y1))
         x1 = y1 - self.attention(self.attention_norm(x2), attention_mask)
         return x1, x2
+
+
+class OneToken:
+    """The attention of one token as a function of its hidden state alone; the next state stays in `next_state`."""
+
+    def __init__(self, attention: AttentionLayer, state: State) -> None:
+        self.attention = attention
+        self.next_state = state
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        context, self.next_state = self.attention.step(hidden, self.next_state)
+        return context
 
 
 def block_from_spec(spec: EncoderSpec, layer: int) -> ResidualBlock | ReversibleBlock:

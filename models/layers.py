@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.spec import AttentionSpec
+from effexport.models.spec import AttentionSpec, SpecError
 
+# What a layer remembers between the steps of a decoder: float32 tensors by name.
+State = dict[str, Tensor]
 # Logit of a masked key. Finite, so that a row without any visible key stays finite instead of NaN.
 MASKED_LOGIT = torch.finfo(torch.float32).min
 
@@ -21,7 +23,7 @@ def keep_from_mask(hidden_states: Tensor, attention_mask: Tensor | None) -> Tens
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[batch, seq, heads·head_dim] → [batch, heads, seq, head_dim]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -96,6 +98,14 @@ class AttentionLayer(nn.Module):
     def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
         """Everything before the output projection: [batch, seq, dim], boolean [batch, seq] → [batch, seq, inner]."""
         raise NotImplementedError
+
+    def initial_state(self, batch: int) -> State:
+        """The state before the first token. Only causal layers whose state has a constant size have one."""
+        raise SpecError(f"{self.spec.variant} attention keeps no state of constant size")
+
+    def step(self, hidden_states: Tensor, state: State) -> tuple[Tensor, State]:
+        """One token of the causal form: [batch, 1, dim] → [batch, 1, dim] and the next state."""
+        raise SpecError(f"{self.spec.variant} attention keeps no state of constant size")
 
 
 class MultiHeadAttention(AttentionLayer):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.models.layers import MultiHeadAttention, causal_mask, merge_heads, split_heads
+from effexport.models.layers import MultiHeadAttention, State, causal_mask, merge_heads, split_heads
 from effexport.models.spec import LinearSpec
 
 
@@ -32,15 +32,15 @@ class LinearAttention(MultiHeadAttention):
             context = linear_attention(q, k, v, self.spec.eps)
         return merge_heads(context).to(hidden_states.dtype)
 
-    def initial_state(self, batch: int) -> dict[str, Tensor]:
-        """The state before the first token, float32: S [batch, heads, head_dim, head_dim], z [batch, heads, head_dim]."""
+    def initial_state(self, batch: int) -> State:
+        """The state before the first token: S [batch, heads, head_dim, head_dim] and z [batch, heads, head_dim]."""
         heads, size, device = self.spec.heads, self.spec.head_size, self.out.weight.device
         return {
             "s": torch.zeros(batch, heads, size, size, device=device),
             "z": torch.zeros(batch, heads, size, device=device),
         }
 
-    def step(self, hidden_states: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(self, hidden_states: Tensor, state: State) -> tuple[Tensor, State]:
         """One token of the causal form: hidden_states [batch, 1, dim] → [batch, 1, dim] and the next state."""
         heads = self.spec.heads
         q = feature_map(split_heads(self.query(hidden_states), heads).float())
@@ -79,5 +79,6 @@ def causal_linear_attention(q: Tensor, k: Tensor, v: Tensor, eps: float, chunk_l
     block_states = (k.transpose(-1, -2) @ v).flatten(-2)
     earlier = causal_mask(blocks, q.device) & ~torch.eye(blocks, dtype=torch.bool, device=q.device)
     before = (earlier.to(q.dtype) @ block_states).unflatten(-1, (q.shape[-1], head_dim + 1))
-    sums = (inside @ v + q @ before).flatten(2, 3)[:, :, :seq_len]
+    # narrow, not a slice: a slice gives the exported graph a length of min(seq, …)
+    sums = torch.flatten(inside @ v + q @ before, 2, 3).narrow(2, 0, seq_len)
     return sums[..., :-1] / (sums[..., -1:] + eps)

@@ -31,9 +31,7 @@ class LocalAttention(MultiHeadAttention):
         chunks = chunk_count(seq_len, spec.chunk_length)
         pad = chunks * spec.chunk_length - seq_len
         chunked = (batch * spec.heads, 1, chunks, spec.chunk_length)
-        q, k, v = (
-            F.pad(x, (0, 0, 0, pad)).reshape(*chunked, spec.head_size) for x in self.project(hidden_states)
-        )
+        q, k, v = (F.pad(x, (0, 0, 0, pad)).reshape(*chunked, spec.head_size) for x in self.project(hidden_states))
         k = look_around(k / math.sqrt(spec.head_size), spec)
         visible = look_around(
             F.pad(keep, (0, pad)).reshape(batch, 1, chunks, spec.chunk_length), spec

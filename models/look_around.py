@@ -34,7 +34,7 @@ def look_around(x: Tensor, spec: LookAroundSpec, fill: float = 0) -> Tensor:
     if spec.circular:
         flat = x.flatten(1, 2)
         shifted = [flat if by == 0 else flat.roll(-by, dims=1) for by in range(-before, after + 1)]
-        return torch.cat(shifted, dim=2).unflatten(1, tuple(x.shape[1:3]))
+        return torch.unflatten(torch.cat(shifted, dim=2), 1, tuple(x.shape[1:3]))
     ends = list(x.shape)
     ends[2] = before
     parts = [torch.full(ends, fill, dtype=x.dtype, device=x.device)] if before else []

@@ -59,9 +59,7 @@ class LSHAttention(AttentionLayer):
         context, lse = window_attention(q, k_window, v_window, visible, is_self, rounded=rounded)
 
         # undo the sort: `rank` says where each token went
-        places = (
-            rank.long() + padded_len * torch.arange(groups * spec.num_hashes, device=rank.device)[:, None]
-        )
+        places = rank.long() + padded_len * torch.arange(groups * spec.num_hashes, device=rank.device)[:, None]
         rounds = (groups, spec.num_hashes, padded_len)
         context = take_rows(context.flatten(0, 3), places).reshape(*rounds, spec.head_size)[:, :, :seq_len]
         lse = take_rows(lse.reshape(-1, 1), places).reshape(rounds)[:, :, :seq_len]
@@ -73,7 +71,8 @@ class LSHAttention(AttentionLayer):
         """Which keys of its window each token sees, and which of them are the token itself.
 
         positions: int32 [groups, rounds, chunks, chunk_length], the position of every sorted token.
-        keep: boolean [batch, padded seq]. Returns two booleans, broadcastable to [groups, rounds, chunks, chunk_length, window].
+        keep: boolean [batch, padded seq].
+        Returns two booleans, broadcastable to [groups, rounds, chunks, chunk_length, window].
         """
         spec = self.spec
         groups, _, chunks, chunk_length = positions.shape
@@ -116,7 +115,7 @@ class LSHHash(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LSHHash:
         exact = self.rotations
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.rotations.dtype in (torch.float16, torch.bfloat16):
             self.rotations = exact.to(self.rotations.device)
         return self
@@ -159,7 +158,10 @@ class LSHHash(nn.Module):
 
 
 def flat_rows(order: Tensor, groups: int, seq_len: int) -> Tensor:
-    """Rows of the flattened [groups · seq] axis in sorted order: int32 [groups · rounds, seq] → int64 [groups, rounds · seq]."""
+    """Rows of the flattened [groups · seq] axis in sorted order, int64 [groups, rounds · seq].
+
+    order: int32 [groups · rounds, seq].
+    """
     offset = seq_len * torch.arange(groups, device=order.device)[:, None]
     return order.long().reshape(groups, -1) + offset
 

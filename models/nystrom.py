@@ -40,11 +40,11 @@ class NystromAttention(MultiHeadAttention):
 
     def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
         q, k, v = self.project(hidden_states)
-        scale = 1 / math.sqrt(math.sqrt(q.shape[-1]))
+        divisor = math.sqrt(math.sqrt(q.shape[-1]))
         if self.spec.is_plain_softmax:
             context = softmax_attention(q, k, v, keep[:, None, None, :])
         else:
-            context = self.landmark_attention(q * scale, k * scale, v, keep)
+            context = self.landmark_attention(q / divisor, k / divisor, v, keep)
         if self.conv is not None:
             # published checkpoints let padding reach its neighbours through the filter
             masked = torch.where(keep[:, None, :, None], v, 0.0) if self.spec.mask_landmarks else v
@@ -73,15 +73,13 @@ class NystromAttention(MultiHeadAttention):
         """Z(A) of every matrix. kernel_a: float32 [batch, heads, m, m]."""
         batch, heads, landmarks, _ = kernel_a.shape
         column_sums = kernel_a.sum(dim=-2)
-        if self.spec.pinv_init == "global":
-            scale = column_sums.amax().expand(batch, heads)
-        else:
-            scale = column_sums.amax(dim=-1)
+        largest = column_sums.amax(dim=-1)
+        scale = largest.amax().expand(batch, heads) if self.spec.pinv_init == "global" else largest
         # a sample without any kept token has A = 0: keep 0 / 0 out of it
         scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
         matrices = kernel_a.reshape(batch * heads, landmarks, landmarks)
         inverse = iterative_pinv(matrices, scale.reshape(batch * heads, 1, 1), self.spec.pinv_iterations)
-        return inverse.reshape(batch, heads, landmarks, landmarks)
+        return torch.reshape(inverse, (batch, heads, landmarks, landmarks))
 
     def fixed_segment_means(self, x: Tensor) -> Tensor:
         """Means over the segments that a published checkpoint was trained with, padding included, in float32."""
@@ -91,9 +89,8 @@ class NystromAttention(MultiHeadAttention):
                 f"the sequence has {x.shape[2]} tokens; landmarks are tied to segment_means_seq_len {expected}; "
                 f"pad to {expected} tokens with an attention mask"
             )
-        return (
-            x.float().unflatten(2, (self.spec.num_landmarks, expected // self.spec.num_landmarks)).mean(dim=3)
-        )
+        landmarks = self.spec.num_landmarks
+        return torch.unflatten(x.float(), 2, (landmarks, expected // landmarks)).mean(dim=3)
 
 
 def landmark_rows(keep: Tensor, num_landmarks: int) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,6 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tenso
 
     Queries and keys are both scaled by d^(-1/4), so that half-precision logits do not overflow first.
     """
-    scale = 1 / math.sqrt(math.sqrt(q.shape[-1]))
-    logits = (q * scale) @ (k * scale).transpose(-1, -2)
+    divisor = math.sqrt(math.sqrt(q.shape[-1]))
+    logits = (q / divisor) @ (k / divisor).transpose(-1, -2)
     return masked_softmax(logits, visible).to(v.dtype) @ v

@@ -56,6 +56,7 @@ class AttentionSpec:
     supports_causal: ClassVar[bool] = True
     has_heads: ClassVar[bool] = True
     max_seq_len_is_seq_len: ClassVar[bool] = False
+    causal_state_is_constant: ClassVar[bool] = False
 
     dim: int = 256
     heads: int = 4
@@ -69,9 +70,7 @@ class AttentionSpec:
         for name in ("dim", "heads", "seq_len"):
             value = getattr(self, name)
             require(value >= 1, f"{name} is {value}; expected a positive integer, the nearest is 1")
-        require(
-            self.head_dim is None or self.head_dim >= 1, f"head_dim is {self.head_dim}; expected at least 1"
-        )
+        require(self.head_dim is None or self.head_dim >= 1, f"head_dim is {self.head_dim}; expected at least 1")
         if self.has_heads and self.head_dim is None:
             require(
                 self.dim % self.heads == 0,
@@ -105,6 +104,11 @@ class AttentionSpec:
         """The only length the layer accepts, or None when the length is free."""
         return None
 
+    @property
+    def has_decode_step(self) -> bool:
+        """Whether the layer can also run token by token, with a state of constant size."""
+        return self.causal and self.causal_state_is_constant
+
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxSpec(AttentionSpec):
@@ -117,6 +121,10 @@ class SoftmaxSpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_conv_kernel_size(self.conv_kernel_size)
+        require(
+            not self.causal or self.conv_kernel_size is None,
+            "a causal layer cannot have a convolution, whose centred filter looks ahead; leave conv_kernel_size out",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +132,7 @@ class LinearSpec(AttentionSpec):
     """eps: added once to the denominator. chunk_length: block length of the causal form."""
 
     variant: ClassVar[str] = "linear"
+    causal_state_is_constant: ClassVar[bool] = True
 
     eps: float = 1e-6
     chunk_length: int = 64
@@ -280,6 +289,7 @@ class AFTSimpleSpec(AttentionSpec):
     """Attention-free transformer without position biases."""
 
     variant: ClassVar[str] = "aft-simple"
+    causal_state_is_constant: ClassVar[bool] = True
     has_heads: ClassVar[bool] = False
 
 
@@ -439,7 +449,7 @@ def attention_spec(variant: str, options: Mapping[str, Any] | None = None) -> At
     Raises SpecError for an unknown variant, an unknown field or a value that cannot work.
     """
     require(
-        variant in ATTENTION_SPECS,
+        variant in list(ATTENTION_SPECS),  # a list compares, a dict would hash what may be a list
         f"unknown variant {variant!r}{did_you_mean(variant, ATTENTION_SPECS)} "
         f"Expected one of: {', '.join(ATTENTION_SPECS)}",
     )

@@ -27,18 +27,12 @@ if TYPE_CHECKING:
 @click.option("--opset", type=int, help="ONNX opset, 18 to 24.")
 @click.option("--seed", type=int, help="Seed of the weights.")
 @click.option("--external-data/--no-external-data", default=None, help="Keep weights in model.onnx.data.")
-@click.option(
-    "--spec", "spec_file", type=click.Path(path_type=Path), help="TOML file with any field of the spec."
-)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default artifacts/VARIANT."
-)
+@click.option("--spec", "spec_file", type=click.Path(path_type=Path), help="TOML file with any field of the spec.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default artifacts/VARIANT.")
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
 @json_option
 @debug_option
-def command(
-    spec_file: Path | None, output: Path | None, force: bool, as_json: bool, debug: bool, **flags: Any
-) -> None:
+def command(spec_file: Path | None, output: Path | None, force: bool, as_json: bool, debug: bool, **flags: Any) -> None:
     """Export a model to ONNX, check it against PyTorch and write an artifact folder.
 
     Flags win over the fields of --spec. Nothing is written unless every check passes.
@@ -66,11 +60,10 @@ def print_result(artifact: Artifact, report: Report) -> None:
     console = stderr_console()
     print_checks(console, report.checks)
     seconds = sum(report.seconds.values())
-    model_bytes = sum(
-        entry["bytes"] for name, entry in artifact.manifest["files"].items() if "model.onnx" in name
-    )
+    model_bytes = sum(entry["bytes"] for name, entry in artifact.manifest["files"].items() if "model.onnx" in name)
     console.print(
-        f"{artifact.path}: {report.title}, {artifact.spec.precision}, {model_bytes / 1e6:.1f} MB, built in {seconds:.0f} s. "
+        f"{artifact.path}: {report.title}, {artifact.spec.precision}, {model_bytes / 1e6:.1f} MB, "
+        f"built in {seconds:.0f} s. "
         f"Next: effexport verify {artifact.path}, or open {artifact.path}/report.html",
         soft_wrap=True,
         markup=False,

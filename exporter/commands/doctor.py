@@ -28,11 +28,7 @@ def command(as_json: bool, debug: bool) -> None:
 
         table = Table("part", "version", "state", "needed to", "to add it", box=None, pad_edge=False)
         for finding in findings:
-            state = (
-                Text("works", style="green")
-                if finding["works"]
-                else Text(finding["problem"], style="bold red")
-            )
+            state = Text("works", style="green") if finding["works"] else Text(finding["problem"], style="bold red")
             table.add_row(
                 finding["name"], finding["version"] or "–", state, finding["purpose"], finding["remedy"] or ""
             )

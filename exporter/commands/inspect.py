@@ -57,9 +57,7 @@ def print_summary(result: dict[str, Any]) -> None:
     table.add_row("opset", str(graph["opset"]))
     table.add_row("size", f"{graph['bytes'] / 1e6:.1f} MB, {graph['parameters']:,} parameters")
     for name, entry in graph["custom_ops"].items():
-        table.add_row(
-            "custom operator", f"effexport::{name} × {entry['count']}, runs as {entry['implementation']}"
-        )
+        table.add_row("custom operator", f"effexport::{name} × {entry['count']}, runs as {entry['implementation']}")
     histogram = ", ".join(f"{name} {count}" for name, count in graph["ops"].items())
     table.add_row("operators", histogram)
     stderr_console().print(table)

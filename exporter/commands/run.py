@@ -16,15 +16,9 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option(
-    "--input", "input_file", type=click.Path(path_type=Path), help=".npz with one array per input name."
-)
-@click.option(
-    "--text", "text_file", type=click.Path(path_type=Path), help="Text file; its bytes become tokens."
-)
-@click.option(
-    "--output", "output_file", type=click.Path(path_type=Path), help=".npz to write the outputs to."
-)
+@click.option("--input", "input_file", type=click.Path(path_type=Path), help=".npz with one array per input name.")
+@click.option("--text", "text_file", type=click.Path(path_type=Path), help="Text file; its bytes become tokens.")
+@click.option("--output", "output_file", type=click.Path(path_type=Path), help=".npz to write the outputs to.")
 @json_option
 @debug_option
 def command(
@@ -54,9 +48,7 @@ def command(
     spec = opened.spec
     console = stderr_console()
     with stage_progress(console) as on_stage:
-        feeds = (
-            load_npz(input_file) if input_file is not None else windows_from_text(text_file or Path(), spec)
-        )
+        feeds = load_npz(input_file) if input_file is not None else windows_from_text(text_file or Path(), spec)
         on_stage(f"loading {opened.model_path}")
         with OrtRunner(opened.model_path, limits=limits_from_spec(spec)) as runner:
             on_stage("running")
@@ -65,18 +57,14 @@ def command(
             seconds = time.perf_counter() - start
     if output_file is not None:
         save_npz(outputs | (feeds if text_file is not None else {}), output_file)
-    shapes = {
-        name: {"dtype": value.dtype.name, "shape": list(value.shape)} for name, value in outputs.items()
-    }
+    shapes = {name: {"dtype": value.dtype.name, "shape": list(value.shape)} for name, value in outputs.items()}
     if as_json:
         result: dict[str, Any] = {"outputs": shapes, "seconds": seconds}
         print_json(result | {"output_file": str(output_file) if output_file else None})
     for name, info in shapes.items():
         console.print(f"{name}: {info['dtype']} {info['shape']}", markup=False)
     tokens = (
-        int(feeds["attention_mask"].sum())
-        if "attention_mask" in feeds
-        else next(iter(feeds.values()))[..., 0].size
+        int(feeds["attention_mask"].sum()) if "attention_mask" in feeds else next(iter(feeds.values()))[..., 0].size
     )
     where = f"written to {output_file}" if output_file else "not written; keep it with --output FILE.npz"
     console.print(f"{tokens} tokens in {seconds:.2f} s, {where}", markup=False, soft_wrap=True)
@@ -87,8 +75,5 @@ def run_windows(runner: Runner, feeds: dict[str, Array], batch: int) -> dict[str
     import numpy as np
 
     rows = len(feeds["input_ids"])
-    parts = [
-        runner.run({name: value[i : i + batch] for name, value in feeds.items()})
-        for i in range(0, rows, batch)
-    ]
+    parts = [runner.run({name: value[i : i + batch] for name, value in feeds.items()}) for i in range(0, rows, batch)]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 @click.command("verify")
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option(
-    "--model", type=click.Path(path_type=Path), help="Check this ONNX file instead of the artifact's own."
-)
+@click.option("--model", type=click.Path(path_type=Path), help="Check this ONNX file instead of the artifact's own.")
 @click.option("--runtime", default="ort", show_default=True, help="Runtime to check in: ort.")
 @click.option(
     "--reference",
@@ -30,9 +28,7 @@ if TYPE_CHECKING:
 )
 @json_option
 @debug_option
-def command(
-    artifact: Path, model: Path | None, runtime: str, reference: str, as_json: bool, debug: bool
-) -> None:
+def command(artifact: Path, model: Path | None, runtime: str, reference: str, as_json: bool, debug: bool) -> None:
     """Check that a model still computes what PyTorch computes: several shapes, padding, repetition, batch mates.
 
     Exit status 1 when a check fails.
@@ -46,9 +42,7 @@ def command(
         ("--reference", reference, ("auto", "golden", "torch")),
     ):
         if value not in known:
-            raise UserError(
-                f"unknown {option} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}"
-            )
+            raise UserError(f"unknown {option} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
     from effexport.artifact import open_artifact
     from effexport.commands._checks import print_checks
     from effexport.parity import passed, summary
@@ -83,13 +77,15 @@ def verification_checks(
     """Checks against the golden file, the PyTorch module, or both."""
     import importlib.util
 
-    from effexport.artifact_from_spec import candidate_checks, module_checks
+    from effexport.artifact_from_spec import candidate_checks, decode_checks, module_checks
 
     spec, hashes = artifact.spec, artifact.manifest["hash_values"]
     checks: list[Check] = []
     if reference in ("auto", "golden"):
         on_stage("comparing with the golden file")
         checks += candidate_checks(model, artifact.reference_path, spec, hashes)
+        if model == artifact.model_path and spec.attention.has_decode_step:
+            checks += decode_checks(artifact.decode_step_path, artifact.reference_path, spec)
     if reference == "torch" or (reference == "auto" and importlib.util.find_spec("torch") is not None):
         on_stage("comparing with PyTorch on new inputs")
         checks += module_checks(model, spec, hashes, artifact.manifest["weights_sha256"])

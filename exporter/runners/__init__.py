@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from effexport.errors import UserError
 from effexport.models.spec import EncoderSpec, did_you_mean
 from effexport.spec import BuildSpec, TensorInfo
 
 if TYPE_CHECKING:
-    import numpy as np
+    import numpy.typing as npt
 
-    Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    Array = npt.NDArray[Any]
 
 MASK_NAME = "attention_mask"
 
@@ -52,9 +52,7 @@ def limits_from_spec(spec: BuildSpec) -> FeedLimits:
     return FeedLimits(max_seq_len=spec.max_seq_len, vocab_size=vocab_size)
 
 
-def checked_feeds(
-    feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits
-) -> dict[str, Array]:
+def checked_feeds(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:
     """The feeds, complete and of the right types; a missing attention mask becomes all ones.
 
     Raises UserError that says what was given and what was expected.
@@ -91,15 +89,11 @@ def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, st
         if isinstance(dim, int) and size != dim:
             raise UserError(f"{given}; expected {tensor}")
         if size == 0:
-            raise UserError(
-                f"{given}, which is empty; expected at least one element in every dimension of {tensor}"
-            )
+            raise UserError(f"{given}, which is empty; expected at least one element in every dimension of {tensor}")
         if isinstance(dim, str) and dim != "?":
             known, owner = sizes.setdefault(dim, (size, tensor.name))
             if known != size:
-                raise UserError(
-                    f"{given}, but {dim} is {known} in {owner!r}; expected the same {dim} in all inputs"
-                )
+                raise UserError(f"{given}, but {dim} is {known} in {owner!r}; expected the same {dim} in all inputs")
 
 
 def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> None:
@@ -113,9 +107,7 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
         )
     mask = feeds.get(MASK_NAME)
     if mask is not None and not np.isin(mask, (0, 1)).all():
-        raise UserError(
-            f"{MASK_NAME} has values other than 0 and 1; expected 1 for tokens to keep, 0 for padding"
-        )
+        raise UserError(f"{MASK_NAME} has values other than 0 and 1; expected 1 for tokens to keep, 0 for padding")
     ids = feeds.get("input_ids")
     if ids is not None and limits.vocab_size is not None:
         low, high = int(ids.min()), int(ids.max())

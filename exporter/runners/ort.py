@@ -30,6 +30,10 @@ class RuntimeUnsupportedError(EffexportError):
     """The runtime cannot run this model, typically because it has no kernel for the element type."""
 
 
+class RuntimeFailedError(EffexportError):
+    """The runtime accepted the model and failed while running it, for example because the graph fixes a length."""
+
+
 class OrtRunner:
     """Runs an ONNX model on the CPU. Thread-safe; use it as a context manager or call `close`.
 
@@ -57,9 +61,7 @@ class OrtRunner:
         try:
             self._session: Any = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has no common base class for its errors
-            raise RuntimeUnsupportedError(
-                f"ONNX Runtime {ort.__version__} refuses the model: {error}"
-            ) from error
+            raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
         self.limits = limits or FeedLimits()
         self.inputs = tuple(tensor_info(value) for value in self._session.get_inputs())
         self.outputs = tuple(tensor_info(value) for value in self._session.get_outputs())
@@ -67,7 +69,7 @@ class OrtRunner:
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays by input name → arrays by output name. An absent attention mask means no padding.
 
-        Raises UserError for a wrong name, dtype, rank, size or value.
+        Raises UserError for a wrong name, dtype, rank, size or value, and RuntimeFailedError when the graph fails.
         """
         if self._session is None:
             raise EffexportError("this runner is closed; load the artifact again")
@@ -75,7 +77,11 @@ class OrtRunner:
         names = [tensor.name for tensor in self.outputs]
         if "bfloat16" in {tensor.dtype for tensor in (*self.inputs, *self.outputs)}:
             return self._run_bfloat16(complete, names)
-        return dict(zip(names, self._session.run(names, complete), strict=True))
+        try:
+            return dict(zip(names, self._session.run(names, complete), strict=True))
+        except Exception as error:  # onnxruntime has no common base class for its errors
+            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in complete.items())
+            raise RuntimeFailedError(f"ONNX Runtime failed on {shapes}: {error}") from error
 
     def _run_bfloat16(self, feeds: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
         """numpy knows bfloat16 only through ml_dtypes, which onnxruntime does not accept: pass the bits."""

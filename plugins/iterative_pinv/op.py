@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def reference(a: Tensor, scale: Tensor, iterations: int) -> Tensor:
     """Z0 = Aᵀ / scale, then `iterations` times Z ← Z/4 · (13 I − P (15 I − P (7 I − P))) with P = A Z."""
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    z = a.transpose(-1, -2) / scale
+    z = (1 / scale) * a.transpose(-1, -2)
     for _ in range(iterations):
         p = a @ z
         z = (0.25 * z) @ (13 * identity - p @ (15 * identity - p @ (7 * identity - p)))
@@ -49,9 +49,7 @@ def check_shapes(a: Tensor, scale: Tensor, iterations: int) -> None:
     if a.dim() != 3 or a.shape[1] != a.shape[2]:
         raise ValueError(f"iterative_pinv: a has shape {tuple(a.shape)}; expected [N, m, m]")
     if scale.dim() != 3 or tuple(scale.shape[1:]) != (1, 1) or scale.shape[0] != a.shape[0]:
-        raise ValueError(
-            f"iterative_pinv: scale has shape {tuple(scale.shape)}; expected [{a.shape[0]}, 1, 1]"
-        )
+        raise ValueError(f"iterative_pinv: scale has shape {tuple(scale.shape)}; expected [{a.shape[0]}, 1, 1]")
     if scale.dtype != a.dtype:
         raise ValueError(f"iterative_pinv: scale is {scale.dtype} but a is {a.dtype}; expected one dtype")
     if iterations < 1:
@@ -121,9 +119,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
 
     counts = {onnx.helper.get_node_attr_value(node, "iterations") for node in nodes}
     if len(counts) != 1:
-        raise ValueError(
-            f"IterativePinv nodes with different iterations {sorted(counts)} cannot share one body"
-        )
+        raise ValueError(f"IterativePinv nodes with different iterations {sorted(counts)} cannot share one body")
     step = """
         P{i} = MatMul (A, Z{i})
         Inner{i} = Sub (I7, P{i})
@@ -135,9 +131,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         {z_next} = MatMul (Quarter{i}, Outer{i})
     """
     iterations = counts.pop()
-    steps = "".join(
-        step.format(i=i, z_next="Z" if i == iterations - 1 else f"Z{i + 1}") for i in range(iterations)
-    )
+    steps = "".join(step.format(i=i, z_next="Z" if i == iterations - 1 else f"Z{i + 1}") for i in range(iterations))
     return onnx.parser.parse_function(f"""
     <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
     IterativePinv <iterations> (A, scale) => (Z) {{
@@ -164,7 +158,8 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         I15 = Mul (fifteen_like, I)
         I13 = Mul (thirteen_like, I)
         At = Transpose <perm = [0, 2, 1]> (A)
-        Z0 = Div (At, scale)
+        inverse_scale = Reciprocal (scale)
+        Z0 = Mul (inverse_scale, At)
         {steps}
     }}
     """)

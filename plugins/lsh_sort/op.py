@@ -44,7 +44,8 @@ def lsh_sort(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
         low, high = (int(x) for x in torch.aminmax(buckets))
         if low < 0 or high >= num_buckets:
             raise ValueError(f"lsh_sort: buckets run from {low} to {high}; expected 0 to {num_buckets - 1}")
-    return reference(buckets, num_buckets)
+    # sort keeps the strides of its input, and the results are declared contiguous
+    return reference(buckets.contiguous(), num_buckets)
 
 
 @lsh_sort.register_fake
