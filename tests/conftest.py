@@ -90,9 +90,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     required = config.stash[REQUIRED]
     present = ", ".join(f"{part} {version_of(part)}" for part in required) or f"none ({VARIABLE} is not set)"
-    terminalreporter.write_line(
-        f"required parts, all present: {present}" if required else f"required parts: {present}"
-    )
+    terminalreporter.write_line(f"required parts, all present: {present}" if required else f"required parts: {present}")
     optional_missing = [part for part in PARTS if part not in required and not is_present(part)]
     if optional_missing:
         terminalreporter.write_line(f"missing, tests skipped: {', '.join(optional_missing)}")

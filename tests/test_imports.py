@@ -83,9 +83,7 @@ def violations(path: Path, tree: ast.AST) -> list[str]:
         top = name.split(".")[0]
         package = package_of(name)
         if top in FOLDER_OF_PACKAGE.values():
-            found.append(
-                f"{relative(path)}:{line}: {name}: the folder {top}/ is no package; import effexport"
-            )
+            found.append(f"{relative(path)}:{line}: {name}: the folder {top}/ is no package; import effexport")
         elif package is not None and package not in allowed:
             found.append(f"{relative(path)}:{line}: {folder}/ must not import {name}")
         elif folder == "models" and top in RUNTIMES:
@@ -93,9 +91,7 @@ def violations(path: Path, tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "path", python_files("exporter", "models", "plugins", "tests", "scripts"), ids=relative
-)
+@pytest.mark.parametrize("path", python_files("exporter", "models", "plugins", "tests", "scripts"), ids=relative)
 def test_imports_go_one_way(path: Path) -> None:
     assert violations(path, ast.parse(path.read_text(encoding="utf-8"))) == []
 

@@ -34,9 +34,7 @@ def run_suite(folder: Path, require: str, suite: str = SUITE) -> subprocess.Comp
     shutil.copy(HERE / "conftest.py", folder)
     (folder / "test_suite.py").write_text(suite)
     (folder / "hide.py").write_text(HIDE_TRANSFORMERS)
-    (folder / "pytest.ini").write_text(
-        "[pytest]\naddopts = --strict-markers\nmarkers = requires(*parts): parts\n"
-    )
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nmarkers = requires(*parts): parts\n")
     environment = {**os.environ, "EFFEXPORT_REQUIRE": require, "PYTHONPATH": str(folder)}
     # the options of the run that this test belongs to are not for the inner one
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}

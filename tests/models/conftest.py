@@ -78,6 +78,8 @@ def aft_onnx_error() -> Callable[[AttentionLayer, int, Sequence[int]], float]:
         with warnings.catch_warnings():
             # torch deprecates its own LeafSpec and blames whoever copies one
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            # both inputs share their axes on purpose, and the exporter remarks on it
+            warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
             program = torch.onnx.export(
                 layer,
                 inputs(2, example_len, dim),

@@ -147,9 +147,7 @@ def test_large_biases_agree_with_the_formula(causal, aft_reference):
     with torch.no_grad():
         out = layer(x, keep)
     # w reaches 30 and its float32 rounding, 2e-6, is a relative error of e^w
-    torch.testing.assert_close(
-        out.double(), aft_reference(layer, x, keep, bias(layer, 100)), atol=2e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, bias(layer, 100)), atol=2e-5, rtol=1e-5)
 
 
 def test_the_causal_form_agrees_when_blocks_are_nested(aft_reference):

@@ -24,9 +24,7 @@ def _seed():
 
 
 def build(causal: bool, seq_len: int = 256, std: float = 0.5, window: int = 12) -> AFTLocalAttention:
-    layer = AFTLocalAttention(
-        AFTLocalSpec(dim=DIM, causal=causal, seq_len=seq_len, position_dim=4, window=window)
-    )
+    layer = AFTLocalAttention(AFTLocalSpec(dim=DIM, causal=causal, seq_len=seq_len, position_dim=4, window=window))
     with torch.no_grad():
         layer.position_query.normal_(std=std)
         layer.position_key.normal_(std=std)

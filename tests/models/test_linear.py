@@ -15,8 +15,8 @@ from effexport.models.linear import (
 )
 from effexport.models.spec import LinearSpec
 
-# Sums of positive terms lose nothing by cancellation: every form is some roundings of 6e-8 away from float64. The
-# largest of several thousand elements was 9e-7 of the RMS.
+# Sums of positive terms lose nothing by cancellation: every form is some roundings of 6e-8 away from float64.
+# The largest of several thousand elements was 9e-7 of the RMS.
 FLOAT32 = 3e-6
 # A sum of up to 1100 products in another order.
 BLOCKING = 1e-5

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from effexport.models.local import LocalAttention
 from effexport.models.spec import LocalSpec
 
-# fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the weights.
+# fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the
+# weights.
 AGAINST_FLOAT64 = 1e-5
 # Another length cuts the matrix products into other blocks: last bits only.
 BLOCKING = 1e-5
@@ -27,7 +28,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def local(seed: int = 0, **fields: object) -> LocalAttention:
-    """`local` is no variant of its own, so its weights are drawn here: logits of order four, as in module_from_spec."""
+    """`local` is no variant of its own, so its weights are drawn here, as in module_from_spec."""
     layer = LocalAttention(LocalSpec(**({"dim": 32, "heads": 2, "chunk_length": 8} | fields))).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -46,7 +47,7 @@ def all_kept(x: Tensor) -> Tensor:
 
 
 def visible_keys(spec: LocalSpec, t: int, keep: list[bool]) -> list[int]:
-    """Positions that query t sees, for a length that is a multiple of the chunk or chunks that do not wrap around."""
+    """Positions that query t sees; circular chunks need a length that is a multiple of the chunk."""
     seq_len, chunk = len(keep), spec.chunk_length
     chunks = math.ceil(seq_len / chunk)
     seen = []
@@ -73,9 +74,7 @@ def slow_reference(layer: LocalAttention, x: Tensor, keep: Tensor) -> Tensor:
 
 
 def rows_with_a_key(spec: LocalSpec, keep: Tensor) -> Tensor:
-    return torch.tensor(
-        [[bool(visible_keys(spec, t, row)) for t in range(len(row))] for row in keep.tolist()]
-    )
+    return torch.tensor([[bool(visible_keys(spec, t, row)) for t in range(len(row))] for row in keep.tolist()])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -161,7 +160,8 @@ def test_the_published_form_equals_transformers(seed: int) -> None:
     actual = layer.attend(x, keep)
     assert actual.shape == expected.shape
     assert torch.isfinite(actual).all()
-    # rows without any key: transformers' exp(x - logsumexp) is inexact at -1e9 and its weights do not add up to one
+    # rows without any key: transformers' exp(x - logsumexp) is inexact at -1e9 and its weights do not add up
+    # to one
     rows = rows_with_a_key(layer.spec, keep)
     assert rows.any()
     # values of order one, a few roundings of 6e-8 in another order
@@ -213,7 +213,8 @@ def test_circular_chunks_leak_from_end_to_start_and_the_default_does_not() -> No
         assert torch.equal(layer(changed)[:, :8], layer(x)[:, :8]) is not circular
 
 
-# RMS of the error over RMS of the output: input and weights alone are rounded by 2^-11 or 2^-8 (algorithms.md 7.3).
+# RMS of the error over RMS of the output: input and weights alone are rounded by 2^-11 or 2^-8 (algorithms.md
+# 7.3).
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
 @torch.no_grad()
 def test_half_precision_modules_run_and_stay_close(dtype: torch.dtype, tolerance: float) -> None:

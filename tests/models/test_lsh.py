@@ -1,4 +1,4 @@
-"""LSH attention against loops over rounds and chunks, against transformers, and its promises about padding."""
+"""LSH attention against loops over rounds and chunks, transformers, and its promises about padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from effexport.models.lsh import LSHAttention, LSHHash
 from effexport.models.spec import LSHSpec, automatic_num_buckets
 from effexport.plugins.lsh_sort.op import lsh_sort
 
-# fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the weights.
+# fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the
+# weights.
 AGAINST_FLOAT64 = 1e-5
 # Another length cuts the projections into other blocks: last bits only, as long as the hashes agree.
 BLOCKING = 1e-5
@@ -143,7 +144,7 @@ def test_forward_is_attend_followed_by_the_output_projection() -> None:
 
 
 def random_transformers_case(seed: int) -> tuple[LSHAttention, Tensor, Tensor | None]:
-    """A layer in its published form with torch's usual initialisation, an input of several chunks, and often a mask."""
+    """A layer in its published form with torch's usual weights, several chunks of input, and often a mask."""
     draw = random.Random(seed)
     heads, chunk = draw.choice([1, 2, 3]), draw.choice([4, 8, 16])
     before, after = draw.choice([(1, 0), (0, 0), (1, 1), (2, 0)])
@@ -203,7 +204,7 @@ def transformers_attention(layer: LSHAttention) -> nn.Module:
 def transformers_context(
     layer: LSHAttention, x: Tensor, mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Tensor, Tensor]:
-    """What transformers computes when it draws our rotations: context, and buckets [batch, heads, rounds, seq]."""
+    """What transformers computes when it draws our rotations: context and buckets."""
     rotations = layer.hash.rotations
     drawn = []
 
@@ -353,13 +354,11 @@ def test_a_sequence_shorter_than_a_chunk_gets_two_buckets(seq_len: int) -> None:
     assert automatic_num_buckets(seq_len, 64) == (2,)
 
 
-# Sum of the weights of position 0 of a causal sequence, whose only target is itself. float32 near 1e5 has steps of
-# 2^-7, so log(n) is rounded to a multiple of that: the published values of algorithms.md 2.5.
+# Sum of the weights of position 0 of a causal sequence, whose only target is itself. float32 near 1e5 has
+# steps of 2^-7, so log(n) is rounded to a multiple of that: the published values of algorithms.md 2.5.
 @pytest.mark.parametrize(("num_hashes", "published"), [(2, 0.9978), (3, 0.9971), (4, 1.0035)])
 @torch.no_grad()
-def test_round_weights_of_position_0_add_up_to_one_only_in_safe_mode(
-    num_hashes: int, published: float
-) -> None:
+def test_round_weights_of_position_0_add_up_to_one_only_in_safe_mode(num_hashes: int, published: float) -> None:
     x = tokens(1, 64, 32)
     for mask_constants, total in (("safe", 1.0), ("hf", published)):
         layer = lsh(causal=True, num_hashes=num_hashes, mask_constants=mask_constants)
@@ -367,9 +366,7 @@ def test_round_weights_of_position_0_add_up_to_one_only_in_safe_mode(
         assert float(weights.sum()) == pytest.approx(total, abs=5e-5)  # printed to four digits
         # on the layer: the output at position 0 is its own value times that sum
         actual = layer.attend(x, all_kept(x))[0, 0]
-        torch.testing.assert_close(
-            actual, total * layer.value(x)[0, 0], rtol=1e-4, atol=0
-        )  # four printed digits
+        torch.testing.assert_close(actual, total * layer.value(x)[0, 0], rtol=1e-4, atol=0)  # four printed digits
 
 
 @pytest.mark.parametrize("num_hashes", [1, 2, 3, 4, 8])
@@ -385,9 +382,7 @@ def test_round_weights_of_ordinary_rows_add_up_to_one_in_both_modes(num_hashes: 
 @pytest.mark.parametrize("seq_len", [1, 63, 100, 1000])
 @torch.no_grad()
 def test_a_counting_sort_gives_the_order_and_rank_of_the_stable_sort(seq_len: int) -> None:
-    buckets = torch.randint(
-        0, 7, (3, seq_len), dtype=torch.int32, generator=torch.Generator().manual_seed(seq_len)
-    )
+    buckets = torch.randint(0, 7, (3, seq_len), dtype=torch.int32, generator=torch.Generator().manual_seed(seq_len))
     order, rank = lsh_sort(buckets, 7)
     one_hot = torch.nn.functional.one_hot(buckets.long(), 7)
     within = one_hot.cumsum(dim=1) - 1
@@ -401,9 +396,7 @@ def test_a_counting_sort_gives_the_order_and_rank_of_the_stable_sort(seq_len: in
 @torch.no_grad()
 def test_sorting_rounds_separately_equals_sorting_them_flattened() -> None:
     rounds, seq_len = 4, 100
-    buckets = torch.randint(
-        0, 7, (rounds, seq_len), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
-    )
+    buckets = torch.randint(0, 7, (rounds, seq_len), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     order, _ = lsh_sort(buckets, 7)
     flattened = (buckets.long() + 7 * torch.arange(rounds)[:, None]).flatten()
     # the key of transformers: bucket first, place second
@@ -421,7 +414,8 @@ def test_rotations_stay_float32_in_half_precision(dtype: torch.dtype) -> None:
     assert layer.to(dtype).query_key.weight.dtype == dtype
 
 
-# RMS of the error over RMS of the output: input and weights alone are rounded by 2^-11 or 2^-8 (algorithms.md 7.3).
+# RMS of the error over RMS of the output: input and weights alone are rounded by 2^-11 or 2^-8 (algorithms.md
+# 7.3).
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("seq_len", [1, 63, 100])
 @torch.no_grad()
@@ -444,7 +438,8 @@ def test_half_precision_stays_close_when_the_buckets_are_given(
 @torch.no_grad()
 def test_the_first_token_does_not_see_the_future_in_half_precision(dtype: torch.dtype) -> None:
     layer, x = lsh(causal=True, num_hashes=4).to(dtype), tokens(2, 64, 32).to(dtype)
-    # with clipped mask constants 87 % of row 0 would go to later tokens; the value itself is rounded once more
+    # with clipped mask constants 87 % of row 0 would go to later tokens; the value itself is rounded once
+    # more
     torch.testing.assert_close(layer.attend(x, all_kept(x))[:, 0], layer.value(x)[:, 0], rtol=2**-7, atol=0)
 
 

@@ -11,7 +11,8 @@ from effexport.models.encoder import module_from_spec
 from effexport.models.softmax import SoftmaxAttention, softmax_attention
 from effexport.models.spec import SoftmaxSpec
 
-# fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the weights.
+# fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the
+# weights.
 AGAINST_FLOAT64 = 1e-5
 # Another length cuts the matrix products into other blocks: last bits only.
 BLOCKING = 1e-5
@@ -99,9 +100,7 @@ def test_forward_is_attend_followed_by_the_output_projection() -> None:
 @pytest.mark.parametrize("kernel_size", [1, 3, 33])
 @pytest.mark.parametrize("seq_len", [1, 16, 63])
 @torch.no_grad()
-def test_with_a_convolution_it_equals_the_softmax_branch_of_transformers(
-    seq_len: int, kernel_size: int
-) -> None:
+def test_with_a_convolution_it_equals_the_softmax_branch_of_transformers(seq_len: int, kernel_size: int) -> None:
     from transformers.models.nystromformer.configuration_nystromformer import NystromformerConfig
     from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 
@@ -123,7 +122,7 @@ def test_with_a_convolution_it_equals_the_softmax_branch_of_transformers(
 @pytest.mark.parametrize("seq_len", [1, 63, 100, 1000])
 @torch.no_grad()
 def test_padding_content_and_length_do_not_change_kept_rows(seq_len: int, causal: bool) -> None:
-    layer, x = softmax(causal=causal, conv_kernel_size=5), tokens(2, seq_len, 32)
+    layer, x = softmax(causal=causal, conv_kernel_size=None if causal else 5), tokens(2, seq_len, 32)
     expected = layer(x)
     for extra in (1, 64):
         padded = torch.cat([x, 100 * tokens(2, extra, 32, seed=2)], dim=1)
@@ -174,7 +173,8 @@ def test_large_half_precision_logits_do_not_overflow() -> None:
     torch.testing.assert_close(actual, v.mean(dim=2, keepdim=True).expand_as(v), rtol=0, atol=2e-3)
 
 
-# RMS of the error over RMS of the output: input and weights alone are rounded by 2^-11 or 2^-8 (algorithms.md 7.3).
+# RMS of the error over RMS of the output: input and weights alone are rounded by 2^-11 or 2^-8 (algorithms.md
+# 7.3).
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
 @torch.no_grad()
 def test_half_precision_modules_run_and_stay_close(dtype: torch.dtype, tolerance: float) -> None:

@@ -1,0 +1,159 @@
+"""Small artifacts, built once and shared by every test of this folder, and a command line that runs in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from effexport.artifact import Artifact, write_manifest
+from effexport.cli import main
+from effexport.models.spec import ATTENTION_SPECS
+from effexport.spec import BuildSpec, build_spec_from_options
+
+VARIANTS = tuple(ATTENTION_SPECS)
+SCOPES = ("attention", "encoder")
+SMALL: dict[str, Any] = {"dim": 32, "heads": 2, "seq_len": 64}
+# Chunks, segments and windows shorter than the sequence, or most of the algorithm would be idle.
+SMALL_FIELDS: dict[str, dict[str, Any]] = {
+    "linear": {"chunk_length": 16},
+    "nystrom": {"num_landmarks": 16, "conv_kernel_size": 5},
+    "lsh": {"chunk_length": 16},
+    "aft-full": {"position_dim": 8},
+    "aft-local": {"position_dim": 8, "window": 9},
+    "aft-conv": {"kernel_size": 5},
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests that ask for `variant` or `scope` run for all of them."""
+    if "variant" in metafunc.fixturenames:
+        metafunc.parametrize("variant", VARIANTS)
+    if "scope" in metafunc.fixturenames:
+        metafunc.parametrize("scope", SCOPES)
+
+
+def spec_of(variant: str, scope: str = "encoder", **fields: Any) -> BuildSpec:
+    layers = {"layers": 1} if scope == "encoder" else {}
+    return build_spec_from_options(
+        {"variant": variant, "scope": scope, **SMALL, **layers, **SMALL_FIELDS.get(variant, {}), **fields}, None
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def silent_trace_log() -> None:
+    """torch traces every export into this logger; pytest would format and keep all of it, at half the cost of the
+    export itself."""
+    logging.getLogger("torch.__trace").propagate = False
+
+
+@pytest.fixture(scope="session")
+def small_spec() -> Callable[..., BuildSpec]:
+    """(variant, scope, **fields) → a spec that exports in seconds."""
+    return spec_of
+
+
+@pytest.fixture(scope="session")
+def built(worker_folder: Path) -> Callable[..., Artifact]:
+    """(variant, scope, **fields) → a healthy artifact, built when first asked for. Do not change its files."""
+    from effexport.artifact import open_artifact
+    from effexport.artifact_from_spec import artifact_from_spec
+
+    def artifact(variant: str, scope: str = "encoder", **fields: Any) -> Artifact:
+        options = "".join(f"-{name}-{value}" for name, value in sorted(fields.items()))
+        path = worker_folder / f"{variant}-{scope}{options}"
+        with locked(worker_folder / f"{path.name}.lock"):
+            if path.exists():
+                return open_artifact(path)
+            return artifact_from_spec(spec_of(variant, scope, **fields), path)[0]
+
+    return artifact
+
+
+@pytest.fixture(scope="session")
+def worker_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for the whole run, also when pytest-xdist spreads it over processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if base.name.startswith("popen-") else base) / "effexport-artifacts"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def copied(built: Callable[..., Artifact], tmp_path: Path) -> Callable[..., Path]:
+    """(variant, scope, **fields) → a copy of a healthy artifact, to be damaged."""
+
+    def copy(variant: str = "softmax", scope: str = "attention", **fields: Any) -> Path:
+        target = tmp_path / "damaged" / f"{variant}-{scope}"
+        shutil.copytree(built(variant, scope, **fields).path, target)
+        return target
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def rewrite_manifest() -> Callable[..., None]:
+    """(folder, **changes): state the folder's files anew, as an attacker who knows the checksum would."""
+
+    def rewrite(folder: Path, **changes: Any) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").unlink()
+        contents = {k: v for k, v in manifest.items() if k not in ("files", "integrity", "format_version")}
+        write_manifest(folder, contents | changes)
+
+    return rewrite
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """stdout, which must be one JSON object and nothing else. NaN is no JSON."""
+
+        def refuse(constant: str) -> None:
+            raise AssertionError(f"{constant} is not JSON")
+
+        value = json.loads(self.out, parse_constant=refuse)
+        assert isinstance(value, dict)
+        return value
+
+    def error(self, code: int = 2) -> str:
+        """The one message of an expected error, on one paragraph and without a traceback."""
+        assert self.code == code, self.err
+        assert "Traceback" not in self.err
+        assert self.err.count("effexport: error: ") == 1
+        return self.err.split("effexport: error: ")[1].strip()
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """(*arguments) → what `effexport arguments` did, run in this process."""
+
+    def run(*arguments: str | Path) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        code = stop.value.code
+        return Result(code if isinstance(code, int) else 0 if code is None else 1, out, err)
+
+    return run

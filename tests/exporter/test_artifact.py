@@ -1,0 +1,548 @@
+"""The artifact folder: what it says, what damage it notices, and that no failure leaves half of one behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from effexport.artifact import Artifact, manifest_digest, new_folder, open_artifact, read_manifest, write_manifest
+from effexport.artifact_from_spec import artifact_from_spec
+from effexport.errors import StageError, UserError
+from effexport.parity import Check
+from effexport.spec import BuildSpec
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+Built = Callable[..., Artifact]
+Copied = Callable[..., Path]
+Rewrite = Callable[..., None]
+FILES = ("manifest.json", "model.onnx", "reference.safetensors", "report.html", "report.json")
+
+
+def state_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def dead_pid() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.fixture
+def quick_export(built: Built, monkeypatch: pytest.MonkeyPatch) -> BuildSpec:
+    """A spec whose export only copies a file, so that tests of what surrounds it are fast."""
+    artifact = built("softmax", "attention")
+    monkeypatch.setattr(
+        "effexport.onnx_from_module.onnx_from_module",
+        lambda module, spec, path: shutil.copy(artifact.model_path, path),
+    )
+    return artifact.spec
+
+
+def test_the_manifest_describes_the_model(built: Built, variant: str, scope: str) -> None:
+    artifact = built(variant, scope)
+    manifest, spec = artifact.manifest, artifact.spec
+    assert manifest["format_version"] == 1
+    assert (manifest["variant"], manifest["precision"], manifest["opset"]) == (variant, "fp32", 20)
+    assert [t["name"] for t in manifest["inputs"]] == [spec.inputs[0].name, "attention_mask"]
+    assert manifest["outputs"] == [{"name": "last_hidden_state", "dtype": "float32", "dims": ["batch", "seq", 32]}]
+    assert manifest["custom_ops"] == {"lsh": {"LSHSort": 1}, "nystrom": {"IterativePinv": 1}}.get(variant, {})
+    assert manifest["engines"] == []
+    assert manifest["parity"]["passed"] is True
+    assert manifest["environment"]["torch"]
+
+
+def test_the_manifest_hashes_every_other_file(built: Built) -> None:
+    artifact = built("softmax", "attention")
+    assert sorted(file.name for file in artifact.path.iterdir()) == sorted(FILES)
+    assert sorted(artifact.manifest["files"]) == sorted(set(FILES) - {"manifest.json"})
+    for name, entry in artifact.manifest["files"].items():
+        data = (artifact.path / name).read_bytes()
+        assert entry == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
+def test_the_report_in_the_folder_agrees_with_the_manifest(built: Built) -> None:
+    artifact = built("lsh", "encoder")
+    report = json.loads((artifact.path / "report.json").read_text())
+    assert report["verdict"] == "passed"
+    assert report["spec"] == artifact.manifest["spec"]
+    assert report["summary"] == artifact.manifest["parity"]["summary"]
+    assert report["implementation"] == {"LSHSort": "body"}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("length", ["empty", "half", "all but one"])
+def test_a_truncated_file_is_one_clear_error(copied: Copied, name: str, length: str) -> None:
+    folder = copied()
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: {"empty": 0, "half": len(data) // 2, "all but one": len(data) - 2}[length]])
+    with pytest.raises(UserError, match=rf"{name}.*(damaged|has \d+ bytes)|damaged: {name}"):
+        open_artifact(folder)
+
+
+@pytest.mark.parametrize("name", set(FILES) - {"manifest.json"})
+def test_one_flipped_bit_is_one_clear_error(copied: Copied, name: str) -> None:
+    folder, rng = copied(), random.Random(name)
+    data = bytearray((folder / name).read_bytes())
+    for place in [0, len(data) - 1, *rng.sample(range(len(data)), 8)]:
+        bit = 1 << rng.randrange(8)
+        data[place] ^= bit
+        (folder / name).write_bytes(data)
+        with pytest.raises(UserError, match=f"damaged: {name} does not match its checksum"):
+            open_artifact(folder)
+        data[place] ^= bit
+
+
+def test_every_flipped_bit_of_the_manifest_is_noticed_or_means_nothing(copied: Copied) -> None:
+    folder, rng = copied(), random.Random(0)
+    file = folder / "manifest.json"
+    good = file.read_bytes()
+    meaning, unnoticed = json.loads(good), 0
+    for place in range(len(good)):
+        data = bytearray(good)
+        data[place] ^= 1 << rng.randrange(8)
+        file.write_bytes(data)
+        try:
+            # 1e-05 and 1E-05 are the same number: nothing but the spelling has changed
+            assert read_manifest(folder) == meaning
+            unnoticed += 1
+        except UserError:
+            continue
+    assert unnoticed <= 3
+
+
+@pytest.mark.parametrize("name", set(FILES) - {"manifest.json"})
+def test_a_missing_file_is_one_clear_error(copied: Copied, name: str) -> None:
+    folder = copied()
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=f"{name} is missing; build the artifact again"):
+        open_artifact(folder)
+
+
+def test_a_missing_manifest_means_that_it_is_no_artifact(copied: Copied, tmp_path: Path) -> None:
+    folder = copied()
+    (folder / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"is not an artifact: it has no manifest\.json"):
+        open_artifact(folder)
+    with pytest.raises(UserError, match="no artifact at .*; make one with: effexport build"):
+        open_artifact(tmp_path / "absent")
+    (tmp_path / "file").write_text("{}")
+    with pytest.raises(UserError, match="is not an artifact"):
+        open_artifact(tmp_path / "file")
+
+
+def test_a_manifest_from_the_future_says_upgrade(copied: Copied) -> None:
+    folder = copied()
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"format_version": 2, "effexport_version": "9.9"}
+    manifest["integrity"] = manifest_digest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"format version 2, written by effexport 9\.9; .*up to 1: upgrade effexport"):
+        open_artifact(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nonsense", "[]", "3", '{"format_version": "1"}', '{"format_version": true}', "{}", "[" * 100_000]
+)
+def test_a_foreign_manifest_is_one_clear_error(copied: Copied, text: str) -> None:
+    folder = copied()
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=r"manifest\.json is (damaged|not a manifest of effexport)"):
+        open_artifact(folder)
+
+
+def with_own_checksum(folder: Path, **changes: Any) -> None:
+    """Change the manifest and restate its checksum, as only a deliberate edit would."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, value in changes.items():
+        if value is None:
+            del manifest[name]
+        else:
+            manifest[name] = value
+    manifest["integrity"] = manifest_digest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "link"])
+def test_a_listed_file_outside_the_folder_is_refused(copied: Copied, name: str) -> None:
+    folder = copied()
+    secret = folder.parent / "secret"
+    secret.write_text("not yours")
+    (folder / "link").symlink_to(secret)
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    entry = {"sha256": hashlib.sha256(b"not yours").hexdigest(), "bytes": 9}
+    with_own_checksum(folder, files=files | {name: entry})
+    with pytest.raises(UserError, match="outside the artifact; expected files inside it"):
+        open_artifact(folder)
+
+
+@pytest.mark.parametrize("required", ["model.onnx", "reference.safetensors"])
+def test_a_manifest_that_does_not_list_a_required_file_is_refused(copied: Copied, required: str) -> None:
+    folder = copied()
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    del files[required]
+    with_own_checksum(folder, files=files)
+    with pytest.raises(UserError, match=f"does not list {required}"):
+        open_artifact(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": None},
+        {"files": ["model.onnx"]},
+        {"files": {"model.onnx": {}}},
+        {"spec": None},
+        {"spec": "lsh"},
+        {"spec": {"model": {"variant": "lhs"}}},
+        {"spec": {"model": {"variant": "softmax", "dim": -1}}},
+        {"spec": {"model": {"variant": "softmax"}, "wings": 2}},
+        {"spec": {"scope": "encoder"}},
+        {"spec": {"model": 3}},
+        {"hash_values": None},
+        {"custom_ops": None},
+    ],
+)
+def test_a_manifest_that_cannot_work_is_one_clear_error(copied: Copied, changes: dict[str, Any]) -> None:
+    folder = copied()
+    with_own_checksum(folder, **changes)
+    with pytest.raises(UserError, match=r"manifest\.json"):
+        open_artifact(folder)
+
+
+def external(name: str, location: str) -> TensorProto:
+    tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[2])
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=location)
+    return tensor
+
+
+def in_initializer(model: onnx.ModelProto, location: str) -> None:
+    model.graph.initializer.append(external("stolen", location))
+
+
+def in_constant(model: onnx.ModelProto, location: str) -> None:
+    model.graph.node.append(helper.make_node("Constant", [], ["stolen"], value=external("v", location)))
+
+
+def in_branch(model: onnx.ModelProto, location: str) -> None:
+    value = helper.make_tensor_value_info("stolen", TensorProto.FLOAT, [2])
+    branch = helper.make_graph([], "branch", [], [value], [external("stolen", location)])
+    model.graph.initializer.append(numpy_helper.from_array(np.array(True), "flag"))
+    model.graph.node.append(helper.make_node("If", ["flag"], ["choice"], then_branch=branch, else_branch=branch))
+
+
+def in_function(model: onnx.ModelProto, location: str) -> None:
+    node = helper.make_node("Constant", [], ["stolen"], value=external("v", location))
+    opsets = [helper.make_opsetid("", 20)]
+    model.functions.append(helper.make_function("other", "Steal", [], ["stolen"], [node], opsets))
+
+
+@pytest.mark.parametrize("where", [in_initializer, in_constant, in_branch, in_function])
+@pytest.mark.parametrize("location", ["../secret", "/etc/hostname", "a/../../secret"])
+def test_external_data_outside_the_folder_is_refused(
+    copied: Copied, rewrite_manifest: Rewrite, where: Callable[[onnx.ModelProto, str], None], location: str
+) -> None:
+    folder = copied()
+    (folder.parent / "secret").write_bytes(b"12345678")
+    model = onnx.load(str(folder / "model.onnx"))
+    where(model, location)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    rewrite_manifest(folder)
+    with pytest.raises(UserError, match="outside its own folder"):
+        open_artifact(folder)
+
+
+def test_external_data_that_is_missing_is_an_error(copied: Copied, rewrite_manifest: Rewrite) -> None:
+    folder = copied()
+    model = onnx.load(str(folder / "model.onnx"))
+    in_initializer(model, "weights.bin")
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    rewrite_manifest(folder)
+    with pytest.raises(UserError, match=r"keeps weights in 'weights\.bin', which is missing"):
+        open_artifact(folder)
+
+
+def test_a_reference_that_is_something_else_is_an_error(copied: Copied, rewrite_manifest: Rewrite) -> None:
+    from effexport.reference import load_reference
+
+    folder = copied()
+    for data in (b"", b"nonsense", b"\xff" * 100, (2).to_bytes(8, "little") + b"{}"):
+        (folder / "reference.safetensors").write_bytes(data)
+        with pytest.raises(UserError, match=r"reference\.safetensors is not a reference of effexport"):
+            load_reference(folder / "reference.safetensors")
+
+
+def test_an_artifact_may_be_moved(copied: Copied) -> None:
+    folder = copied()
+    moved = folder.rename(folder.with_name("név with space"))
+    assert open_artifact(moved).spec.variant == "softmax"
+
+
+@pytest.mark.parametrize("name", ["aft-simple"])
+def test_a_decode_step_is_held_to_the_same_rules(copied: Copied, rewrite_manifest: Rewrite, name: str) -> None:
+    folder = copied(name, "attention", causal=True)
+    original = (folder / "decode_step.onnx").read_bytes()
+    model = onnx.load_from_string(original)
+    in_initializer(model, "../secret")
+    (folder / "decode_step.onnx").write_bytes(model.SerializeToString())
+    rewrite_manifest(folder)
+    with pytest.raises(UserError, match=r"decode_step\.onnx keeps weights at '\.\./secret', outside"):
+        open_artifact(folder)
+    (folder / "decode_step.onnx").unlink()
+    rewrite_manifest(folder)
+    with pytest.raises(UserError, match=r"does not list decode_step\.onnx"):
+        open_artifact(folder)
+
+
+def failing(*arguments: object, **options: object) -> None:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["nothing before", "an artifact before"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "effexport.models.encoder.module_from_spec",
+        "effexport.onnx_from_module.onnx_from_module",
+        "effexport.reference.reference_from_module",
+        "effexport.reference.save_reference",
+        "effexport.artifact_from_spec.run_checks",
+        "effexport.artifact_from_spec.html_from_report",
+        "effexport.artifact_from_spec.write_manifest",
+    ],
+)
+def test_a_stage_that_raises_leaves_what_was_there(
+    quick_export: BuildSpec, copied: Copied, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, old: bool
+) -> None:
+    output = copied() if old else tmp_path / "new" / "softmax"
+    output.parent.mkdir(exist_ok=True)
+    before = state_of(output) if old else None
+    monkeypatch.setattr(stage, failing)
+    with pytest.raises(RuntimeError, match="planted"):
+        artifact_from_spec(quick_export, output, force=True)
+    assert [path.name for path in output.parent.iterdir()] == ([output.name] if old else [])
+    assert before is None or state_of(output) == before
+
+
+def test_a_failed_check_writes_nothing_and_is_quoted(
+    quick_export: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = Check("arithmetic", "export: 1 × 64", "error", "failed", 0.5, 2e-5, detail="worst at x[0, 0, 0]")
+    monkeypatch.setattr("effexport.artifact_from_spec.run_checks", lambda *arguments: [check])
+    with pytest.raises(StageError, match=r"(?s)1 of 1 checks failed; nothing was written.*0\.5 > 2e-05 worst at x"):
+        artifact_from_spec(quick_export, tmp_path / "softmax")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_what_was_there(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = copied()
+    before = state_of(output)
+    with pytest.raises(OSError, match="No space"), new_folder(output, force=True) as folder:
+        (folder / "half").write_text("half")
+        raise OSError(28, "No space left on device")
+    assert state_of(output) == before
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+def test_an_existing_artifact_is_replaced_only_with_force(copied: Copied) -> None:
+    output = copied()
+    with pytest.raises(UserError, match=r"exists; choose another folder with -o, or replace it with --force"):
+        with new_folder(output, force=False):
+            raise AssertionError("not reached")
+    with new_folder(output, force=True) as folder:
+        (folder / "manifest.json").write_text("new")
+    assert state_of(output) == {"manifest.json": b"new"}
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+def test_force_does_not_replace_a_folder_that_is_no_artifact(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("years of work")
+    with pytest.raises(UserError, match="is not an artifact, so --force does not replace it"):
+        with new_folder(tmp_path / "thesis", force=True):
+            raise AssertionError("not reached")
+    assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "years of work"
+
+
+def test_force_fills_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with new_folder(tmp_path / "out", force=True) as folder:
+        (folder / "x").write_text("x")
+    assert state_of(tmp_path / "out") == {"x": b"x"}
+
+
+def test_an_output_that_appears_during_the_build_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="exists"), new_folder(tmp_path / "out", force=False):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").write_text("mine")
+    assert state_of(tmp_path / "out") == {"mine": b"mine"}
+
+
+@pytest.mark.parametrize("below", ["out", "deep/er/out"])
+def test_an_output_that_cannot_be_written_is_one_clear_error(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("a file, not a folder")
+    with pytest.raises(UserError, match="cannot write to .*choose another folder with -o"):
+        with new_folder(tmp_path / "file" / below, force=False):
+            raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_output_that_is_a_file_is_one_clear_error(tmp_path: Path, force: bool) -> None:
+    (tmp_path / "file").write_text("keep me")
+    with pytest.raises(UserError, match="is a file; expected the path of a folder"):
+        with new_folder(tmp_path / "file", force=force):
+            raise AssertionError("not reached")
+    assert (tmp_path / "file").read_text() == "keep me"
+
+
+def test_what_killed_builds_left_is_cleared_by_the_next(tmp_path: Path) -> None:
+    pid = dead_pid()
+    for name in (f".out.building-{pid}", ".out.building-mine", f".output.building-{pid}"):
+        (tmp_path / name).mkdir()
+    with new_folder(tmp_path / "out", force=False) as folder:
+        (folder / "x").write_text("x")
+    # only what is surely a dead build of this very output goes
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        [".out.building-mine", f".output.building-{pid}", "out"]
+    )
+
+
+def test_the_folder_of_a_running_build_is_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / f".out.building-{os.getppid()}"
+    other.mkdir()
+    with new_folder(tmp_path / "out", force=False):
+        pass
+    assert other.is_dir()
+
+
+def test_an_artifact_that_was_moved_aside_is_put_back(copied: Copied) -> None:
+    output = copied()
+    before = state_of(output)
+    output.rename(output.parent / f".{output.name}.replaced-{dead_pid()}")
+    with pytest.raises(RuntimeError, match="planted"), new_folder(output, force=True):
+        assert state_of(output) == before
+        raise RuntimeError("planted")
+    assert state_of(output) == before
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+def test_an_artifact_that_was_moved_aside_is_dropped_once_replaced(copied: Copied) -> None:
+    output = copied()
+    shutil.copytree(output, output.parent / f".{output.name}.replaced-{dead_pid()}")
+    with new_folder(output, force=True) as folder:
+        (folder / "x").write_text("x")
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+def test_odd_names_do_not_confuse_the_clean_up(tmp_path: Path) -> None:
+    """The name is used in a glob pattern: brackets and stars must match themselves only."""
+    pid = dead_pid()
+    (tmp_path / f".a.building-{pid}").mkdir()
+    for name in ("[a]", "*", "a b"):
+        with new_folder(tmp_path / name, force=False):
+            pass
+    assert (tmp_path / f".a.building-{pid}").is_dir()
+
+
+@pytest.mark.parametrize("moment", ["building", "first rename", "second rename", "removal"])
+def test_a_kill_while_replacing_leaves_one_of_the_two(copied: Copied, moment: str) -> None:
+    output = copied()
+    before = state_of(output)
+    script = """
+    import os, shutil, signal, sys
+    from pathlib import Path
+    from effexport.artifact import new_folder
+    output, moment = Path(sys.argv[1]), sys.argv[2]
+    def kill(*arguments, **options): os.kill(os.getpid(), signal.SIGKILL)
+    rename = Path.rename
+    def rename_or_die(self, target):
+        if moment == "first rename" or (moment == "second rename" and ".building-" in self.name):
+            kill()
+        return rename(self, target)
+    with new_folder(output, force=True) as folder:
+        (folder / "manifest.json").write_text("new")
+        if moment == "building":
+            kill()
+        Path.rename = rename_or_die
+        if moment == "removal":
+            shutil.rmtree = kill
+    """
+    code = textwrap.dedent(script)
+    result = subprocess.run([sys.executable, "-c", code, str(output), moment], capture_output=True, text=True)
+    assert result.returncode == -9, result.stderr
+    if moment == "removal":
+        assert state_of(output) == {"manifest.json": b"new"}
+    elif moment != "second rename":
+        assert state_of(output) == before
+    # between the two renames there is none; the next build puts the old one back before it does anything else
+    with pytest.raises(RuntimeError, match="planted"), new_folder(output, force=True):
+        assert state_of(output) == ({"manifest.json": b"new"} if moment == "removal" else before)
+        raise RuntimeError("planted")
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+def kill_build(output: Path, stage: str, *options: str) -> None:
+    """Start a real build and kill it when it announces the stage."""
+    arguments = "build --variant aft-simple --scope attention --dim 32 --heads 2 --seq-len 64".split()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "effexport", *arguments, "-o", str(output), *options],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stderr is not None
+    with process.stderr:
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if line.startswith(f"… {stage}"):
+                break
+        process.kill()
+    assert process.wait() == -9, seen
+
+
+def test_a_killed_build_leaves_the_old_artifact_or_none_and_the_next_succeeds(
+    small_spec: Callable[..., BuildSpec], tmp_path: Path
+) -> None:
+    output, spec = tmp_path / "aft", small_spec("aft-simple", "attention")
+    for stage in ("exporting to ONNX", "checking parity"):
+        kill_build(output, stage)
+        assert not output.exists()
+    artifact_from_spec(spec, output)
+    assert [path.name for path in tmp_path.iterdir()] == ["aft"]
+    before = state_of(output)
+    for stage in ("exporting to ONNX", "running the PyTorch reference", "checking parity"):
+        kill_build(output, stage, "--force")
+        assert state_of(output) == before
+        open_artifact(output)
+    artifact_from_spec(spec, output, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["aft"]
+    assert state_of(output)["model.onnx"] == before["model.onnx"]
+
+
+def test_writing_the_same_manifest_twice_gives_the_same_checksum(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("x")
+    write_manifest(tmp_path, {"dims": (1, "seq"), "eps": 1e-5, "name": "naïve"})
+    first = (tmp_path / "manifest.json").read_text()
+    manifest = json.loads(first)
+    assert manifest["dims"] == [1, "seq"]
+    assert manifest["integrity"] == manifest_digest(manifest)
+    (tmp_path / "manifest.json").unlink()
+    write_manifest(tmp_path, {"dims": (1, "seq"), "eps": 1e-5, "name": "naïve"})
+    assert (tmp_path / "manifest.json").read_text() == first

@@ -1,0 +1,512 @@
+"""The command line as its users meet it: what it prints where, how it ends, and what it says about bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from effexport import __version__
+from effexport.artifact import Artifact
+from effexport.models.spec import ATTENTION_SPECS
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+Cli = Callable[..., Any]
+Built = Callable[..., Artifact]
+FRAMEWORKS = ("torch", "onnx", "onnxruntime", "tensorrt", "numpy", "onnxscript", "jinja2")
+SMALL = "--scope attention --dim 32 --heads 2 --seq-len 64".split()
+
+
+def modules_after(code: str, *arguments: str | Path) -> tuple[set[str], subprocess.CompletedProcess[str]]:
+    """Top-level modules that a fresh Python has imported after `code`."""
+    tail = "\nimport sys\nprint('MODULES', *{name.split('.')[0] for name in sys.modules}, file=sys.stderr)"
+    command = [sys.executable, "-c", code + tail, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "MODULES" in result.stderr, result.stderr
+    return set(result.stderr.split("MODULES")[1].split()), result
+
+
+RUN_CLI = """
+import sys
+from effexport.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as stop:
+    print("EXIT", stop.code, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["list", "--json"], ["build", "--help"]])
+def test_help_and_list_load_no_framework(arguments: list[str]) -> None:
+    modules, result = modules_after(RUN_CLI, *arguments)
+    assert not modules & set(FRAMEWORKS)
+    assert "EXIT 0" in result.stderr
+    assert result.stdout
+
+
+def test_import_loads_no_framework() -> None:
+    modules, _ = modules_after("import effexport; effexport.load; effexport.__version__")
+    assert not modules & {*FRAMEWORKS, "click", "rich"}
+
+
+def test_a_refused_spec_loads_no_torch() -> None:
+    modules, result = modules_after(RUN_CLI, "build", "--variant", "nystrom", "--causal", "-o", "/nowhere/at/all")
+    assert "EXIT 2" in result.stderr
+    assert "nystrom attention has no causal form" in result.stderr
+    assert "torch" not in modules
+
+
+def test_golden_verification_needs_no_torch(built: Built) -> None:
+    modules, result = modules_after(RUN_CLI, "verify", built("lsh", "attention").path, "--reference", "golden", "--json")
+    assert "EXIT 0" in result.stderr
+    assert not modules & {"torch", "onnxscript"}
+    assert json.loads(result.stdout)["passed"] is True
+
+
+def test_running_needs_no_torch(built: Built, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    modules, result = modules_after(RUN_CLI, "run", built("lsh", "encoder").path, "--text", tmp_path / "a.txt")
+    assert "EXIT 0" in result.stderr
+    assert not modules & {"torch", "onnxscript"}
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    result = subprocess.run([sys.executable, "-m", "effexport", "--version"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, f"effexport, version {__version__}\n")
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m effexport list --json | head -c 1"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in result.stderr
+
+
+def test_version_and_help(cli: Cli) -> None:
+    assert cli("--version").out == f"effexport, version {__version__}\n"
+    result = cli("--help")
+    assert result.code == 0
+    for verb in ("list", "build", "verify", "run", "inspect", "doctor", "completion"):
+        assert f"\n  {verb} " in result.out
+        help_text = cli(verb, "-h")
+        assert help_text.code == 0
+        assert "--json" in help_text.out
+
+
+def test_no_command_at_all_shows_the_help(cli: Cli) -> None:
+    result = cli()
+    assert result.code == 2
+    assert "Commands:" in result.out + result.err
+    assert "Traceback" not in result.err
+
+
+def test_list_is_one_object_with_all_variants(cli: Cli) -> None:
+    result = cli("list", "--json")
+    variants = result.json["variants"]
+    assert [entry["name"] for entry in variants] == list(ATTENTION_SPECS)
+    assert {entry["name"] for entry in variants if not entry["causal"]} == {"nystrom"}
+    for entry in variants:
+        assert entry["formula"]
+        assert entry["cost"].startswith("O(")
+        assert entry["defaults"]["dim"] == 256
+    text = cli("list")
+    assert text.out == ""
+    assert all(name in text.err for name in ATTENTION_SPECS)
+
+
+def test_build_prints_one_object_and_progress_elsewhere(cli: Cli, tmp_path: Path) -> None:
+    output = tmp_path / "deep" / "aft"
+    result = cli("build", "--variant", "aft-simple", *SMALL, "--seed", "3", "-o", output, "--json")
+    assert result.code == 0
+    assert result.json["artifact"] == str(output)
+    assert result.json["verdict"] == "passed"
+    assert result.json["spec"]["seed"] == 3
+    assert json.loads((output / "manifest.json").read_text()).items() <= result.json.items()
+    assert "… exporting to ONNX" in result.err
+    assert f"Next: effexport verify {output}" in result.err
+    again = cli("build", "--variant", "aft-simple", *SMALL, "-o", output)
+    assert "exists; choose another folder with -o, or replace it with --force" in again.error()
+
+
+def test_the_default_output_is_named_after_the_variant(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "artifacts" / "linear").mkdir(parents=True)
+    assert "artifacts/linear exists" in cli("build", "--variant", "linear").error()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variant", "lhs"], "unknown variant 'lhs'; did you mean 'lsh'?"),
+        (["--variant", "nystrom", "--causal"], "nystrom attention has no causal form"),
+        (["--variant", "softmax", "--heads", "3"], "use dim 255 or 258, heads 2 or 4"),
+        (["--variant", "softmax", "--seq-len", "0"], "seq_len is 0; expected a positive integer, the nearest is 1"),
+        (["--variant", "softmax", "--seq-len", "many"], "'many' is not a valid integer"),
+        (["--variant", "softmax", "--precision", "fp8"], "expected fp32, fp16 or bf16"),
+        (["--variant", "softmax", "--opset", "17"], "opset is 17; expected 18 to 24"),
+        (["--variant", "softmax", "--batch", "0"], "batch is 0"),
+        (["--variant", "softmax", "--scope", "attention", "--layers", "2"], "layers belongs to the encoder"),
+        (["--variant", "softmax", "--scope", "model"], "expected encoder or attention"),
+        ([], "no variant given; expected one of: softmax"),
+        (["--spec", "absent.toml"], "no spec file at absent.toml"),
+        (["--variant", "softmax", "--dimm", "32"], "No such option"),
+        (["--variant", "softmax", "extra"], "unexpected extra argument"),
+    ],
+)
+def test_a_build_that_cannot_work_says_why_and_writes_nothing(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message.lower() in cli("build", *arguments).error().lower()
+    as_json = cli("build", *arguments, "--json")
+    assert message.lower() in as_json.json["error"].lower()
+    assert as_json.json["exit_code"] == as_json.code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_build_outputs_that_cannot_be_written(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("keep")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "page").write_text("keep")
+    build = ("build", "--variant", "softmax", "--force", "-o")
+    assert "is a file" in cli(*build, tmp_path / "file").error()
+    assert "is not an artifact, so --force does not replace it" in cli(*build, tmp_path / "thesis").error()
+    assert "cannot write to" in cli(*build, tmp_path / "file" / "below").error()
+
+
+def test_verify_of_a_healthy_artifact(cli: Cli, built: Built) -> None:
+    path = built("nystrom", "encoder").path
+    result = cli("verify", path, "--reference", "torch", "--json")
+    assert result.code == 0, result.err
+    assert result.json["passed"] is True
+    assert result.json["implementation"] == {"IterativePinv": "body"}
+    assert len(result.json["checks"]) > 10
+    assert "equal to PyTorch" in result.err
+    both = cli("verify", path, "--json")
+    assert len(both.json["checks"]) == 2 * len(result.json["checks"])
+
+
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_verify_of_a_damaged_model_exits_1(cli: Cli, built: Built, tmp_path: Path, factor: float) -> None:
+    artifact = built("softmax", "attention")
+    model = onnx.load(str(artifact.model_path))
+    weight = next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 2)
+    array = numpy_helper.to_array(weight) * np.float32(factor)
+    weight.CopyFrom(numpy_helper.from_array(array, weight.name))
+    onnx.save(model, str(tmp_path / "bad.onnx"))
+    for reference in ("golden", "torch"):
+        result = cli("verify", artifact.path, "--model", tmp_path / "bad.onnx", "--reference", reference, "--json")
+        assert result.code == 1, result.err
+        assert result.json["passed"] is False
+        assert "NOT proven equal to PyTorch" in result.err
+        assert "failed: arithmetic" in result.err
+        assert "Traceback" not in result.err
+
+
+def test_verify_of_another_healthy_file(cli: Cli, built: Built, tmp_path: Path) -> None:
+    artifact = built("lsh", "attention")
+    copy = tmp_path / "copy.onnx"
+    copy.write_bytes(artifact.model_path.read_bytes())
+    result = cli("verify", artifact.path, "--model", copy, "--reference", "golden", "--json")
+    assert result.code == 0
+    assert result.json["model"] == str(copy)
+
+
+def test_verify_refuses_what_it_cannot_read(cli: Cli, built: Built, tmp_path: Path) -> None:
+    path = built("softmax", "attention").path
+    (tmp_path / "garbage.onnx").write_bytes(b"\x08garbage")
+    (tmp_path / "empty.onnx").write_bytes(b"")
+    assert "no artifact at" in cli("verify", tmp_path / "absent").error()
+    assert "no model file at" in cli("verify", path, "--model", tmp_path / "absent.onnx").error()
+    assert "is not an ONNX model" in cli("verify", path, "--model", tmp_path / "garbage.onnx").error()
+    assert "is not an ONNX model" in cli("verify", path, "--model", tmp_path / "empty.onnx").error()
+    assert "is not an ONNX model" in cli("verify", path, "--model", tmp_path).error()
+    assert "unknown --runtime 'orrt'; did you mean 'ort'?" in cli("verify", path, "--runtime", "orrt").error()
+    assert "did you mean 'golden'?" in cli("verify", path, "--reference", "gold").error()
+
+
+def test_verify_of_a_model_with_other_inputs_is_an_error(cli: Cli, built: Built) -> None:
+    other = built("softmax", "encoder").model_path
+    result = cli("verify", built("softmax", "attention").path, "--model", other, "--reference", "golden")
+    assert "unknown input 'hidden_states'" in result.error()
+
+
+TEXT_SIZES = {"one byte": b"x", "non-UTF-8": bytes(range(256)), "two windows and a bit": b"abc" * 50}
+
+
+@pytest.mark.parametrize("name", TEXT_SIZES)
+def test_text_becomes_windows(cli: Cli, built: Built, tmp_path: Path, name: str) -> None:
+    data = TEXT_SIZES[name]
+    (tmp_path / "in.txt").write_bytes(data)
+    output = tmp_path / "out.npz"
+    result = cli(
+        "run", built("lsh", "encoder").path, "--text", tmp_path / "in.txt", "--output", output, "--json"
+    )
+    assert result.code == 0, result.err
+    windows, width = -(-len(data) // 64), min(64, len(data))
+    assert result.json["outputs"] == {"last_hidden_state": {"dtype": "float32", "shape": [windows, width, 32]}}
+    assert f"{len(data)} tokens in" in result.err
+    arrays = np.load(output)
+    assert set(arrays) == {"input_ids", "attention_mask", "last_hidden_state"}
+    kept = arrays["input_ids"][arrays["attention_mask"] == 1]
+    assert bytes((kept - 2).astype(np.uint8)) == data
+    assert np.isfinite(arrays["last_hidden_state"]).all()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["in.txt", "out.npz"]
+
+
+def test_text_that_cannot_be_read(cli: Cli, built: Built, tmp_path: Path) -> None:
+    encoder, attention = built("lsh", "encoder").path, built("lsh", "attention").path
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "text").write_bytes(b"text")
+    assert "is empty; expected at least one byte of text" in cli("run", encoder, "--text", tmp_path / "empty").error()
+    assert "no text file at" in cli("run", encoder, "--text", tmp_path / "absent").error()
+    assert "cannot read" in cli("run", encoder, "--text", tmp_path).error()
+    bare = cli("run", attention, "--text", tmp_path / "text").error()
+    assert "is a bare attention layer and cannot read text; give --input FILE.npz instead" in bare
+    both = cli("run", encoder, "--text", tmp_path / "text", "--input", tmp_path / "text").error()
+    assert "give either --input FILE.npz or --text FILE" in both
+    assert "give either --input FILE.npz or --text FILE" in cli("run", encoder).error()
+
+
+def npz(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def test_run_on_arrays(cli: Cli, built: Built, tmp_path: Path) -> None:
+    hidden = np.random.default_rng(0).standard_normal((2, 5, 32), dtype=np.float32)
+    source = npz(tmp_path / "in.npz", hidden_states=hidden)
+    output = tmp_path / "out.npz"
+    output.write_text("old")
+    result = cli("run", built("softmax", "attention").path, "--input", source, "--output", output, "--json")
+    assert result.code == 0
+    assert result.json["output_file"] == str(output)
+    with np.load(output) as arrays:
+        assert {name: arrays[name].shape for name in arrays} == {"last_hidden_state": (2, 5, 32)}
+    assert "10 tokens in" in result.err
+    dry = cli("run", built("softmax", "attention").path, "--input", source)
+    assert "not written; keep it with --output FILE.npz" in dry.err
+
+
+IDS = np.ones((2, 5), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"ids": IDS}, "unknown input 'ids'; did you mean 'input_ids'? Expected: input_ids int64 [batch, seq]"),
+        ({"input_ids": IDS.astype(np.float32)}, "is float32 [2, 5]; expected input_ids int64 [batch, seq]"),
+        ({"input_ids": IDS[0]}, "of rank 1; expected rank 2"),
+        ({"input_ids": np.array([{"a": 1}], dtype=object)}, "is not an .npz file of plain arrays"),
+        ({"input_ids": IDS, "attention_mask": IDS[:1]}, "expected the same batch in all inputs"),
+        ({}, "input 'input_ids' is missing"),
+    ],
+)
+def test_arrays_that_do_not_fit(cli: Cli, built: Built, tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    source, output = npz(tmp_path / "in.npz", **arrays), tmp_path / "out.npz"
+    result = cli("run", built("lsh", "encoder").path, "--input", source, "--output", output)
+    assert message in result.error()
+    assert [path.name for path in tmp_path.iterdir()] == ["in.npz"]
+
+
+def broken_npz(kind: str, path: Path) -> Path:
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, input_ids=np.arange(4000).reshape(4, 1000))
+    data = buffer.getvalue()
+    if kind == "zip of something else":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("readme.txt", "hello")
+        return path
+    if kind == "single array":
+        np.save(path.open("wb"), np.arange(5))
+        return path
+    path.write_bytes(
+        {
+            "empty": b"",
+            "text": b"input_ids = 1",
+            "truncated": data[: len(data) // 2],
+            "damaged inside": data[:200] + bytes(64) + data[264:],
+        }[kind]
+    )
+    return path
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("kind", ["empty", "text", "truncated", "damaged inside", "zip of something else", "single array"])
+def test_files_that_are_no_arrays(cli: Cli, built: Built, tmp_path: Path, kind: str) -> None:
+    source = broken_npz(kind, tmp_path / "in.npz")
+    message = cli("run", built("lsh", "encoder").path, "--input", source).error()
+    expected = {"single array": "holds a single array; expected an .npz", "zip of something else": "readme.txt"}
+    assert expected.get(kind, "is not an .npz file of plain arrays") in message
+
+
+def test_input_and_output_paths_that_cannot_be(cli: Cli, built: Built, tmp_path: Path) -> None:
+    path, source = built("lsh", "encoder").path, npz(tmp_path / "in.npz", input_ids=IDS)
+    assert "no input file at" in cli("run", path, "--input", tmp_path / "absent.npz").error()
+    assert "is a folder" in cli("run", path, "--input", source, "--output", tmp_path).error()
+    assert "does not exist; create it" in cli("run", path, "--input", source, "--output", tmp_path / "a" / "b").error()
+    assert "no artifact at" in cli("run", tmp_path / "absent", "--input", source).error()
+
+
+def test_a_full_disk_leaves_no_half_output(
+    cli: Cli, built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = npz(tmp_path / "in.npz", input_ids=IDS), tmp_path / "out.npz"
+    output.write_text("old")
+
+    def full(stream: Any, *arguments: Any, **options: Any) -> None:
+        stream.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    result = cli("run", built("lsh", "encoder").path, "--input", source, "--output", output)
+    assert "cannot write" in result.error()
+    assert "No space left on device" in result.err
+    assert output.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.npz", "out.npz"]
+
+
+def test_inspect_of_an_artifact_and_of_a_bare_file(cli: Cli, built: Built) -> None:
+    artifact = built("lsh", "encoder")
+    whole = cli("inspect", artifact.path, "--json").json
+    assert whole["variant"] == "lsh"
+    assert whole["parity"]["passed"] is True
+    graph = whole["graph"]
+    assert graph["inputs"][0] == {"name": "input_ids", "dtype": "int64", "dims": ["batch", "seq"]}
+    assert graph["opset"] == 20
+    assert graph["custom_ops"] == {"LSHSort": {"count": 1, "implementation": "body"}}
+    assert graph["ops"]["effexport::LSHSort"] == 1
+    assert graph["bytes"] == artifact.model_path.stat().st_size
+    assert graph["parameters"] > 258 * 32
+    bare = cli("inspect", artifact.model_path, "--json").json
+    assert bare["graph"] == graph
+    assert "variant" not in bare
+    text = cli("inspect", artifact.path)
+    assert text.out == ""
+    for word in ("input_ids int64 [batch, seq]", "effexport::LSHSort × 1, runs as body", "num_hashes=2", "parameters"):
+        assert word in text.err
+
+
+def test_inspect_counts_external_weights(cli: Cli, built: Built) -> None:
+    artifact = built("aft-simple", "attention", external_data=True)
+    graph = cli("inspect", artifact.path, "--json").json["graph"]
+    files = artifact.manifest["files"]
+    assert graph["bytes"] == files["model.onnx"]["bytes"] + files["model.onnx.data"]["bytes"]
+
+
+def test_inspect_of_garbage(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "garbage").write_bytes(os.urandom(500))
+    assert "is not an ONNX model" in cli("inspect", tmp_path / "garbage").error()
+    assert "no artifact at" in cli("inspect", tmp_path / "absent").error()
+    assert "is not an artifact" in cli("inspect", tmp_path).error()
+
+
+def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
+    result = cli("doctor", "--json")
+    assert result.code == 0
+    assert result.json["ok"] is True
+    assert {part["name"] for part in result.json["parts"]} >= {"torch", "onnx", "onnxruntime"}
+    assert result.json["environment"]["effexport"] == __version__
+    assert "everything works" in cli("doctor").err
+
+
+def test_doctor_of_a_machine_without_a_runtime(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    result = cli("doctor", "--json")
+    assert result.code == 1
+    (part,) = [part for part in result.json["parts"] if not part["works"]]
+    assert part["name"] == "onnxruntime"
+    assert part["remedy"] == "pip install 'effexport[cpu]'"
+    text = cli("doctor")
+    assert text.code == 1
+    assert "pip install 'effexport[cpu]'" in text.err
+
+
+def test_a_missing_runtime_names_the_extra(
+    cli: Cli, built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, source = built("lsh", "encoder").path, npz(tmp_path / "in.npz", input_ids=IDS)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    for arguments in (
+        ["run", path, "--input", source],
+        ["verify", path, "--reference", "golden"],
+        ["build", "--variant", "lsh", "-o", tmp_path / "new"],
+    ):
+        assert "pip install 'effexport[cpu]'" in cli(*arguments).error()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(cli: Cli, shell: str) -> None:
+    result = cli("completion", shell)
+    assert result.code == 0
+    assert "_EFFEXPORT_COMPLETE" in result.out
+    assert cli("completion", shell, "--json").json == {"shell": shell, "script": result.out.removesuffix("\n")}
+
+
+def test_completion_completes() -> None:
+    environment = os.environ | {"_EFFEXPORT_COMPLETE": "bash_complete", "COMP_WORDS": "effexport bu", "COMP_CWORD": "1"}
+    command = [sys.executable, "-c", "from effexport.cli import main; main()"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.stdout.strip() == "plain,build"
+
+
+def test_an_unknown_shell_or_command_is_one_error(cli: Cli) -> None:
+    assert "tcsh" in cli("completion", "tcsh").error()
+    message = cli("biuld").error()
+    assert "no command 'biuld'; did you mean 'build'?" in message
+    assert "list, build, verify" in message
+    assert "no command 'xyzzy'" in cli("xyzzy", "--json").json["error"]
+
+
+def test_debug_shows_the_traceback_of_an_error_and_nothing_else_does(cli: Cli, tmp_path: Path) -> None:
+    plain = cli("inspect", tmp_path / "absent")
+    assert "Traceback" not in plain.err
+    debug = cli("inspect", tmp_path / "absent", "--debug")
+    assert debug.code == 2
+    assert "Traceback (most recent call last)" in debug.err
+    assert "effexport: error: no artifact at" in debug.err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from effexport.cli import main
+
+    def bug(*arguments: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("effexport.environment.examine", bug)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["doctor"])
+
+
+def test_an_interrupt_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("effexport.environment.examine", interrupt)
+    assert cli("doctor").error(130) == "interrupted"
+
+
+def test_a_failed_stage_exits_1_and_leaves_nothing(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from effexport.errors import StageError
+
+    def fail(*arguments: object) -> None:
+        raise StageError("export", "planted")
+
+    monkeypatch.setattr("effexport.onnx_from_module.onnx_from_module", fail)
+    arguments = ["build", "--variant", "softmax", *SMALL, "-o", tmp_path / "out"]
+    assert cli(*arguments).error(1) == "export: planted"
+    assert cli(*arguments, "--json").json == {"error": "export: planted", "exit_code": 1}
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,176 @@
+"""Specs from flags and TOML files, and through JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from effexport.errors import UserError
+from effexport.models.spec import EncoderSpec, LSHSpec, SpecError
+from effexport.spec import BuildSpec, TensorInfo, build_spec_from_options
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "spec.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_flags_win_over_the_file(toml: Callable[[str], Path]) -> None:
+    file = toml('variant = "lsh"\ndim = 64\nheads = 8\nopset = 21')
+    spec = build_spec_from_options({"dim": 128, "opset": 22}, file)
+    assert (spec.attention.dim, spec.attention.heads, spec.opset) == (128, 8, 22)
+
+
+def test_a_flag_that_was_not_given_does_not_hide_the_file(toml: Callable[[str], Path]) -> None:
+    file = toml('variant = "softmax"\ncausal = true\nseed = 5')
+    spec = build_spec_from_options({"causal": None, "seed": None, "variant": None}, file)
+    assert spec.attention.causal
+    assert spec.seed == 5
+
+
+def test_a_false_flag_wins_over_true_in_the_file(toml: Callable[[str], Path]) -> None:
+    file = toml('variant = "softmax"\ncausal = true')
+    assert not build_spec_from_options({"causal": False}, file).attention.causal
+
+
+def test_tables_group_fields_and_mean_the_same_as_none(toml: Callable[[str], Path]) -> None:
+    tables = """
+    variant = "lsh"
+    [attention]
+    num_hashes = 3
+    [encoder]
+    layers = 5
+    block = "reversible"
+    [build]
+    precision = "fp16"
+    """
+    spec = build_spec_from_options({}, toml(tables))
+    flat = 'variant="lsh"\nnum_hashes=3\nlayers=5\nblock="reversible"\nprecision="fp16"'
+    assert spec == build_spec_from_options({}, toml(flat))
+    assert isinstance(spec.attention, LSHSpec)
+    assert isinstance(spec.model, EncoderSpec)
+    assert (spec.attention.num_hashes, spec.model.layers, spec.precision) == (3, 5, "fp16")
+
+
+def test_field_names_may_be_written_with_hyphens(toml: Callable[[str], Path]) -> None:
+    spec = build_spec_from_options({}, toml('variant = "lsh"\nseq-len = 256\n[attention]\nchunk-length = 32'))
+    assert isinstance(spec.attention, LSHSpec)
+    assert (spec.attention.seq_len, spec.attention.chunk_length) == (256, 32)
+
+
+def test_a_list_of_bucket_counts_becomes_factors(toml: Callable[[str], Path]) -> None:
+    spec = build_spec_from_options({}, toml('variant = "lsh"\nnum_buckets = [4, 8]'))
+    assert isinstance(spec.attention, LSHSpec)
+    assert spec.attention.num_buckets == (4, 8)
+    assert spec.attention.total_buckets == 32
+
+
+def test_variant_and_scope_may_come_from_the_file(toml: Callable[[str], Path]) -> None:
+    spec = build_spec_from_options({}, toml('variant = "linear"\nscope = "attention"'))
+    assert (spec.variant, spec.scope) == ("linear", "attention")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('variant = "lsh"\nnum_hashs = 4', r"lsh has no field 'num_hashs'; did you mean 'num_hashes'\?"),
+        ('variant = "softmax"\nnum_hashes = 4', "softmax has no field 'num_hashes'"),
+        ('variant = "lsh"\nscope = "attention"\nlayers = 2', "layers belongs to the encoder"),
+        ('variant = "lsh"\nseq_len = 64\nseq-len = 64', "sets seq_len twice"),
+        ('variant = "lsh"\ndim = 64\n[attention]\ndim = 32', "sets dim twice"),
+        ('variant = "lsh"\n[model]\ndim = 32', r"unknown table \[model\].*attention, encoder, build"),
+        ('variant = "lhs"', r"unknown variant 'lhs'; did you mean 'lsh'\?"),
+        ('variant = ["lsh"]', "unknown variant"),
+        ('variant = "lsh"\nscope = "layer"', "scope is 'layer'; expected encoder or attention"),
+        ("dim = 64", "no variant given; expected one of: softmax"),
+        ('variant = "lsh"\nprecision = ["fp32"]', "precision is"),
+        ('variant = "lsh"\nopset = "20"', "opset is '20'; expected an integer"),
+        ('variant = "lsh"\nnum_buckets = [4, 3]', "num_buckets is .*nearest that work: 2 or 4"),
+        ('variant = "lsh"\nnum_buckets = ["a"]', "expected an integer or a list of integers"),
+        ('variant = "linear"\neps = nan', "eps is nan; expected a finite number"),
+        ('variant = "softmax"\ncausal = 1', "causal is 1; expected true or false"),
+    ],
+)
+def test_a_file_that_cannot_work_says_why(toml: Callable[[str], Path], text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        build_spec_from_options({}, toml(text))
+
+
+@pytest.mark.parametrize("data", [b"variant = ", b"\xff\xfe", b"a = 1\na = 2"])
+def test_a_file_that_is_no_toml_is_an_error_with_its_path(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"cannot read the spec file .*bad\.toml"):
+        build_spec_from_options({}, path)
+
+
+def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no spec file at"):
+        build_spec_from_options({}, tmp_path / "absent.toml")
+    with pytest.raises(UserError, match="cannot read the spec file"):
+        build_spec_from_options({}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"precision": "fp8"}, "precision is 'fp8'; expected fp32, fp16 or bf16"),
+        ({"opset": 17}, "opset is 17; expected 18 to 24"),
+        ({"opset": 25}, "opset is 25; expected 18 to 24"),
+        ({"batch": 0}, "batch is 0; expected at least 1"),
+        ({"seed": -1}, r"seed is -1; expected 0 to 2\^63 - 1"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
+        ({"seq_len": 0}, "seq_len is 0; expected a positive integer, the nearest is 1"),
+        ({"layers": 0}, "layers is 0; expected at least 1"),
+        ({"dim": 256, "heads": 3}, "256 cannot be split into 3 heads.*use dim 255 or 258, heads 2 or 4"),
+        ({"dim": 2, "heads": 4}, "use dim 4, heads 2"),
+    ],
+)
+def test_a_value_that_cannot_work_says_what_can(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        build_spec_from_options({"variant": "softmax", **flags}, None)
+
+
+def test_causal_nystrom_is_refused_with_the_variants_that_can() -> None:
+    with pytest.raises(SpecError, match=r"nystrom attention has no causal form.*softmax, linear, lsh, aft-full"):
+        build_spec_from_options({"variant": "nystrom", "causal": True}, None)
+
+
+def test_an_unknown_variant_is_reported_before_its_fields() -> None:
+    with pytest.raises(SpecError, match=r"unknown variant 'nystroem'; did you mean 'nystrom'\?"):
+        build_spec_from_options({"variant": "nystroem", "no_such_field": 1}, None)
+
+
+def test_a_spec_survives_json(variant: str, scope: str, small_spec: Callable[..., BuildSpec]) -> None:
+    spec = small_spec(variant, scope, batch=3, precision="fp16", opset=22, seed=9, external_data=True)
+    assert BuildSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_bucket_factors_survive_json(small_spec: Callable[..., BuildSpec]) -> None:
+    spec = small_spec("lsh", "encoder", num_buckets=(4, 6))
+    assert BuildSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_inputs_and_outputs_have_the_promised_names(small_spec: Callable[..., BuildSpec]) -> None:
+    mask = TensorInfo("attention_mask", "int64", ("batch", "seq"))
+    encoder = small_spec("softmax", "encoder")
+    assert encoder.inputs == (TensorInfo("input_ids", "int64", ("batch", "seq")), mask)
+    assert encoder.outputs == (TensorInfo("last_hidden_state", "float32", ("batch", "seq", 32)),)
+    attention = small_spec("softmax", "attention", precision="fp16")
+    assert attention.inputs == (TensorInfo("hidden_states", "float16", ("batch", "seq", 32)), mask)
+    head = small_spec("softmax", "encoder", lm_head=True)
+    assert head.outputs == (TensorInfo("logits", "float32", ("batch", "seq", 258)),)
+
+
+def test_a_model_tied_to_one_length_has_a_fixed_dimension(small_spec: Callable[..., BuildSpec]) -> None:
+    spec = small_spec("nystrom", "attention", segment_means_seq_len=64)
+    assert spec.inputs[0].dims == ("batch", 64, 32)
+    assert spec.outputs[0].dims == ("batch", 64, 32)
