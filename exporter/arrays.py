@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,13 +20,16 @@ if TYPE_CHECKING:
 def load_npz(path: Path) -> dict[str, Array]:
     """Every array of the file. Raises UserError when there is no such file, or it holds anything but arrays."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
+        # numpy leaks the file that it opens itself when the archive is damaged
+        with path.open("rb") as stream:
+            loaded = np.load(stream, allow_pickle=False)
+            if not isinstance(loaded, np.lib.npyio.NpzFile):
                 raise UserError(f"{path} holds a single array; expected an .npz file with one array per input name")
-            return {name: file[name] for name in file.files}
+            with loaded as file:
+                return {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise UserError(f"no input file at {path}") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} is not an .npz file of plain arrays: {error}") from error
 
 

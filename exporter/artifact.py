@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -79,7 +80,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{path} is not an artifact: it has no {MANIFEST}; expected a folder made by effexport build")
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        manifest = json.loads(text)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{file} is damaged: {error}; {_REMEDY}") from error
     if not isinstance(manifest, dict) or type(manifest.get("format_version")) is not int:
@@ -90,7 +92,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{file} has format version {version}, written by effexport {manifest.get('effexport_version')}; "
             f"this effexport reads up to {FORMAT_VERSION}: upgrade effexport"
         )
-    if manifest.get("integrity") != manifest_digest(manifest):
+    # the text itself is compared too: 1e-05 and 1E-05 are one number, but only one of them was written
+    if manifest.get("integrity") != manifest_digest(manifest) or text != manifest_text(manifest):
         raise UserError(f"{file} is damaged: its contents do not match its own checksum; {_REMEDY}")
     for name, kind in _FIELDS.items():
         if not isinstance(manifest.get(name), kind):
@@ -152,7 +155,12 @@ def write_manifest(folder: Path, contents: Mapping[str, Any]) -> None:
     # as it will be read back: tuples become lists before the checksum is taken
     manifest = json.loads(json.dumps(manifest))
     manifest["integrity"] = manifest_digest(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+
+
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """The only text that stands for this manifest."""
+    return json.dumps(manifest, indent=2) + "\n"
 
 
 @contextlib.contextmanager
@@ -164,6 +172,7 @@ def new_folder(output: Path, *, force: bool) -> Iterator[Path]:
     Raises UserError when `output` exists or its parent cannot be written.
     """
     check_output(output, force=force)
+    created = [parent for parent in output.parents if not parent.exists()]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         recover_siblings(output)
@@ -176,6 +185,10 @@ def new_folder(output: Path, *, force: bool) -> Iterator[Path]:
         replace_folder(building, output, force=force)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+        # after a failure nothing is left, not even the parents that were made for it
+        with contextlib.suppress(OSError):
+            for parent in created:
+                parent.rmdir()
 
 
 def check_output(output: Path, *, force: bool) -> None:
@@ -208,7 +221,7 @@ def recover_siblings(output: Path) -> None:
     """Clear away what killed builds left behind; put an old folder back if a kill came between two renames."""
     for kind in ("replaced", "building"):
         prefix = f".{output.name}.{kind}-"
-        for sibling in output.parent.glob(f"{glob_escape(prefix)}*"):
+        for sibling in output.parent.glob(f"{glob.escape(prefix)}*"):
             owner = sibling.name.removeprefix(prefix)
             if not owner.isdigit() or is_running(int(owner)):
                 continue
@@ -216,12 +229,6 @@ def recover_siblings(output: Path) -> None:
                 sibling.rename(output)
             else:
                 shutil.rmtree(sibling, ignore_errors=True)
-
-
-def glob_escape(text: str) -> str:
-    import glob
-
-    return glob.escape(text)
 
 
 def is_running(pid: int) -> bool:

@@ -96,7 +96,10 @@ def program_from_module(
                 verbose=False,
             )
         except torch.onnx.OnnxExporterError as error:
-            raise StageError(STAGE, f"torch.onnx could not export the module: {error}") from error
+            # its own message is a page of advice; the cause says what went wrong
+            cause = str(error.__cause__ or error).strip().splitlines()[0]
+            message = f"torch.onnx could not export the module: {cause}; --debug shows the whole trace"
+            raise StageError(STAGE, message) from error
     if program is None:
         raise StageError(STAGE, "torch.onnx returned no program")
     return program.model

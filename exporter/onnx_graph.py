@@ -61,8 +61,8 @@ def check_graph(path: Path, promise: GraphPromise) -> None:
     for node in all_nodes(model):
         if node.op_type in FORBIDDEN_OPS:
             raise StageError(STAGE, f"node {node.name!r} is a {node.op_type}: {FORBIDDEN_OPS[node.op_type]}")
-        if node.domain == DOMAIN and all(a.name != PLUGIN_NAMESPACE for a in node.attribute):
-            raise StageError(STAGE, f"node {node.name!r} does not carry {PLUGIN_NAMESPACE}")
+        if node.domain == DOMAIN and (PLUGIN_NAMESPACE, DOMAIN.encode()) not in [(a.name, a.s) for a in node.attribute]:
+            raise StageError(STAGE, f"node {node.name!r} does not carry {PLUGIN_NAMESPACE}={DOMAIN!r}")
     for what, actual, expected in (
         ("inputs", graph_tensors(model.graph.input), promise.inputs),
         ("outputs", graph_tensors(model.graph.output), promise.outputs),

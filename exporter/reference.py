@@ -13,6 +13,7 @@ import numpy as np
 
 from effexport.errors import UserError
 from effexport.models.spec import EncoderSpec, LSHSpec
+from effexport.onnx_from_module import at_precision
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Case:
     buckets and margins: per hash (by the name of its graph value), int32 and float32 [batch · heads · rounds, padded
     seq]: the bucket of every token and how close it came to another one.
     seed_noise: RMS-relative change of the output under other rotations; None without hashing.
+    precision_noise: likewise, when PyTorch itself runs at the precision of the spec; 0 in float32.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Case:
     buckets: Mapping[str, Array] = field(default_factory=dict)
     margins: Mapping[str, Array] = field(default_factory=dict)
     seed_noise: float | None = None
+    precision_noise: float = 0.0
 
     @property
     def keep(self) -> Array:
@@ -109,24 +112,30 @@ def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int) -> list
     for name, inputs in case_inputs(spec, seed).items():
         with recorded_hashes(module) as (buckets, margins):
             output = run_module(module, spec, inputs)
-        noise = None
-        if isinstance(spec.attention, LSHSpec):
-            with other_rotations(module):
-                noise = rms(run_module(module, spec, inputs) - output) / rms(output)
-        outputs = {spec.outputs[0].name: output}
-        cases.append(Case(name, inputs, outputs, dict(buckets), dict(margins), noise))
+        noise = hash_noise(module, spec, inputs, output) if isinstance(spec.attention, LSHSpec) else (None, 0.0)
+        cases.append(Case(name, inputs, {spec.outputs[0].name: output}, dict(buckets), dict(margins), *noise))
     return cases
+
+
+def hash_noise(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array], output: Array) -> tuple[float, float]:
+    """RMS-relative change of the output under other rotations, and under the rounding of the spec's precision."""
+    with other_rotations(module):
+        by_seed = rms(run_module(module, spec, inputs) - output) / rms(output)
+    if spec.precision == "fp32":
+        return by_seed, 0.0
+    rounded = run_module(at_precision(module, spec.precision), spec, inputs)
+    return by_seed, rms(rounded - output) / rms(output)
 
 
 def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> Array:
     import torch
 
     first, mask = (np.asarray(inputs[tensor.name]) for tensor in spec.inputs)
-    if first.dtype != np.int64:
-        first = first.astype(np.float32)
+    dtype = next(module.parameters()).dtype
+    given = torch.from_numpy(first if first.dtype == np.int64 else first.astype(np.float32))
     with torch.inference_mode():
-        output: Array = module(torch.from_numpy(first), torch.from_numpy(mask)).numpy()
-    return output
+        output = module(given.to(dtype) if given.is_floating_point() else given, torch.from_numpy(mask))
+    return np.asarray(output.float().numpy())
 
 
 def rms(x: Array) -> float:
@@ -189,8 +198,8 @@ def save_reference(cases: list[Case], path: Path) -> None:
         for kind in ("inputs", "outputs", "buckets", "margins"):
             for name, array in getattr(case, kind).items():
                 tensors[f"{case.name}/{kind}/{name}"] = np.ascontiguousarray(array)
-    noise = {case.name: case.seed_noise for case in cases}
-    path.write_bytes(save(tensors, metadata={"seed_noise": json.dumps(noise)}))
+    noise = {case.name: [case.seed_noise, case.precision_noise] for case in cases}
+    path.write_bytes(save(tensors, metadata={"noise": json.dumps(noise)}))
 
 
 def load_reference(path: Path) -> list[Case]:
@@ -199,13 +208,16 @@ def load_reference(path: Path) -> list[Case]:
 
     try:
         with safe_open(path, framework="numpy") as file:
-            noise = json.loads(file.metadata()["seed_noise"])
+            noise = json.loads(file.metadata()["noise"])
             parts: dict[str, dict[str, dict[str, Array]]] = {
                 name: {"inputs": {}, "outputs": {}, "buckets": {}, "margins": {}} for name in noise
             }
             for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 case, kind, name = key.split("/", 2)
                 parts[case][kind][name] = file.get_tensor(key)
+        return [
+            Case(name, **kinds, seed_noise=noise[name][0], precision_noise=noise[name][1])
+            for name, kinds in parts.items()
+        ]
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not a reference of effexport: {error!r}") from error
-    return [Case(name, **kinds, seed_noise=noise[name]) for name, kinds in parts.items()]

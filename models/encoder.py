@@ -55,7 +55,7 @@ class Encoder(nn.Module):
         hidden = self.token_embedding(input_ids) + self.position_embedding(position).unsqueeze(1)
         streams, next_states = self.split(hidden), []
         for block, state in zip(self.blocks, states, strict=True):
-            streams, next_state = block.step(streams, state)
+            streams, next_state = block.step(streams, state)  # type: ignore[operator]
             next_states.append(next_state)
         return self.head(streams), next_states
 
@@ -71,8 +71,9 @@ class Encoder(nn.Module):
             hidden = torch.cat(streams, dim=-1)
         else:
             hidden = (streams[0] + streams[1]) / 2
-        hidden = self.final_norm(hidden)
-        return hidden if self.lm_head is None else self.lm_head(hidden)
+        normed: Tensor = self.final_norm(hidden)
+        logits: Tensor | None = None if self.lm_head is None else self.lm_head(normed)
+        return normed if logits is None else logits
 
 
 class FeedForward(nn.Module):
@@ -142,7 +143,8 @@ class ReversibleBlock(nn.Module):
 
     def step(self, streams: tuple[Tensor, ...], state: State) -> tuple[tuple[Tensor, Tensor], State]:
         attend = OneToken(self.attention, state)
-        return self.mix(*streams, attend), attend.next_state
+        first, second = streams
+        return self.mix(first, second, attend), attend.next_state
 
     def mix(self, x1: Tensor, x2: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         y1 = x1 + attend(self.attention_norm(x2))
@@ -198,7 +200,7 @@ def weight_scale(name: str, parameter: Tensor) -> float:
     if leaf in ("position_query", "position_key"):
         return float(parameter.shape[1] ** -0.25)  # biases u·v of order one
     if "norm" in owner or leaf == "bias" or "embedding" in owner:
-        return 0.1 if leaf == "bias" or "norm" in owner else 1.0
+        return 0.2 if leaf == "bias" or "norm" in owner else 1.0
     fan_in = parameter[0].numel() if parameter.dim() > 1 else 1
     gain = 2.0**0.5 if owner in ("query", "key", "query_key") else 1.0  # attention with logits of order two
     return float(gain * fan_in**-0.5)

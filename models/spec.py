@@ -250,7 +250,8 @@ class LSHSpec(LookAroundSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.num_hashes >= 1, f"num_hashes is {self.num_hashes}; expected at least 1")
-        require(self.hash_seed >= 0, f"hash_seed is {self.hash_seed}; expected 0 or more")
+        # an encoder adds the number of the layer
+        require(0 <= self.hash_seed < 2**63, f"hash_seed is {self.hash_seed}; expected 0 to 2^63 - 1")
         for factor in self.bucket_factors:
             require(
                 factor >= 2 and factor % 2 == 0,

@@ -23,14 +23,16 @@ def command(as_json: bool, debug: bool) -> None:
     if as_json:
         print_json({"ok": ok, "environment": versions(), "parts": findings})
     else:
-        from rich.table import Table
+        from rich.table import Column, Table
         from rich.text import Text
 
-        table = Table("part", "version", "state", "needed to", "to add it", box=None, pad_edge=False)
+        table = Table(
+            "part", "version", "state", "needed to", Column("to add it", no_wrap=True), box=None, pad_edge=False
+        )
         for finding in findings:
             state = Text("works", style="green") if finding["works"] else Text(finding["problem"], style="bold red")
             table.add_row(
-                finding["name"], finding["version"] or "–", state, finding["purpose"], finding["remedy"] or ""
+                finding["name"], finding["version"] or "–", state, finding["purpose"], Text(finding["remedy"] or "")
             )
         console = stderr_console()
         console.print(table)

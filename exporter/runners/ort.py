@@ -75,9 +75,9 @@ class OrtRunner:
             raise EffexportError("this runner is closed; load the artifact again")
         complete = checked_feeds(feeds, self.inputs, self.limits)
         names = [tensor.name for tensor in self.outputs]
-        if "bfloat16" in {tensor.dtype for tensor in (*self.inputs, *self.outputs)}:
-            return self._run_bfloat16(complete, names)
         try:
+            if "bfloat16" in {tensor.dtype for tensor in (*self.inputs, *self.outputs)}:
+                return self._run_bfloat16(complete, names)
             return dict(zip(names, self._session.run(names, complete), strict=True))
         except Exception as error:  # onnxruntime has no common base class for its errors
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in complete.items())

@@ -36,6 +36,11 @@ def state_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+def build_into(output: Path, *, force: bool, work: Callable[[Path], None] = lambda folder: None) -> None:
+    with new_folder(output, force=force) as folder:
+        work(folder)
+
+
 def dead_pid() -> int:
     """The id of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
@@ -139,7 +144,7 @@ def test_a_missing_manifest_means_that_it_is_no_artifact(copied: Copied, tmp_pat
     (folder / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"is not an artifact: it has no manifest\.json"):
         open_artifact(folder)
-    with pytest.raises(UserError, match="no artifact at .*; make one with: effexport build"):
+    with pytest.raises(UserError, match=r"no artifact at .*; make one with: effexport build"):
         open_artifact(tmp_path / "absent")
     (tmp_path / "file").write_text("{}")
     with pytest.raises(UserError, match="is not an artifact"):
@@ -352,9 +357,13 @@ def test_a_failed_check_writes_nothing_and_is_quoted(
 def test_a_full_disk_leaves_what_was_there(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
     output = copied()
     before = state_of(output)
-    with pytest.raises(OSError, match="No space"), new_folder(output, force=True) as folder:
+
+    def full(folder: Path) -> None:
         (folder / "half").write_text("half")
         raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        build_into(output, force=True, work=full)
     assert state_of(output) == before
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
@@ -362,8 +371,7 @@ def test_a_full_disk_leaves_what_was_there(copied: Copied, monkeypatch: pytest.M
 def test_an_existing_artifact_is_replaced_only_with_force(copied: Copied) -> None:
     output = copied()
     with pytest.raises(UserError, match=r"exists; choose another folder with -o, or replace it with --force"):
-        with new_folder(output, force=False):
-            raise AssertionError("not reached")
+        build_into(output, force=False)
     with new_folder(output, force=True) as folder:
         (folder / "manifest.json").write_text("new")
     assert state_of(output) == {"manifest.json": b"new"}
@@ -374,8 +382,7 @@ def test_force_does_not_replace_a_folder_that_is_no_artifact(tmp_path: Path) -> 
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.tex").write_text("years of work")
     with pytest.raises(UserError, match="is not an artifact, so --force does not replace it"):
-        with new_folder(tmp_path / "thesis", force=True):
-            raise AssertionError("not reached")
+        build_into(tmp_path / "thesis", force=True)
     assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "years of work"
 
 
@@ -387,26 +394,27 @@ def test_force_fills_an_empty_folder(tmp_path: Path) -> None:
 
 
 def test_an_output_that_appears_during_the_build_is_not_replaced(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="exists"), new_folder(tmp_path / "out", force=False):
+    def intrude(folder: Path) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mine").write_text("mine")
+
+    with pytest.raises(UserError, match="exists"):
+        build_into(tmp_path / "out", force=False, work=intrude)
     assert state_of(tmp_path / "out") == {"mine": b"mine"}
 
 
 @pytest.mark.parametrize("below", ["out", "deep/er/out"])
 def test_an_output_that_cannot_be_written_is_one_clear_error(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("a file, not a folder")
-    with pytest.raises(UserError, match="cannot write to .*choose another folder with -o"):
-        with new_folder(tmp_path / "file" / below, force=False):
-            raise AssertionError("not reached")
+    with pytest.raises(UserError, match=r"cannot write to .*choose another folder with -o"):
+        build_into(tmp_path / "file" / below, force=False)
 
 
 @pytest.mark.parametrize("force", [False, True])
 def test_an_output_that_is_a_file_is_one_clear_error(tmp_path: Path, force: bool) -> None:
     (tmp_path / "file").write_text("keep me")
     with pytest.raises(UserError, match="is a file; expected the path of a folder"):
-        with new_folder(tmp_path / "file", force=force):
-            raise AssertionError("not reached")
+        build_into(tmp_path / "file", force=force)
     assert (tmp_path / "file").read_text() == "keep me"
 
 
@@ -434,9 +442,13 @@ def test_an_artifact_that_was_moved_aside_is_put_back(copied: Copied) -> None:
     output = copied()
     before = state_of(output)
     output.rename(output.parent / f".{output.name}.replaced-{dead_pid()}")
-    with pytest.raises(RuntimeError, match="planted"), new_folder(output, force=True):
+
+    def check_and_fail(folder: Path) -> None:
         assert state_of(output) == before
         raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        build_into(output, force=True, work=check_and_fail)
     assert state_of(output) == before
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
@@ -489,16 +501,32 @@ def test_a_kill_while_replacing_leaves_one_of_the_two(copied: Copied, moment: st
         assert state_of(output) == {"manifest.json": b"new"}
     elif moment != "second rename":
         assert state_of(output) == before
+
     # between the two renames there is none; the next build puts the old one back before it does anything else
-    with pytest.raises(RuntimeError, match="planted"), new_folder(output, force=True):
+    def check_and_fail(folder: Path) -> None:
         assert state_of(output) == ({"manifest.json": b"new"} if moment == "removal" else before)
         raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        build_into(output, force=True, work=check_and_fail)
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
 def kill_build(output: Path, stage: str, *options: str) -> None:
     """Start a real build and kill it when it announces the stage."""
-    arguments = "build --variant aft-simple --scope attention --dim 32 --heads 2 --seq-len 64".split()
+    arguments = [
+        "build",
+        "--variant",
+        "aft-simple",
+        "--scope",
+        "attention",
+        "--dim",
+        "32",
+        "--heads",
+        "2",
+        "--seq-len",
+        "64",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "effexport", *arguments, "-o", str(output), *options],
         stderr=subprocess.PIPE,

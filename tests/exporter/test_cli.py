@@ -25,7 +25,7 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]
 Built = Callable[..., Artifact]
 FRAMEWORKS = ("torch", "onnx", "onnxruntime", "tensorrt", "numpy", "onnxscript", "jinja2")
-SMALL = "--scope attention --dim 32 --heads 2 --seq-len 64".split()
+SMALL = ["--scope", "attention", "--dim", "32", "--heads", "2", "--seq-len", "64"]
 
 
 def modules_after(code: str, *arguments: str | Path) -> tuple[set[str], subprocess.CompletedProcess[str]]:
@@ -68,7 +68,9 @@ def test_a_refused_spec_loads_no_torch() -> None:
 
 
 def test_golden_verification_needs_no_torch(built: Built) -> None:
-    modules, result = modules_after(RUN_CLI, "verify", built("lsh", "attention").path, "--reference", "golden", "--json")
+    modules, result = modules_after(
+        RUN_CLI, "verify", built("lsh", "attention").path, "--reference", "golden", "--json"
+    )
     assert "EXIT 0" in result.stderr
     assert not modules & {"torch", "onnxscript"}
     assert json.loads(result.stdout)["passed"] is True
@@ -251,14 +253,13 @@ def test_text_becomes_windows(cli: Cli, built: Built, tmp_path: Path, name: str)
     data = TEXT_SIZES[name]
     (tmp_path / "in.txt").write_bytes(data)
     output = tmp_path / "out.npz"
-    result = cli(
-        "run", built("lsh", "encoder").path, "--text", tmp_path / "in.txt", "--output", output, "--json"
-    )
+    result = cli("run", built("lsh", "encoder").path, "--text", tmp_path / "in.txt", "--output", output, "--json")
     assert result.code == 0, result.err
     windows, width = -(-len(data) // 64), min(64, len(data))
     assert result.json["outputs"] == {"last_hidden_state": {"dtype": "float32", "shape": [windows, width, 32]}}
     assert f"{len(data)} tokens in" in result.err
-    arrays = np.load(output)
+    with np.load(output) as file:
+        arrays = dict(file)
     assert set(arrays) == {"input_ids", "attention_mask", "last_hidden_state"}
     kept = arrays["input_ids"][arrays["attention_mask"] == 1]
     assert bytes((kept - 2).astype(np.uint8)) == data
@@ -330,7 +331,8 @@ def broken_npz(kind: str, path: Path) -> Path:
             archive.writestr("readme.txt", "hello")
         return path
     if kind == "single array":
-        np.save(path.open("wb"), np.arange(5))
+        with path.open("wb") as stream:
+            np.save(stream, np.arange(5))
         return path
     path.write_bytes(
         {
@@ -343,8 +345,9 @@ def broken_npz(kind: str, path: Path) -> Path:
     return path
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("kind", ["empty", "text", "truncated", "damaged inside", "zip of something else", "single array"])
+@pytest.mark.parametrize(
+    "kind", ["empty", "text", "truncated", "damaged inside", "zip of something else", "single array"]
+)
 def test_files_that_are_no_arrays(cli: Cli, built: Built, tmp_path: Path, kind: str) -> None:
     source = broken_npz(kind, tmp_path / "in.npz")
     message = cli("run", built("lsh", "encoder").path, "--input", source).error()
