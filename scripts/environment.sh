@@ -34,6 +34,15 @@ find_python() {
     [[ -z "${EFFEXPORT_PYTHON:-}" ]] || break
   done
   if [[ -n "$without_venv" ]]; then
+    # Debian ships Python without the means to make environments; with the right to, add them
+    if [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null; then
+      say "installing python3-venv, which $without_venv needs to create .venv"
+      { apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv; } >&2 || true
+      if has_venv "$without_venv"; then
+        printf '%s\n' "$without_venv"
+        return
+      fi
+    fi
     die "$without_venv cannot create virtual environments; on Debian and Ubuntu run: sudo apt install python3-venv" \
       "(or set EFFEXPORT_PYTHON to another Python)"
   fi

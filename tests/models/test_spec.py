@@ -164,7 +164,7 @@ REFUSED: list[tuple[type[AttentionSpec], dict[str, object], str]] = [
     (LSHSpec, {"num_chunks_before": -1}, "num_chunks_before is -1; expected 0 or more"),
     (LocalSpec, {"num_chunks_after": -1}, "num_chunks_after is -1; expected 0 or more"),
     (LSHSpec, {"num_hashes": 0}, "num_hashes is 0; expected at least 1"),
-    (LSHSpec, {"hash_seed": -1}, "hash_seed is -1; expected 0 or more"),
+    (LSHSpec, {"hash_seed": -1}, "hash_seed is -1; expected 0 to 2^63 - 1"),
     (LSHSpec, {"num_buckets": 7}, "num_buckets is 7; each count must be even"),
     (LSHSpec, {"num_buckets": 7}, "the nearest that work: 6 or 8"),
     (LSHSpec, {"num_buckets": 0}, "the nearest that work: 2"),
