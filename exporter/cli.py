@@ -40,7 +40,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        from effexport.models.spec import did_you_mean
+        from effexport.models.validation import did_you_mean
 
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
             ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}")
@@ -67,7 +67,7 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. An expected error is one message; a bug keeps its traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    from effexport.models.spec import SpecError
+    from effexport.models.validation import SpecError
 
     try:
         code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)

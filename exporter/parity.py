@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from effexport.models.spec import LSHSpec, NystromSpec
+from effexport.models.spec import LookAroundSpec, LSHSpec, NystromSpec
 from effexport.reference import Case, rms
 from effexport.spec import BuildSpec
 from effexport.tolerances import Limit, arithmetic_limit, bucket_flip_limit, free_run_limit, near_tie_limit
@@ -189,10 +189,9 @@ def check_buckets(case: Case, own: Mapping[str, Array], spec: BuildSpec) -> Iter
 def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
     """Each sample alone, without its padding, equals its rows in the batch."""
     name, metric = "batch invariance", "max |alone − in batch| / RMS"
-    if isinstance(spec.attention, NystromSpec) and not spec.attention.mask_landmarks:
-        return Check(name, case.title, metric, "not run", reason="mask_landmarks=False: padding is part of the input")
-    if isinstance(spec.attention, NystromSpec) and spec.attention.pinv_init == "global":
-        return Check(name, case.title, metric, "not run", reason="pinv_init=global: batch mates are part of the input")
+    reason = why_not_invariant(spec)
+    if reason:
+        return Check(name, case.title, metric, "not run", reason=reason)
     limit = arithmetic_limit(spec)
     reference_free = Limit(limit.value, f"{limit.reason}; neither batch mates nor padding may add to it")
     worst, detail = 0.0, ""
@@ -215,6 +214,19 @@ def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[st
             if error > worst or error != error:
                 worst, detail = error, f"worst in sample {row}"
     return judged(name, case, metric, worst, reference_free, detail)
+
+
+def why_not_invariant(spec: BuildSpec) -> str:
+    """Which published behaviour, if any, makes padding or batch mates part of a sample's input."""
+    attention = spec.attention
+    if isinstance(attention, NystromSpec):
+        if not attention.mask_landmarks:
+            return "mask_landmarks=False: padding is part of the input"
+        if attention.pinv_init == "global" and not attention.is_plain_softmax:
+            return "pinv_init=global: batch mates are part of the input"
+    if isinstance(attention, LookAroundSpec) and attention.circular:
+        return "circular=True: the first chunk sees the last one, so the amount of padding is part of the input"
+    return ""
 
 
 def sample_buckets(buckets: Array, row: int, length: int, spec: BuildSpec) -> Array:

@@ -13,16 +13,13 @@ from effexport.models.spec import (
     ATTENTION_SPECS,
     AttentionSpec,
     EncoderSpec,
-    SpecError,
     attention_from_dict,
     attention_spec,
-    check_field_types,
-    did_you_mean,
     encoder_from_dict,
     field_names,
-    require,
     spec_to_dict,
 )
+from effexport.models.validation import SpecError, check_field_types, did_you_mean, require
 
 Precision = Literal["fp32", "fp16", "bf16"]
 # ONNX names of the element types

@@ -72,9 +72,8 @@ class NystromAttention(MultiHeadAttention):
     def pseudo_inverse(self, kernel_a: Tensor) -> Tensor:
         """Z(A) of every matrix. kernel_a: float32 [batch, heads, m, m]."""
         batch, heads, landmarks, _ = kernel_a.shape
-        column_sums = kernel_a.sum(dim=-2)
-        largest = column_sums.amax(dim=-1)
-        scale = largest.amax().expand(batch, heads) if self.spec.pinv_init == "global" else largest
+        over = (0, 1, 2) if self.spec.pinv_init == "global" else (2,)
+        scale = kernel_a.sum(dim=-2).amax(dim=over, keepdim=True).expand(batch, heads, 1)
         # a sample without any kept token has A = 0: keep 0 / 0 out of it
         scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
         matrices = kernel_a.reshape(batch * heads, landmarks, landmarks)

@@ -7,40 +7,43 @@ Field names follow the papers and the Hugging Face configurations.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from effexport.models.validation import (
+    SpecError,
+    check_conv_kernel_size,
+    check_field_types,
+    did_you_mean,
+    nearest_divisors,
+    nearest_multiples,
+    require,
+)
 
-class SpecError(ValueError):
-    """A spec that cannot work. The message says what was given, what was expected and what to do."""
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SpecError(message)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: `"; did you mean 'x'?"`, or `"."` when nothing is close."""
-    close = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else "."
-
-
-def nearest_multiples(value: int, divisor: int) -> str:
-    """The multiples of `divisor` around `value`, as text for an error message."""
-    below = value // divisor * divisor
-    return f"{below} or {below + divisor}" if below > 0 else f"{divisor}"
-
-
-def nearest_divisors(value: int, total: int) -> str:
-    """The divisors of `total` closest to `value` on either side, as text for an error message."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    below = [d for d in divisors if d <= value][-1:]
-    above = [d for d in divisors if d > value][:1]
-    return " or ".join(str(d) for d in below + above)
+__all__ = [
+    "ATTENTION_SPECS",
+    "AFTConvSpec",
+    "AFTFullSpec",
+    "AFTLocalSpec",
+    "AFTSimpleSpec",
+    "AttentionSpec",
+    "EncoderSpec",
+    "LSHSpec",
+    "LinearSpec",
+    "LocalSpec",
+    "LookAroundSpec",
+    "NystromSpec",
+    "SoftmaxSpec",
+    "SpecError",
+    "attention_from_dict",
+    "attention_spec",
+    "automatic_num_buckets",
+    "encoder_from_dict",
+    "field_names",
+    "spec_to_dict",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,6 +380,8 @@ class EncoderSpec:
 
     def __post_init__(self) -> None:
         check_field_types(self)
+        is_spec = isinstance(self.attention, AttentionSpec)
+        require(is_spec, f"attention is {self.attention!r}; expected an AttentionSpec")
         require(self.layers >= 1, f"layers is {self.layers}; expected at least 1")
         require(self.vocab_size >= 2, f"vocab_size is {self.vocab_size}; expected at least 2")
         require(self.ff_dim is None or self.ff_dim >= 1, f"ff_dim is {self.ff_dim}; expected at least 1")
@@ -401,47 +406,6 @@ class EncoderSpec:
         """Width of `last_hidden_state`."""
         doubled = self.block == "reversible" and self.reversible_output == "concat"
         return self.attention.dim * (2 if doubled else 1)
-
-
-def check_conv_kernel_size(size: int | None) -> None:
-    require(
-        size is None or (size >= 1 and size % 2 == 1),
-        f"conv_kernel_size is {size}; an even or empty kernel changes the length, so it must be odd; "
-        f"the nearest that work: {max(1, (size or 0) - 1)} or {max(1, (size or 0) + 1)}",
-    )
-
-
-def check_field_types(spec: Any) -> None:
-    """Field values must have the declared type: TOML and JSON hand over whatever the user wrote."""
-    for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        declared = str(field.type)
-        if declared.startswith("Literal"):
-            allowed = [word.strip().strip("'\"") for word in declared[len("Literal[") : -1].split(",")]
-            require(value in allowed, f"{field.name} is {value!r}; expected one of {', '.join(allowed)}")
-        elif declared in _PLAIN_TYPES:
-            accepted, words = _PLAIN_TYPES[declared]
-            is_bool = isinstance(value, bool) and bool not in accepted
-            finite = not isinstance(value, float) or math.isfinite(value)
-            require(
-                isinstance(value, accepted) and not is_bool and finite,
-                f"{field.name} is {value!r}; expected {words}",
-            )
-        elif declared == "int | tuple[int, ...] | None":
-            items = value if isinstance(value, tuple) else (value,)
-            require(
-                value is None or (items != () and all(type(item) is int for item in items)),
-                f"{field.name} is {value!r}; expected an integer or a list of integers",
-            )
-
-
-_PLAIN_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "an integer"),
-    "int | None": ((int, type(None)), "an integer"),
-    "float": ((int, float), "a finite number"),
-    "bool": ((bool,), "true or false"),
-    "AttentionSpec": ((AttentionSpec,), "an AttentionSpec"),
-}
 
 
 def attention_spec(variant: str, options: Mapping[str, Any] | None = None) -> AttentionSpec:

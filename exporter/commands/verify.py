@@ -35,7 +35,7 @@ def command(artifact: Path, model: Path | None, runtime: str, reference: str, as
     """
     from effexport.cli import print_json
     from effexport.errors import UserError
-    from effexport.models.spec import did_you_mean
+    from effexport.models.validation import did_you_mean
 
     for option, value, known in (
         ("--runtime", runtime, ("ort",)),

@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from effexport.errors import UserError
-from effexport.models.spec import EncoderSpec, did_you_mean
+from effexport.models.spec import EncoderSpec
+from effexport.models.validation import did_you_mean
 from effexport.spec import BuildSpec, TensorInfo
 
 if TYPE_CHECKING:

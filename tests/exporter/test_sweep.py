@@ -62,6 +62,8 @@ def variant_options(variant: str, rng: random.Random) -> dict[str, Any]:
             "num_buckets": rng.choice([None, 2, 6, 64, (4, 8), (2, 2, 6)]),
             "num_chunks_before": rng.choice([0, 1, 2]),
             "num_chunks_after": rng.choice([0, 1]),
+            "circular": rng.random() < 0.3,
+            "mask_constants": rng.choice(["safe", "hf"]),
         }
     return {
         "linear": {"chunk_length": rng.choice([1, 16, 64])},

@@ -1,10 +1,12 @@
-"""Fixtures of the AFT tests: the slow reference and the ONNX check, the same for all four variants."""
+"""Fixtures of the AFT tests: the four variants with their biases, the slow reference and the ONNX checks."""
 
 from __future__ import annotations
 
 import io
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,127 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effexport.models.aft_conv import AFTConvAttention
+from effexport.models.aft_full import AFTFullAttention
+from effexport.models.aft_local import AFTLocalAttention
+from effexport.models.aft_simple import AFTSimpleAttention
 from effexport.models.layers import AttentionLayer
+from effexport.models.spec import AFTConvSpec, AFTFullSpec, AFTLocalSpec, AFTSimpleSpec
 
+DIM = 8
 # Nodes that some runtime lacks, runs serially, computes unsafely or draws at random.
 FORBIDDEN_NODES = {"Loop", "Scan", "If", "CumSum", "TopK", "ReduceLogSumExp"}
+
+
+@dataclass(frozen=True)
+class AFTVariant:
+    """What an AFT variant brings to the tests.
+
+    build(causal=..., seq_len=..., ...) → a layer with random biases; bias(layer, seq_len) → its w, float64
+    [heads, seq, seq], written from the formula.
+    """
+
+    build: Callable[..., AttentionLayer]
+    bias: Callable[[AttentionLayer, int], Tensor]
+
+
+def build_simple(causal: bool, seq_len: int = 256) -> AFTSimpleAttention:
+    return AFTSimpleAttention(AFTSimpleSpec(dim=DIM, causal=causal, seq_len=seq_len))
+
+
+def bias_simple(layer: AFTSimpleAttention, seq_len: int) -> Tensor:
+    """No position bias: [1, seq, seq] zeros."""
+    return torch.zeros(1, seq_len, seq_len, dtype=torch.float64)
+
+
+def build_full(causal: bool, seq_len: int = 256, std: float = 0.5) -> AFTFullAttention:
+    layer = AFTFullAttention(AFTFullSpec(dim=DIM, causal=causal, seq_len=seq_len, position_dim=4))
+    with torch.no_grad():
+        layer.position_query.normal_(std=std)
+        layer.position_key.normal_(std=std)
+    return layer
+
+
+def bias_full(layer: AFTFullAttention, seq_len: int) -> Tensor:
+    """w = u vᵀ of the first positions: float64 [1, seq, seq]."""
+    u, v = layer.position_query.detach().double(), layer.position_key.detach().double()
+    return (u @ v.T)[None, :seq_len, :seq_len]
+
+
+def build_local(causal: bool, seq_len: int = 256, std: float = 0.5, window: int = 12) -> AFTLocalAttention:
+    layer = AFTLocalAttention(AFTLocalSpec(dim=DIM, causal=causal, seq_len=seq_len, position_dim=4, window=window))
+    with torch.no_grad():
+        layer.position_query.normal_(std=std)
+        layer.position_key.normal_(std=std)
+    return layer
+
+
+def bias_local(layer: AFTLocalAttention, seq_len: int) -> Tensor:
+    """w = u vᵀ where |t − t'| < window, 0 elsewhere: float64 [1, seq, seq]."""
+    u, v = layer.position_query.detach().double(), layer.position_key.detach().double()
+    w = (u @ v.T)[:seq_len, :seq_len].clone()
+    for t in range(seq_len):
+        for s in range(seq_len):
+            if abs(t - s) >= layer.spec.window:
+                w[t, s] = 0
+    return w[None]
+
+
+def build_conv(causal: bool, seq_len: int = 256, kernel_size: int = 11, heads: int = 2) -> AFTConvAttention:
+    spec = AFTConvSpec(dim=DIM, heads=heads, causal=causal, seq_len=seq_len, kernel_size=kernel_size)
+    layer = AFTConvAttention(spec)
+    with torch.no_grad():
+        layer.gamma.normal_(std=2)
+        layer.beta.normal_(std=2)
+    return layer
+
+
+def bias_conv(layer: AFTConvAttention, seq_len: int) -> Tensor:
+    """The re-parameterised tap of every offset t' − t, 0 outside the filter: float64 [heads, seq, seq]."""
+    weight, half = layer.weight.detach().double(), layer.spec.kernel_size // 2
+    variance = weight.var(dim=1, keepdim=True, unbiased=False)
+    taps = (weight - weight.mean(dim=1, keepdim=True)) / torch.sqrt(variance + layer.spec.std_eps**2)
+    taps = layer.gamma.detach().double()[:, None] * taps + layer.beta.detach().double()[:, None]
+    w = torch.zeros(layer.spec.heads, seq_len, seq_len, dtype=torch.float64)
+    for t in range(seq_len):
+        for tap in range(layer.spec.kernel_size):
+            if 0 <= t + tap - half < seq_len:
+                w[:, t, t + tap - half] = taps[:, tap]
+    return w
+
+
+AFT_VARIANTS = {
+    "aft-simple": AFTVariant(build_simple, bias_simple),
+    "aft-full": AFTVariant(build_full, bias_full),
+    "aft-local": AFTVariant(build_local, bias_local),
+    "aft-conv": AFTVariant(build_conv, bias_conv),
+}
+
+
+@pytest.fixture(params=AFT_VARIANTS)
+def aft(request: pytest.FixtureRequest) -> AFTVariant:
+    """Each variant in turn."""
+    return AFT_VARIANTS[request.param]
+
+
+@pytest.fixture
+def aft_simple() -> AFTVariant:
+    return AFT_VARIANTS["aft-simple"]
+
+
+@pytest.fixture
+def aft_full() -> AFTVariant:
+    return AFT_VARIANTS["aft-full"]
+
+
+@pytest.fixture
+def aft_local() -> AFTVariant:
+    return AFT_VARIANTS["aft-local"]
+
+
+@pytest.fixture
+def aft_conv() -> AFTVariant:
+    return AFT_VARIANTS["aft-conv"]
 
 
 @pytest.fixture
@@ -61,46 +180,57 @@ def aft_key_gap() -> Callable[[AttentionLayer, Tensor, int, float], Tensor]:
     return with_gap
 
 
+def tokens_and_mask(batch: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Float32 [batch, seq, dim] and int64 [batch, seq]; the last sample ends in padding."""
+    mask = torch.ones(batch, seq_len, dtype=torch.int64)
+    mask[-1, seq_len - seq_len // 3 :] = 0
+    return torch.randn(batch, seq_len, DIM), mask
+
+
+@torch.no_grad()
+def session_from_layer(layer: AttentionLayer, example_len: int) -> Any:
+    """An ONNX Runtime session with any batch and seq, exported with an example of `example_len` tokens."""
+    onnx = pytest.importorskip("onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    axes = {0: "batch", 1: "seq"}
+    with warnings.catch_warnings():
+        # torch deprecates its own LeafSpec and blames whoever copies one
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        # both inputs share their axes on purpose, and the exporter remarks on it
+        warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
+        program = torch.onnx.export(
+            layer.eval(),
+            tokens_and_mask(2, example_len),
+            dynamo=True,
+            verbose=False,
+            dynamic_shapes={"hidden_states": axes, "attention_mask": axes},
+            opset_version=20,
+        )
+    file = io.BytesIO()
+    onnx.save(program.model_proto, file)
+    kinds = {node.op_type for node in program.model_proto.graph.node}
+    assert not kinds & FORBIDDEN_NODES
+    assert not {kind for kind in kinds if kind.startswith("Random")}
+    return onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+
+
+def run_session(session: Any, x: Tensor, mask: Tensor) -> np.ndarray:
+    (given,) = session.run(None, {"hidden_states": x.numpy(), "attention_mask": mask.numpy()})
+    return given
+
+
 @pytest.fixture
 def aft_onnx_error() -> Callable[[AttentionLayer, int, Sequence[int]], float]:
     """(layer, example length, lengths) → the largest |ONNX Runtime − torch| / RMS, over batches 1 and 3."""
 
-    def inputs(batch: int, seq_len: int, dim: int) -> tuple[Tensor, Tensor]:
-        mask = torch.ones(batch, seq_len, dtype=torch.int64)
-        mask[-1, seq_len - seq_len // 3 :] = 0
-        return torch.randn(batch, seq_len, dim), mask
-
     @torch.no_grad()
     def error(layer: AttentionLayer, example_len: int, seq_lens: Sequence[int]) -> float:
-        onnx = pytest.importorskip("onnx")
-        onnxruntime = pytest.importorskip("onnxruntime")
-        layer, dim, axes = layer.eval(), layer.spec.dim, {0: "batch", 1: "seq"}
-        with warnings.catch_warnings():
-            # torch deprecates its own LeafSpec and blames whoever copies one
-            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            # both inputs share their axes on purpose, and the exporter remarks on it
-            warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
-            program = torch.onnx.export(
-                layer,
-                inputs(2, example_len, dim),
-                dynamo=True,
-                verbose=False,
-                dynamic_shapes={"hidden_states": axes, "attention_mask": axes},
-                opset_version=20,
-            )
-        file = io.BytesIO()
-        onnx.save(program.model_proto, file)
-        kinds = {node.op_type for node in program.model_proto.graph.node}
-        assert not kinds & FORBIDDEN_NODES
-        assert not {kind for kind in kinds if kind.startswith("Random")}
-        session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+        session = session_from_layer(layer, example_len)
         worst = 0.0
         for seq_len in seq_lens:
             for batch in (1, 3):
-                x, mask = inputs(batch, seq_len, dim)
-                expected = layer(x, mask).numpy()
-                feeds = {"hidden_states": x.numpy(), "attention_mask": mask.numpy()}
-                (given,) = session.run(None, feeds)
+                x, mask = tokens_and_mask(batch, seq_len)
+                expected, given = layer(x, mask).numpy(), run_session(session, x, mask)
                 assert given.shape == expected.shape
                 assert given.dtype == expected.dtype
                 assert np.isfinite(given).all()
@@ -109,3 +239,25 @@ def aft_onnx_error() -> Callable[[AttentionLayer, int, Sequence[int]], float]:
         return worst
 
     return error
+
+
+@pytest.fixture
+def aft_onnx_answers() -> Callable[[AttentionLayer, int, Sequence[int]], list[tuple[int, int]]]:
+    """(layer, example length, lengths) → the (batch, length) that ONNX Runtime answers instead of raising."""
+
+    def answers(layer: AttentionLayer, example_len: int, seq_lens: Sequence[int]) -> list[tuple[int, int]]:
+        session = session_from_layer(layer, example_len)
+        # what a failing node raises, whatever its kind; anything else is a fault of the test
+        state = pytest.importorskip("onnxruntime.capi.onnxruntime_pybind11_state")
+        failures = (state.RuntimeException, state.InvalidArgument, state.Fail)
+        answered = []
+        for seq_len in seq_lens:
+            for batch in (1, 3):
+                try:
+                    run_session(session, *tokens_and_mask(batch, seq_len))
+                except failures:
+                    continue
+                answered.append((batch, seq_len))
+        return answered
+
+    return answers

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch import Tensor
 
 from effexport.models.aft_conv import AFTConvAttention
 from effexport.models.aft_simple import AFTSimpleAttention
@@ -22,134 +19,31 @@ def _seed():
     torch.manual_seed(0)
 
 
-def build(causal: bool, seq_len: int = 256, kernel_size: int = 11, heads: int = 2) -> AFTConvAttention:
-    spec = AFTConvSpec(dim=DIM, heads=heads, causal=causal, seq_len=seq_len, kernel_size=kernel_size)
-    layer = AFTConvAttention(spec)
-    with torch.no_grad():
-        layer.gamma.normal_(std=2)
-        layer.beta.normal_(std=2)
-    return layer
-
-
-def bias(layer: AFTConvAttention, seq_len: int) -> Tensor:
-    """The re-parameterised tap of every offset t' − t, 0 outside the filter: float64 [heads, seq, seq]."""
-    weight, half = layer.weight.detach().double(), layer.spec.kernel_size // 2
-    variance = weight.var(dim=1, keepdim=True, unbiased=False)
-    taps = (weight - weight.mean(dim=1, keepdim=True)) / torch.sqrt(variance + layer.spec.std_eps**2)
-    taps = layer.gamma.detach().double()[:, None] * taps + layer.beta.detach().double()[:, None]
-    w = torch.zeros(layer.spec.heads, seq_len, seq_len, dtype=torch.float64)
-    for t in range(seq_len):
-        for tap in range(layer.spec.kernel_size):
-            if 0 <= t + tap - half < seq_len:
-                w[:, t, t + tap - half] = taps[:, tap]
-    return w
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seq_len", [1, 63, 100])
-@pytest.mark.parametrize("kernel_size", [1, 3, 11, 145])
-def test_agrees_with_the_sums_of_the_formula_under_a_mask(kernel_size, seq_len, causal, aft_reference):
-    layer = build(causal=causal, kernel_size=kernel_size)
+@pytest.mark.parametrize("kernel_size", [1, 3, 145])
+def test_kernel_sizes_other_than_the_shared_11_agree_with_the_formula(
+    kernel_size, seq_len, causal, aft_conv, aft_reference
+):
+    layer = aft_conv.build(causal=causal, kernel_size=kernel_size)
     x, keep = torch.randn(2, seq_len, DIM), torch.rand(2, seq_len) > 0.3
     with torch.no_grad():
         out = layer(x, keep.long())
-    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, bias(layer, seq_len)), **FLOAT32)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_sample_depends_neither_on_padding_nor_on_its_batch_mates(causal):
-    layer = build(causal=causal)
-    x, keep = torch.randn(3, 100, DIM), torch.ones(3, 100, dtype=torch.bool)
-    keep[0, 37:] = False
-    # padding may hold anything
-    x[0, 37:80], x[0, 80:] = 1e4, torch.nan
-    with torch.no_grad():
-        together, alone = layer(x, keep)[0, :37], layer(x[:1, :37])[0]
-    # float32 rounding: blocks are summed in another order
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_sample_without_any_visible_key_gets_a_context_of_zero(causal):
-    layer = build(causal=causal)
-    x, keep = torch.randn(2, 20, DIM), torch.ones(2, 20, dtype=torch.bool)
-    keep[0] = False
-    with torch.no_grad():
-        context = layer.attend(x, keep)
-    assert (context[0] == 0).all()
-    assert (context[1] != 0).any()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("gap", [20.0, 60.0, 110.0])
-@pytest.mark.parametrize("position", [0, 50, 99])
-def test_one_key_far_above_the_others_is_no_problem(position, gap, causal, aft_reference, aft_key_gap):
-    layer = build(causal=causal)
-    x, keep = (
-        aft_key_gap(layer, torch.randn(2, 100, DIM), position, gap),
-        torch.ones(2, 100, dtype=torch.bool),
-    )
-    with torch.no_grad():
-        out = layer(x)
-    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, bias(layer, 100)), **FLOAT32)
-
-
-@pytest.mark.parametrize("position", [9, 70, 129])
-def test_a_future_key_larger_by_120_leaves_earlier_rows_alone(position, aft_reference, aft_key_gap):
-    layer = build(causal=True)
-    x = torch.randn(2, 130, DIM)
-    keep = torch.rand(2, 130) > 0.3
-    keep[:, position] = True
-    x = aft_key_gap(layer, x, position, 120.0)
-    with torch.no_grad():
-        out, before = layer(x, keep), layer(x[:, :position], keep[:, :position])
-    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, bias(layer, 130)), **FLOAT32)
-    # float32 rounding of matrix products of other shapes
-    torch.testing.assert_close(out[:, :position], before, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_half_precision_stays_close(causal, aft_key_gap):
-    layer = build(causal=causal)
-    x = aft_key_gap(layer, torch.randn(2, 100, DIM), 60, 20.0).half()
-    with torch.no_grad():
-        exact = copy.deepcopy(layer).half().float()(x.float())
-        out = layer.half()(x)
-    assert out.dtype == torch.float16
-    assert out.isfinite().all()
-    # projections round to 2⁻¹¹; keys near 20 then err by 2⁻⁷, which e^k turns into about 1 % of single terms
-    assert (out.float() - exact).abs().max() <= 1e-2 * exact.square().mean().sqrt()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_all_parameters_get_finite_gradients(causal):
-    layer = build(causal=causal)
-    x, keep = torch.randn(2, 70, DIM), torch.ones(2, 70, dtype=torch.bool)
-    keep[0] = False
-    layer(x, keep).square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        assert (parameter.grad != 0).any() or name == "key.bias", name
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_onnx_runtime_agrees_at_other_lengths_and_batches(causal, aft_onnx_error):
-    # 20 times float32 rounding: sums of up to 64 terms in another order
-    assert aft_onnx_error(build(causal=causal, seq_len=64), 24, (1, 7, 24, 63)) <= 2e-5
+    w = aft_conv.bias(layer, seq_len)
+    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, w), **FLOAT32)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("gap", [20.0, 40.0, 60.0])
-def test_a_bias_of_minus_30_on_the_dominant_key_does_not_cancel(gap, causal, aft_reference, aft_key_gap):
-    layer = build(causal=causal)
+def test_a_bias_of_minus_30_on_the_dominant_key_does_not_cancel(gap, causal, aft_conv, aft_reference, aft_key_gap):
+    layer = aft_conv.build(causal=causal)
     with torch.no_grad():
         layer.gamma.zero_()
         layer.beta.fill_(-30.0)
     x, keep = aft_key_gap(layer, torch.randn(2, 100, DIM), 50, gap), torch.ones(2, 100, dtype=torch.bool)
     with torch.no_grad():
         out = layer(x)
-    w = bias(layer, 100)
+    w = aft_conv.bias(layer, 100)
     # e^w − 1 would leave no digit of the −30: the key would be counted as 0 / 0
     assert w[:, 52, 50].max() < -29
     torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, w), atol=2e-5, rtol=1e-5)
@@ -165,8 +59,8 @@ def test_a_new_layer_with_one_key_per_channel_is_aft_simple(causal):
         torch.testing.assert_close(conv(x), simple(x), **FLOAT32)
 
 
-def test_equal_taps_stay_finite():
-    layer = build(causal=False)
+def test_equal_taps_stay_finite(aft_conv):
+    layer = aft_conv.build(causal=False)
     with torch.no_grad():
         layer.weight.fill_(3.0)
     out = layer(torch.randn(1, 30, DIM))
@@ -175,6 +69,6 @@ def test_equal_taps_stay_finite():
     assert layer.weight.grad.isfinite().all()
 
 
-def test_an_example_shorter_than_a_block_still_exports_every_length(aft_onnx_error):
+def test_an_example_shorter_than_a_block_still_exports_every_length(aft_conv, aft_onnx_error):
     # float32 rounding, as above
-    assert aft_onnx_error(build(causal=True), 2, (3, 5, 300)) <= 2e-5
+    assert aft_onnx_error(aft_conv.build(causal=True), 2, (3, 5, 300)) <= 2e-5

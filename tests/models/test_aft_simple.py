@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch import Tensor
 
 from effexport.models.aft_simple import AFTSimpleAttention
 from effexport.models.exp_sums import ExpSums, prefix_sums
@@ -22,110 +19,8 @@ def _seed():
     torch.manual_seed(0)
 
 
-def build(causal: bool, seq_len: int = 256) -> AFTSimpleAttention:
-    return AFTSimpleAttention(AFTSimpleSpec(dim=DIM, causal=causal, seq_len=seq_len))
-
-
-def bias(layer: AFTSimpleAttention, seq_len: int) -> Tensor:
-    """No position bias: [1, seq, seq] zeros."""
-    return torch.zeros(1, seq_len, seq_len)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seq_len", [1, 63, 100])
-def test_agrees_with_the_sums_of_the_formula_under_a_mask(seq_len, causal, aft_reference):
-    layer = build(causal=causal)
-    x, keep = torch.randn(2, seq_len, DIM), torch.rand(2, seq_len) > 0.3
-    with torch.no_grad():
-        out = layer(x, keep.long())
-    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, bias(layer, seq_len)), **FLOAT32)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_sample_depends_neither_on_padding_nor_on_its_batch_mates(causal):
-    layer = build(causal=causal)
-    x, keep = torch.randn(3, 100, DIM), torch.ones(3, 100, dtype=torch.bool)
-    keep[0, 37:] = False
-    # padding may hold anything
-    x[0, 37:80], x[0, 80:] = 1e4, torch.nan
-    with torch.no_grad():
-        together, alone = layer(x, keep)[0, :37], layer(x[:1, :37])[0]
-    # float32 rounding: blocks are summed in another order
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_sample_without_any_visible_key_gets_a_context_of_zero(causal):
-    layer = build(causal=causal)
-    x, keep = torch.randn(2, 20, DIM), torch.ones(2, 20, dtype=torch.bool)
-    keep[0] = False
-    with torch.no_grad():
-        context = layer.attend(x, keep)
-    assert (context[0] == 0).all()
-    assert (context[1] != 0).any()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("gap", [20.0, 60.0, 110.0])
-@pytest.mark.parametrize("position", [0, 50, 99])
-def test_one_key_far_above_the_others_is_no_problem(position, gap, causal, aft_reference, aft_key_gap):
-    layer = build(causal=causal)
-    x, keep = (
-        aft_key_gap(layer, torch.randn(2, 100, DIM), position, gap),
-        torch.ones(2, 100, dtype=torch.bool),
-    )
-    with torch.no_grad():
-        out = layer(x)
-    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, bias(layer, 100)), **FLOAT32)
-
-
-@pytest.mark.parametrize("position", [9, 70, 129])
-def test_a_future_key_larger_by_120_leaves_earlier_rows_alone(position, aft_reference, aft_key_gap):
-    layer = build(causal=True)
-    x = torch.randn(2, 130, DIM)
-    keep = torch.rand(2, 130) > 0.3
-    keep[:, position] = True
-    x = aft_key_gap(layer, x, position, 120.0)
-    with torch.no_grad():
-        out, before = layer(x, keep), layer(x[:, :position], keep[:, :position])
-    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, bias(layer, 130)), **FLOAT32)
-    # float32 rounding of matrix products of other shapes
-    torch.testing.assert_close(out[:, :position], before, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_half_precision_stays_close(causal, aft_key_gap):
-    layer = build(causal=causal)
-    x = aft_key_gap(layer, torch.randn(2, 100, DIM), 60, 20.0).half()
-    with torch.no_grad():
-        exact = copy.deepcopy(layer).half().float()(x.float())
-        out = layer.half()(x)
-    assert out.dtype == torch.float16
-    assert out.isfinite().all()
-    # projections round to 2⁻¹¹; keys near 20 then err by 2⁻⁷, which e^k turns into about 1 % of single terms
-    assert (out.float() - exact).abs().max() <= 1e-2 * exact.square().mean().sqrt()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_all_parameters_get_finite_gradients(causal):
-    layer = build(causal=causal)
-    x, keep = torch.randn(2, 70, DIM), torch.ones(2, 70, dtype=torch.bool)
-    keep[0] = False
-    layer(x, keep).square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        assert (parameter.grad != 0).any() or name == "key.bias", name
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_onnx_runtime_agrees_at_other_lengths_and_batches(causal, aft_onnx_error):
-    # 20 times float32 rounding: sums of up to 64 terms in another order
-    assert aft_onnx_error(build(causal=causal, seq_len=64), 24, (1, 7, 24, 63)) <= 2e-5
-
-
-def test_all_rows_of_the_non_causal_form_share_one_context():
-    layer = build(causal=False)
+def test_all_rows_of_the_non_causal_form_share_one_context(aft_simple):
+    layer = aft_simple.build(causal=False)
     x, keep = torch.randn(1, 30, DIM), torch.ones(1, 30, dtype=torch.bool)
     with torch.no_grad():
         context = layer.attend(x, keep) / torch.sigmoid(layer.query(x))
@@ -133,8 +28,8 @@ def test_all_rows_of_the_non_causal_form_share_one_context():
     torch.testing.assert_close(context, context[:, :1].expand_as(context), atol=1e-6, rtol=1e-5)
 
 
-def test_steps_over_tokens_equal_the_causal_form(aft_key_gap):
-    layer = build(causal=True)
+def test_steps_over_tokens_equal_the_causal_form(aft_simple, aft_key_gap):
+    layer = aft_simple.build(causal=True)
     x = aft_key_gap(layer, torch.randn(2, 70, DIM), 40, 120.0)
     state, rows = layer.initial_state(2), []
     with torch.no_grad():
@@ -159,6 +54,6 @@ def test_the_prefix_scan_is_exact_across_all_its_levels():
     torch.testing.assert_close((sums.n / sums.d).double(), torch.stack(expected, dim=1), atol=2e-6, rtol=1e-5)
 
 
-def test_an_example_shorter_than_a_block_still_exports_every_length(aft_onnx_error):
+def test_an_example_shorter_than_a_block_still_exports_every_length(aft_simple, aft_onnx_error):
     # float32 rounding, as above
-    assert aft_onnx_error(build(causal=True), 2, (3, 5, 1100)) <= 2e-5
+    assert aft_onnx_error(aft_simple.build(causal=True), 2, (3, 5, 1100)) <= 2e-5

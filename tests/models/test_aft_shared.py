@@ -1,0 +1,113 @@
+"""What all four AFT variants promise: the formula, padding, keys of any size, half precision and ONNX Runtime.
+
+A test's first parameter is the variant: `aft.build` makes a layer and `aft.bias` its w from the formula.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+DIM = 8
+# float32 rounding of sums of at most 130 terms with outputs near 1; measured errors stay below 1e-6
+FLOAT32 = {"atol": 5e-6, "rtol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_len", [1, 63, 100])
+def test_agrees_with_the_sums_of_the_formula_under_a_mask(aft, seq_len, causal, aft_reference):
+    layer = aft.build(causal=causal)
+    x, keep = torch.randn(2, seq_len, DIM), torch.rand(2, seq_len) > 0.3
+    with torch.no_grad():
+        out = layer(x, keep.long())
+    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft.bias(layer, seq_len)), **FLOAT32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sample_depends_neither_on_padding_nor_on_its_batch_mates(aft, causal):
+    layer = aft.build(causal=causal)
+    x, keep = torch.randn(3, 100, DIM), torch.ones(3, 100, dtype=torch.bool)
+    keep[0, 37:] = False
+    # padding may hold anything
+    x[0, 37:80], x[0, 80:] = 1e4, torch.nan
+    with torch.no_grad():
+        together, alone = layer(x, keep)[0, :37], layer(x[:1, :37])[0]
+    # float32 rounding: blocks are summed in another order
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sample_without_any_visible_key_gets_a_context_of_zero(aft, causal):
+    layer = aft.build(causal=causal)
+    x, keep = torch.randn(2, 20, DIM), torch.ones(2, 20, dtype=torch.bool)
+    keep[0] = False
+    with torch.no_grad():
+        context = layer.attend(x, keep)
+    assert (context[0] == 0).all()
+    assert (context[1] != 0).any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("gap", [20.0, 60.0, 110.0])
+@pytest.mark.parametrize("position", [0, 50, 99])
+def test_one_key_far_above_the_others_is_no_problem(aft, position, gap, causal, aft_reference, aft_key_gap):
+    layer = aft.build(causal=causal)
+    x, keep = (
+        aft_key_gap(layer, torch.randn(2, 100, DIM), position, gap),
+        torch.ones(2, 100, dtype=torch.bool),
+    )
+    with torch.no_grad():
+        out = layer(x)
+    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft.bias(layer, 100)), **FLOAT32)
+
+
+@pytest.mark.parametrize("position", [9, 70, 129])
+def test_a_future_key_larger_by_120_leaves_earlier_rows_alone(aft, position, aft_reference, aft_key_gap):
+    layer = aft.build(causal=True)
+    x = torch.randn(2, 130, DIM)
+    keep = torch.rand(2, 130) > 0.3
+    keep[:, position] = True
+    x = aft_key_gap(layer, x, position, 120.0)
+    with torch.no_grad():
+        out, before = layer(x, keep), layer(x[:, :position], keep[:, :position])
+    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft.bias(layer, 130)), **FLOAT32)
+    # float32 rounding of matrix products of other shapes
+    torch.testing.assert_close(out[:, :position], before, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_half_precision_stays_close(aft, causal, aft_key_gap):
+    layer = aft.build(causal=causal)
+    x = aft_key_gap(layer, torch.randn(2, 100, DIM), 60, 20.0).half()
+    with torch.no_grad():
+        exact = copy.deepcopy(layer).half().float()(x.float())
+        out = layer.half()(x)
+    assert out.dtype == torch.float16
+    assert out.isfinite().all()
+    # projections round to 2⁻¹¹; keys near 20 then err by 2⁻⁷, which e^k turns into about 1 % of single terms
+    assert (out.float() - exact).abs().max() <= 1e-2 * exact.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_all_parameters_get_finite_gradients(aft, causal):
+    layer = aft.build(causal=causal)
+    x, keep = torch.randn(2, 70, DIM), torch.ones(2, 70, dtype=torch.bool)
+    keep[0] = False
+    layer(x, keep).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert (parameter.grad != 0).any() or name == "key.bias", name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_onnx_runtime_agrees_at_other_lengths_and_batches(aft, causal, aft_onnx_error):
+    # 20 times float32 rounding: sums of up to 64 terms in another order
+    assert aft_onnx_error(aft.build(causal=causal, seq_len=64), 24, (1, 7, 24, 63)) <= 2e-5
