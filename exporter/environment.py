@@ -68,6 +68,7 @@ def examine(part: Part) -> dict[str, Any]:
         "name": part.module,
         "version": part.version,
         "purpose": part.purpose,
+        "extra": part.extra or None,
         "works": problem is None,
         "problem": problem,
         "remedy": part.remedy if problem else None,

@@ -1,4 +1,4 @@
-"""AFT-conv against its formula: one bias for each head and offset."""
+"""What only AFT-conv has: filters of other sizes and their re-parameterisation. See also test_aft_shared.py."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def test_equal_taps_stay_finite(aft_conv):
 
 
 def test_an_example_shorter_than_a_block_still_exports_every_length(aft_conv, aft_onnx_error):
-    # float32 rounding, as above
+    # 20 times float32 rounding: sums in another order
     assert aft_onnx_error(aft_conv.build(causal=True), 2, (3, 5, 300)) <= 2e-5

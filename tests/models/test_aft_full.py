@@ -1,4 +1,4 @@
-"""AFT-full against its formula, with learned biases of every size."""
+"""What only AFT-full has: learned biases of every size and a limit of length. See also test_aft_shared.py."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def test_large_biases_agree_with_the_formula(causal, aft_full, aft_reference):
     with torch.no_grad():
         out = layer(x, keep)
     # w reaches 30 and its float32 rounding, 2e-6, is a relative error of e^w
-    torch.testing.assert_close(
-        out.double(), aft_reference(layer, x, keep, aft_full.bias(layer, 100)), atol=2e-5, rtol=1e-5
-    )
+    expected = aft_reference(layer, x, keep, aft_full.bias(layer, 100))
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 def test_the_causal_form_agrees_when_blocks_are_nested(aft_full, aft_reference):
@@ -52,12 +51,12 @@ def test_the_causal_form_agrees_when_blocks_are_nested(aft_full, aft_reference):
 
 
 def test_an_example_shorter_than_a_block_still_exports_every_length(aft_full, aft_onnx_error):
-    # float32 rounding, as above; blocks of 64 for 1024 positions
+    # 20 times float32 rounding: sums in another order; blocks of 64 for 1024 positions
     assert aft_onnx_error(aft_full.build(causal=True, seq_len=1024), 24, (5, 600, 1024)) <= 2e-5
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_onnx_runtime_refuses_a_sequence_longer_than_the_learned_positions(causal, aft_full, aft_onnx_answers):
-    # 65 and 72 still fit into the zero padding of the last block, where a bias of 0 would be a silent answer
+    # the biases are zero-padded to whole blocks, and padding must not be taken for learned biases
     layer = aft_full.build(causal=causal, seq_len=64)
     assert aft_onnx_answers(layer, 24, (64, 65, 72, 200)) == [(1, 64), (3, 64)]

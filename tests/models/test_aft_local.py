@@ -1,4 +1,4 @@
-"""AFT-local against its formula: banded biases, global attention."""
+"""What only AFT-local has: windows from nothing to everything. See also test_aft_shared.py."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def test_an_empty_window_equals_aft_simple_exactly(causal, aft_local):
 
 
 def test_an_example_shorter_than_a_block_still_exports_every_length(aft_local, aft_onnx_error):
-    # float32 rounding, as above; blocks of 64 for a window of 40
+    # 20 times float32 rounding: sums in another order; blocks of 64 for a window of 40
     assert aft_onnx_error(aft_local.build(causal=False, seq_len=1024, window=40), 24, (5, 600, 1024)) <= 2e-5
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_onnx_runtime_refuses_a_sequence_longer_than_the_learned_positions(causal, aft_local, aft_onnx_answers):
-    # 65 and 72 still fit into the zero padding of the last block, where a bias of 0 would be a silent answer
+    # the biases are zero-padded to whole blocks, and padding must not be taken for learned biases
     layer = aft_local.build(causal=causal, seq_len=64)
     assert aft_onnx_answers(layer, 24, (64, 65, 72, 200)) == [(1, 64), (3, 64)]

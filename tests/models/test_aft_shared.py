@@ -1,6 +1,6 @@
 """What all four AFT variants promise: the formula, padding, keys of any size, half precision and ONNX Runtime.
 
-A test's first parameter is the variant: `aft.build` makes a layer and `aft.bias` its w from the formula.
+`aft` is each variant in turn: aft.build makes a layer, aft.bias its w from the formula (see conftest.py).
 """
 
 from __future__ import annotations
@@ -59,10 +59,8 @@ def test_a_sample_without_any_visible_key_gets_a_context_of_zero(aft, causal):
 @pytest.mark.parametrize("position", [0, 50, 99])
 def test_one_key_far_above_the_others_is_no_problem(aft, position, gap, causal, aft_reference, aft_key_gap):
     layer = aft.build(causal=causal)
-    x, keep = (
-        aft_key_gap(layer, torch.randn(2, 100, DIM), position, gap),
-        torch.ones(2, 100, dtype=torch.bool),
-    )
+    x, keep = torch.randn(2, 100, DIM), torch.ones(2, 100, dtype=torch.bool)
+    x = aft_key_gap(layer, x, position, gap)
     with torch.no_grad():
         out = layer(x)
     torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft.bias(layer, 100)), **FLOAT32)

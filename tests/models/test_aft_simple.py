@@ -1,17 +1,13 @@
-"""AFT-simple against its formula, in whole sequences and token by token."""
+"""What only AFT-simple has: one shared context, decode steps and a prefix scan. See also test_aft_shared.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from effexport.models.aft_simple import AFTSimpleAttention
 from effexport.models.exp_sums import ExpSums, prefix_sums
-from effexport.models.spec import AFTSimpleSpec
 
 DIM = 8
-# float32 rounding of sums of at most 130 terms with outputs near 1; measured errors stay below 1e-6
-FLOAT32 = {"atol": 5e-6, "rtol": 1e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -55,5 +51,5 @@ def test_the_prefix_scan_is_exact_across_all_its_levels():
 
 
 def test_an_example_shorter_than_a_block_still_exports_every_length(aft_simple, aft_onnx_error):
-    # float32 rounding, as above
+    # 20 times float32 rounding: up to 1100 terms, summed in a tree of another order
     assert aft_onnx_error(aft_simple.build(causal=True), 2, (3, 5, 1100)) <= 2e-5
