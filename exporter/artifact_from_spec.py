@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -34,6 +33,8 @@ from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from effexport.reference import Case
 
 # Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
 REFERENCE_SEED_OFFSET = 7919
@@ -69,7 +70,7 @@ def artifact_from_spec(
             require_core()
             from effexport.models.encoder import module_from_spec
             from effexport.onnx_from_module import expected_custom_ops, onnx_from_module
-            from effexport.reference import hash_modules, reference_from_module, save_reference
+            from effexport.reference import hash_modules, load_reference, reference_from_module, save_reference
         with watch.stage(f"making the {spec.variant} module"):
             module = module_from_spec(spec.model, spec.seed)
             hashes = list(hash_modules(module))
@@ -79,13 +80,15 @@ def artifact_from_spec(
             cases = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET)
             save_reference(cases, folder / REFERENCE)
         with watch.stage("checking parity in ONNX Runtime"):
-            checks = candidate_checks(folder / MODEL, folder / REFERENCE, spec, hashes)
+            # as written and read back: what is checked is what users get
+            cases = load_reference(folder / REFERENCE)
+            checks = candidate_checks(folder / MODEL, cases, spec, hashes)
         if spec.attention.has_decode_step:
             with watch.stage("exporting and checking the decode step"):
                 from effexport.decode_step import onnx_from_decode_step
 
                 onnx_from_decode_step(module, spec, folder / DECODE_STEP)
-                checks += decode_checks(folder / DECODE_STEP, folder / REFERENCE, spec)
+                checks += decode_checks(folder / DECODE_STEP, cases, spec)
         report = Report(
             title=f"{spec.variant} {spec.scope}",
             spec=spec.to_dict(),
@@ -111,26 +114,23 @@ def require_core() -> None:
             raise UserError(f"{part.module}, needed for {part.purpose}: {problem}; add it with: {part.remedy}")
 
 
-def candidate_checks(model: Path, reference: Path, spec: BuildSpec, hashes: list[str]) -> list[Check]:
-    """Check a model file against a reference file in ONNX Runtime. What cannot run is said, not skipped."""
+def candidate_checks(model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: list[str]) -> list[Check]:
+    """Check a model file against reference cases in ONNX Runtime. What cannot run is said, not skipped."""
     from effexport.candidates import OrtCandidate
-    from effexport.reference import load_reference
 
     try:
         candidate = OrtCandidate(model, hashes, limits_from_spec(spec))
     except RuntimeUnsupportedError as error:
         return [not_run("parity", spec, error)]
-    return list(run_checks(candidate, load_reference(reference), spec))
+    return list(run_checks(candidate, cases, spec))
 
 
-def decode_checks(model: Path, reference: Path, spec: BuildSpec) -> list[Check]:
+def decode_checks(model: Path, cases: Sequence[Case], spec: BuildSpec) -> list[Check]:
     """Check a decode step against the answer to a whole sequence."""
     from effexport.decode_step import check_decode_step
-    from effexport.reference import load_reference
 
-    case = load_reference(reference)[0]
     try:
-        return [check_decode_step(model, case, spec)]
+        return [check_decode_step(model, cases[0], spec)]
     except RuntimeUnsupportedError as error:
         return [not_run("decode step", spec, error)]
 
@@ -146,17 +146,14 @@ def not_run(name: str, spec: BuildSpec, error: RuntimeUnsupportedError) -> Check
 def module_checks(model: Path, spec: BuildSpec, hashes: list[str], expected_weights: str) -> list[Check]:
     """Check a model file against the PyTorch module itself, made again from its seed, on inputs of a new seed."""
     from effexport.models.encoder import module_from_spec
-    from effexport.reference import reference_from_module, save_reference
+    from effexport.reference import reference_from_module
 
     module = module_from_spec(spec.model, spec.seed)
     if weights_digest(module) != expected_weights:
         reason = "this PyTorch draws other weights from the seed than the one that built the artifact"
         return [Check("PyTorch module", "all cases", "not measured", "not run", reason=reason)]
     cases = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET + 1)
-    with tempfile.TemporaryDirectory() as folder:
-        reference = Path(folder) / REFERENCE
-        save_reference(cases, reference)
-        return candidate_checks(model, reference, spec, hashes)
+    return candidate_checks(model, cases, spec, hashes)
 
 
 def failure_message(checks: list[Check]) -> str:

@@ -78,14 +78,16 @@ def verification_checks(
     import importlib.util
 
     from effexport.artifact_from_spec import candidate_checks, decode_checks, module_checks
+    from effexport.reference import load_reference
 
     spec, hashes = artifact.spec, artifact.manifest["hash_values"]
     checks: list[Check] = []
     if reference in ("auto", "golden"):
         on_stage("comparing with the golden file")
-        checks += candidate_checks(model, artifact.reference_path, spec, hashes)
+        cases = load_reference(artifact.reference_path)
+        checks += candidate_checks(model, cases, spec, hashes)
         if model == artifact.model_path and spec.attention.has_decode_step:
-            checks += decode_checks(artifact.decode_step_path, artifact.reference_path, spec)
+            checks += decode_checks(artifact.decode_step_path, cases, spec)
     if reference == "torch" or (reference == "auto" and importlib.util.find_spec("torch") is not None):
         on_stage("comparing with PyTorch on new inputs")
         checks += module_checks(model, spec, hashes, artifact.manifest["weights_sha256"])
