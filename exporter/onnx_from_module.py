@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import warnings
@@ -14,7 +15,7 @@ from effexport.errors import StageError
 from effexport.models.spec import EncoderSpec, LSHSpec, NystromSpec
 from effexport.onnx_graph import GraphPromise, check_graph
 from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
-from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, BuildSpec
+from effexport.spec import DTYPE_OF_PRECISION, EXTERNAL_DATA_THRESHOLD_BYTES, BuildSpec
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -30,7 +31,7 @@ _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path) -> None:
     """Export `module`, which must be in evaluation mode and float32, to `path`.
 
-    The module is converted to the precision of the spec in a copy. Weights go to `<path>.data` beside the file when
+    Lower precision is reached in a copy of the module. Weights go to `<path>.data` beside the file when
     they exceed EXTERNAL_DATA_THRESHOLD_BYTES or the spec asks for it.
     Raises StageError when the exporter fails or the graph breaks a promise of the spec.
     """
@@ -61,13 +62,15 @@ def expected_custom_ops(spec: BuildSpec) -> dict[str, int]:
 
 
 def at_precision(module: nn.Module, precision: str) -> nn.Module:
-    """A copy of the module in the given precision; what must stay float32 looks after itself."""
-    import copy
+    """A float32 module in the given precision, as a copy unless it is float32.
 
+    What must stay float32 looks after itself.
+    """
     import torch
 
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
-    return copy.deepcopy(module).to(dtype)
+    if precision == "fp32":
+        return module
+    return copy.deepcopy(module).to(getattr(torch, DTYPE_OF_PRECISION[precision]))
 
 
 def program_from_module(

@@ -109,22 +109,25 @@ def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int) -> list
     Inputs of lower precision are rounded first, so that the reference and the candidate see the same numbers.
     """
     cases = []
+    hashed = isinstance(spec.attention, LSHSpec)
+    rounded = at_precision(module, spec.precision) if hashed else module
     for name, inputs in case_inputs(spec, seed).items():
         with recorded_hashes(module) as (buckets, margins):
             output = run_module(module, spec, inputs)
-        noise = hash_noise(module, spec, inputs, output) if isinstance(spec.attention, LSHSpec) else (None, 0.0)
+        noise = hash_noise(module, rounded, spec, inputs, output) if hashed else (None, 0.0)
         cases.append(Case(name, inputs, {spec.outputs[0].name: output}, dict(buckets), dict(margins), *noise))
     return cases
 
 
-def hash_noise(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array], output: Array) -> tuple[float, float]:
-    """RMS-relative change of the output under other rotations, and under the rounding of the spec's precision."""
+def hash_noise(
+    module: nn.Module, rounded: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array], output: Array
+) -> tuple[float, float]:
+    """RMS-relative change of the output under other rotations, and in `rounded`, the module in lower precision."""
     with other_rotations(module):
         by_seed = rms(run_module(module, spec, inputs) - output) / rms(output)
-    if spec.precision == "fp32":
+    if rounded is module:
         return by_seed, 0.0
-    rounded = run_module(at_precision(module, spec.precision), spec, inputs)
-    return by_seed, rms(rounded - output) / rms(output)
+    return by_seed, rms(run_module(rounded, spec, inputs) - output) / rms(output)
 
 
 def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> Array:
