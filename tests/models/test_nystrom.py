@@ -161,17 +161,12 @@ def random_transformers_case(seed: int, *, plain_softmax: bool) -> tuple[Nystrom
 
 
 def assert_equals_transformers(layer: NystromAttention, x: Tensor, keep: Tensor) -> None:
-    """Within 1e-6 of the terms that are added up, max Σ|F Z| · max|v|.
-
-    Both are fp32 and multiply d^(-1/4) and 1/c in another order; measured 4e-7 over 200 seeds. An absolute 1e-6 is
-    less than transformers' own distance from its float64 run, 1.8e-6.
-    """
-    expected, attention = transformers_attention(layer)(x, additive_mask(keep), output_attentions=True)
+    """Within 1e-6: both are fp32 and do the same operations in the same order; measured 0 over 40 configurations."""
+    expected = transformers_attention(layer)(x, additive_mask(keep))[0]
     actual = layer.attend(x, keep)
-    terms = attention.abs().sum(dim=-1).max() * layer.value(x).abs().max()
     assert actual.shape == expected.shape
     assert torch.isfinite(actual).all()
-    assert float((actual - expected).abs().max()) <= 1e-6 * float(terms)
+    assert float((actual - expected).abs().max()) <= 1e-6
 
 
 @pytest.mark.requires("transformers")
