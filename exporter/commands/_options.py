@@ -11,9 +11,10 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 # Columns of tables when stderr is a file or a pipe, whose width is unknown.
 LOG_WIDTH = 130
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
@@ -33,5 +34,7 @@ def stage_progress(console: Console) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield lambda name: console.print(f"… {name}", markup=False)
         return
+    from rich.markup import escape
+
     with console.status("starting") as status:
-        yield lambda name: status.update(name)
+        yield lambda name: status.update(escape(name))

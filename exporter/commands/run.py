@@ -63,9 +63,9 @@ def command(
         print_json(result | {"output_file": str(output_file) if output_file else None})
     for name, info in shapes.items():
         console.print(f"{name}: {info['dtype']} {info['shape']}", markup=False)
-    tokens = (
-        int(feeds["attention_mask"].sum()) if "attention_mask" in feeds else next(iter(feeds.values()))[..., 0].size
-    )
+    first = next(iter(feeds.values()))
+    kept = feeds.get("attention_mask")
+    tokens = first.shape[0] * first.shape[1] if kept is None else int(kept.sum())
     where = f"written to {output_file}" if output_file else "not written; keep it with --output FILE.npz"
     console.print(f"{tokens} tokens in {seconds:.2f} s, {where}", markup=False, soft_wrap=True)
 

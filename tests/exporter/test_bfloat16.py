@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effexport.artifact_from_spec import artifact_from_spec
+from effexport.artifact_from_spec import artifact_from_spec, not_run
 from effexport.parity import check_arithmetic, check_signature
 from effexport.reference import load_reference
+from effexport.runners.ort import RuntimeUnsupportedError
 from effexport.spec import build_spec_from_options
 from effexport.tolerances import arithmetic_limit
 
@@ -48,3 +49,9 @@ def test_a_bfloat16_encoder_agrees_with_float32_pytorch(variant: str, tmp_path: 
         assert check_signature(case, outputs, spec).status == "passed"
         check = check_arithmetic(case, outputs, arithmetic_limit(spec))
         assert check.status == "passed", check
+
+
+def test_a_bfloat16_model_refused_for_any_other_reason_is_an_error() -> None:
+    spec = build_spec_from_options({"variant": "linear", "precision": "bf16"}, None)
+    with pytest.raises(RuntimeUnsupportedError, match="INVALID_GRAPH"):
+        not_run("parity", spec, RuntimeUnsupportedError("[ONNXRuntimeError] : 10 : INVALID_GRAPH : broken"))

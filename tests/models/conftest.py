@@ -190,8 +190,9 @@ def tokens_and_mask(batch: int, seq_len: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def session_from_layer(layer: AttentionLayer, example_len: int) -> Any:
     """An ONNX Runtime session with any batch and seq, exported with an example of `example_len` tokens."""
-    onnx = pytest.importorskip("onnx")
-    onnxruntime = pytest.importorskip("onnxruntime")
+    import onnx
+    import onnxruntime
+
     axes = {0: "batch", 1: "seq"}
     with warnings.catch_warnings():
         # torch deprecates its own LeafSpec and blames whoever copies one

@@ -50,11 +50,13 @@ def test_the_causal_form_agrees_when_blocks_are_nested(aft_full, aft_reference):
     torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft_full.bias(layer, 600)), **FLOAT32)
 
 
+@pytest.mark.requires("onnx", "ort")
 def test_an_example_shorter_than_a_block_still_exports_every_length(aft_full, aft_onnx_error):
     # 20 times float32 rounding: sums in another order; blocks of 64 for 1024 positions
     assert aft_onnx_error(aft_full.build(causal=True, seq_len=1024), 24, (5, 600, 1024)) <= 2e-5
 
 
+@pytest.mark.requires("onnx", "ort")
 @pytest.mark.parametrize("causal", [False, True])
 def test_onnx_runtime_refuses_a_sequence_longer_than_the_learned_positions(causal, aft_full, aft_onnx_answers):
     # the biases are zero-padded to whole blocks, and padding must not be taken for learned biases

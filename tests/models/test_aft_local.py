@@ -80,11 +80,13 @@ def test_an_empty_window_equals_aft_simple_exactly(causal, aft_local):
         assert torch.equal(local(x), simple(x))
 
 
+@pytest.mark.requires("onnx", "ort")
 def test_an_example_shorter_than_a_block_still_exports_every_length(aft_local, aft_onnx_error):
     # 20 times float32 rounding: sums in another order; blocks of 64 for a window of 40
     assert aft_onnx_error(aft_local.build(causal=False, seq_len=1024, window=40), 24, (5, 600, 1024)) <= 2e-5
 
 
+@pytest.mark.requires("onnx", "ort")
 @pytest.mark.parametrize("causal", [False, True])
 def test_onnx_runtime_refuses_a_sequence_longer_than_the_learned_positions(causal, aft_local, aft_onnx_answers):
     # the biases are zero-padded to whole blocks, and padding must not be taken for learned biases

@@ -105,6 +105,7 @@ def test_all_parameters_get_finite_gradients(aft, causal):
         assert (parameter.grad != 0).any() or name == "key.bias", name
 
 
+@pytest.mark.requires("onnx", "ort")
 @pytest.mark.parametrize("causal", [False, True])
 def test_onnx_runtime_agrees_at_other_lengths_and_batches(aft, causal, aft_onnx_error):
     # 20 times float32 rounding: sums of up to 64 terms in another order
