@@ -1,0 +1,34 @@
+// Kernels of effexport::IterativePinv; the contract is in README.md beside this file.
+// Pointers, sizes and a stream: no framework types. Arrays are dense and row-major; T is float, Half or BFloat16,
+// and everything is computed in float32.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "element_types.h"
+
+namespace effexport::iterative_pinv {
+
+// On the CPU: a [count, m, m], scale [count] → z [count, m, m]. One thread; matrices are independent, so callers may
+// share them out among threads, each with `cpu_workspace_bytes(m)` bytes at an address that is a multiple of 64.
+template <class T>
+void iterate_cpu(const T* a, const T* scale, std::int64_t count, std::int64_t m, std::int64_t iterations,
+                 void* workspace, T* z);
+
+std::size_t cpu_workspace_bytes(std::int64_t m);
+
+// iterate_cpu uses the best instructions of the machine it runs on. This makes it use "avx512", "avx2" or "baseline"
+// instead, so that tests reach all of them; returns whether the machine has them. Not while iterate_cpu runs.
+bool select_cpu_instructions(const char* name);
+
+// On the GPU: enqueues one launch on `stream` (a cudaStream_t) and returns at once. All pointers are to device memory;
+// `scratch` has cuda_scratch_bytes(count, m) bytes and may be null where that is 0, which it is up to m = 64.
+// Returns a cudaError_t, 0 for success.
+template <class T>
+int launch_cuda(const T* a, const T* scale, std::int64_t count, std::int64_t m, std::int64_t iterations, void* scratch,
+                T* z, void* stream);
+
+std::size_t cuda_scratch_bytes(std::int64_t count, std::int64_t m);
+
+}  // namespace effexport::iterative_pinv

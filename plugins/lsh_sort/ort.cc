@@ -1,0 +1,96 @@
+// effexport::LSHSort for ONNX Runtime: checks its input and forwards it to the kernels.
+
+#include "ort_op.h"
+
+#include <atomic>
+
+#include "lsh_sort/kernel.h"
+
+namespace effexport::lsh_sort {
+namespace {
+
+struct Arrays {
+  const std::int32_t* buckets;
+  std::int32_t* order;
+  std::int32_t* rank;
+  std::int64_t rows;
+  std::int64_t n;
+};
+
+Ort::Status sort_on_cpu(const Ort::KernelContext& context, const Arrays& x, std::int64_t num_buckets) {
+  // the lowest flat index of a bucket out of range, whatever thread finds it
+  std::atomic<std::int64_t> bad{std::numeric_limits<std::int64_t>::max()};
+  parallel_ranges(context, x.rows, [&](std::int64_t first, std::int64_t last) {
+    std::vector<char> workspace(cpu_workspace_bytes(num_buckets));
+    for (std::int64_t row = first; row < last; ++row) {
+      const std::int64_t start = row * x.n;
+      const std::int64_t found =
+          sort_row_cpu(x.buckets + start, x.n, num_buckets, workspace.data(), x.order + start, x.rank + start);
+      if (found < 0) continue;
+      std::int64_t lowest = bad;
+      while (start + found < lowest && !bad.compare_exchange_weak(lowest, start + found)) {
+      }
+      break;
+    }
+  });
+  const std::int64_t index = bad;
+  if (index == std::numeric_limits<std::int64_t>::max()) return Ort::Status{nullptr};
+  return invalid("LSHSort: buckets[", index / x.n, ", ", index % x.n, "] is ", x.buckets[index], "; expected 0 to ",
+                 num_buckets - 1, " (num_buckets is ", num_buckets, ")");
+}
+
+#ifdef EFFEXPORT_CUDA
+Ort::Status sort_on_cuda(const Ort::KernelContext& context, const Arrays& x, std::int64_t num_buckets) {
+  const int error = launch_cuda(x.buckets, x.rows, x.n, num_buckets, x.order, x.rank, context.GetGPUComputeStream());
+  return error == 0 ? Ort::Status{nullptr} : cuda_failure("LSHSort", error);
+}
+#endif
+
+template <Device kOn>
+class Kernel {
+ public:
+  using Element = std::int32_t;
+  static constexpr const char* kName = "LSHSort";
+  static constexpr Device kDevice = kOn;
+  static constexpr std::size_t kInputs = 1;
+  static constexpr std::size_t kOutputs = 2;
+
+  explicit Kernel(Ort::ConstKernelInfo info) : num_buckets_(integer_attribute(info, kName, "num_buckets")) {
+    constexpr std::int64_t kHighest = std::numeric_limits<std::int32_t>::max();
+    if (num_buckets_ < 1 || num_buckets_ > kHighest) {
+      throw_invalid("LSHSort: num_buckets is ", num_buckets_, "; expected 1 to ", kHighest);
+    }
+  }
+
+  Ort::Status compute(const Ort::KernelContext& context) {
+    const auto buckets = context.GetInput(0);
+    const std::vector<std::int64_t> shape = buckets.GetTensorTypeAndShapeInfo().GetShape();
+    if (shape.size() != 2) return invalid("LSHSort: buckets has shape ", shape_text(shape), "; expected [N, n]");
+    if (shape[1] > std::numeric_limits<std::int32_t>::max()) {
+      return invalid("LSHSort: buckets has shape ", shape_text(shape), "; expected rows of at most 2147483647");
+    }
+    Arrays arrays{buckets.GetTensorData<std::int32_t>(), context.GetOutput(0, shape).GetTensorMutableData<std::int32_t>(),
+                  context.GetOutput(1, shape).GetTensorMutableData<std::int32_t>(), shape[0], shape[1]};
+    if (arrays.rows == 0 || arrays.n == 0) return Ort::Status{nullptr};
+#ifdef EFFEXPORT_CUDA
+    if constexpr (kOn == Device::kCuda) return sort_on_cuda(context, arrays, num_buckets_);
+#endif
+    return sort_on_cpu(context, arrays, num_buckets_);
+  }
+
+ private:
+  std::int64_t num_buckets_;
+};
+
+}  // namespace
+
+void add_to(Ort::CustomOpDomain& domain) {
+  static const CustomOp<Kernel<Device::kCpu>> cpu;
+  domain.Add(&cpu);
+#ifdef EFFEXPORT_CUDA
+  static const CustomOp<Kernel<Device::kCuda>> cuda;
+  domain.Add(&cuda);
+#endif
+}
+
+}  // namespace effexport::lsh_sort

@@ -1,0 +1,405 @@
+"""The kernel library in ONNX Runtime: against the function bodies, the torch operators and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, get_library_path
+
+pytestmark = pytest.mark.requires("native", "onnx", "ort")
+
+# A float32 product of m terms errs by at most m · 6e-8 of its operands; the iteration is stable about its limit, so
+# errors of earlier steps do not add up. The near-singular cases keep to it too, because the limit is a share of the
+# largest element of Z.
+PINV_FP32 = 1e-5
+# The result is rounded to 11 or 8 bits, of an element that is at most the largest; the rest is float32.
+PINV_LIMITS = {"float32": PINV_FP32, "float16": 2**-11 + PINV_FP32, "bfloat16": 2**-8 + PINV_FP32}
+PINV_SIZES = [1, 2, 31, 63, 64, 100, 128]
+SORT_LENGTHS = [1, 2, 63, 100, 1000, 4096, 65536]
+SORT_BUCKETS = [1, 2, 31, 32, 33, 257, 1025, 4096]
+
+
+def one_node_model(
+    op: str, dtype: str, dims: Sequence[Any], *, body: bool, out_dims: Any = "same", **attributes: Any
+) -> bytes:
+    """A model of one custom node. dims: of its first input."""
+    import onnx
+    from onnx import helper
+
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    inputs = {"IterativePinv": ["A", "scale"], "LSHSort": ["buckets"]}[op]
+    outputs = {"IterativePinv": ["Z"], "LSHSort": ["order", "rank"]}[op]
+    node = helper.make_node(op, inputs, outputs, domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes)
+    shapes = [dims, None if dims is None else [dims[0], 1, 1]]
+    graph = helper.make_graph(
+        [node],
+        "one",
+        [helper.make_tensor_value_info(n, element, s) for n, s in zip(inputs, shapes, strict=False)],
+        [helper.make_tensor_value_info(n, element, dims if out_dims == "same" else out_dims) for n in outputs],
+    )
+    model = helper.make_model(
+        graph,
+        functions=[OPS[op].load().onnx_function_body([node], 20)] if body else [],
+        opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, OPSET_VERSION)],
+        ir_version=10,
+    )
+    assert isinstance(model, onnx.ModelProto)
+    return bytes(model.SerializeToString())
+
+
+def session(model: bytes, *, library: bool = True, threads: int = 2) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    if library:
+        options.register_custom_ops_library(str(get_library_path()))
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def ort_value(array: np.ndarray) -> Any:
+    import onnxruntime
+    from onnx import TensorProto
+
+    if array.dtype == ml_dtypes.bfloat16:
+        bits = array.view(np.uint16)
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, TensorProto.BFLOAT16)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+
+
+def run_poisoned(session: Any, feeds: dict[str, np.ndarray], dtype: str, shape: Sequence[int]) -> list[np.ndarray]:
+    """Run into outputs that hold NaN, or a number that no result has, so that nothing unwritten goes unseen."""
+    poison = np.nan if np.dtype(dtype).kind != "i" else -123456789
+    outputs = [np.full(shape, poison, dtype) for _ in session.get_outputs()]
+    binding = session.io_binding()
+    for name, array in feeds.items():
+        binding.bind_ortvalue_input(name, ort_value(array))
+    for output, array in zip(session.get_outputs(), outputs, strict=True):
+        binding.bind_ortvalue_output(output.name, ort_value(array))
+    session.run_with_iobinding(binding)
+    return outputs
+
+
+def float64_pinv(a: np.ndarray, scale: np.ndarray, iterations: int) -> np.ndarray:
+    """Z0 = Aᵀ / c, Z ← Z/4 (13 I − P (15 I − P (7 I − P))), P = A Z."""
+    a, scale = a.astype(np.float64), scale.astype(np.float64)
+    identity = np.eye(a.shape[-1])
+    z = a.transpose(0, 2, 1) / scale
+    for _ in range(iterations):
+        p = a @ z
+        z = z @ (13 * identity - p @ (15 * identity - p @ (7 * identity - p))) / 4
+    return z
+
+
+def with_scale(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return a, a.sum(axis=1).max(axis=-1).reshape(-1, 1, 1).astype(a.dtype)
+
+
+def softmax_matrices(
+    count: int, m: int, dtype: str = "float32", sharpness: float = 2.0
+) -> tuple[np.ndarray, np.ndarray]:
+    logits = sharpness * np.random.default_rng(m).standard_normal((count, m, m))
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    a, scale = with_scale(weights / weights.sum(axis=-1, keepdims=True))
+    return a.astype(dtype), scale.astype(dtype)
+
+
+def near_singular(m: int) -> dict[str, np.ndarray]:
+    random = softmax_matrices(1, m)[0][0]
+    duplicated = random.copy()
+    duplicated[m // 2 :] = duplicated[: m - m // 2]
+    return {
+        "equal rows": np.full((m, m), 1 / m, np.float32),
+        "nearly uniform": softmax_matrices(1, m, sharpness=1e-4)[0][0],
+        "repeated rows": duplicated,
+        "nearly the identity": softmax_matrices(1, m, sharpness=0)[0][0] * 1e-3 + 0.999 * np.eye(m, dtype=np.float32),
+        "one large column": np.eye(m, dtype=np.float32)[np.zeros(m, int)],
+    }
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, limit: float) -> None:
+    """Largest difference as a share of the largest element, matrix by matrix."""
+    assert actual.shape == expected.shape
+    difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64)).max(axis=(1, 2))
+    largest = np.abs(expected.astype(np.float64)).max(axis=(1, 2))
+    assert np.isfinite(difference).all()
+    assert (difference <= limit * largest).all(), difference / largest
+
+
+@pytest.mark.parametrize("m", PINV_SIZES)
+def test_pinv_equals_body_torch_and_float64(m: int) -> None:
+    a, scale = softmax_matrices(5, m)
+    feeds = {"A": a, "scale": scale}
+    model = one_node_model("IterativePinv", "float32", ["N", "m", "m"], body=True, iterations=6)
+    (z,) = run_poisoned(session(model), feeds, "float32", a.shape)
+    expected = float64_pinv(a, scale, 6)
+    assert_close(z, expected, PINV_FP32)
+    (body,) = session(model, library=False).run(None, feeds)
+    assert_close(z, body, 2 * PINV_FP32)
+    torch_z = torch.ops.effexport.iterative_pinv(torch.from_numpy(a), torch.from_numpy(scale), 6)
+    assert_close(z, torch_z.numpy(), 2 * PINV_FP32)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("m", PINV_SIZES)
+def test_pinv_in_half_precision_computes_in_float32(m: int, dtype: str) -> None:
+    a, scale = softmax_matrices(3, m, dtype)
+    model = one_node_model("IterativePinv", dtype, ["N", "m", "m"], body=True, iterations=6)
+    (z,) = run_poisoned(session(model), {"A": a, "scale": scale}, dtype, a.shape)
+    assert z.dtype == np.dtype(dtype)
+    assert_close(z, float64_pinv(a, scale, 6), PINV_LIMITS[dtype])
+
+
+@pytest.mark.parametrize("m", [2, 31, 64, 128])
+@pytest.mark.parametrize("case", list(near_singular(2)))
+def test_pinv_of_near_singular_matrices(case: str, m: int) -> None:
+    a, scale = with_scale(near_singular(m)[case][None])
+    model = one_node_model("IterativePinv", "float32", ["N", "m", "m"], body=False, iterations=6)
+    (z,) = run_poisoned(session(model), {"A": a, "scale": scale}, "float32", a.shape)
+    assert_close(z, float64_pinv(a, scale, 6), PINV_FP32)
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 6, 8])
+def test_pinv_runs_the_iterations_of_its_node(iterations: int) -> None:
+    a, scale = softmax_matrices(2, 31)
+    model = one_node_model("IterativePinv", "float32", ["N", "m", "m"], body=False, iterations=iterations)
+    (z,) = session(model).run(None, {"A": a, "scale": scale})
+    assert_close(z, float64_pinv(a, scale, iterations), PINV_FP32)
+
+
+def test_pinv_without_the_attribute_runs_six_iterations() -> None:
+    a, scale = softmax_matrices(2, 16)
+    (z,) = session(one_node_model("IterativePinv", "float32", None, body=False)).run(None, {"A": a, "scale": scale})
+    assert_close(z, float64_pinv(a, scale, 6), PINV_FP32)
+
+
+@pytest.mark.parametrize("m", [1, 63, 64])
+def test_pinv_gives_the_same_bits_for_any_threads_and_batch_mates(m: int) -> None:
+    a, scale = softmax_matrices(70, m)
+    model = one_node_model("IterativePinv", "float32", ["N", "m", "m"], body=False, iterations=6)
+    (together,) = session(model, threads=1).run(None, {"A": a, "scale": scale})
+    for threads in (2, 5):
+        (again,) = session(model, threads=threads).run(None, {"A": a, "scale": scale})
+        assert np.array_equal(together, again)
+    one = session(model)
+    for i in (0, 33, 69):
+        (alone,) = one.run(None, {"A": a[i : i + 1], "scale": scale[i : i + 1]})
+        assert np.array_equal(alone[0], together[i])
+
+
+def bucket_rows(n: int, num_buckets: int) -> np.ndarray:
+    """Random, all equal to the first and to the last bucket, descending, alternating, and nearly sorted."""
+    generator = np.random.default_rng(n * 10007 + num_buckets)
+    position = np.arange(n)
+    return np.stack(
+        [
+            generator.integers(0, num_buckets, n),
+            np.zeros(n, dtype=np.int64),
+            np.full(n, num_buckets - 1),
+            (n - 1 - position) * num_buckets // n,
+            np.where(position % 2 == 0, num_buckets - 1, 0),
+            np.sort(generator.integers(0, num_buckets, n))[np.roll(position, 1)],
+        ]
+    ).astype(np.int32)
+
+
+@pytest.mark.parametrize("num_buckets", SORT_BUCKETS)
+def test_sort_equals_body_torch_and_numpy(num_buckets: int) -> None:
+    model = one_node_model("LSHSort", "int32", ["N", "n"], body=True, num_buckets=num_buckets)
+    kernel, body = session(model), session(model, library=False)
+    for n in SORT_LENGTHS:
+        buckets = bucket_rows(n, num_buckets)
+        order, rank = run_poisoned(kernel, {"buckets": buckets}, "int32", buckets.shape)
+        assert np.array_equal(order, np.argsort(buckets, axis=1, kind="stable")), n
+        assert np.array_equal(np.take_along_axis(rank, order, axis=1), np.broadcast_to(np.arange(n), order.shape)), n
+        for ours, theirs in zip(
+            (order, rank), torch.ops.effexport.lsh_sort(torch.from_numpy(buckets), num_buckets), strict=True
+        ):
+            assert np.array_equal(ours, theirs.numpy()), n
+        if n <= 4096:  # the body of 65536 tokens takes its time, and is the subject of its own tests
+            for ours, theirs in zip((order, rank), body.run(None, {"buckets": buckets}), strict=True):
+                assert np.array_equal(ours, theirs), n
+
+
+@pytest.mark.parametrize("num_buckets", [2**20, 2**20 + 1, 2**31 - 1])
+def test_sort_takes_any_number_of_buckets(num_buckets: int) -> None:
+    buckets = np.random.default_rng(0).integers(0, num_buckets, (3, 1000)).astype(np.int32)
+    buckets[:, 500:] = buckets[:, :500]
+    model = one_node_model("LSHSort", "int32", ["N", "n"], body=False, num_buckets=num_buckets)
+    order, rank = run_poisoned(session(model), {"buckets": buckets}, "int32", buckets.shape)
+    assert np.array_equal(order, np.argsort(buckets, axis=1, kind="stable"))
+    assert np.array_equal(rank, np.argsort(order, axis=1))
+
+
+def test_sort_gives_the_same_bits_for_any_threads_and_batch_mates() -> None:
+    buckets = np.random.default_rng(0).integers(0, 33, (130, 257)).astype(np.int32)
+    model = one_node_model("LSHSort", "int32", ["N", "n"], body=False, num_buckets=33)
+    together = session(model, threads=1).run(None, {"buckets": buckets})
+    again = session(model, threads=5).run(None, {"buckets": buckets})
+    assert all(np.array_equal(x, y) for x, y in zip(together, again, strict=True))
+    for row in (0, 64, 129):
+        alone = session(model).run(None, {"buckets": buckets[row : row + 1]})
+        assert all(np.array_equal(x[0], y[row]) for x, y in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0, 0)])
+def test_sort_accepts_empty_inputs(shape: tuple[int, int]) -> None:
+    model = one_node_model("LSHSort", "int32", ["N", "n"], body=True, num_buckets=4)
+    for result in session(model).run(None, {"buckets": np.zeros(shape, np.int32)}):
+        assert result.shape == shape
+        assert result.dtype == np.int32
+
+
+@pytest.mark.parametrize("dtype", list(PINV_LIMITS))
+@pytest.mark.parametrize("shape", [(0, 4, 4), (3, 0, 0)])
+def test_pinv_accepts_empty_inputs(shape: tuple[int, int, int], dtype: str) -> None:
+    model = one_node_model("IterativePinv", dtype, ["N", "m", "m"], body=True, iterations=6)
+    feeds = {"A": ort_value(np.zeros(shape, dtype)), "scale": ort_value(np.ones((shape[0], 1, 1), dtype))}
+    (z,) = session(model).run_with_ort_values(None, feeds)
+    assert z.shape() == list(shape)
+
+
+PINV_ERRORS = [
+    ((2, 3, 4), (2, 1, 1), 1, r"A has shape \[2, 3, 4\]; expected square matrices, \[N, m, m\]"),
+    ((3, 3), (3, 1, 1), 1, r"A has shape \[3, 3\]; expected square matrices"),
+    ((1, 2, 3, 3), (1, 1, 1), 1, r"A has shape \[1, 2, 3, 3\]"),
+    ((2, 3, 3), (2,), 1, r"scale has shape \[2\]; expected \[2, 1, 1\], one for each matrix of A"),
+    ((2, 3, 3), (1, 1, 1), 1, r"scale has shape \[1, 1, 1\]; expected \[2, 1, 1\]"),
+    ((2, 3, 3), (2, 1, 1), np.nan, "matrix 1 of A holds NaN or infinity; expected finite numbers"),
+    ((2, 3, 3), (2, 1, 1), np.inf, "matrix 1 of A holds NaN or infinity"),
+]
+
+
+@pytest.mark.parametrize(("shape", "scale_shape", "last", "message"), PINV_ERRORS)
+def test_pinv_says_what_is_wrong_with_its_input(
+    shape: tuple[int, ...], scale_shape: tuple[int, ...], last: float, message: str
+) -> None:
+    from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+
+    opened = session(one_node_model("IterativePinv", "float32", None, body=False, iterations=6))
+    a = np.ones(shape, np.float32)
+    a.flat[-1] = last
+    with pytest.raises(InvalidArgument, match="IterativePinv: " + message):
+        opened.run(None, {"A": a, "scale": np.ones(scale_shape, np.float32)})
+    good = {"A": np.ones((1, 2, 2), np.float32), "scale": np.ones((1, 1, 1), np.float32)}
+    assert np.isfinite(opened.run(None, good)[0]).all(), "a refused input does not spoil the session"
+
+
+@pytest.mark.parametrize("dtype", list(PINV_LIMITS))
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_pinv_refuses_nan_and_infinity_in_every_type(value: float, dtype: str) -> None:
+    opened = session(one_node_model("IterativePinv", dtype, ["N", "m", "m"], body=False, iterations=6))
+    a, scale = softmax_matrices(3, 5, dtype)
+    scale[1] = value
+    with pytest.raises(Exception, match=r"scale\[1\] is NaN or infinite; expected a number"):
+        opened.run_with_ort_values(None, {"A": ort_value(a), "scale": ort_value(scale)})
+    a[2, 4, 4], scale[1] = value, 1
+    with pytest.raises(Exception, match="matrix 2 of A holds NaN or infinity"):
+        opened.run_with_ort_values(None, {"A": ort_value(a), "scale": ort_value(scale)})
+
+
+@pytest.mark.parametrize(("row", "token", "bucket"), [(0, 0, -1), (1, 62, 33), (7, 5, 2**31 - 1), (7, 0, -(2**31))])
+def test_sort_names_the_first_bucket_out_of_range(row: int, token: int, bucket: int) -> None:
+    from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+
+    opened = session(one_node_model("LSHSort", "int32", ["N", "n"], body=True, num_buckets=33))
+    buckets = np.random.default_rng(0).integers(0, 33, (8, 63)).astype(np.int32)
+    buckets[row, token] = buckets[7, 62] = bucket
+    expected = rf"LSHSort: buckets\[{row}, {token}\] is {bucket}; expected 0 to 32 \(num_buckets is 33\)"
+    with pytest.raises(InvalidArgument, match=expected):
+        opened.run(None, {"buckets": buckets})
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 4), ()])
+def test_sort_says_which_rank_it_expects(shape: tuple[int, ...]) -> None:
+    opened = session(one_node_model("LSHSort", "int32", None, body=False, num_buckets=33))
+    with pytest.raises(Exception, match=r"LSHSort: buckets has shape .*; expected \[N, n\]"):
+        opened.run(None, {"buckets": np.zeros(shape, np.int32)})
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "message"),
+    [
+        ("LSHSort", {"num_buckets": 0}, "LSHSort: num_buckets is 0; expected 1 to 2147483647"),
+        ("LSHSort", {"num_buckets": 2**31}, "LSHSort: num_buckets is 2147483648; expected 1 to"),
+        ("LSHSort", {"num_buckets": 2.5}, "LSHSort: attribute num_buckets has another type; expected an integer"),
+        ("LSHSort", {}, "LSHSort: attribute num_buckets is missing; expected an integer"),
+        ("IterativePinv", {"iterations": 0}, "IterativePinv: iterations is 0; expected 1 to"),
+        ("IterativePinv", {"iterations": "6"}, "IterativePinv: attribute iterations has another type"),
+    ],
+)
+def test_a_bad_attribute_is_refused_when_the_model_is_loaded(op: str, attributes: dict[str, Any], message: str) -> None:
+    dtype = "int32" if op == "LSHSort" else "float32"
+    with pytest.raises(Exception, match=message):
+        session(one_node_model(op, dtype, None, body=False, **attributes))
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "dims"),
+    [
+        ("LSHSort", "int32", ["N", "n"]),
+        ("LSHSort", "int32", [6, "n"]),
+        ("LSHSort", "int32", [6, 128]),
+        ("IterativePinv", "float32", ["N", "m", "m"]),
+        ("IterativePinv", "float16", ["N", 64, 64]),
+        ("IterativePinv", "bfloat16", [3, 4, 4]),
+    ],
+)
+def test_shapes_and_their_symbols_survive_shape_inference(op: str, dtype: str, dims: list[Any]) -> None:
+    attributes = {"num_buckets": 33} if op == "LSHSort" else {"iterations": 6}
+    opened = session(one_node_model(op, dtype, dims, body=False, out_dims=None, **attributes))
+    assert [output.shape for output in opened.get_outputs()] == [dims] * len(opened.get_outputs())
+
+
+def test_unknown_dimensions_keep_the_rank_and_cause_no_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(get_library_path()))
+    model = one_node_model("LSHSort", "int32", [None, None], body=False, out_dims=None, num_buckets=4)
+    opened = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    names = [name for output in opened.get_outputs() for name in output.shape]
+    # four names, because equal ones would say that the sizes are equal
+    assert len(set(names)) == 4
+    opened.run(None, {"buckets": np.zeros((2, 3), np.int32)})
+    assert "does not match actual shape" not in capfd.readouterr().err
+
+
+def test_the_library_refuses_a_runtime_that_is_older_than_its_headers() -> None:
+    """RegisterCustomOps called with an API base that knows only older versions, as an old ONNX Runtime would."""
+    import ctypes
+
+    library = ctypes.CDLL(str(get_library_path()))
+    messages = []
+    get_api_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)
+    create_status_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
+
+    @create_status_type
+    def create_status(code: int, message: bytes) -> int:
+        messages.append((code, message.decode()))
+        return 0x1234
+
+    api = (ctypes.c_void_p * 1)(ctypes.cast(create_status, ctypes.c_void_p))
+
+    @get_api_type
+    def get_api(version: int) -> int | None:
+        return ctypes.addressof(api) if version == 1 else None
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p)
+    def get_version() -> int:
+        return ctypes.cast(ctypes.c_char_p(b"1.2.3"), ctypes.c_void_p).value or 0
+
+    base = (ctypes.c_void_p * 2)(*(ctypes.cast(f, ctypes.c_void_p) for f in (get_api, get_version)))
+    library.RegisterCustomOps.restype = ctypes.c_void_p
+    assert library.RegisterCustomOps(None, base) == 0x1234
+    ((code, message),) = messages
+    assert code == 1
+    assert "compiled for the API of ONNX Runtime 1." in message
+    assert "but this is 1.2.3; upgrade onnxruntime" in message
