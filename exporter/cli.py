@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+import warnings
 from typing import Any
 
 import click
 
 from effexport import __version__
-from effexport.errors import EffexportError
+from effexport.errors import EffexportError, KernelWarning
 from effexport.json_text import json_text
 
 # verb → what it does, in the order of `--help`; the module is effexport.commands.<verb>
@@ -20,12 +21,27 @@ COMMANDS: dict[str, str] = {
     "verify": "Check an artifact, or another ONNX file, against the reference.",
     "run": "Run an artifact on arrays or on text.",
     "inspect": "Describe an artifact or an ONNX file.",
+    "plugins": "Build and locate the kernel library for ONNX Runtime.",
     "doctor": "Say what is installed, what is missing and how to add it.",
     "completion": "Print a shell completion script.",
 }
 
 
-class LazyGroup(click.Group):
+class SuggestingGroup(click.Group):
+    """A mistyped command is answered with the nearest one and the list of all."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        from effexport.models.validation import did_you_mean
+
+        known = self.list_commands(ctx)
+        if args and not args[0].startswith("-") and args[0] not in known:
+            ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], known)} Commands: {', '.join(known)}")
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(SuggestingGroup):
     """Commands are imported when they are used; their one-line help is known before."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -36,15 +52,6 @@ class LazyGroup(click.Group):
             return None
         command: click.Command = importlib.import_module(f"effexport.commands.{name}").command
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        from effexport.models.validation import did_you_mean
-
-        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -68,9 +75,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point. An expected error is one message; a bug keeps its traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     from effexport.models.validation import SpecError
+    from effexport.plugins import LibraryError
 
     try:
-        code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = show_warning
+            code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)
     except click.exceptions.Abort:
         fail("interrupted", 130, arguments)
     except click.ClickException as error:
@@ -79,13 +89,23 @@ def main(arguments: list[str] | None = None) -> None:
         fail(error.format_message(), error.exit_code, arguments)
     except SpecError as error:
         fail(str(error), 2, arguments)
-    except EffexportError as error:
+    except (EffexportError, LibraryError) as error:
         fail(str(error), error.exit_code, arguments)
     except BrokenPipeError:
         # the reader of our output has gone: `effexport list | head`
         sys.stderr.close()
         sys.exit(0)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """Our own warnings are one line for the user; others say where they come from."""
+    if issubclass(category, KernelWarning):
+        click.echo(f"effexport: warning: {message}", err=True)
+    else:
+        click.echo(warnings.formatwarning(message, category, filename, lineno, line), err=True, nl=False)
 
 
 def fail(message: str, exit_code: int, arguments: list[str]) -> None:

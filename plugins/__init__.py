@@ -6,6 +6,20 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
+from effexport.plugins.library import Library, LibraryError, find_library, get_library_path
+
+__all__ = [
+    "DOMAIN",
+    "OPS",
+    "OPSET_VERSION",
+    "PLUGIN_NAMESPACE",
+    "Library",
+    "LibraryError",
+    "Op",
+    "find_library",
+    "get_library_path",
+]
+
 DOMAIN = "effexport"
 OPSET_VERSION = 1
 
@@ -15,11 +29,15 @@ PLUGIN_NAMESPACE = "plugin_namespace"
 
 @dataclass(frozen=True)
 class Op:
-    """One operator under its names: `onnx_name` in graphs, `torch_name` under `torch.ops.effexport`."""
+    """One operator under its names: `onnx_name` in graphs, `torch_name` under `torch.ops.effexport`.
+
+    element_types: what its kernels take, as its schema and the kernel library do.
+    """
 
     onnx_name: str
     torch_name: str
     module: str
+    element_types: tuple[str, ...]
 
     def load(self) -> ModuleType:
         """The operator's `op.py`: torch op, ONNX schema, translation and function body."""
@@ -27,6 +45,8 @@ class Op:
 
 
 OPS: dict[str, Op] = {
-    "IterativePinv": Op("IterativePinv", "iterative_pinv", "effexport.plugins.iterative_pinv.op"),
-    "LSHSort": Op("LSHSort", "lsh_sort", "effexport.plugins.lsh_sort.op"),
+    "IterativePinv": Op(
+        "IterativePinv", "iterative_pinv", "effexport.plugins.iterative_pinv.op", ("float32", "float16", "bfloat16")
+    ),
+    "LSHSort": Op("LSHSort", "lsh_sort", "effexport.plugins.lsh_sort.op", ("int32",)),
 }

@@ -98,12 +98,67 @@ ensure_environment() {
   exec 9<&-
 }
 
-# run_pytest ARGUMENTS...: two workers of one thread each; every part must be there, so nothing is skipped silently.
+# has_tool NAME: whether a build would find a cmake that is new enough, a compiler, an nvcc.
+has_tool() {
+  "$VENV/bin/python" -c "from effexport.plugins import toolchain; raise SystemExit(toolchain.find_$1() is None)"
+}
+
+# ensure_build_tools: cmake in .venv and the system's C++ compiler, where they are missing and can be added.
+ensure_build_tools() {
+  if ! has_tool cmake; then
+    say "installing cmake into .venv"
+    (
+      exec 9<"$ROOT/pyproject.toml"
+      if command -v flock >/dev/null; then flock 9; fi
+      cd "$ROOT" && "$VENV/bin/python" -m pip install --quiet -c constraints.txt -e ".[kernels]"
+    ) >&2 || true
+  fi
+  if [[ -z "${CXX:-}" ]] && ! { has_tool compiler && { command -v ninja || command -v make; } >/dev/null; } &&
+    [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null; then
+    say "installing g++ and make, which the kernel library is compiled with"
+    { apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ make; } >&2 || true
+  fi
+}
+
+# ensure_kernels: the kernel library for ONNX Runtime, in the user's cache. Fails when it cannot be built.
+ensure_kernels() {
+  # what cannot be added here is missed, with its remedy, by the build itself
+  ensure_build_tools
+  "$VENV/bin/effexport" plugins build >&2
+}
+
+# The parts that tests must find: all of them, nvcc where there is one; or what the user says.
+required_parts() {
+  if [[ -n "${EFFEXPORT_REQUIRE+set}" ]]; then
+    printf '%s\n' "$EFFEXPORT_REQUIRE"
+  elif has_tool nvcc; then
+    printf '%s\n' torch,onnx,ort,transformers,native,nvcc
+  else
+    printf '%s\n' torch,onnx,ort,transformers,native
+  fi
+}
+
+# ensure_tested_kernels: the library is built; without it the tests are not run, unless the user requires other parts.
+ensure_tested_kernels() {
+  local parts
+  ensure_kernels && return
+  parts="$(required_parts)"
+  case ",${parts// /}," in
+    *,native,*)
+      die "the kernel library was not built, see above; to run the tests without it:" \
+        "EFFEXPORT_REQUIRE=torch,onnx,ort,transformers $0"
+      ;;
+    *) say "WARNING: the kernel library was not built: tests that need it are skipped" ;;
+  esac
+}
+
+# run_pytest ARGUMENTS...: two workers of one thread each; what is required must be there: no test is skipped silently.
 run_pytest() {
   (
     cd "$ROOT" || exit
     export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1
-    export EFFEXPORT_REQUIRE=torch,onnx,ort,transformers
+    EFFEXPORT_REQUIRE="$(required_parts)"
+    export EFFEXPORT_REQUIRE
     "$VENV/bin/python" -m pytest -n 2 --dist loadgroup "$@"
   )
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a first artifact: makes .venv, exports the LSH variant and checks it.
+# From a fresh clone to a first artifact: makes .venv, builds the kernel library, exports the LSH variant and checks it.
 # EFFEXPORT_PYTHON selects the Python (3.11 or later).
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
@@ -8,5 +8,8 @@ cd "$ROOT"
 
 [[ $# -eq 0 ]] || die "quickstart.sh takes no arguments; got: $*"
 ensure_environment cpu
+ensure_kernels ||
+  say "WARNING: no kernel library, for the reason above: custom operators run as their ONNX function bodies, which is" \
+    "slower. Everything else works; try again with: .venv/bin/effexport plugins build"
 "$VENV/bin/effexport" build --variant lsh --force >&2
 echo "Made artifacts/lsh: model.onnx, golden values and a parity report; next, open artifacts/lsh/report.html or run: .venv/bin/effexport verify artifacts/lsh"

@@ -5,5 +5,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 ensure_environment cpu,test,dev
+ensure_tested_kernels
 run_pytest "$@"
 echo "Tests passed: pytest ${*:-on everything but the soak tests}; next, run .ci/run for lint and types as well."

@@ -1,6 +1,6 @@
 """The declared-requirements rule: nothing that a run says must be present is skipped silently.
 
-EFFEXPORT_REQUIRE lists optional parts, separated by commas: EFFEXPORT_REQUIRE=torch,onnx,ort,transformers.
+EFFEXPORT_REQUIRE lists optional parts, separated by commas: EFFEXPORT_REQUIRE=torch,onnx,ort,transformers,native.
 A test marked `requires("ort")` is skipped where onnxruntime is missing, unless the list names "ort": then the
 run stops before the first test.
 """
@@ -10,18 +10,98 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+from dataclasses import dataclass
+from typing import Protocol
 
 import pytest
 
 VARIABLE = "EFFEXPORT_REQUIRE"
-# part → (module, distributions that provide it)
-PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "torch": ("torch", ("torch",)),
-    "onnx": ("onnx", ("onnx",)),
-    "ort": ("onnxruntime", ("onnxruntime", "onnxruntime-gpu")),
-    "transformers": ("transformers", ("transformers",)),
+
+
+class Part(Protocol):
+    """Something that tests may need."""
+
+    name: str
+
+    def is_present(self) -> bool: ...
+
+    def version(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Package:
+    """A Python module, which one of several distributions provides."""
+
+    name: str
+    distributions: tuple[str, ...]
+
+    def is_present(self) -> bool:
+        """True when the module is installed. It is not imported: a broken one fails in its tests."""
+        try:
+            spec = importlib.util.find_spec(self.name)
+        except (ImportError, ValueError):
+            return False
+        # a folder left behind by an uninstalled package has no loader of its own
+        return spec is not None and spec.origin is not None
+
+    def version(self) -> str:
+        for distribution in self.distributions:
+            try:
+                return importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return "of unknown version"
+
+
+class KernelLibrary:
+    """The library that `effexport plugins build` makes, of the present sources."""
+
+    name = "kernel library of the present sources (effexport plugins build)"
+
+    def is_present(self) -> bool:
+        from effexport.plugins import LibraryError, find_library
+
+        try:
+            library = find_library()
+        except LibraryError as error:  # EFFEXPORT_LIBRARY names no file: whoever set it wants to know
+            raise pytest.UsageError(str(error)) from error
+        return library is not None and not library.outdated
+
+    def version(self) -> str:
+        from effexport.plugins import find_library
+
+        library = find_library()
+        if library is None or library.info is None:
+            return "given by EFFEXPORT_LIBRARY"
+        return "for CPU and CUDA" if library.info.has_cuda else "for the CPU only"
+
+
+class CudaCompiler:
+    """nvcc, where the build looks for it."""
+
+    name = "nvcc"
+
+    def is_present(self) -> bool:
+        from effexport.plugins.toolchain import find_nvcc
+
+        return find_nvcc() is not None
+
+    def version(self) -> str:
+        from effexport.plugins.toolchain import find_nvcc
+
+        return str(find_nvcc())
+
+
+PARTS: dict[str, Part] = {
+    "torch": Package("torch", ("torch",)),
+    "onnx": Package("onnx", ("onnx",)),
+    "ort": Package("onnxruntime", ("onnxruntime", "onnxruntime-gpu")),
+    "transformers": Package("transformers", ("transformers",)),
+    "native": KernelLibrary(),
+    "nvcc": CudaCompiler(),
 }
 REQUIRED = pytest.StashKey[tuple[str, ...]]()
+PRESENT = pytest.StashKey[set[str]]()
 
 
 def parse_required(text: str) -> tuple[str, ...]:
@@ -37,35 +117,18 @@ def parse_required(text: str) -> tuple[str, ...]:
     return names
 
 
-def is_present(part: str) -> bool:
-    """True when the part's module is installed. It is not imported: a broken one fails in its tests."""
-    try:
-        spec = importlib.util.find_spec(PARTS[part][0])
-    except (ImportError, ValueError):
-        return False
-    # a folder left behind by an uninstalled package has no loader of its own
-    return spec is not None and spec.origin is not None
-
-
-def version_of(part: str) -> str:
-    for distribution in PARTS[part][1]:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[REQUIRED] = parse_required(os.environ.get(VARIABLE, ""))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    missing = [part for part in session.config.stash[REQUIRED] if not is_present(part)]
+    # looked up once: a test that hides a part from itself must not hide it from the rest of the run
+    present = session.config.stash[PRESENT] = {part for part in PARTS if PARTS[part].is_present()}
+    missing = [part for part in session.config.stash[REQUIRED] if part not in present]
     if missing:
-        modules = ", ".join(PARTS[part][0] for part in missing)
+        names = ", ".join(PARTS[part].name for part in missing)
         pytest.exit(
-            f"{VARIABLE} requires {', '.join(missing)}, but there is no {modules}; install what is missing, "
+            f"{VARIABLE} requires {', '.join(missing)}, but there is no {names}; install what is missing, "
             f"or take it out of {VARIABLE}",
             returncode=pytest.ExitCode.USAGE_ERROR,
         )
@@ -79,9 +142,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                     f"requires({part!r}) names no known part; expected one of: {', '.join(PARTS)}",
                     pytrace=False,
                 )
-            if is_present(part):
+            if part in item.config.stash[PRESENT]:
                 continue
-            reason = f"{PARTS[part][0]} is not installed"
+            reason = f"{PARTS[part].name} is not there"
             if part in item.config.stash[REQUIRED]:
                 pytest.fail(f"{reason}, but {VARIABLE} names {part}", pytrace=False)
             pytest.skip(reason)
@@ -89,8 +152,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     required = config.stash[REQUIRED]
-    present = ", ".join(f"{part} {version_of(part)}" for part in required) or f"none ({VARIABLE} is not set)"
+    present = ", ".join(f"{part} {PARTS[part].version()}" for part in required) or f"none ({VARIABLE} is not set)"
     terminalreporter.write_line(f"required parts, all present: {present}" if required else f"required parts: {present}")
-    optional_missing = [part for part in PARTS if part not in required and not is_present(part)]
+    optional_missing = [part for part in PARTS if part not in required and part not in config.stash[PRESENT]]
     if optional_missing:
         terminalreporter.write_line(f"missing, tests skipped: {', '.join(optional_missing)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 
 import effexport
 from effexport.plugins import OPS
+from effexport.plugins.headers import find_headers
+from effexport.plugins.sources import SOURCES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -104,6 +107,32 @@ def test_the_wheel_holds_types_contracts_and_licence(wheel_path: Path) -> None:
     assert f"effexport-{effexport.__version__}.dist-info/licenses/LICENSE" in names
 
 
+def test_the_wheel_holds_the_native_sources(wheel_path: Path) -> None:
+    assert {f"effexport/plugins/{name}" for name in SOURCES} <= set(wheel_files(wheel_path))
+
+
+@pytest.mark.requires("native", "ort")
+def test_the_kernel_library_builds_from_the_wheel_and_loads(wheel_path: Path, tmp_path: Path) -> None:
+    import onnxruntime
+
+    with zipfile.ZipFile(wheel_path) as archive:
+        archive.extractall(tmp_path / "site")
+    command = [sys.executable, "-m", "effexport", "plugins", "build", "--no-cuda", "--json"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path / "site"),
+        "EFFEXPORT_CACHE_DIR": str(tmp_path / "cache"),
+        "EFFEXPORT_ORT_INCLUDE_DIR": str(find_headers().folder),
+    }
+    environment.pop("EFFEXPORT_LIBRARY", None)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    library = json.loads(done.stdout)["library"]
+    assert Path(library).is_relative_to(tmp_path / "cache")
+    assert json.loads((Path(library).parent / "build.json").read_text())["installation"].startswith(str(tmp_path))
+    onnxruntime.SessionOptions().register_custom_ops_library(library)
+
+
 def test_the_sdist_builds_the_same_wheel(wheel_path: Path, sdist_folder: Path) -> None:
     rebuilt = wheel_files(sdist_folder / wheel_path.name)
     assert rebuilt == wheel_files(wheel_path)
@@ -149,4 +178,5 @@ def test_constraints_cover_every_direct_requirement() -> None:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
     required = {name_of(r) for r in project["dependencies"] + extras["cpu"] + extras["test"] + extras["dev"]}
+    required |= {name_of(r) for r in extras["kernels"]}
     assert required - pinned == set()

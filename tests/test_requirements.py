@@ -57,7 +57,7 @@ def test_a_missing_part_is_skipped_with_its_reason_when_it_is_not_required(tmp_p
     result = run_suite(tmp_path, require="")
     assert result.returncode == 0, result.stdout
     assert "1 passed, 1 skipped" in result.stdout
-    assert "transformers is not installed" in result.stdout
+    assert "transformers is not there" in result.stdout
 
 
 def test_a_missing_part_stops_the_run_when_it_is_required(tmp_path: Path) -> None:
@@ -84,3 +84,60 @@ def test_the_summary_names_the_required_parts(tmp_path: Path) -> None:
     result = run_suite(tmp_path, require="torch, onnx", suite="def test_plain(): pass")
     assert result.returncode == 0, result.stdout
     assert "required parts, all present: torch " in result.stdout
+
+
+NATIVE_SUITE = """
+import pytest
+
+@pytest.mark.requires("native")
+def test_with_the_kernel_library():
+    pass
+
+@pytest.mark.requires("nvcc")
+def test_with_nvcc():
+    pass
+"""
+
+
+@pytest.fixture
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No kernel library and no nvcc, whatever this machine has."""
+    monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.delenv("EFFEXPORT_LIBRARY", raising=False)
+    monkeypatch.setenv("EFFEXPORT_NVCC", str(tmp_path / "absent"))
+    return tmp_path
+
+
+def test_parts_that_are_no_python_modules_are_skipped_by_the_same_rule(bare_machine: Path) -> None:
+    result = run_suite(bare_machine, require="", suite=NATIVE_SUITE)
+    assert result.returncode == 0, result.stdout
+    assert "2 skipped" in result.stdout
+    assert "nvcc is not there" in result.stdout
+    assert "kernel library of the present sources (effexport plugins build) is not there" in result.stdout
+
+
+@pytest.mark.parametrize("part", ["native", "nvcc"])
+def test_parts_that_are_no_python_modules_stop_the_run_by_the_same_rule(bare_machine: Path, part: str) -> None:
+    result = run_suite(bare_machine, require=part, suite=NATIVE_SUITE)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"EFFEXPORT_REQUIRE requires {part}" in result.stdout + result.stderr
+    assert "passed" not in result.stdout
+
+
+def test_parts_that_are_no_python_modules_are_found(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, name in (("EFFEXPORT_LIBRARY", "given.so"), ("EFFEXPORT_NVCC", "nvcc")):
+        (bare_machine / name).touch(mode=0o755)
+        monkeypatch.setenv(variable, str(bare_machine / name))
+    result = run_suite(bare_machine, require="native,nvcc", suite=NATIVE_SUITE)
+    assert result.returncode == 0, result.stdout
+    assert "2 passed" in result.stdout
+
+
+def test_a_library_that_is_named_and_not_there_stops_the_run(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EFFEXPORT_LIBRARY", str(bare_machine / "absent.so"))
+    result = run_suite(bare_machine, require="native", suite=NATIVE_SUITE)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "EFFEXPORT_LIBRARY is" in result.stdout + result.stderr
+    assert "Traceback" not in result.stdout + result.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from effexport.commands._options import debug_option, json_option, stderr_console
@@ -19,9 +21,10 @@ def command(as_json: bool, debug: bool) -> None:
     from effexport.environment import PARTS, examine, versions
 
     findings = [examine(part) for part in PARTS]
-    ok = all(finding["works"] for finding in findings)
+    library = examine_library()
+    ok = all(finding["works"] for finding in findings) and library["problem"] is None
     if as_json:
-        print_json({"ok": ok, "environment": versions(), "parts": findings})
+        print_json({"ok": ok, "environment": versions(), "parts": findings, "library": library})
     else:
         from rich.table import Column, Table
         from rich.text import Text
@@ -36,7 +39,40 @@ def command(as_json: bool, debug: bool) -> None:
             )
         console = stderr_console()
         console.print(table)
-        console.print("custom operators run as their ONNX function bodies on every runtime", markup=False)
+        console.print(library_line(library), markup=False, soft_wrap=True)
         console.print("everything works" if ok else "something is missing, see above", markup=False)
     if not ok:
         raise click.exceptions.Exit(1)
+
+
+def examine_library() -> dict[str, Any]:
+    """Whether ONNX Runtime has kernels for the custom operators. Without, their function bodies run: no problem."""
+    from effexport.plugins import LibraryError, find_library
+
+    try:
+        library, problem = find_library(), None
+    except LibraryError as error:
+        library, problem = None, str(error)
+    current = library is not None and not library.outdated
+    return {
+        "path": str(library.path) if library else None,
+        "outdated": library.outdated if library else None,
+        "cuda": library.info.has_cuda if library and library.info else None,
+        "problem": problem,
+        "remedy": None if current or problem else "effexport plugins build",
+    }
+
+
+def library_line(library: dict[str, Any]) -> str:
+    """The same in words."""
+    if library["problem"]:
+        return f"kernel library: {library['problem']}"
+    if library["path"] is None:
+        return (
+            "no kernel library: custom operators run as their ONNX function bodies, on every runtime; "
+            f"for ONNX Runtime's kernels run: {library['remedy']}"
+        )
+    if library["outdated"]:
+        return f"kernel library: OUTDATED, of other sources than these: {library['path']}; run: {library['remedy']}"
+    devices = {True: "CPU and CUDA", False: "CPU only", None: "given by EFFEXPORT_LIBRARY"}[library["cuda"]]
+    return f"kernel library: {devices}: {library['path']}"

@@ -1,0 +1,208 @@
+"""`effexport plugins`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from effexport.cli import SuggestingGroup
+from effexport.commands._options import debug_option, json_option, stage_progress, stderr_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from effexport.plugins import Library
+
+BUILD_COMMAND = "effexport plugins build"
+
+
+@click.group("plugins", cls=SuggestingGroup)
+def command() -> None:
+    """Build and locate the kernel library for ONNX Runtime: faster custom operators.
+
+    Without it, custom operators run as their ONNX function bodies, and everything still works.
+    """
+
+
+@command.command("build", short_help="Compile the library, unless it is in the cache.")
+@click.option("--cuda/--no-cuda", default=None, help="With CUDA kernels or without; left out: with, if there is nvcc.")
+@click.option("--force", is_flag=True, help="Compile even if the library is in the cache.")
+@json_option
+@debug_option
+def build_command(cuda: bool | None, force: bool, as_json: bool, debug: bool) -> None:
+    """Compile the library, unless it is in the cache, and use it from now on.
+
+    Needs cmake, a C++17 compiler, ONNX Runtime's headers (EFFEXPORT_ORT_INCLUDE_DIR, the system's, or fetched from
+    the Debian archive), and nvcc for the CUDA kernels. Exit status 1 when compiling fails, 2 when a tool is missing.
+    """
+    from effexport.cli import print_json
+    from effexport.plugins.build import build_library
+
+    console = stderr_console()
+    with stage_progress(console) as on_stage:
+        library = build_library(cuda=cuda, force=force, on_stage=on_stage)
+    warnings = library_warnings(library)
+    if as_json:
+        print_json({**describe(library), "built_now": library.built_now, "warnings": warnings})
+    assert library.info is not None
+    how = f"compiled in {library.info.seconds:g} s" if library.built_now else "was in the cache"
+    console.print(f"kernel library: {library.path}", markup=False, soft_wrap=True)
+    console.print(f"  {how}; {devices(library)}", markup=False, soft_wrap=True)
+    print_warnings(console, warnings)
+
+
+@command.command("path", short_help="Print the path of the library.")
+@json_option
+@debug_option
+def path_command(as_json: bool, debug: bool) -> None:
+    """Print the path of the library, for other programs to load. Exit status 1 when there is none."""
+    from effexport.cli import print_json
+    from effexport.errors import EffexportError
+    from effexport.plugins import find_library
+
+    library = find_library()
+    if library is None:
+        raise EffexportError(f"there is no kernel library; build it with: {BUILD_COMMAND}")
+    if as_json:
+        print_json({"path": str(library.path), "outdated": library.outdated})
+    else:
+        click.echo(library.path)
+    print_warnings(stderr_console(), library_warnings(library))
+
+
+@command.command("info", short_help="Say which library is used and what is in it.")
+@json_option
+@debug_option
+def info_command(as_json: bool, debug: bool) -> None:
+    """Say which library is used, what it was made from and for, whether it is intact, and what else is in the cache.
+
+    Exit status 1 when the library is damaged.
+    """
+    from effexport.cli import print_json
+    from effexport.plugins import find_library
+    from effexport.plugins.library import cache_folder, list_builds
+
+    library = find_library()
+    described = describe(library) if library else {"library": None}
+    sha256_ok = is_intact(library) if library else None
+    builds, damaged = list_builds()
+    used = library.info.key if library and library.info else None
+    value = {
+        **described,
+        "sha256_ok": sha256_ok,
+        "operators": operators(library),
+        "cache_folder": str(cache_folder()),
+        "other_builds": [build.key for build in builds if build.key != used],
+        "damaged_builds": {str(folder): problem for folder, problem in damaged.items()},
+        "warnings": library_warnings(library) if library else [],
+    }
+    if as_json:
+        print_json(value)
+    print_info(stderr_console(), value, library)
+    if sha256_ok is False:
+        raise click.exceptions.Exit(1)
+
+
+def describe(library: Library) -> dict[str, Any]:
+    """The library and what it was made from, as JSON."""
+    info = library.info
+    return {
+        "library": str(library.path),
+        "outdated": library.outdated,
+        "explicit": info is None,
+        "cuda": info.has_cuda if info else None,
+        "cuda_architectures": info.cuda_architectures if info else None,
+        "header_version": info.header_version if info else None,
+        "compiler": info.compiler if info else None,
+        "nvcc": info.nvcc if info else None,
+        "flags": info.flags if info else None,
+        "created": info.created if info else None,
+        "seconds": info.seconds if info else None,
+        "key": info.key if info else None,
+        "sha256": info.sha256 if info else None,
+        "bytes": info.bytes if info else None,
+    }
+
+
+def operators(library: Library | None) -> list[dict[str, Any]]:
+    """Operators with the element types and the providers that have kernels; providers is None if nothing says so."""
+    from effexport.plugins import OPS
+
+    if library is None:
+        return []
+    providers = None if library.info is None else ["CPU", "CUDA"] if library.info.has_cuda else ["CPU"]
+    return [
+        {"name": op.onnx_name, "element_types": list(op.element_types), "providers": providers} for op in OPS.values()
+    ]
+
+
+def devices(library: Library) -> str:
+    """What the library has kernels for, and how to add what it lacks."""
+    from effexport.plugins.build import NO_NVCC
+    from effexport.plugins.toolchain import find_nvcc
+
+    assert library.info is not None
+    if library.info.has_cuda:
+        return f"CPU and CUDA (sm_{', sm_'.join(map(str, library.info.cuda_architectures))}, PTX for later GPUs)"
+    if nvcc := find_nvcc():
+        return f"CPU only, though there is {nvcc}: {BUILD_COMMAND} adds the CUDA kernels"
+    return f"CPU only: {NO_NVCC}, then run {BUILD_COMMAND} again to add the CUDA kernels"
+
+
+def is_intact(library: Library) -> bool | None:
+    """Whether the file is the one that was built; None if nothing says what it should be."""
+    from effexport.plugins.library import sha256_of
+
+    return None if library.info is None else sha256_of(library.path) == library.info.sha256
+
+
+def library_warnings(library: Library) -> list[str]:
+    """What the user should hear about a library that can be used all the same."""
+    from effexport.plugins.headers import runtime_warning
+    from effexport.plugins.library import LIBRARY_VARIABLE
+
+    warnings = []
+    if library.outdated:
+        warnings.append(f"the library was built from other sources than these; run: {BUILD_COMMAND}")
+    if library.info and (about_runtime := runtime_warning(library.info.header_version)):
+        warnings.append(about_runtime)
+    if library.info and (explicit := os.environ.get(LIBRARY_VARIABLE)):
+        warnings.append(f"{LIBRARY_VARIABLE} is {explicit!r}: that file is used instead of this library")
+    return warnings
+
+
+def print_warnings(console: Console, warnings: list[str]) -> None:
+    for warning in warnings:
+        console.print(f"WARNING: {warning}", style="bold yellow", markup=False, soft_wrap=True)
+
+
+def print_info(console: Console, value: dict[str, Any], library: Library | None) -> None:
+    """The same for people."""
+
+    def line(name: str, text: object) -> None:
+        console.print(f"{name:<16}{text}", markup=False, soft_wrap=True)
+
+    if library is None:
+        line("library", f"none: custom operators run as their ONNX function bodies; build it with: {BUILD_COMMAND}")
+    else:
+        state = (
+            "given by EFFEXPORT_LIBRARY" if library.info is None else "OUTDATED" if library.outdated else "up to date"
+        )
+        line("library", f"{library.path} ({state})")
+    if library is not None and library.info is not None:
+        info = library.info
+        line("kernels for", devices(library))
+        line("headers", f"ONNX Runtime 1.{info.header_version}, for this version and later")
+        line("compiler", info.compiler)
+        line("nvcc", info.nvcc or "none")
+        line("built", f"{info.created}, in {info.seconds:g} s, {info.bytes:,} bytes")
+        line("sha256", "as built" if value["sha256_ok"] else f"DAMAGED: build it again with: {BUILD_COMMAND}")
+    for op in value["operators"]:
+        providers = ", ".join(op["providers"] or ["unknown"])
+        line("operator", f"{op['name']}: {', '.join(op['element_types'])}; providers: {providers}")
+    line("cache", f"{value['cache_folder']}; other builds: {len(value['other_builds'])}")
+    for folder, problem in value["damaged_builds"].items():
+        line("damaged", f"{folder}: {problem}")
+    print_warnings(console, value["warnings"])
