@@ -6,14 +6,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from effexport.runners import Runner
     from effexport.runners.decode import DecodeRunner
+    from effexport.runners.ort import OrtRunner
+    from effexport.runners.ort_session import OrtSettings
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "load_decoder"]
+__all__ = ["OrtSettings", "__version__", "load", "load_decoder"]
 
 
-def load(path: str | Path) -> Runner:
+def __getattr__(name: str) -> type[OrtSettings]:
+    """Imported when asked for, so that `import effexport` stays quick."""
+    if name != "OrtSettings":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from effexport.runners.ort_session import OrtSettings
+
+    return OrtSettings
+
+
+def load(path: str | Path, settings: OrtSettings | None = None) -> OrtRunner:
     """A runner for an artifact folder, with every file checked against the manifest first.
 
     Use it as a context manager or call `close`; `run` is thread-safe:
@@ -21,6 +31,7 @@ def load(path: str | Path) -> Runner:
         with effexport.load("artifacts/lsh") as runner:
             outputs = runner.run({"input_ids": ids, "attention_mask": mask})
 
+    settings: provider, threads, kernels or function bodies; see `effexport.OrtSettings`.
     Raises effexport.errors.UserError for a missing or damaged artifact, or a missing runtime.
     """
     from effexport.artifact import open_artifact
@@ -28,7 +39,7 @@ def load(path: str | Path) -> Runner:
     from effexport.runners.ort import OrtRunner
 
     artifact = open_artifact(Path(path))
-    return OrtRunner(artifact.model_path, limits=limits_from_spec(artifact.spec))
+    return OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
 
 
 def load_decoder(path: str | Path) -> DecodeRunner:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,19 +24,20 @@ from effexport.artifact import (
 )
 from effexport.environment import PARTS, examine, versions
 from effexport.errors import StageError, UserError
-from effexport.parity import Check, passed, run_checks, summary
+from effexport.parity import Check, passed, summary
 from effexport.report import Report, html_from_report, json_from_report
-from effexport.runners import limits_from_spec
-from effexport.runners.ort import RuntimeUnsupportedError, import_onnxruntime
+from effexport.runners.ort_session import OrtSettings, import_onnxruntime
 from effexport.spec import BuildSpec
+from effexport.verification import (
+    REFERENCE_SEED_OFFSET,
+    verify_bodies,
+    verify_candidate,
+    verify_decode_step,
+    weights_digest,
+)
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from effexport.reference import Case
-
-# Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
-REFERENCE_SEED_OFFSET = 7919
 
 
 @dataclass
@@ -56,20 +56,27 @@ class Stopwatch:
 
 
 def artifact_from_spec(
-    spec: BuildSpec, output: Path, *, force: bool = False, on_stage: Callable[[str], None] = lambda name: None
+    spec: BuildSpec,
+    output: Path,
+    *,
+    settings: OrtSettings | None = None,
+    force: bool = False,
+    on_stage: Callable[[str], None] = lambda name: None,
 ) -> tuple[Artifact, Report]:
     """Build, check and write an artifact; `output` appears only when everything has succeeded.
 
+    settings: how ONNX Runtime runs the model for the parity check; nothing of it gets into the artifact.
     Raises UserError when `output` cannot be written, and StageError when a stage or the parity check fails: then
     nothing is written, and the message carries the failed checks.
     """
     watch = Stopwatch(on_stage)
+    settings = settings or OrtSettings()
     with new_folder(output, force=force) as folder:
         with watch.stage("loading PyTorch and the ONNX exporter"):
             import_onnxruntime()
             require_core()
             from effexport.models.encoder import module_from_spec
-            from effexport.onnx_from_module import expected_custom_ops, onnx_from_module
+            from effexport.onnx_from_module import onnx_from_module
             from effexport.reference import hash_modules, load_reference, reference_from_module, save_reference
         with watch.stage(f"making the {spec.variant} module"):
             module = module_from_spec(spec.model, spec.seed)
@@ -82,24 +89,27 @@ def artifact_from_spec(
         with watch.stage("checking parity in ONNX Runtime"):
             # as written and read back: what is checked is what users get
             cases = load_reference(folder / REFERENCE)
-            checks = candidate_checks(folder / MODEL, cases, spec, hashes)
+            verification = verify_candidate(folder / MODEL, cases, spec, hashes, settings)
+        if "kernel" in verification.implementation.values():
+            with watch.stage("checking the function bodies of custom operators"):
+                verification += verify_bodies(folder / MODEL, cases[0], spec, hashes, settings)
         if spec.attention.has_decode_step:
             with watch.stage("exporting and checking the decode step"):
                 from effexport.decode_step import onnx_from_decode_step
 
                 onnx_from_decode_step(module, spec, folder / DECODE_STEP)
-                checks += decode_checks(folder / DECODE_STEP, cases, spec)
+                verification += verify_decode_step(folder / DECODE_STEP, cases, spec, settings)
         report = Report(
             title=f"{spec.variant} {spec.scope}",
             spec=spec.to_dict(),
-            checks=checks,
+            checks=verification.checks,
             seconds=watch.seconds,
             environment=versions(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            implementation=dict.fromkeys(expected_custom_ops(spec), "body"),
+            implementation=verification.implementation,
         )
-        if any(check.status == "failed" for check in checks):
-            raise StageError("parity", failure_message(checks))
+        if report.verdict == "failed":
+            raise StageError("parity", failure_message(report.checks))
         (folder / REPORT_JSON).write_text(json_from_report(report), encoding="utf-8")
         (folder / REPORT_HTML).write_text(html_from_report(report), encoding="utf-8")
         write_manifest(folder, manifest_contents(spec, module, hashes, report))
@@ -114,48 +124,6 @@ def require_core() -> None:
             raise UserError(f"{part.module}, needed for {part.purpose}: {problem}; add it with: {part.remedy}")
 
 
-def candidate_checks(model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: list[str]) -> list[Check]:
-    """Check a model file against reference cases in ONNX Runtime. What cannot run is said, not skipped."""
-    from effexport.candidates import OrtCandidate
-
-    try:
-        candidate = OrtCandidate(model, hashes, limits_from_spec(spec))
-    except RuntimeUnsupportedError as error:
-        return [not_run("parity", spec, error)]
-    return list(run_checks(candidate, cases, spec))
-
-
-def decode_checks(model: Path, cases: Sequence[Case], spec: BuildSpec) -> list[Check]:
-    """Check a decode step against the answer to a whole sequence."""
-    from effexport.decode_step import check_decode_step
-
-    try:
-        return [check_decode_step(model, cases[0], spec)]
-    except RuntimeUnsupportedError as error:
-        return [not_run("decode step", spec, error)]
-
-
-def not_run(name: str, spec: BuildSpec, error: RuntimeUnsupportedError) -> Check:
-    """bfloat16 is exported for GPUs; a CPU that has no kernels for it is said, not skipped. All else is an error."""
-    if spec.precision != "bf16" or "NOT_IMPLEMENTED" not in str(error):
-        raise error
-    reason = f"ONNX Runtime has no bfloat16 kernels on this machine: {str(error).splitlines()[0]}"
-    return Check(name, "all cases", "not measured", "not run", reason=reason)
-
-
-def module_checks(model: Path, spec: BuildSpec, hashes: list[str], expected_weights: str) -> list[Check]:
-    """Check a model file against the PyTorch module itself, made again from its seed, on inputs of a new seed."""
-    from effexport.models.encoder import module_from_spec
-    from effexport.reference import reference_from_module
-
-    module = module_from_spec(spec.model, spec.seed)
-    if weights_digest(module) != expected_weights:
-        reason = "this PyTorch draws other weights from the seed than the one that built the artifact"
-        return [Check("PyTorch module", "all cases", "not measured", "not run", reason=reason)]
-    cases = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET + 1)
-    return candidate_checks(model, cases, spec, hashes)
-
-
 def failure_message(checks: list[Check]) -> str:
     failed = [check for check in checks if check.status == "failed"]
     lines = [
@@ -163,15 +131,6 @@ def failure_message(checks: list[Check]) -> str:
         for check in failed[:10]
     ]
     return "\n".join([f"{len(failed)} of {len(checks)} checks failed; nothing was written", *lines])
-
-
-def weights_digest(module: nn.Module) -> str:
-    """Checksum of all parameters and buffers, to recognise the module when it is made again."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def manifest_contents(spec: BuildSpec, module: nn.Module, hashes: list[str], report: Report) -> dict[str, Any]:

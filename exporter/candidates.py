@@ -12,6 +12,7 @@ from effexport.hash_injection import GIVEN_SUFFIX, hash_values, with_given_bucke
 from effexport.onnx_graph import load_graph
 from effexport.runners import FeedLimits
 from effexport.runners.ort import OrtRunner
+from effexport.runners.ort_session import OrtSettings
 
 if TYPE_CHECKING:
     from effexport.parity import RunWithBuckets
@@ -24,16 +25,21 @@ class OrtCandidate:
     hashes: names of the bucket values in the order of the layers, empty for models that do not hash.
     """
 
-    def __init__(self, path: Path, hashes: Sequence[str], limits: FeedLimits) -> None:
+    def __init__(
+        self, path: Path, hashes: Sequence[str], limits: FeedLimits, settings: OrtSettings | None = None
+    ) -> None:
         load_graph(path)
-        self._runner = OrtRunner(path, limits=limits)
-        self._limits = limits
+        self._runner = OrtRunner(path, settings, limits=limits)
+        self.implementation = self._runner.implementation
         self._hashes = tuple(hashes)
         self._values = hash_values(path, hashes) if hashes else []
         self._given: OrtRunner | None = None
         if self._values:
             self._given = OrtRunner(
-                with_given_buckets(path, self._values), limits=limits, external_folder=path.parent.resolve()
+                with_given_buckets(path, self._values),
+                settings,
+                limits=limits,
+                external_folder=path.parent.resolve(),
             )
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:

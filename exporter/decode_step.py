@@ -12,6 +12,7 @@ from effexport.onnx_graph import GraphPromise
 from effexport.parity import Check, check_arithmetic
 from effexport.reference import Case, numpy_dtype
 from effexport.runners.decode import NEXT_PREFIX, DecodeRunner
+from effexport.runners.ort_session import OrtSettings
 from effexport.spec import BuildSpec, TensorInfo
 from effexport.tolerances import arithmetic_limit
 
@@ -54,11 +55,11 @@ def onnx_from_decode_step(module: nn.Module, spec: BuildSpec, path: Path) -> Non
     write_graph(step, (*example, *step.initial_state(batch)), promise, spec, path)
 
 
-def check_decode_step(path: Path, case: Case, spec: BuildSpec) -> Check:
+def check_decode_step(path: Path, case: Case, spec: BuildSpec, settings: OrtSettings | None = None) -> Check:
     """Decoding token by token equals the reference's answer to the whole sequence."""
     seq_len = min(CHECKED_TOKENS, case.keep.shape[1])
     name, output = spec.inputs[0].name, spec.outputs[0].name
-    with DecodeRunner(path) as decoder:
+    with DecodeRunner(path, settings=settings) as decoder:
         steps = [decoder.step({name: case.inputs[name][:, t : t + 1]})[output] for t in range(seq_len)]
     prefix = Case(
         f"first {seq_len} tokens",

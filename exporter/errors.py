@@ -9,6 +9,10 @@ class EffexportError(Exception):
     exit_code = 1
 
 
+class KernelWarning(UserWarning):
+    """Custom operators run as function bodies, or as outdated kernels: worth a remedy, but no error."""
+
+
 class UserError(EffexportError):
     """Bad usage or bad input: the message says what was given, what was expected and what to do."""
 

@@ -127,6 +127,14 @@ def load_graph(path: Path) -> onnx.ModelProto:
     return model
 
 
+def custom_ops_of_model(model: Path | bytes) -> tuple[str, ...]:
+    """Names of our operators in a model, which may be serialised. Raises UserError for a file that is no model."""
+    import onnx
+
+    proto = onnx.ModelProto.FromString(model) if isinstance(model, bytes) else load_graph(model)
+    return tuple(sorted({node.op_type for node in all_nodes(proto) if node.domain == DOMAIN}))
+
+
 def external_locations(model: onnx.ModelProto) -> set[str]:
     """Files that a model's tensors refer to, as written in it."""
     import onnx
@@ -146,8 +154,11 @@ def external_locations(model: onnx.ModelProto) -> set[str]:
     }
 
 
-def graph_summary(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
-    """What `inspect` shows: inputs, outputs, operators by frequency, custom operators, size, parameters."""
+def graph_summary(model: onnx.ModelProto, path: Path, *, has_kernels: bool) -> dict[str, Any]:
+    """What `inspect` shows: inputs, outputs, operators by frequency, custom operators, size, parameters.
+
+    has_kernels: whether ONNX Runtime will be given kernels for custom operators, which it prefers to their bodies.
+    """
 
     def plain(values: object) -> list[dict[str, Any]]:
         return [{"name": t.name, "dtype": t.dtype, "dims": list(t.dims)} for t in graph_tensors(values)]
@@ -163,7 +174,8 @@ def graph_summary(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
         "custom_ops": {
             op: {
                 "count": count,
-                "implementation": "body" if (DOMAIN, op) in bodies else "nothing: no body attached",
+                "body": (DOMAIN, op) in bodies,
+                "implementation": "kernel" if has_kernels else "body" if (DOMAIN, op) in bodies else "nothing",
             }
             for (domain, op), count in counts.items()
             if domain == DOMAIN

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import debug_option, json_option, stage_progress, stderr_console
+from effexport.commands._options import (
+    debug_option,
+    implementation_text,
+    json_option,
+    runtime_options,
+    settings_from_options,
+    stage_progress,
+    stderr_console,
+)
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -28,29 +36,42 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, help="Seed of the weights.")
 @click.option("--external-data/--no-external-data", default=None, help="Keep weights in model.onnx.data.")
 @click.option("--spec", "spec_file", type=click.Path(path_type=Path), help="TOML file with any field of the spec.")
+@runtime_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default artifacts/VARIANT.")
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
 @json_option
 @debug_option
-def command(spec_file: Path | None, output: Path | None, force: bool, as_json: bool, debug: bool, **flags: Any) -> None:
+def command(
+    spec_file: Path | None,
+    runtime: str,
+    implementation: str,
+    output: Path | None,
+    force: bool,
+    as_json: bool,
+    debug: bool,
+    **flags: Any,
+) -> None:
     """Export a model to ONNX, check it against PyTorch and write an artifact folder.
 
-    Flags win over the fields of --spec. Nothing is written unless every check passes.
+    Flags win over the fields of --spec. Nothing is written unless every check passes. --runtime and --implementation
+    say where the check runs the model; the model is the same.
     """
     from effexport.artifact import check_output
     from effexport.cli import print_json
     from effexport.spec import build_spec_from_options
 
     spec = build_spec_from_options(flags, spec_file)
+    settings = settings_from_options(runtime, implementation)
     output = output or Path("artifacts") / spec.variant
     check_output(output, force=force)
     from effexport.artifact_from_spec import artifact_from_spec
 
     console = stderr_console()
     with stage_progress(console) as on_stage:
-        artifact, report = artifact_from_spec(spec, output, force=force, on_stage=on_stage)
+        artifact, report = artifact_from_spec(spec, output, settings=settings, force=force, on_stage=on_stage)
     if as_json:
-        print_json({"artifact": str(output), "verdict": report.verdict, **artifact.manifest})
+        answer = {"artifact": str(output), "verdict": report.verdict, "implementation": report.implementation}
+        print_json(answer | artifact.manifest)
     print_result(artifact, report)
 
 
@@ -63,7 +84,7 @@ def print_result(artifact: Artifact, report: Report) -> None:
     model_bytes = sum(entry["bytes"] for name, entry in artifact.manifest["files"].items() if "model.onnx" in name)
     console.print(
         f"{artifact.path}: {report.title}, {artifact.spec.precision}, {model_bytes / 1e6:.1f} MB, "
-        f"built in {seconds:.0f} s. "
+        f"built in {seconds:.0f} s{implementation_text(report.implementation)}. "
         f"Next: effexport verify {artifact.path}, or open {artifact.path}/report.html",
         soft_wrap=True,
         markup=False,

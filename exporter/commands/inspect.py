@@ -19,6 +19,7 @@ def command(path: Path, as_json: bool, debug: bool) -> None:
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.onnx_graph import graph_summary, load_graph
+    from effexport.runners.ort_session import kernel_library
 
     result: dict[str, Any] = {}
     file = path
@@ -27,7 +28,11 @@ def command(path: Path, as_json: bool, debug: bool) -> None:
         file = artifact.model_path
         keys = ("variant", "spec", "precision", "effexport_version", "parity", "engines")
         result = {key: artifact.manifest[key] for key in keys}
-    result = {"path": str(path), **result, "graph": graph_summary(load_graph(file), file)}
+    result = {
+        "path": str(path),
+        **result,
+        "graph": graph_summary(load_graph(file), file, has_kernels=kernel_library() is not None),
+    }
     if as_json:
         print_json(result)
     else:
@@ -57,7 +62,10 @@ def print_summary(result: dict[str, Any]) -> None:
     table.add_row("opset", str(graph["opset"]))
     table.add_row("size", f"{graph['bytes'] / 1e6:.1f} MB, {graph['parameters']:,} parameters")
     for name, entry in graph["custom_ops"].items():
-        table.add_row("custom operator", f"effexport::{name} × {entry['count']}, runs as {entry['implementation']}")
+        body = "with its function body" if entry["body"] else "without a function body"
+        table.add_row(
+            "custom operator", f"effexport::{name} × {entry['count']}, {body}; runs here as {entry['implementation']}"
+        )
     histogram = ", ".join(f"{name} {count}" for name, count in graph["ops"].items())
     table.add_row("operators", histogram)
     stderr_console().print(table)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import debug_option, json_option, stage_progress, stderr_console
+from effexport.commands._options import (
+    debug_option,
+    implementation_text,
+    json_option,
+    runtime_options,
+    settings_from_options,
+    stage_progress,
+    stderr_console,
+)
 
 if TYPE_CHECKING:
     from effexport.runners import Array, Runner
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--input", "input_file", type=click.Path(path_type=Path), help=".npz with one array per input name.")
 @click.option("--text", "text_file", type=click.Path(path_type=Path), help="Text file; its bytes become tokens.")
 @click.option("--output", "output_file", type=click.Path(path_type=Path), help=".npz to write the outputs to.")
+@runtime_options
 @json_option
 @debug_option
 def command(
@@ -26,6 +35,8 @@ def command(
     input_file: Path | None,
     text_file: Path | None,
     output_file: Path | None,
+    runtime: str,
+    implementation: str,
     as_json: bool,
     debug: bool,
 ) -> None:
@@ -42,6 +53,7 @@ def command(
     from effexport.runners.ort import OrtRunner
     from effexport.text import windows_from_text
 
+    settings = settings_from_options(runtime, implementation)
     if output_file is not None:
         check_writable(output_file)
     opened = open_artifact(artifact)
@@ -50,7 +62,7 @@ def command(
     with stage_progress(console) as on_stage:
         feeds = load_npz(input_file) if input_file is not None else windows_from_text(text_file or Path(), spec)
         on_stage(f"loading {opened.model_path}")
-        with OrtRunner(opened.model_path, limits=limits_from_spec(spec)) as runner:
+        with OrtRunner(opened.model_path, settings, limits=limits_from_spec(spec)) as runner:
             on_stage("running")
             start = time.perf_counter()
             outputs = runner.run(feeds) if input_file is not None else run_windows(runner, feeds, spec.batch)
@@ -59,7 +71,7 @@ def command(
         save_npz(outputs | (feeds if text_file is not None else {}), output_file)
     shapes = {name: {"dtype": value.dtype.name, "shape": list(value.shape)} for name, value in outputs.items()}
     if as_json:
-        result: dict[str, Any] = {"outputs": shapes, "seconds": seconds}
+        result: dict[str, Any] = {"outputs": shapes, "seconds": seconds, "implementation": runner.implementation}
         print_json(result | {"output_file": str(output_file) if output_file else None})
     for name, info in shapes.items():
         console.print(f"{name}: {info['dtype']} {info['shape']}", markup=False)
@@ -67,7 +79,8 @@ def command(
     kept = feeds.get("attention_mask")
     tokens = first.shape[0] * first.shape[1] if kept is None else int(kept.sum())
     where = f"written to {output_file}" if output_file else "not written; keep it with --output FILE.npz"
-    console.print(f"{tokens} tokens in {seconds:.2f} s, {where}", markup=False, soft_wrap=True)
+    ran = implementation_text(runner.implementation)
+    console.print(f"{tokens} tokens in {seconds:.2f} s{ran}, {where}", markup=False, soft_wrap=True)
 
 
 def run_windows(runner: Runner, feeds: dict[str, Array], batch: int) -> dict[str, Array]:

@@ -21,13 +21,19 @@ MASK_NAME = "attention_mask"
 
 
 class Runner(Protocol):
-    """Thread-safe. `run` maps input names to arrays and returns output names to arrays."""
+    """Thread-safe. `run` maps input names to arrays and returns output names to arrays.
+
+    implementation: per custom operator of the model, what runs it: "body", "kernel" or "plugin".
+    """
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]: ...
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]: ...
+
+    @property
+    def implementation(self) -> Mapping[str, str]: ...
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]: ...
 

@@ -12,6 +12,7 @@ import numpy as np
 from effexport.errors import UserError
 from effexport.runners import FeedLimits
 from effexport.runners.ort import OrtRunner
+from effexport.runners.ort_session import OrtSettings
 
 if TYPE_CHECKING:
     from effexport.runners import Array
@@ -31,8 +32,8 @@ class DecodeRunner:
     copy it to fork a beam.
     """
 
-    def __init__(self, path: str | Path, limits: FeedLimits | None = None) -> None:
-        self._runner = OrtRunner(Path(path))
+    def __init__(self, path: str | Path, limits: FeedLimits | None = None, settings: OrtSettings | None = None) -> None:
+        self._runner = OrtRunner(Path(path), settings)
         self._limits = limits or FeedLimits()
         outputs = {tensor.name for tensor in self._runner.outputs}
         self.states = tuple(t for t in self._runner.inputs if NEXT_PREFIX + t.name in outputs)

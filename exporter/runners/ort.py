@@ -7,8 +7,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from effexport.errors import EffexportError, MissingExtraError
+from effexport.errors import EffexportError
 from effexport.runners import FeedLimits, checked_feeds
+from effexport.runners.ort_binding import NO_GRAPH, BoundModel, run_options
+from effexport.runners.ort_session import OrtSettings, RuntimeFailedError, import_onnxruntime, session_from_model
+from effexport.runners.ort_values import array_from_value, value_from_array
 from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
@@ -23,45 +26,31 @@ _DTYPE_OF_ORT_TYPE = {
     "tensor(int32)": "int32",
     "tensor(bool)": "bool",
 }
-EXTERNAL_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
-
-
-class RuntimeUnsupportedError(EffexportError):
-    """The runtime cannot run this model, typically because it has no kernel for the element type."""
-
-
-class RuntimeFailedError(EffexportError):
-    """The runtime accepted the model and failed while running it, for example because the graph fixes a length."""
 
 
 class OrtRunner:
-    """Runs an ONNX model on the CPU. Thread-safe; use it as a context manager or call `close`.
+    """Runs an ONNX model. Thread-safe; use it as a context manager or call `close`.
 
     model: path of the file, or the serialised model together with the folder of its external data.
-    threads: size of the thread pool inside operators (None: ONNX Runtime decides).
-    Raises MissingExtraError without onnxruntime, RuntimeUnsupportedError when it refuses the model.
+    implementation: per custom operator of the model, what runs it here: "kernel" or "body".
+    Raises MissingExtraError without onnxruntime, UserError for a provider or kernels that are not there, and
+    RuntimeUnsupportedError when ONNX Runtime refuses the model.
     """
 
     def __init__(
         self,
         model: Path | bytes,
+        settings: OrtSettings | None = None,
         *,
         limits: FeedLimits | None = None,
-        threads: int | None = None,
         external_folder: Path | None = None,
     ) -> None:
-        ort = import_onnxruntime()
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        if threads is not None:
-            options.intra_op_num_threads = threads
-        if external_folder is not None:
-            options.add_session_config_entry(EXTERNAL_FOLDER_KEY, str(external_folder))
-        source = model if isinstance(model, bytes) else str(model)
-        try:
-            self._session: Any = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime has no common base class for its errors
-            raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
+        self.settings = settings or OrtSettings()
+        session = session_from_model(model, self.settings, external_folder)
+        self._session: Any = session.inference
+        # these feeds come and go: a CUDA graph would remember where they were
+        self._options = run_options(NO_GRAPH) if self.settings.cuda_graph else None
+        self.implementation: dict[str, str] = dict(session.implementation)
         self.limits = limits or FeedLimits()
         self.inputs = tuple(tensor_info(value) for value in self._session.get_inputs())
         self.outputs = tuple(tensor_info(value) for value in self._session.get_outputs())
@@ -71,39 +60,40 @@ class OrtRunner:
 
         Raises UserError for a wrong name, dtype, rank, size or value, and RuntimeFailedError when the graph fails.
         """
-        if self._session is None:
-            raise EffexportError("this runner is closed; load the artifact again")
-        complete = checked_feeds(feeds, self.inputs, self.limits)
+        complete = self._checked(feeds)
         names = [tensor.name for tensor in self.outputs]
         try:
             if "bfloat16" in {tensor.dtype for tensor in (*self.inputs, *self.outputs)}:
-                return self._run_bfloat16(complete, names)
-            return dict(zip(names, self._session.run(names, complete), strict=True))
+                return self._run_values(complete, names)
+            return dict(zip(names, self._session.run(names, complete, self._options), strict=True))
         except Exception as error:  # onnxruntime has no common base class for its errors
-            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in complete.items())
-            raise RuntimeFailedError(f"ONNX Runtime failed on {shapes}: {error}") from error
+            raise run_failure(complete, error) from error
 
-    def _run_bfloat16(self, feeds: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
-        """numpy knows bfloat16 only through ml_dtypes, which onnxruntime does not accept: pass the bits."""
-        import ml_dtypes
-        import numpy as np
-        import onnx
+    def bind(self, feeds: Mapping[str, Array]) -> BoundModel:
+        """Put these inputs and room for the outputs on the device, for many runs of one shape without copies.
 
+        Raises as `run` does.
+        """
+        complete = self._checked(feeds)
+        try:
+            return BoundModel(self._session, complete, self.outputs, self.settings)
+        except EffexportError:
+            raise
+        except Exception as error:  # onnxruntime has no common base class for its errors
+            raise run_failure(complete, error) from error
+
+    def _checked(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        if self._session is None:
+            raise EffexportError("this runner is closed; load the artifact again")
+        return checked_feeds(feeds, self.inputs, self.limits)
+
+    def _run_values(self, feeds: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
+        """As `run`, for models with types that numpy does not have."""
         ort = import_onnxruntime()
-        values = {
-            name: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
-                np.ascontiguousarray(array).view(np.uint16), onnx.TensorProto.BFLOAT16
-            )
-            if array.dtype == ml_dtypes.bfloat16
-            else ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
-            for name, array in feeds.items()
-        }
-        results = self._session.run_with_ort_values(names, values)
+        values = {name: value_from_array(ort, array) for name, array in feeds.items()}
+        results = self._session.run_with_ort_values(names, values, self._options)
         dtypes = [tensor.dtype for tensor in self.outputs]
-        return {
-            name: value.numpy().view(ml_dtypes.bfloat16) if dtype == "bfloat16" else value.numpy()
-            for name, dtype, value in zip(names, dtypes, results, strict=True)
-        }
+        return {n: array_from_value(value, dtype) for n, dtype, value in zip(names, dtypes, results, strict=True)}
 
     def close(self) -> None:
         """Free the session; `run` fails from then on."""
@@ -118,12 +108,9 @@ class OrtRunner:
         self.close()
 
 
-def import_onnxruntime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingExtraError("onnxruntime", "cpu") from error
-    return onnxruntime
+def run_failure(feeds: Mapping[str, Array], error: Exception) -> RuntimeFailedError:
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+    return RuntimeFailedError(f"ONNX Runtime failed on {shapes}: {error}")
 
 
 def tensor_info(value: Any) -> TensorInfo:

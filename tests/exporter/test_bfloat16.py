@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effexport.artifact_from_spec import artifact_from_spec, not_run
+from effexport.artifact_from_spec import artifact_from_spec
 from effexport.parity import check_arithmetic, check_signature
 from effexport.reference import load_reference
-from effexport.runners.ort import RuntimeUnsupportedError
+from effexport.runners.ort_session import RuntimeUnsupportedError
 from effexport.spec import build_spec_from_options
 from effexport.tolerances import arithmetic_limit
+from effexport.verification import not_run
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 

@@ -188,16 +188,47 @@ def test_build_outputs_that_cannot_be_written(cli: Cli, tmp_path: Path) -> None:
     assert "cannot write to" in cli(*build, tmp_path / "file" / "below").error()
 
 
+@pytest.mark.requires("native")
 def test_verify_of_a_healthy_artifact(cli: Cli, built: Built) -> None:
     path = built("nystrom", "encoder").path
     result = cli("verify", path, "--reference", "torch", "--json")
     assert result.code == 0, result.err
     assert result.json["passed"] is True
-    assert result.json["implementation"] == {"IterativePinv": "body"}
+    assert result.json["implementation"] == {"IterativePinv": "kernel"}
+    assert result.json["runtime"] == "ort"
+    assert "effexport::IterativePinv ran as kernel" in result.err
     assert len(result.json["checks"]) > 10
     assert "equal to PyTorch" in result.err
     both = cli("verify", path, "--json")
     assert len(both.json["checks"]) == 2 * len(result.json["checks"])
+
+
+def test_verify_of_function_bodies(cli: Cli, built: Built) -> None:
+    result = cli("verify", built("nystrom", "encoder").path, "--implementation", "body", "--json")
+    assert result.code == 0, result.err
+    assert result.json["implementation"] == {"IterativePinv": "body"}
+    assert "effexport::IterativePinv ran as body" in result.err
+
+
+@pytest.mark.parametrize("command", ["build", "verify", "run"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--implementation", "kernels", "unknown --implementation 'kernels'; did you mean 'kernel'?"),
+        ("--runtime", "cuda", "Expected: ort, ort-cuda"),
+        ("--runtime", "ort-cuda", "has no CUDAExecutionProvider, only "),
+    ],
+)
+def test_a_runtime_or_implementation_that_is_not_there(
+    cli: Cli, built: Built, tmp_path: Path, command: str, option: str, value: str, message: str
+) -> None:
+    subject = {
+        "build": ("build", "--variant", "softmax", *SMALL, "-o", tmp_path / "out"),
+        "verify": ("verify", built("softmax", "attention").path),
+        "run": ("run", built("softmax", "encoder").path, "--text", __file__),
+    }[command]
+    assert message in cli(*subject, option, value).error()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
@@ -381,6 +412,7 @@ def test_a_full_disk_leaves_no_half_output(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.npz", "out.npz"]
 
 
+@pytest.mark.requires("native")
 def test_inspect_of_an_artifact_and_of_a_bare_file(cli: Cli, built: Built) -> None:
     artifact = built("lsh", "encoder")
     whole = cli("inspect", artifact.path, "--json").json
@@ -389,7 +421,7 @@ def test_inspect_of_an_artifact_and_of_a_bare_file(cli: Cli, built: Built) -> No
     graph = whole["graph"]
     assert graph["inputs"][0] == {"name": "input_ids", "dtype": "int64", "dims": ["batch", "seq"]}
     assert graph["opset"] == 20
-    assert graph["custom_ops"] == {"LSHSort": {"count": 1, "implementation": "body"}}
+    assert graph["custom_ops"] == {"LSHSort": {"count": 1, "body": True, "implementation": "kernel"}}
     assert graph["ops"]["effexport::LSHSort"] == 1
     assert graph["bytes"] == artifact.model_path.stat().st_size
     assert graph["parameters"] > 258 * 32
@@ -422,6 +454,7 @@ def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
     assert result.json["ok"] is True
     assert {part["name"] for part in result.json["parts"]} >= {"torch", "onnx", "onnxruntime"}
     assert result.json["environment"]["effexport"] == __version__
+    assert result.json["library"].keys() == {"path", "outdated", "cuda", "problem", "remedy"}
     assert "everything works" in cli("doctor").err
 
 

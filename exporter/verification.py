@@ -1,0 +1,105 @@
+"""Is a model file equal to its reference in a runtime? What `build` and `verify` have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.onnx_graph import custom_ops_of_model
+from effexport.parity import METRIC, Check, run_checks
+from effexport.runners import limits_from_spec
+from effexport.runners.ort_session import OrtSettings, RuntimeUnsupportedError
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from effexport.reference import Case
+
+# Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
+REFERENCE_SEED_OFFSET = 7919
+
+
+@dataclass
+class Verification:
+    """Checks of one model file. implementation: per custom operator, what ran: "kernel", "body" or "not run"."""
+
+    checks: list[Check] = field(default_factory=list)
+    implementation: dict[str, str] = field(default_factory=dict)
+
+    def __iadd__(self, other: Verification) -> Verification:
+        self.checks += other.checks
+        self.implementation |= other.implementation
+        return self
+
+
+def verify_candidate(
+    model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str], settings: OrtSettings
+) -> Verification:
+    """Check a model file against reference cases in ONNX Runtime. What cannot run is said, not skipped."""
+    from effexport.candidates import OrtCandidate
+
+    try:
+        candidate = OrtCandidate(model, hashes, limits_from_spec(spec), settings)
+    except RuntimeUnsupportedError as error:
+        return Verification([not_run("parity", spec, error)], dict.fromkeys(custom_ops_of_model(model), "not run"))
+    return Verification(list(run_checks(candidate, cases, spec)), candidate.implementation)
+
+
+def verify_bodies(
+    model: Path, case: Case, spec: BuildSpec, hashes: Sequence[str], settings: OrtSettings
+) -> Verification:
+    """One check that the model is right without the kernel library too, as it has to be anywhere else."""
+    bodies = dataclasses.replace(settings, implementation="body")
+    checks = verify_candidate(model, [case], spec, hashes, bodies).checks
+    failed = [check for check in checks if check.status == "failed"]
+    arithmetic = next((check for check in checks if check.metric == METRIC), checks[0])
+    worst = failed[0] if failed else arithmetic
+    detail = "; ".join(f"{check.name}: {check.metric} {check.value} > {check.limit} {check.detail}" for check in failed)
+    return Verification([dataclasses.replace(worst, name="function bodies", detail=detail)])
+
+
+def verify_decode_step(model: Path, cases: Sequence[Case], spec: BuildSpec, settings: OrtSettings) -> Verification:
+    """Check a decode step against the answer to a whole sequence."""
+    from effexport.decode_step import check_decode_step
+
+    try:
+        return Verification([check_decode_step(model, cases[0], spec, settings)])
+    except RuntimeUnsupportedError as error:
+        return Verification([not_run("decode step", spec, error)])
+
+
+def not_run(name: str, spec: BuildSpec, error: RuntimeUnsupportedError) -> Check:
+    """bfloat16 is exported for GPUs; a CPU that has no kernels for it is said, not skipped. All else is an error."""
+    if spec.precision != "bf16" or "NOT_IMPLEMENTED" not in str(error):
+        raise error
+    reason = f"ONNX Runtime has no bfloat16 kernels on this machine: {str(error).splitlines()[0]}"
+    return Check(name, "all cases", "not measured", "not run", reason=reason)
+
+
+def verify_against_module(
+    model: Path, spec: BuildSpec, hashes: Sequence[str], expected_weights: str, settings: OrtSettings
+) -> Verification:
+    """Check a model file against the PyTorch module itself, made again from its seed, on inputs of a new seed."""
+    from effexport.models.encoder import module_from_spec
+    from effexport.reference import reference_from_module
+
+    module = module_from_spec(spec.model, spec.seed)
+    if weights_digest(module) != expected_weights:
+        reason = "this PyTorch draws other weights from the seed than the one that built the artifact"
+        return Verification([Check("PyTorch module", "all cases", "not measured", "not run", reason=reason)])
+    cases = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET + 1)
+    return verify_candidate(model, cases, spec, hashes, settings)
+
+
+def weights_digest(module: nn.Module) -> str:
+    """Checksum of all parameters and buffers, to recognise the module when it is made again."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
