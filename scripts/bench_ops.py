@@ -1,0 +1,221 @@
+"""Times the custom operators on this CPU: kernel, function body and PyTorch, beside the floor.
+
+Every contender is compared with the reference before it is timed. Contenders take turns (A B C, A B C, …) within one
+process, and the medians of their turns are reported; what to quote are the ratios of one run. Before each turn the
+thread pools of the others get time to fall asleep: ONNX Runtime's threads spin for a while after a run.
+
+    .venv/bin/python scripts/bench_ops.py                         # the shapes the operators are judged by
+    .venv/bin/python scripts/bench_ops.py --sort 16,65536,4096 --pinv 768,64 --output ops.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from onnx import TensorProto, helper
+
+from effexport.environment import versions
+from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, find_library
+from effexport.runners.ort import OrtRunner
+from effexport.runners.ort_session import OrtSettings
+
+ITERATIONS = 6
+PAUSE_SECONDS = 0.02
+# Against float64; the reasons are beside the limits of tests/plugins/test_ort_kernels.py and test_iterative_pinv.py.
+PINV_LIMIT = 1e-4
+
+
+@dataclass(frozen=True)
+class Contender:
+    """run: one call. floor: not a competitor but what the machine needs at least."""
+
+    name: str
+    run: Callable[[], object]
+    floor: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    name: str
+    median_us: float
+    lowest_us: float
+    highest_us: float
+    times_kernel: float
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    library = find_library()
+    if library is None or library.outdated:
+        sys.exit("bench_ops.py: there is no up-to-date kernel library; build it with: effexport plugins build")
+    torch.set_num_threads(arguments.threads)
+    results: dict[str, Any] = {"environment": versions(), "machine": platform.machine(), "threads": arguments.threads}
+    for rows, n, num_buckets in arguments.sort or [(16, 8192, 256)]:
+        title = f"LSHSort {rows} × {n}, {num_buckets} buckets"
+        results[title] = report(title, sort_contenders(rows, n, num_buckets, arguments.threads), arguments.turns)
+    for count, m in arguments.pinv or [(96, 64)]:
+        title = f"IterativePinv {count} × {m} × {m}, {ITERATIONS} iterations"
+        results[title] = report(title, pinv_contenders(count, m, arguments.threads), arguments.turns)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sort", type=sizes(3), action="append", metavar="ROWS,N,BUCKETS", help="repeatable")
+    parser.add_argument("--pinv", type=sizes(2), action="append", metavar="COUNT,M", help="repeatable")
+    parser.add_argument("--turns", type=int, default=30, help="turns of each contender (default 30)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contender")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    if arguments.turns < 3 or arguments.threads < 1:
+        parser.error("--turns must be at least 3 and --threads at least 1")
+    return arguments
+
+
+def sizes(count: int) -> Callable[[str], tuple[int, ...]]:
+    def parse(text: str) -> tuple[int, ...]:
+        values = tuple(int(part) for part in text.split(","))
+        if len(values) != count or min(values) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {count} positive numbers, separated by commas")
+        return values
+
+    return parse
+
+
+def op_model(op: str, inputs: dict[str, tuple[int, list[Any]]], outputs: list[str], **attributes: int) -> bytes:
+    """One custom node with its function body."""
+    node = helper.make_node(op, list(inputs), outputs, domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes)
+    element, dims = next(iter(inputs.values()))
+    graph = helper.make_graph(
+        [node],
+        op,
+        [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
+        [helper.make_tensor_value_info(name, element, dims) for name in outputs],
+    )
+    model = helper.make_model(
+        graph,
+        functions=[OPS[op].load().onnx_function_body([node], 20)],
+        opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, OPSET_VERSION)],
+        ir_version=10,
+    )
+    return bytes(model.SerializeToString())
+
+
+def runners(model: bytes, threads: int) -> tuple[OrtRunner, OrtRunner]:
+    """The model on kernels, and on function bodies."""
+    kernel, body = (
+        OrtRunner(model, OrtSettings(implementation=choice, threads=threads)) for choice in ("kernel", "body")
+    )
+    assert set(kernel.implementation.values()) == {"kernel"}
+    assert set(body.implementation.values()) == {"body"}
+    return kernel, body
+
+
+def sort_contenders(rows: int, n: int, num_buckets: int, threads: int) -> list[Contender]:
+    buckets = np.random.default_rng(0).integers(0, num_buckets, (rows, n)).astype(np.int32)
+    given = torch.from_numpy(buckets)
+    inputs = {"buckets": (TensorProto.INT32, ["N", "n"])}
+    kernel, body = runners(op_model("LSHSort", inputs, ["order", "rank"], num_buckets=num_buckets), threads)
+    feeds = {"buckets": buckets}
+
+    def double_argsort() -> tuple[torch.Tensor, torch.Tensor]:
+        order = torch.argsort(given, stable=True)
+        return order, torch.argsort(order)
+
+    expected = [x.numpy() for x in double_argsort()]
+    for runner in (kernel, body):
+        for given_array, wanted in zip(runner.run(feeds).values(), expected, strict=True):
+            assert np.array_equal(given_array, wanted)
+    bound = kernel.bind(feeds)
+    # one input read and two outputs written, as many bytes as a copy of half of them reads and writes
+    source = torch.ones(3 * buckets.nbytes // 2, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return [
+        Contender("kernel", bound.run),
+        Contender("kernel, outputs allocated", lambda: kernel.run(feeds)),
+        Contender("body in ONNX Runtime", lambda: body.run(feeds)),
+        Contender("torch argsort(argsort)", double_argsort),
+        Contender("floor: reading and writing as many bytes", lambda: target.copy_(source), floor=True),
+    ]
+
+
+def pinv_contenders(count: int, m: int, threads: int) -> list[Contender]:
+    a = torch.softmax(2 * torch.randn(count, m, m, generator=torch.Generator().manual_seed(0)), dim=-1)
+    scale = a.sum(dim=-2).amax(dim=-1).reshape(count, 1, 1)
+    feeds = {"A": a.numpy(), "scale": scale.numpy()}
+    inputs = {"A": (TensorProto.FLOAT, ["N", "m", "m"]), "scale": (TensorProto.FLOAT, ["N", 1, 1])}
+    kernel, body = runners(op_model("IterativePinv", inputs, ["Z"], iterations=ITERATIONS), threads)
+    reference = OPS["IterativePinv"].load().reference
+    expected = reference(a.double(), scale.double(), ITERATIONS)
+    for z in (kernel.run(feeds)["Z"], body.run(feeds)["Z"], reference(a, scale, ITERATIONS).numpy()):
+        error = (torch.from_numpy(z).double() - expected).abs().max() / expected.abs().max()
+        assert error <= PINV_LIMIT, error
+    bound = kernel.bind(feeds)
+    out = torch.empty_like(a)
+
+    def products() -> None:
+        for _ in range(4 * ITERATIONS):
+            torch.bmm(a, a, out=out)
+
+    return [
+        Contender("kernel", bound.run),
+        Contender("body in ONNX Runtime", lambda: body.run(feeds)),
+        Contender("torch eager", lambda: reference(a, scale, ITERATIONS)),
+        Contender("floor: the 24 products alone, in torch", products, floor=True),
+    ]
+
+
+def report(title: str, contenders: list[Contender], turns: int) -> list[dict[str, Any]]:
+    timings = timed(contenders, turns)
+    print(f"\n{title}")
+    print(f"  {'':44}{'median':>12}{'lowest':>12}{'highest':>12}{'÷ kernel':>12}")
+    for t in timings:
+        print(f"  {t.name:44}{t.median_us:9.0f} µs{t.lowest_us:9.0f} µs{t.highest_us:9.0f} µs{t.times_kernel:12.2f}")
+    return [asdict(timing) for timing in timings]
+
+
+def timed(contenders: list[Contender], turns: int) -> list[Timing]:
+    """The first contender is the one that the others are compared with, turn by turn."""
+    seconds: list[list[float]] = [[] for _ in contenders]
+    for _ in range(turns):
+        for own, contender in zip(seconds, contenders, strict=True):
+            own.append(turn(contender))
+    # the ratio of each turn, so that what slows the whole machine for a while cancels
+    return [
+        Timing(
+            contender.name,
+            statistics.median(own) * 1e6,
+            min(own) * 1e6,
+            max(own) * 1e6,
+            statistics.median(x / kernel for x, kernel in zip(own, seconds[0], strict=True)),
+        )
+        for contender, own in zip(contenders, seconds, strict=True)
+    ]
+
+
+def turn(contender: Contender, runs: int = 3) -> float:
+    """Median of a few runs in a row, after a pause and a run that wakes threads and fills caches."""
+    time.sleep(PAUSE_SECONDS)
+    contender.run()
+    measured = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        contender.run()
+        measured.append(time.perf_counter() - start)
+    return statistics.median(measured)
+
+
+if __name__ == "__main__":
+    main()
