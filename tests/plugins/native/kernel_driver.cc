@@ -132,6 +132,24 @@ void check_pinv(const char* instructions, std::size_t m, double tolerance) {
   }
 }
 
+// A machine with AVX-512 gives the bits of one that has only AVX2.
+void check_same_bits() {
+  const auto run = [](const char* instructions) {
+    constexpr std::int64_t m = 63;
+    std::mt19937 random(1);
+    std::vector<float> a(m * m), scale{1.5f}, z(m * m);
+    for (float& value : a) value = static_cast<float>(random() % 1000) / 40000.0f;
+    const std::unique_ptr<void, AlignedDelete> workspace(
+        ::operator new(effexport::iterative_pinv::cpu_workspace_bytes(m), std::align_val_t{64}));
+    effexport::iterative_pinv::select_cpu_instructions(instructions);
+    effexport::iterative_pinv::iterate_cpu(a.data(), scale.data(), 1, m, 6, workspace.get(), z.data());
+    return z;
+  };
+  if (effexport::iterative_pinv::select_cpu_instructions("avx512") && run("avx512") != run("avx2")) {
+    fail("AVX-512 and AVX2 give different bits%s", "");
+  }
+}
+
 // Every number of the type survives the way to float and back; halfway between neighbours the even one wins.
 template <class T>
 void check_rounding(const char* type, std::uint16_t infinity) {
@@ -171,6 +189,7 @@ int main() {
       check_sort_reports(bucket, at);
     }
   }
+  check_same_bits();
   int tried = 0;
   for (const char* instructions : {"avx512", "avx2", "baseline"}) {
     if (!effexport::iterative_pinv::select_cpu_instructions(instructions)) continue;

@@ -1,0 +1,749 @@
+#!/usr/bin/env python3
+"""Checks and times the CUDA kernels on this machine's NVIDIA GPU.
+
+Every kernel is compared with its reference over a grid of sizes, then timed against PyTorch and against the time that
+the GPU's arithmetic or memory allows at best. Kernels run inside ONNX Runtime's CUDA provider where onnxruntime-gpu,
+effexport and its kernel library are installed; and by themselves where there is nvcc to compile them, launched by CuPy
+or the CUDA driver. One of the two ways is enough; both need PyTorch with CUDA.
+
+Exit status: 0 all right, 1 a result differs, 2 no GPU or a tool is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PLUGINS = Path(__file__).resolve().parent.parent / "plugins"
+DEVICE = "cuda:0"
+
+ITERATIONS = 6
+DTYPES = ("float32", "float16", "bfloat16")
+PINV_SIZES = (1, 2, 31, 63, 64, 100, 128)
+# softmax rows as in Nyströmformer; the others have many singular values near or at zero
+PINV_KINDS = ("softmax", "nearly equal rows", "one large column", "zero")
+PINV_COUNT = 5
+SORT_LENGTHS = (0, 1, 2, 63, 100, 1000, 4096, 65536)
+SORT_BUCKETS = (1, 2, 31, 32, 33, 257, 352, 353, 1025, 4096)
+
+# (count, m) and (rows, n, num_buckets) that are timed
+TIMED_PINV = ((96, 64), (768, 64))
+TIMED_SORT = ((16, 8192, 256), (256, 16384, 256))
+ROUNDS = 31
+CALLS_PER_ROUND = 10
+COPY_BYTES = 1 << 30
+
+
+class SetupError(Exception):
+    """This machine lacks something; the message says what was found, what is expected and what to do."""
+
+
+@dataclass(frozen=True)
+class PinvCase:
+    m: int
+    dtype: str
+    kind: str
+    count: int = PINV_COUNT
+
+    @property
+    def name(self) -> str:
+        return f"IterativePinv {self.dtype} {self.count}×{self.m}×{self.m}, {self.kind}"
+
+    @property
+    def tolerance(self) -> float:
+        """Of the largest difference as a fraction of the largest value, or of one if that is larger.
+
+        One rounding to the output's type, and: float32 products whose errors later steps shrink (1e-5); where small
+        singular values are left, their gain of at most (13/4)^6 = 1178 times the roundoff of 6e-8 (1e-4).
+        """
+        rounding = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}[self.dtype]
+        return rounding + (1e-5 if self.kind == "softmax" else 1e-4)
+
+
+@dataclass(frozen=True)
+class SortCase:
+    rows: int
+    n: int
+    num_buckets: int
+
+    @property
+    def name(self) -> str:
+        return f"LSHSort {self.rows}×{self.n}, {self.num_buckets} buckets"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison. `error` is relative for IterativePinv and a count of differing elements for what is exact."""
+
+    runner: str
+    name: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance  # NaN does not pass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians in microseconds; `limited_by` says which floor is the higher one."""
+
+    name: str
+    kernel_us: float
+    torch_us: float
+    floor_us: float
+    limited_by: str
+
+
+def pinv_cases() -> Iterator[PinvCase]:
+    for m, dtype, kind in itertools.product(PINV_SIZES, DTYPES, PINV_KINDS):
+        yield PinvCase(m, dtype, kind)
+    yield PinvCase(8, "float32", "softmax", count=0)
+
+
+def sort_cases() -> Iterator[SortCase]:
+    for n, num_buckets in itertools.product(SORT_LENGTHS, SORT_BUCKETS):
+        yield SortCase(len(SORT_PATTERNS), n, num_buckets)
+    yield SortCase(0, 100, 4)
+
+
+def pinv_inputs(case: PinvCase, device: str = DEVICE) -> tuple[Tensor, Tensor]:
+    """a [count, m, m] and scale [count, 1, 1], the largest column sum of each matrix."""
+    import torch
+
+    generator = torch.Generator().manual_seed(case.m)
+    softmax = torch.softmax(2 * torch.randn(case.count, case.m, case.m, generator=generator), dim=-1)
+    a = {
+        "softmax": softmax,
+        "nearly equal rows": 1 / case.m + 1e-6 * softmax,
+        "one large column": torch.zeros_like(softmax).index_fill_(2, torch.tensor([0]), 1.0),
+        "zero": torch.zeros_like(softmax),
+    }[case.kind]
+    smallest = torch.finfo(torch.float16).tiny  # a divisor that all types have
+    scale = a.sum(dim=1).amax(dim=-1).clamp(min=smallest).reshape(-1, 1, 1)
+    dtype = getattr(torch, case.dtype)
+    return a.to(device, dtype), scale.to(device, dtype)
+
+
+# bucket of each position, from position, length and the number of buckets
+SORT_PATTERNS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "random": lambda position, n, buckets: (position * 2654435761 >> 7) % buckets,
+    "all in the first": lambda position, n, buckets: position * 0,
+    "all in the last": lambda position, n, buckets: position * 0 + buckets - 1,
+    "descending": lambda position, n, buckets: (n - 1 - position) * buckets // max(n, 1),
+    "alternating": lambda position, n, buckets: (position + 1) % 2 * (buckets - 1),
+}
+
+
+def sort_inputs(case: SortCase, device: str = DEVICE) -> Tensor:
+    """int32 [rows, n]; the patterns take turns."""
+    import torch
+
+    position = torch.arange(case.n)
+    patterns = itertools.islice(itertools.cycle(SORT_PATTERNS.values()), case.rows)
+    rows = [pattern(position, case.n, case.num_buckets) for pattern in patterns]
+    buckets = torch.stack(rows) if rows else torch.empty(0, case.n)
+    return buckets.to(device, torch.int32)
+
+
+def torch_pinv(a: Tensor, scale: Tensor) -> Tensor:
+    """Z0 = Aᵀ / scale, Z ← Z/4 (13 I − P (15 I − P (7 I − P))) with P = A Z: what PyTorch runs without our kernel."""
+    import torch
+
+    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    z = (1 / scale) * a.transpose(1, 2)
+    for _ in range(ITERATIONS):
+        p = a @ z
+        z = (0.25 * z) @ (13 * identity - p @ (15 * identity - p @ (7 * identity - p)))
+    return z
+
+
+def torch_sort(buckets: Tensor) -> tuple[Tensor, Tensor]:
+    """order and rank, int32: what PyTorch runs without our kernel."""
+    import torch
+
+    order = torch.sort(buckets, dim=-1, stable=True).indices
+    places = torch.arange(buckets.shape[-1], device=buckets.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, places)
+    return order.to(torch.int32), rank.to(torch.int32)
+
+
+class Runner(Protocol):
+    """Runs the kernels on tensors of the GPU, on PyTorch's current stream, into outputs that the caller provides."""
+
+    name: str
+
+    def pinv(self, a: Tensor, scale: Tensor, z: Tensor) -> None: ...
+
+    def sort(self, buckets: Tensor, num_buckets: int, order: Tensor, rank: Tensor) -> None: ...
+
+
+Argument = ctypes.c_void_p | ctypes.c_int32
+
+
+class Launcher(Protocol):
+    """Loads compiled kernels and launches them by name."""
+
+    name: str
+
+    def load(self, cubin: Path) -> None: ...
+
+    def launch(self, name: str, grid: int, block: int, shared_bytes: int, arguments: Sequence[Argument]) -> None: ...
+
+
+class CupyLauncher:
+    name = "CuPy"
+
+    def __init__(self) -> None:
+        self.modules: list[Any] = []
+        self.functions: dict[str, Any] = {}
+
+    def load(self, cubin: Path) -> None:
+        import cupy
+
+        self.modules.append(cupy.RawModule(path=str(cubin)))
+
+    def launch(self, name: str, grid: int, block: int, shared_bytes: int, arguments: Sequence[Argument]) -> None:
+        import cupy
+        import numpy as np
+        import torch
+
+        if name not in self.functions:
+            self.functions[name] = find_function(name, [module.get_function for module in self.modules])
+        values = [np.int32(x.value) if isinstance(x, ctypes.c_int32) else np.uint64(x.value or 0) for x in arguments]
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            self.functions[name]((grid,), (block,), tuple(values), shared_mem=shared_bytes)
+
+
+class DriverLauncher:
+    name = "the CUDA driver"
+
+    def __init__(self) -> None:
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.modules: list[ctypes.c_void_p] = []
+        self.functions: dict[str, ctypes.c_void_p] = {}
+
+    def load(self, cubin: Path) -> None:
+        module = ctypes.c_void_p()
+        self.call("cuModuleLoadData", ctypes.byref(module), cubin.read_bytes())
+        self.modules.append(module)
+
+    def launch(self, name: str, grid: int, block: int, shared_bytes: int, arguments: Sequence[Argument]) -> None:
+        import torch
+
+        if name not in self.functions:
+            lookups = [lambda entry, module=module: self.function(module, entry) for module in self.modules]
+            self.functions[name] = find_function(name, lookups)
+        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        shape = [ctypes.c_uint(x) for x in (grid, 1, 1, block, 1, 1, shared_bytes)]
+        self.call("cuLaunchKernel", self.functions[name], *shape, stream, addresses, None)
+
+    def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
+        function = ctypes.c_void_p()
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        return function
+
+    def call(self, function: str, *arguments: Any) -> None:
+        status = getattr(self.driver, function)(*arguments)
+        if status != 0:
+            raise RuntimeError(f"{function} returned CUDA error {status}")
+
+
+def find_function(name: str, lookups: Sequence[Callable[[str], Any]]) -> Any:
+    """The first module's function of that name."""
+    for lookup in lookups:
+        try:
+            return lookup(name)
+        except Exception as error:  # CuPy and the driver raise different ones
+            failure = error
+    raise RuntimeError(f"no compiled kernel is named {name}") from failure
+
+
+@dataclass(frozen=True)
+class PinvLaunch:
+    """How plugins/iterative_pinv/kernel_cuda.cu wants to be launched."""
+
+    entry: str
+    grid: int
+    block: int
+    shared_bytes: int
+    scratch_bytes: int
+
+
+def pinv_launch(count: int, m: int, dtype: str) -> PinvLaunch:
+    tiles = ((m + 3) // 4) ** 2
+    buffer_bytes = tiles * 16 * 4
+    if m <= 64:
+        block = (tiles + 31) // 32 * 32
+        return PinvLaunch(f"effexport_iterative_pinv_{dtype}", count, block, 3 * buffer_bytes, 0)
+    blocks = min(count, 256)
+    return PinvLaunch(f"effexport_iterative_pinv_scratch_{dtype}", blocks, 512, 0, blocks * 4 * buffer_bytes)
+
+
+def sort_shared_bytes(num_buckets: int) -> int:
+    """How much plugins/lsh_sort/kernel_cuda.cu wants: a counter per warp and digit, and one more per warp."""
+    if num_buckets <= 352:
+        return 4 * 32 * (num_buckets + 1)
+    bucket_bits = (num_buckets - 1).bit_length()
+    passes = -(-bucket_bits // 8)
+    return 4 * 32 * ((1 << -(-bucket_bits // passes)) + 1)
+
+
+class LaunchRunner:
+    """The kernels by themselves, compiled by nvcc for this GPU."""
+
+    def __init__(self, launcher: Launcher, cubins: Sequence[Path]) -> None:
+        self.name = f"kernels launched by {launcher.name}"
+        self.launcher = launcher
+        for cubin in cubins:
+            launcher.load(cubin)
+
+    def pinv(self, a: Tensor, scale: Tensor, z: Tensor) -> None:
+        import torch
+
+        count, m, _ = a.shape
+        if a.numel() == 0:
+            return
+        how = pinv_launch(count, m, str(a.dtype).removeprefix("torch."))
+        arguments = [*pointers(a, scale), *integers(count, m, ITERATIONS), *pointers(z)]
+        if how.scratch_bytes:
+            # memory that PyTorch reuses on the same stream only, hence not before the kernel is done with it
+            scratch = torch.full((how.scratch_bytes // 4,), float("nan"), device=a.device)
+            arguments += pointers(scratch)
+        self.launcher.launch(how.entry, how.grid, how.block, how.shared_bytes, arguments)
+
+    def sort(self, buckets: Tensor, num_buckets: int, order: Tensor, rank: Tensor) -> None:
+        rows, n = buckets.shape
+        if buckets.numel() == 0:
+            return
+        arguments = [*pointers(buckets), *integers(rows, n, num_buckets), *pointers(order, rank)]
+        self.launcher.launch("effexport_lsh_sort", rows, 1024, sort_shared_bytes(num_buckets), arguments)
+
+
+def pointers(*tensors: Tensor) -> list[Argument]:
+    return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+
+
+def integers(*values: int) -> list[Argument]:
+    return [ctypes.c_int32(value) for value in values]
+
+
+class OrtRunner:
+    """The kernels inside ONNX Runtime: models of one custom node, whose inputs and outputs are bound to tensors."""
+
+    def __init__(self, library: Path, device: str = "cuda") -> None:
+        import torch
+
+        self.name = f"ONNX Runtime with {library.name}"
+        self.library = library
+        self.device = device
+        self.sessions: dict[tuple[str, int, int], Any] = {}
+        self.nowhere = torch.zeros(1, device=device)
+
+    def pinv(self, a: Tensor, scale: Tensor, z: Tensor) -> None:
+        self.run("IterativePinv", {"iterations": ITERATIONS}, {"A": a, "scale": scale}, {"Z": z})
+
+    def sort(self, buckets: Tensor, num_buckets: int, order: Tensor, rank: Tensor) -> None:
+        self.run("LSHSort", {"num_buckets": num_buckets}, {"buckets": buckets}, {"order": order, "rank": rank})
+
+    def run(self, op: str, attributes: dict[str, int], inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+        element = onnx_element(next(iter(inputs.values())))
+        key = (op, next(iter(attributes.values())), element)
+        if key not in self.sessions:
+            ranks = {name: tensor.dim() for name, tensor in (inputs | outputs).items()}
+            model = one_node_model(op, attributes, element, list(inputs), list(outputs), ranks)
+            self.sessions[key] = self.session(model)
+        binding = self.sessions[key].io_binding()
+        for bind, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
+            for name, tensor in tensors.items():
+                # an empty tensor has no address, and none is not accepted
+                address = tensor.data_ptr() or self.nowhere.data_ptr()
+                bind(name, self.device, 0, element, list(tensor.shape), address)
+        self.sessions[key].run_with_iobinding(binding)
+
+    def session(self, model: bytes) -> Any:
+        import onnxruntime
+        import torch
+
+        options = onnxruntime.SessionOptions()
+        options.register_custom_ops_library(str(self.library))
+        if self.device == "cpu":
+            return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        # on the stream whose events take the time
+        cuda = {"device_id": 0, "user_compute_stream": str(torch.cuda.current_stream().cuda_stream)}
+        return onnxruntime.InferenceSession(model, options, providers=[("CUDAExecutionProvider", cuda)])
+
+
+def onnx_element(tensor: Tensor) -> int:
+    """The number of the tensor's type in ONNX."""
+    return {"float32": 1, "int32": 6, "float16": 10, "bfloat16": 16}[str(tensor.dtype).removeprefix("torch.")]
+
+
+def one_node_model(
+    op: str, attributes: dict[str, Any], element: int, inputs: list[str], outputs: list[str], ranks: dict[str, int]
+) -> bytes:
+    from onnx import helper
+
+    def value(name: str) -> Any:
+        dims = [f"{name}_{axis}" for axis in range(ranks[name])]
+        return helper.make_tensor_value_info(name, element, dims)
+
+    node = helper.make_node(op, inputs, outputs, domain="effexport", **attributes)
+    graph = helper.make_graph([node], op, [value(name) for name in inputs], [value(name) for name in outputs])
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("effexport", 1)]
+    model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
+    return model
+
+
+def require_gpu() -> None:
+    """Raises SetupError unless PyTorch can use a GPU."""
+    try:
+        import torch
+    except ImportError as error:
+        raise SetupError(
+            f"PyTorch cannot be imported ({error}); expected PyTorch with CUDA. Install a CUDA build of torch"
+        ) from error
+    if torch.version.cuda is None:
+        raise SetupError(
+            f"PyTorch {torch.__version__} is a CPU build; expected one with CUDA, on a machine with an NVIDIA GPU. "
+            "Install a CUDA build of torch"
+        )
+    if not torch.cuda.is_available():
+        raise SetupError(
+            f"PyTorch {torch.__version__} finds no NVIDIA GPU; expected one with its driver. "
+            "Run `nvidia-smi` to see what the driver sees"
+        )
+
+
+def choose_runners(folder: Path) -> list[Runner]:
+    """Every way to run the kernels here, the one with the least overhead last. Compiled kernels go to `folder`.
+
+    Raises SetupError when there is none.
+    """
+    library, nvcc = ort_library(), find_nvcc()
+    if library is None and nvcc is None:
+        raise SetupError(
+            "found neither nvcc nor onnxruntime-gpu with a kernel library of effexport; expected one of the two. "
+            "Put the CUDA toolkit's nvcc on PATH, or run `pip install onnxruntime-gpu` and `effexport plugins build`"
+        )
+    runners: list[Runner] = [OrtRunner(library)] if library else []
+    if nvcc:
+        launcher = CupyLauncher() if importlib.util.find_spec("cupy") else DriverLauncher()
+        runners.append(LaunchRunner(launcher, compile_kernels(nvcc, folder)))
+    return runners
+
+
+def find_nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def ort_library() -> Path | None:
+    """The kernel library, where ONNX Runtime has CUDA and effexport is installed with a library."""
+    if not all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime", "effexport")):
+        return None
+    import onnxruntime
+
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        return None
+    from effexport.plugins.library import LibraryError, get_library_path
+
+    try:
+        path: Path | None = get_library_path()
+    except LibraryError as error:
+        raise SetupError(str(error)) from error
+    return path
+
+
+def compile_kernels(nvcc: str, folder: Path) -> list[Path]:
+    """A cubin of each kernel for this GPU. Raises SetupError when nvcc fails."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(0)
+    cubins = []
+    for kernel in ("iterative_pinv", "lsh_sort"):
+        cubin = folder / f"{kernel}.cubin"
+        source = PLUGINS / kernel / "kernel_cuda.cu"
+        command = [nvcc, "-std=c++17", "-cubin", f"-arch=sm_{major}{minor}", "-I", str(PLUGINS), str(source)]
+        completed = subprocess.run([*command, "-o", str(cubin)], capture_output=True, text=True, check=False)
+        if completed.returncode != 0:
+            raise SetupError(
+                f"nvcc could not compile {source.name} of {kernel} for sm_{major}{minor}: {completed.stderr.strip()}. "
+                "Expected CUDA 12 or later that knows this GPU; see `nvcc --list-gpu-code`"
+            )
+        cubins.append(cubin)
+    return cubins
+
+
+def describe_machine(runners: Sequence[Runner]) -> dict[str, str]:
+    """What the results were measured on."""
+    import torch
+
+    driver, clock = nvidia_smi("driver_version", "clocks.max.sm")
+    described = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "GPU": torch.cuda.get_device_name(0),
+        "highest SM clock": f"{clock} MHz",
+        "driver": driver,
+        "CUDA of PyTorch": str(torch.version.cuda),
+        "kernels run by": ", ".join(runner.name for runner in runners),
+        "timed with": runners[-1].name,
+        "Python": platform.python_version(),
+    }
+    for name in ("torch", "cupy-cuda13x", "cupy-cuda12x", "cupy", "onnxruntime-gpu", "onnxruntime", "effexport"):
+        try:
+            described[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return described
+
+
+def nvidia_smi(*fields: str) -> list[str]:
+    """Properties of the first GPU; raises SetupError when the driver's own tool does not tell."""
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SetupError(
+            f"nvidia-smi failed: {error}; expected the tool that comes with the driver. Put it on PATH"
+        ) from error
+    return [value.strip() for value in output.split(",")]
+
+
+def check_pinv(runner: Runner, case: PinvCase, device: str = DEVICE) -> Check:
+    import torch
+
+    a, scale = pinv_inputs(case, device)
+    z = torch.full_like(a, float("nan"))
+    runner.pinv(a, scale, z)
+    if case.count == 0:
+        return Check(runner.name, case.name, 0.0, case.tolerance)
+    expected = torch_pinv(a.double(), scale.double())
+    error = (z.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+    return Check(runner.name, case.name, float(error), case.tolerance)
+
+
+def check_pinv_independence(runner: Runner, m: int, device: str = DEVICE) -> Check:
+    """Each matrix alone has the bits that it has in a batch, one of whose matrices is NaN."""
+    import torch
+
+    a, scale = pinv_inputs(PinvCase(m, "float32", "softmax"), device)
+    a[1, 0, 0] = float("nan")
+    together = torch.zeros_like(a)
+    runner.pinv(a, scale, together)
+    wrong = int(torch.isfinite(together[1]).sum())
+    for i in (0, 2, 3, 4):
+        alone = torch.full_like(a[:1], float("nan"))
+        runner.pinv(a[i : i + 1].contiguous(), scale[i : i + 1].contiguous(), alone)
+        wrong += int((alone[0] != together[i]).sum())
+    return Check(runner.name, f"IterativePinv {m}×{m}, each matrix alone and beside a NaN", wrong, 0)
+
+
+def check_sort(runner: Runner, case: SortCase, device: str = DEVICE) -> Check:
+    import torch
+
+    buckets = sort_inputs(case, device)
+    order, rank = torch.full_like(buckets, -1), torch.full_like(buckets, -1)
+    runner.sort(buckets, case.num_buckets, order, rank)
+    expected_order, expected_rank = torch_sort(buckets)
+    return Check(runner.name, case.name, int((order != expected_order).sum() + (rank != expected_rank).sum()), 0)
+
+
+def run_checks(runner: Runner, device: str = DEVICE) -> list[Check]:
+    return [
+        *(check_pinv(runner, case, device) for case in pinv_cases()),
+        *(check_pinv_independence(runner, m, device) for m in PINV_SIZES),
+        *(check_sort(runner, case, device) for case in sort_cases()),
+    ]
+
+
+def interleaved_medians(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Median time of each call in microseconds. They take turns, so that a changing clock is shared by all."""
+    import torch
+
+    samples: list[list[float]] = [[] for _ in calls]
+    for turn in range(ROUNDS + 2):
+        for call, times in zip(calls, samples, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(CALLS_PER_ROUND):
+                call()
+            end.record()
+            end.synchronize()
+            if turn >= 2:  # the first turns warm up
+                times.append(1e3 * begin.elapsed_time(end) / CALLS_PER_ROUND)
+    return [statistics.median(times) for times in samples]
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second that a large copy reads and writes."""
+    import torch
+
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=DEVICE)
+    destination = torch.empty_like(source)
+    (time_us,) = interleaved_medians([lambda: destination.copy_(source)])
+    return 2 * COPY_BYTES / (time_us * 1e-6)
+
+
+def float32_peak(multiprocessors: int, clock_mhz: float, capability: tuple[int, int]) -> float:
+    """Floating-point operations per second outside tensor cores."""
+    # Turing and the A100 have half as many float32 lanes per multiprocessor as the others
+    lanes = 64 if capability in ((7, 5), (8, 0)) else 128
+    return multiprocessors * lanes * 2 * clock_mhz * 1e6
+
+
+def floor_us(operations: float, moved_bytes: float, peak: float, bandwidth: float) -> tuple[float, str]:
+    """The least possible time, and what sets it."""
+    arithmetic, memory = 1e6 * operations / peak, 1e6 * moved_bytes / bandwidth
+    return (arithmetic, "arithmetic") if arithmetic > memory else (memory, "memory")
+
+
+def time_pinv(runner: Runner, count: int, m: int, peak: float, bandwidth: float) -> Timing:
+    import torch
+
+    a, scale = pinv_inputs(PinvCase(m, "float32", "softmax", count))
+    z = torch.empty_like(a)
+    kernel, eager = interleaved_medians([lambda: runner.pinv(a, scale, z), lambda: torch_pinv(a, scale)])
+    least, limited_by = floor_us(8 * m**3 * ITERATIONS * count, 4 * (2 * m * m + 1) * count, peak, bandwidth)
+    return Timing(f"IterativePinv float32 {count}×{m}×{m}", kernel, eager, least, limited_by)
+
+
+def time_sort(runner: Runner, rows: int, n: int, num_buckets: int, peak: float, bandwidth: float) -> Timing:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    buckets = torch.randint(num_buckets, (rows, n), generator=generator).to(DEVICE, torch.int32)
+    order, rank = torch.empty_like(buckets), torch.empty_like(buckets)
+    kernel, eager = interleaved_medians(
+        [lambda: runner.sort(buckets, num_buckets, order, rank), lambda: torch_sort(buckets)]
+    )
+    least, limited_by = floor_us(0, 3 * 4 * rows * n, peak, bandwidth)
+    return Timing(f"LSHSort {rows}×{n}, {num_buckets} buckets", kernel, eager, least, limited_by)
+
+
+def run_timings(runner: Runner) -> tuple[list[Timing], dict[str, float]]:
+    """The timings, and the two limits of this GPU that their floors were computed from."""
+    import torch
+
+    (clock,) = nvidia_smi("clocks.max.sm")
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    peak = float32_peak(multiprocessors, float(clock), torch.cuda.get_device_capability(0))
+    bandwidth = copy_bandwidth()
+    timings = [
+        *(time_pinv(runner, *shape, peak, bandwidth) for shape in TIMED_PINV),
+        *(time_sort(runner, *shape, peak, bandwidth) for shape in TIMED_SORT),
+    ]
+    return timings, {"float32_tflops": peak / 1e12, "copy_gb_per_s": bandwidth / 1e9}
+
+
+@dataclass(frozen=True)
+class Results:
+    machine: dict[str, str]
+    checks: list[Check]
+    timings: list[Timing]
+    limits: dict[str, float]
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if not check.passed]
+
+
+def json_from_results(results: Results) -> str:
+    value = dataclasses.asdict(results)
+    for entry, check in zip(value["checks"], results.checks, strict=True):
+        # JSON knows no NaN
+        entry |= {"passed": check.passed, "error": check.error if check.error == check.error else "nan"}
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def markdown_from_results(results: Results) -> str:
+    passed = len(results.checks) - len(results.failed)
+    lines = ["# Results on a GPU", "", "Written by `scripts/gpu_checks.py`.", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in results.machine.items()]
+    lines += ["", f"{passed} of {len(results.checks)} comparisons with the references passed.", ""]
+    lines += [
+        f"* failed: {check.name}, {check.runner}: {check.error:.3g}, at most {check.tolerance:.3g}"
+        for check in results.failed
+    ]
+    lines += [""] if results.failed else []
+    if results.timings:
+        lines += timing_lines(results)
+    return "\n".join(lines)
+
+
+def timing_lines(results: Results) -> list[str]:
+    limits = results.limits
+    lines = [
+        f"Medians of {ROUNDS} interleaved rounds of {CALLS_PER_ROUND} calls. The floor is the time that float32 "
+        f"arithmetic at {limits['float32_tflops']:.1f} TFLOP/s or memory traffic at the measured copy bandwidth of "
+        f"{limits['copy_gb_per_s']:.0f} GB/s takes.",
+        "",
+        "| | kernel (µs) | PyTorch (µs) | PyTorch / kernel | floor (µs) | floor / kernel |",
+        "|---|---|---|---|---|---|",
+    ]
+    for t in results.timings:
+        lines.append(
+            f"| {t.name} | {t.kernel_us:.1f} | {t.torch_us:.1f} | {t.torch_us / t.kernel_us:.1f} "
+            f"| {t.floor_us:.1f} ({t.limited_by}) | {100 * t.floor_us / t.kernel_us:.0f} % |"
+        )
+    return [*lines, ""]
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all results as JSON")
+    parser.add_argument("--output-markdown", type=Path, metavar="FILE", help="write a table, as docs/gpu-results.md")
+    parser.add_argument("--no-timing", action="store_true", help="only compare results")
+    return parser.parse_args(arguments)
+
+
+def run(timing: bool) -> Results:
+    require_gpu()
+    import torch
+
+    # ONNX Runtime takes the default stream for none given
+    with tempfile.TemporaryDirectory() as folder, torch.cuda.stream(torch.cuda.Stream()):
+        runners = choose_runners(Path(folder))
+        machine = describe_machine(runners)
+        checks = [check for runner in runners for check in run_checks(runner)]
+        timings, limits = run_timings(runners[-1]) if timing else ([], {})
+    return Results(machine, checks, timings, limits)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    try:
+        results = run(timing=not options.no_timing)
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.output_json:
+        options.output_json.write_text(json_from_results(results), encoding="utf-8")
+    if options.output_markdown:
+        options.output_markdown.write_text(markdown_from_results(results), encoding="utf-8")
+    print(markdown_from_results(results))
+    return 1 if results.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
