@@ -114,7 +114,7 @@ inline void pass_shape_on(OrtShapeInferContext* context, std::size_t input, std:
 template <class Body>
 void parallel_ranges(const Ort::KernelContext& context, std::int64_t count, Body body) {
   // a few ranges per thread on large machines, and few enough that a range's own set-up does not count
-  constexpr std::int64_t kMaxRanges = 64;
+  constexpr std::int64_t kMaxRanges = 16;
   struct Work {
     Body& body;
     std::int64_t count;
@@ -136,6 +136,22 @@ void parallel_ranges(const Ort::KernelContext& context, std::int64_t count, Body
       static_cast<std::size_t>(work.ranges), 0, &work);
   if (work.failure) std::rethrow_exception(work.failure);
 }
+
+// The lowest of the positions at which threads find something wrong, so that a message does not depend on their race.
+class Lowest {
+ public:
+  void offer(std::int64_t position) {
+    std::int64_t lowest = value_;
+    while (position < lowest && !value_.compare_exchange_weak(lowest, position)) {
+    }
+  }
+  bool found() const { return value_ != kNone; }
+  std::int64_t value() const { return value_; }
+
+ private:
+  static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+  std::atomic<std::int64_t> value_{kNone};
+};
 
 #ifdef EFFEXPORT_CUDA
 inline Ort::Status cuda_failure(const char* op, int error) {

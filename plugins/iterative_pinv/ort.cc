@@ -32,15 +32,9 @@ bool all_finite(const T* values, std::int64_t size) {
 }
 
 template <class T>
-Ort::Status check_finite(const Arrays<T>& x) {
-  const std::int64_t size = x.m * x.m;
-  for (std::int64_t i = 0; i < x.count; ++i) {
-    if (!is_finite(x.scale[i])) return invalid("IterativePinv: scale[", i, "] is NaN or infinite; expected a number");
-    if (!all_finite(x.a + i * size, size)) {
-      return invalid("IterativePinv: matrix ", i, " of A holds NaN or infinity; expected finite numbers");
-    }
-  }
-  return Ort::Status{nullptr};
+Ort::Status not_finite(const Arrays<T>& x, std::int64_t i) {
+  if (!is_finite(x.scale[i])) return invalid("IterativePinv: scale[", i, "] is NaN or infinite; expected a number");
+  return invalid("IterativePinv: matrix ", i, " of A holds NaN or infinity; expected finite numbers");
 }
 
 struct AlignedDelete {
@@ -49,15 +43,18 @@ struct AlignedDelete {
 
 template <class T>
 Ort::Status iterate_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x, std::int64_t iterations) {
-  Ort::Status status = check_finite(x);
-  if (!status.IsOK()) return status;
+  Lowest bad;
   parallel_ranges(context, x.count, [&](std::int64_t first, std::int64_t last) {
     const std::unique_ptr<void, AlignedDelete> workspace(
         ::operator new(cpu_workspace_bytes(x.m), std::align_val_t{64}));
-    const std::int64_t start = first * x.m * x.m;
-    iterate_cpu(x.a + start, x.scale + first, last - first, x.m, iterations, workspace.get(), x.z + start);
+    const std::int64_t size = x.m * x.m;
+    for (std::int64_t i = first; i < last; ++i) {
+      const T* a = x.a + i * size;
+      if (!is_finite(x.scale[i]) || !all_finite(a, size)) return bad.offer(i);
+      iterate_cpu(a, x.scale + i, 1, x.m, iterations, workspace.get(), x.z + i * size);
+    }
   });
-  return status;
+  return bad.found() ? not_finite(x, bad.value()) : Ort::Status{nullptr};
 }
 
 #ifdef EFFEXPORT_CUDA

@@ -2,8 +2,6 @@
 
 #include "ort_op.h"
 
-#include <atomic>
-
 #include "lsh_sort/kernel.h"
 
 namespace effexport::lsh_sort {
@@ -18,23 +16,18 @@ struct Arrays {
 };
 
 Ort::Status sort_on_cpu(const Ort::KernelContext& context, const Arrays& x, std::int64_t num_buckets) {
-  // the lowest flat index of a bucket out of range, whatever thread finds it
-  std::atomic<std::int64_t> bad{std::numeric_limits<std::int64_t>::max()};
+  Lowest bad;
   parallel_ranges(context, x.rows, [&](std::int64_t first, std::int64_t last) {
     std::vector<char> workspace(cpu_workspace_bytes(num_buckets));
     for (std::int64_t row = first; row < last; ++row) {
       const std::int64_t start = row * x.n;
       const std::int64_t found =
           sort_row_cpu(x.buckets + start, x.n, num_buckets, workspace.data(), x.order + start, x.rank + start);
-      if (found < 0) continue;
-      std::int64_t lowest = bad;
-      while (start + found < lowest && !bad.compare_exchange_weak(lowest, start + found)) {
-      }
-      break;
+      if (found >= 0) return bad.offer(start + found);
     }
   });
-  const std::int64_t index = bad;
-  if (index == std::numeric_limits<std::int64_t>::max()) return Ort::Status{nullptr};
+  if (!bad.found()) return Ort::Status{nullptr};
+  const std::int64_t index = bad.value();
   return invalid("LSHSort: buckets[", index / x.n, ", ", index % x.n, "] is ", x.buckets[index], "; expected 0 to ",
                  num_buckets - 1, " (num_buckets is ", num_buckets, ")");
 }
