@@ -106,6 +106,7 @@ def artifact_from_spec(
             seconds=watch.seconds,
             environment=versions(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            runtime=settings.runtime,
             implementation=verification.implementation,
         )
         if report.verdict == "failed":

@@ -54,7 +54,24 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         **found,
+        "kernel_library": kernel_library_version(),
     }
+
+
+def kernel_library_version() -> str | None:
+    """Which build of the kernel library is in use here, if there is one."""
+    from effexport.plugins import LibraryError, find_library
+
+    try:
+        library = find_library()
+    except LibraryError:  # EFFEXPORT_LIBRARY names no file; whoever needs the library says so
+        return None
+    if library is None:
+        return None
+    if library.info is None:
+        return str(library.path)
+    state = ", outdated" if library.outdated else ""
+    return f"{library.info.key[:12]} for {'CPU and CUDA' if library.info.has_cuda else 'the CPU'}{state}"
 
 
 def examine(part: Part) -> dict[str, Any]:

@@ -10,17 +10,20 @@ from effexport.json_text import json_text
 from effexport.parity import Check, passed, summary
 
 REPORT_VERSION = 1
+RUNTIME_NAMES: dict[str, str] = {"ort": "ONNX Runtime on the CPU", "ort-cuda": "ONNX Runtime on an NVIDIA GPU"}
 
 
 @dataclass(frozen=True)
 class Report:
-    """implementation: per custom operator, what ran: "body", "kernel" or "plugin". seconds: per stage."""
+    """runtime: where the model ran, as in --runtime. implementation: per custom operator, what ran: "body", "kernel" or
+    "plugin". seconds: per stage."""
 
     title: str
     spec: dict[str, Any]
     checks: list[Check]
     environment: dict[str, str | None]
     created: str
+    runtime: str = "ort"
     seconds: dict[str, float] = field(default_factory=dict)
     implementation: dict[str, str] = field(default_factory=dict)
 
@@ -38,6 +41,7 @@ class Report:
             "verdict": self.verdict,
             "created": self.created,
             "spec": self.spec,
+            "runtime": self.runtime,
             "implementation": self.implementation,
             "summary": summary(self.checks),
             "checks": [check.to_dict() for check in self.checks],
@@ -66,7 +70,11 @@ def html_from_report(report: Report) -> str:
     for check in report.checks:
         by_name.setdefault(check.name, []).append(check)
     return environment.get_template("report.html.j2").render(
-        report=report, groups=by_name, summary=summary(report.checks), fields=flat_fields(report.spec)
+        report=report,
+        runtime=RUNTIME_NAMES[report.runtime],
+        groups=by_name,
+        summary=summary(report.checks),
+        fields=flat_fields(report.spec),
     )
 
 

@@ -50,6 +50,11 @@ class OrtSettings:
     cuda_graph: bool = False
     tf32: bool = False
 
+    @property
+    def runtime(self) -> str:
+        """The name of the command line."""
+        return next(name for name, provider in RUNTIMES.items() if provider == self.provider)
+
     def __post_init__(self) -> None:
         for name, known in (("provider", tuple(PROVIDERS)), ("implementation", IMPLEMENTATIONS)):
             value = getattr(self, name)

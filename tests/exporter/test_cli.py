@@ -430,7 +430,12 @@ def test_inspect_of_an_artifact_and_of_a_bare_file(cli: Cli, built: Built) -> No
     assert "variant" not in bare
     text = cli("inspect", artifact.path)
     assert text.out == ""
-    for word in ("input_ids int64 [batch, seq]", "effexport::LSHSort × 1, runs as body", "num_hashes=2", "parameters"):
+    for word in (
+        "input_ids int64 [batch, seq]",
+        "effexport::LSHSort × 1, with its function body; runs here as kernel",
+        "num_hashes=2",
+        "parameters",
+    ):
         assert word in text.err
 
 

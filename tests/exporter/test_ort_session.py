@@ -21,6 +21,7 @@ from effexport.errors import EffexportError, KernelWarning, UserError
 from effexport.parity import relative_error
 from effexport.plugins import Library, get_library_path
 from effexport.reference import load_reference
+from effexport.report import RUNTIME_NAMES
 from effexport.runners import ort_session
 from effexport.tolerances import arithmetic_limit
 from effexport.verification import verify_bodies, verify_candidate
@@ -133,6 +134,14 @@ def test_on_a_gpu_bodies_are_preferred_to_kernels_for_the_cpu(monkeypatch: pytes
 def test_settings_that_cannot_work(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         OrtSettings(**fields)
+
+
+def test_settings_know_the_name_of_their_runtime() -> None:
+    assert {name: OrtSettings(provider=provider).runtime for name, provider in ort_session.RUNTIMES.items()} == {
+        "ort": "ort",
+        "ort-cuda": "ort-cuda",
+    }
+    assert RUNTIME_NAMES.keys() == ort_session.RUNTIMES.keys()
 
 
 def fake_ort(available: list[str]) -> Any:
