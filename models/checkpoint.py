@@ -1,0 +1,218 @@
+"""Hugging Face style checkpoint folders: config.json → spec, weights → module. transformers is not needed.
+
+`spec_from_checkpoint` imports no torch; `module_from_checkpoint` does. No pickle is executed: .bin files are read with
+`weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.models.validation import SpecError, did_you_mean, require
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+CONFIG = "config.json"
+# in this order: files without pickle first
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+# How many names an error lists of each kind.
+LISTED = 10
+
+
+@dataclass(frozen=True)
+class Family:
+    """spec_module: `spec_from_config` and the spec class, without torch. module: `weight_names`, `IGNORED` and the
+    class."""
+
+    spec_module: str
+    spec_class: str
+    module: str
+    module_class: str
+
+    def load_spec(self) -> ModuleType:
+        return importlib.import_module(self.spec_module)
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+# model_type in config.json → the family; "module" is somebody's own code and has no config.json
+FAMILIES: dict[str, Family] = {
+    "nystromformer": Family(
+        "effexport.models.nystromformer_spec", "NystromformerSpec", "effexport.models.nystromformer", "Nystromformer"
+    ),
+    "reformer": Family("effexport.models.reformer_spec", "ReformerSpec", "effexport.models.reformer", "Reformer"),
+    "module": Family("effexport.models.module_spec", "ModuleSpec", "", ""),
+}
+PUBLISHED = ("nystromformer", "reformer")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def spec_from_checkpoint(folder: Path, options: Mapping[str, Any]) -> tuple[CheckpointSpec, tuple[str, ...]]:
+    """The spec of a checkpoint folder, and sentences on what users of this checkpoint have to know.
+
+    options: fields that the build may choose: task, seq_len, num_labels, and what the family allows besides.
+    Raises SpecError for a folder that is none, and for a configuration that is not supported, with the reason.
+    """
+    config = read_json(folder / CONFIG, "a checkpoint folder has config.json and weights")
+    model_type = str(config.get("model_type"))
+    require(
+        model_type in PUBLISHED,
+        f"{folder / CONFIG}: model_type is {model_type!r}{did_you_mean(model_type, PUBLISHED)} "
+        f"Supported: {', '.join(PUBLISHED)}",
+    )
+    spec, notes = FAMILIES[model_type].load_spec().spec_from_config(config, options)
+    assert isinstance(spec, CheckpointSpec)
+    return spec, tuple(notes)
+
+
+def module_from_checkpoint(folder: Path, spec: CheckpointSpec) -> nn.Module:
+    """The module of a spec with the weights of a folder, float32, in evaluation mode.
+
+    Raises SpecError that lists unknown, missing and misshapen weights, or says which file is damaged.
+    """
+    family = FAMILIES[spec.family].load()
+    module: nn.Module = getattr(family, FAMILIES[spec.family].module_class)(spec)
+    fill_module(module, read_weights(folder), family.weight_names(spec), family.IGNORED, folder)
+    return module.eval()
+
+
+def fill_module(
+    module: nn.Module,
+    found: Mapping[str, torch.Tensor],
+    names: Mapping[str, tuple[str, ...]],
+    ignored: Iterable[str],
+    source: Path,
+) -> None:
+    """Copy weights into a module.
+
+    names: parameter or buffer of the module → names it may have in the checkpoint, the first one present wins.
+    ignored: patterns of checkpoint names that may be there and mean nothing.
+    Raises SpecError with everything that does not fit, before anything is copied.
+    """
+    import torch
+
+    targets = module.state_dict(keep_vars=False)
+    missing, misshapen, infinite = [], [], []
+    used: set[str] = set()
+    chosen: dict[str, torch.Tensor] = {}
+    for name, accepted in names.items():
+        used.update(accepted)
+        given = next((alias for alias in accepted if alias in found), None)
+        if given is None:
+            missing.append(accepted[0])
+        elif found[given].shape != targets[name].shape:
+            misshapen.append(f"{given} {list(found[given].shape)}, expected {list(targets[name].shape)}")
+        elif not torch.isfinite(found[given]).all():
+            infinite.append(given)
+        else:
+            chosen[name] = found[given]
+    patterns = [re.compile(pattern) for pattern in ignored]
+    unknown = [name for name in found if name not in used and not any(p.fullmatch(name) for p in patterns)]
+    kinds = {
+        "missing": missing,
+        "unknown": unknown,
+        "of the wrong shape": misshapen,
+        "with NaN or infinity": infinite,
+    }
+    problems = [counted_list(kind, bad) for kind, bad in kinds.items() if bad]
+    require(
+        not problems,
+        f"the weights in {source} do not fit its config.json. Weights {'; '.join(problems)}. Expected the weights that "
+        "the configuration describes: check the task and the sizes in config.json",
+    )
+    with torch.no_grad():
+        for name, value in chosen.items():
+            targets[name].copy_(value)
+
+
+def counted_list(kind: str, names: Iterable[str]) -> str:
+    """How many there are, and the first of them; a tied weight counts once."""
+    distinct = list(dict.fromkeys(names))
+    return f"{len(distinct)} {kind}: {', '.join(distinct[:LISTED])}" + (", …" if len(distinct) > LISTED else "")
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint folder by name, in the type they were saved in."""
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            if name.endswith(".index.json"):
+                return read_shards(folder, name)
+            return read_tensors(folder / name)
+    raise SpecError(f"{folder} has no weights; expected one of: {', '.join(WEIGHT_FILES)}")
+
+
+def read_shards(folder: Path, index: str) -> dict[str, torch.Tensor]:
+    """The tensors of an index, each from the shard that the index names."""
+    weight_map = read_json(folder / index, "an index has a weight_map").get("weight_map")
+    require(
+        isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values()),
+        f"{folder / index} has no weight_map from names to files; copy it again from its source",
+    )
+    assert isinstance(weight_map, dict)
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        path = folder / shard
+        inside = path.resolve().parent == folder.resolve()
+        require(inside, f"{folder / index} names {shard!r}, outside the folder; expected files beside the index")
+        require(path.is_file(), f"{folder / index} names {shard}, which is missing; copy it from the source")
+        tensors |= read_tensors(path)
+    absent = [name for name, shard in weight_map.items() if name not in tensors]
+    require(
+        not absent,
+        f"{folder / index} does not match its shards: {len(absent)} weights are in none, {', '.join(absent[:LISTED])}; "
+        "copy index and shards from the same source",
+    )
+    return tensors
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of one file. Raises SpecError for a file that is truncated, damaged or holds something else."""
+    import pickle
+
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SpecError(f"{path} is damaged, or no file of weights: {first_line}; copy it from the source") from error
+    require(
+        isinstance(value, dict) and all(isinstance(tensor, torch.Tensor) for tensor in value.values()),
+        f"{path} holds something else than named tensors; save the state_dict of the model",
+    )
+    return dict(value)
+
+
+def read_json(path: Path, expectation: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecError(f"no {path.name} in {path.parent}; {expectation}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"cannot read {path}: {error}") from error
+    require(isinstance(value, dict), f"{path} is no JSON object; {expectation}")
+    assert isinstance(value, dict)
+    return value

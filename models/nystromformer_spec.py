@@ -1,0 +1,320 @@
+"""Published Nyströmformer checkpoints: their config.json as a frozen spec, and what users have to know about them.
+
+No torch here. Names and semantics are those of transformers 4.57.1 (`NystromformerConfig`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from effexport.models.checkpoint_spec import CheckpointSpec, config_value
+from effexport.models.spec import NystromSpec
+from effexport.models.validation import check_field_types, did_you_mean, nearest_multiples, require
+
+# hidden_act in config.json → the function; transformers has several names for the same one
+HIDDEN_ACTS: dict[str, str] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+# What a build may choose; the rest is the checkpoint's.
+OPTIONS = ("task", "seq_len", "num_labels", "pinv_init")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NystromformerSpec(CheckpointSpec):
+    """A BERT-like encoder on Nyström attention; defaults are those of transformers' configuration.
+
+    num_landmarks, segment_means_seq_len: equal, they select plain softmax attention for any length (as published for
+    512 tokens, and by default); otherwise the landmarks are means over a sequence of exactly segment_means_seq_len
+    tokens. conv_kernel_size: taps of the depth-wise convolution over v (None: no convolution).
+    pinv_init: "global" divides by a maximum over the batch, as transformers does; "per_head" does so per matrix.
+    """
+
+    family: ClassVar[str] = "nystromformer"
+    TASKS: ClassVar[Mapping[str, str]] = {
+        "base": "NystromformerModel",
+        "masked-lm": "NystromformerForMaskedLM",
+        "sequence-classification": "NystromformerForSequenceClassification",
+        "token-classification": "NystromformerForTokenClassification",
+        "question-answering": "NystromformerForQuestionAnswering",
+        "multiple-choice": "NystromformerForMultipleChoice",
+    }
+
+    vocab_size: int = 30000
+    pad_token_id: int = 1
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu_new"
+    max_position_embeddings: int = 510
+    type_vocab_size: int = 2
+    num_landmarks: int = 64
+    segment_means_seq_len: int = 64
+    conv_kernel_size: int | None = 65
+    layer_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    pinv_init: Literal["global", "per_head"] = "global"
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        for name in (
+            "hidden_size",
+            "num_hidden_layers",
+            "heads",
+            "intermediate_size",
+            "max_position_embeddings",
+            "type_vocab_size",
+            "num_landmarks",
+            "segment_means_seq_len",
+        ):
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1")
+        require(self.layer_norm_eps > 0, f"layer_norm_eps is {self.layer_norm_eps}; expected a number > 0")
+        require(
+            self.hidden_act in HIDDEN_ACTS,
+            f"hidden_act is {self.hidden_act!r}{did_you_mean(self.hidden_act, HIDDEN_ACTS)} "
+            f"Supported: {', '.join(HIDDEN_ACTS)}",
+        )
+        self.check_landmarks()
+        super().__post_init__()
+        require(
+            0 <= self.pad_token_id < self.vocab_size,
+            f"pad_token_id is {self.pad_token_id}; expected a token, 0 to {self.vocab_size - 1}",
+        )
+        _ = self.attention  # checks what concerns the layer alone: heads and the convolution
+
+    def check_landmarks(self) -> None:
+        """Raises SpecError for landmarks that transformers accepts when it loads, and cannot run or runs wrongly."""
+        landmarks, segment = self.num_landmarks, self.segment_means_seq_len
+        require(
+            landmarks <= segment,
+            f"num_landmarks is {landmarks}, more than segment_means_seq_len {segment}, which leaves no token for a "
+            f"landmark; the two look swapped, as in a published config.json of the original authors: use num_landmarks "
+            f"{segment} and segment_means_seq_len {landmarks}, the length that the model was trained with",
+        )
+        require(
+            segment % landmarks == 0,
+            f"segment_means_seq_len {segment} is not a multiple of num_landmarks {landmarks}, so transformers mixes "
+            f"samples or fails; the nearest that work: {nearest_multiples(segment, landmarks)}",
+        )
+        require(
+            landmarks == segment or self.max_position_embeddings >= segment,
+            f"max_position_embeddings is {self.max_position_embeddings}, but landmarks need sequences of exactly "
+            f"segment_means_seq_len {segment} tokens, so transformers cannot run this checkpoint at any length; "
+            f"expected a segment_means_seq_len of at most {self.max_position_embeddings}",
+        )
+
+    @property
+    def is_plain_softmax(self) -> bool:
+        """Whether transformers runs this configuration as softmax attention, without landmarks."""
+        return self.num_landmarks == self.segment_means_seq_len
+
+    @property
+    def attention(self) -> NystromSpec:
+        return NystromSpec(
+            dim=self.hidden_size,
+            heads=self.heads,
+            seq_len=self.seq_len if self.is_plain_softmax else self.segment_means_seq_len,
+            num_landmarks=self.num_landmarks,
+            segment_means_seq_len=self.segment_means_seq_len,
+            pinv_init=self.pinv_init,
+            mask_landmarks=False,
+            conv_kernel_size=self.conv_kernel_size,
+        )
+
+    @property
+    def layers(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def custom_ops(self) -> dict[str, int]:
+        return {} if self.is_plain_softmax else {"IterativePinv": self.num_hidden_layers}
+
+    @property
+    def max_seq_len(self) -> int:
+        if self.is_plain_softmax:
+            return self.max_position_embeddings
+        # shorter ones are padded inside the graph
+        return min(self.segment_means_seq_len, self.max_position_embeddings)
+
+    @property
+    def inputs(self) -> dict[str, tuple[int | str, ...]]:
+        dims = ("batch", "choices", "seq") if self.task == "multiple-choice" else ("batch", "seq")
+        return {"input_ids": dims, "attention_mask": dims, "token_type_ids": dims}
+
+    @property
+    def outputs(self) -> dict[str, tuple[int | str, ...]]:
+        outputs: dict[str, dict[str, tuple[int | str, ...]]] = {
+            "base": {"last_hidden_state": ("batch", "seq", self.hidden_size)},
+            "masked-lm": {"logits": ("batch", "seq", self.vocab_size)},
+            "sequence-classification": {"logits": ("batch", self.num_labels)},
+            "token-classification": {"logits": ("batch", "seq", self.num_labels)},
+            "question-answering": {"start_logits": ("batch", "seq"), "end_logits": ("batch", "seq")},
+            "multiple-choice": {"logits": ("batch", "choices")},
+        }
+        return outputs[self.task]
+
+    @property
+    def input_limits(self) -> dict[str, int]:
+        return {"input_ids": self.vocab_size, "token_type_ids": self.type_vocab_size}
+
+
+# field of the spec → its name in config.json, where a value of the same type stands
+CONFIG_NAMES: dict[str, str] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "hidden_act": "hidden_act",
+    "max_position_embeddings": "max_position_embeddings",
+    "type_vocab_size": "type_vocab_size",
+    "num_landmarks": "num_landmarks",
+    "segment_means_seq_len": "segment_means_seq_len",
+    "layer_norm_eps": "layer_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
+
+
+def spec_from_config(
+    config: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[NystromformerSpec, tuple[str, ...]]:
+    """The spec of a config.json, and sentences about what its users have to know.
+
+    options: task, seq_len, num_labels and pinv_init, each instead of what the configuration says.
+    Raises SpecError for values that cannot work, with the reason.
+    """
+    for name in options:
+        require(
+            name in OPTIONS,
+            f"a {NystromformerSpec.family} checkpoint has no option {name!r}{did_you_mean(name, OPTIONS)} "
+            f"Its options: {', '.join(OPTIONS)}",
+        )
+    refuse_unsupported(config)
+    fields = {
+        field: config_value(config, name, getattr(NystromformerSpec, field)) for field, name in CONFIG_NAMES.items()
+    }
+    fields["conv_kernel_size"] = config.get("conv_kernel_size", NystromformerSpec.conv_kernel_size)
+    fields["num_labels"] = num_labels_from_config(config)
+    is_plain_softmax = fields["num_landmarks"] == fields["segment_means_seq_len"]
+    fields["seq_len"] = fields["max_position_embeddings" if is_plain_softmax else "segment_means_seq_len"]
+    fields["pad_token_id"] = pad_token_id_from_config(config, is_plain_softmax)
+    fields["task"] = options["task"] if "task" in options else task_from_config(config)
+    require(isinstance(fields["task"], str), f"task is {fields['task']!r}; expected a word")
+    spec = NystromformerSpec(**{**fields, **options})
+    return spec, notes_of(spec)
+
+
+def refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raises SpecError for fields of config.json that select something else than what is built here."""
+    require(
+        not config_value(config, "inv_coeff_init_option", False),
+        "config.json: inv_coeff_init_option is true, with which transformers cannot build the model; expected false, "
+        "which all that transformers could train has; option pinv_init per_head is what it stands for",
+    )
+    kind = config.get("position_embedding_type", "absolute")
+    require(
+        kind == "absolute",
+        f"config.json: position_embedding_type is {kind!r}, with which transformers adds no positions at all; "
+        "expected 'absolute'; export a checkpoint with absolute positions",
+    )
+    require(
+        not config_value(config, "is_decoder", False),
+        "config.json: is_decoder is true, but landmarks average over the whole sequence, so there is no causal form; "
+        "expected false",
+    )
+    pruned = config.get("pruned_heads")
+    require(
+        not pruned,
+        f"config.json: pruned_heads is {pruned!r}, so layers differ in width; expected none; "
+        "export the checkpoint from before the pruning",
+    )
+
+
+def task_from_config(config: Mapping[str, Any]) -> str:
+    """The task of the class that config.json names."""
+    task_of_class = {name: task for task, name in NystromformerSpec.TASKS.items()}
+    given = config.get("architectures")
+    require(
+        isinstance(given, list) and len(given) == 1 and given[0] in list(task_of_class),
+        f"config.json: architectures is {given!r}; expected one of: {', '.join(task_of_class)}; "
+        f"correct it, or choose a task: {', '.join(NystromformerSpec.TASKS)}",
+    )
+    assert isinstance(given, list)
+    return task_of_class[given[0]]
+
+
+def num_labels_from_config(config: Mapping[str, Any]) -> int:
+    """Number of classes: transformers saves their names and counts those."""
+    names = config.get("id2label")
+    require(
+        names is None or isinstance(names, Mapping),
+        f"config.json: id2label is {names!r}; expected an object with a name for each class",
+    )
+    count: int = config_value(config, "num_labels", NystromformerSpec.num_labels) if names is None else len(names)
+    return count
+
+
+def pad_token_id_from_config(config: Mapping[str, Any], is_plain_softmax: bool) -> int:
+    """The padding token; a model that never pads by itself may have none."""
+    if is_plain_softmax and "pad_token_id" in config and config["pad_token_id"] is None:
+        return 0
+    token: int = config_value(config, "pad_token_id", NystromformerSpec.pad_token_id)
+    return token
+
+
+def notes_of(spec: NystromformerSpec) -> tuple[str, ...]:
+    """What the published computation does that its users would not expect, and what is done about it."""
+    notes = softmax_notes(spec) if spec.is_plain_softmax else landmark_notes(spec)
+    return tuple(notes)
+
+
+def softmax_notes(spec: NystromformerSpec) -> list[str]:
+    notes = [
+        f"This configuration is plain softmax attention, not Nyström: num_landmarks and segment_means_seq_len are both "
+        f"{spec.num_landmarks}, and transformers then uses no landmarks. Time and memory grow with the square of the "
+        f"length; sequences of 1 to {spec.max_seq_len} tokens work."
+    ]
+    if spec.conv_kernel_size is not None:
+        notes.append(
+            "Padding changes results although it is masked: as published, the convolution over the values is not "
+            f"masked and carries padding up to {spec.conv_kernel_size // 2} tokens into a sequence."
+        )
+    return notes
+
+
+def landmark_notes(spec: NystromformerSpec) -> list[str]:
+    segment = spec.segment_means_seq_len
+    reach = "" if spec.conv_kernel_size is None else ", and through the convolution over the values"
+    if spec.pinv_init == "global":
+        scale = (
+            "As published, the start value of the pseudo-inverse is scaled by a maximum over the whole batch, so the "
+            "result of a sample depends on its batch mates; use pinv_init per_head to make samples independent."
+        )
+    else:
+        scale = (
+            "pinv_init per_head scales the start value of the pseudo-inverse per matrix, so samples are independent "
+            "of each other; transformers scales by a maximum over the whole batch, so its results differ."
+        )
+    return [
+        f"Landmarks need exactly segment_means_seq_len = {segment} tokens. Shorter sequences are padded to {segment} "
+        f"inside the graph and the outputs cropped, which equals transformers on input padded to {segment}; longer "
+        "ones are refused, where transformers may mix the samples of a batch.",
+        scale,
+        "Padding changes results although it is masked: as published, the landmarks average over padding too, which "
+        f"reaches every token{reach}. The tokens in padded places matter: pad with pad_token_id {spec.pad_token_id}.",
+        "transformers cannot run this model in fp16 or bf16 (its identity matrix is float32); here the landmarks, the "
+        "softmaxes and the pseudo-inverse stay float32, so lower precisions work and are judged against float32.",
+        "Compared with transformers 4.57.1: version 5.23 fails on this model with any masked token.",
+    ]

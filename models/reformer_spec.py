@@ -1,0 +1,399 @@
+"""Reformer checkpoints: config.json of transformers 4.57 → spec. No torch here.
+
+Sources: Kitaev et al., 2020, arXiv 2001.04451, and the configuration of transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from effexport.models.checkpoint_spec import CheckpointSpec, config_value
+from effexport.models.spec import AttentionSpec, LocalSpec, LSHSpec, automatic_num_buckets
+from effexport.models.validation import did_you_mean, require
+
+KINDS = ("lsh", "local")
+ACTIVATIONS = ("gelu", "gelu_new", "relu")
+# The published models have positions for up to 524288 tokens: no length to trace, to tune for or to verify at.
+DEFAULT_SEQ_LEN_LIMIT = 4096
+# transformers does not wrap a shift by more chunks than there are, and two chunks are its shortest chunked sequence.
+MAX_NEIGHBOURS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReformerSpec(CheckpointSpec):
+    """A Reformer with the head of one task. Defaults are those of transformers' ReformerConfig.
+
+    attn_layers: "lsh" or "local" for every layer. num_buckets: even count, or even factors of it (None: by the rule of
+    transformers, from `seq_len`). hash_seed: seed of the rotations of LSH layers, drawn once; every layer has its own
+    unless `shared_rotations`, which is what a hash_seed in config.json means to transformers. is_decoder: causal.
+    axial_pos_shape, axial_pos_embds_dim: position p has the digits of p in the base axial_pos_shape, and each digit a
+    learned vector of that many channels. mask_constants: see LSHSpec; "hf" is what transformers computes.
+    """
+
+    family: ClassVar[str] = "reformer"
+    TASKS: ClassVar[Mapping[str, str]] = {
+        "base": "ReformerModel",
+        "lm-head": "ReformerModelWithLMHead",
+        "masked-lm": "ReformerForMaskedLM",
+        "sequence-classification": "ReformerForSequenceClassification",
+        "question-answering": "ReformerForQuestionAnswering",
+    }
+
+    vocab_size: int = 320
+    hidden_size: int = 256
+    heads: int = 12
+    attention_head_size: int = 64
+    feed_forward_size: int = 512
+    attn_layers: tuple[str, ...] = ("local", "lsh", "local", "lsh", "local", "lsh")
+    lsh_chunk_length: int = 64
+    lsh_num_chunks_before: int = 1
+    lsh_num_chunks_after: int = 0
+    local_chunk_length: int = 64
+    local_num_chunks_before: int = 1
+    local_num_chunks_after: int = 0
+    num_hashes: int = 1
+    num_buckets: int | tuple[int, ...] | None = None
+    hash_seed: int = 0
+    shared_rotations: bool = False
+    mask_constants: Literal["hf", "safe"] = "hf"
+    is_decoder: bool = False
+    axial_pos_embds: bool = True
+    axial_pos_shape: tuple[int, ...] = (64, 64)
+    axial_pos_embds_dim: tuple[int, ...] = (64, 192)
+    max_position_embeddings: int = 4096
+    hidden_act: Literal["gelu", "gelu_new", "relu"] = "relu"
+    layer_norm_eps: float = 1e-12
+
+    def __post_init__(self) -> None:
+        self.check_lists()
+        super().__post_init__()
+        self.check_sizes()
+        self.check_task()
+        for kind in set(self.attn_layers):
+            self.attention_of_kind(kind)
+
+    def check_lists(self) -> None:
+        """Tables that the sizes are computed from."""
+        require(
+            isinstance(self.attn_layers, tuple)
+            and self.attn_layers != ()
+            and all(kind in KINDS for kind in self.attn_layers),
+            f"attn_layers is {self.attn_layers!r}; expected a list with 'lsh' or 'local' for every layer",
+        )
+        for name in ("axial_pos_shape", "axial_pos_embds_dim"):
+            value = getattr(self, name)
+            require(
+                isinstance(value, tuple) and value != () and all(type(n) is int and n >= 1 for n in value),
+                f"{name} is {value!r}; expected a list of positive integers",
+            )
+
+    def check_sizes(self) -> None:
+        names = ("hidden_size", "heads", "attention_head_size", "feed_forward_size", "max_position_embeddings")
+        for name in (*names, "lsh_chunk_length", "local_chunk_length"):
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected a positive integer")
+        require(self.layer_norm_eps > 0, f"layer_norm_eps is {self.layer_norm_eps}; expected a number > 0")
+        require(
+            0 <= self.pad_token_id < self.vocab_size,
+            f"pad_token_id is {self.pad_token_id}; expected 0 to {self.vocab_size - 1}",
+        )
+        # every layer adds its number to the seed
+        limit = 2**63 - 1 - self.layers
+        require(0 <= self.hash_seed <= limit, f"hash_seed is {self.hash_seed}; expected 0 to {limit}")
+        if self.axial_pos_embds:
+            self.check_axial()
+        for kind in set(self.attn_layers):
+            for side in ("before", "after"):
+                name = f"{kind}_num_chunks_{side}"
+                require(
+                    0 <= getattr(self, name) <= MAX_NEIGHBOURS,
+                    f"{name} is {getattr(self, name)}; expected 0 to {MAX_NEIGHBOURS}: transformers sees more "
+                    "neighbours than there are chunks in another way than a circle, so short sequences would differ",
+                )
+
+    def check_axial(self) -> None:
+        shape, dims = self.axial_pos_shape, self.axial_pos_embds_dim
+        require(
+            len(shape) == len(dims) and len(shape) >= 2,
+            f"axial_pos_shape {list(shape)} and axial_pos_embds_dim {list(dims)} must have one number for each of at "
+            "least two axes; correct config.json",
+        )
+        require(
+            sum(dims) == self.hidden_size,
+            f"axial_pos_embds_dim {list(dims)} adds up to {sum(dims)}; expected hidden_size {self.hidden_size}; "
+            "correct config.json",
+        )
+
+    def check_task(self) -> None:
+        """What transformers asserts about the heads."""
+        after = {kind: getattr(self, f"{kind}_num_chunks_after") for kind in sorted(set(self.attn_layers))}
+        if self.task == "lm-head":
+            require(
+                self.is_decoder,
+                "is_decoder is false; the task lm-head needs a causal model; use the task masked-lm or base",
+            )
+            require(
+                not any(after.values()),
+                f"chunks after are {after}; the task lm-head needs 0, because its model looks back only; "
+                "use the task base",
+            )
+        if self.task == "masked-lm":
+            require(
+                not self.is_decoder,
+                "is_decoder is true; the task masked-lm needs a model that sees both sides; use the task lm-head or "
+                "base",
+            )
+        require(
+            self.task != "question-answering" or self.num_labels == 2,
+            f"num_labels is {self.num_labels}; the task question-answering has 2: the start and the end",
+        )
+
+    @property
+    def layers(self) -> int:
+        return len(self.attn_layers)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return self.attention_of_kind("lsh" if "lsh" in self.attn_layers else "local")
+
+    @property
+    def custom_ops(self) -> dict[str, int]:
+        lsh_layers = self.attn_layers.count("lsh")
+        return {"LSHSort": lsh_layers} if lsh_layers else {}
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that have a position. transformers wants one for its own padding too, and so takes fewer where this
+        is no multiple of `pad_multiple`."""
+        if not self.axial_pos_embds:
+            return self.max_position_embeddings
+        return min(math.prod(self.axial_pos_shape), self.max_position_embeddings)
+
+    @property
+    def outputs(self) -> dict[str, tuple[int | str, ...]]:
+        """Two residual streams are concatenated, so last_hidden_state is twice as wide as the layers."""
+        if self.task == "base":
+            return {"last_hidden_state": ("batch", "seq", 2 * self.hidden_size)}
+        if self.task == "sequence-classification":
+            return {"logits": ("batch", self.num_labels)}
+        if self.task == "question-answering":
+            return {"start_logits": ("batch", "seq"), "end_logits": ("batch", "seq")}
+        return {"logits": ("batch", "seq", self.vocab_size)}
+
+    @property
+    def chunk_lengths(self) -> tuple[int, ...]:
+        """Of the kinds of layers that the model has."""
+        return tuple(getattr(self, f"{kind}_chunk_length") for kind in KINDS if kind in self.attn_layers)
+
+    @property
+    def pad_multiple(self) -> int:
+        """Sequences are padded to a multiple of this: every layer then cuts them into whole chunks."""
+        return math.lcm(*self.chunk_lengths)
+
+    @property
+    def plain_lsh_len(self) -> int:
+        """Up to this many tokens LSH layers are plain attention in transformers, because one chunk holds them all."""
+        whole = self.pad_multiple == self.lsh_chunk_length
+        return self.lsh_chunk_length if whole else min(self.chunk_lengths)
+
+    @property
+    def bucket_factors(self) -> tuple[int, ...]:
+        """The factors of the bucket count; a single number when it is not factorised."""
+        if self.num_buckets is None:
+            padded_len = -(-self.seq_len // self.pad_multiple) * self.pad_multiple
+            return automatic_num_buckets(padded_len, self.lsh_chunk_length, self.max_position_embeddings)
+        return (self.num_buckets,) if isinstance(self.num_buckets, int) else self.num_buckets
+
+    def attention_of_kind(self, kind: str) -> LSHSpec | LocalSpec:
+        fields: dict[str, Any] = {
+            "dim": self.hidden_size,
+            "heads": self.heads,
+            "head_dim": self.attention_head_size,
+            "seq_len": self.seq_len,
+            "causal": self.is_decoder,
+            "circular": True,
+            "chunk_length": getattr(self, f"{kind}_chunk_length"),
+            "num_chunks_before": getattr(self, f"{kind}_num_chunks_before"),
+            "num_chunks_after": getattr(self, f"{kind}_num_chunks_after"),
+        }
+        if kind == "local":
+            return LocalSpec(**fields)
+        return LSHSpec(
+            **fields,
+            num_hashes=self.num_hashes,
+            num_buckets=self.bucket_factors,
+            hash_seed=self.hash_seed,
+            mask_constants=self.mask_constants,
+        )
+
+    def attention_of_layer(self, layer: int) -> LSHSpec | LocalSpec:
+        """With the seed that draws the rotations of this layer."""
+        spec = self.attention_of_kind(self.attn_layers[layer])
+        if isinstance(spec, LSHSpec) and not self.shared_rotations:
+            return dataclasses.replace(spec, hash_seed=spec.hash_seed + layer)
+        return spec
+
+
+# name in config.json → field
+CONFIG_FIELDS: dict[str, str] = {
+    **{
+        name: name
+        for name in (
+            "vocab_size",
+            "pad_token_id",
+            "hidden_size",
+            "attention_head_size",
+            "feed_forward_size",
+            "attn_layers",
+            "lsh_num_chunks_before",
+            "lsh_num_chunks_after",
+            "local_num_chunks_before",
+            "local_num_chunks_after",
+            "num_hashes",
+            "num_buckets",
+            "is_decoder",
+            "axial_pos_embds",
+            "axial_pos_shape",
+            "axial_pos_embds_dim",
+            "max_position_embeddings",
+            "layer_norm_eps",
+        )
+    },
+    "num_attention_heads": "heads",
+    "lsh_attn_chunk_length": "lsh_chunk_length",
+    "local_attn_chunk_length": "local_chunk_length",
+}
+OPTIONS = ("task", "seq_len", "num_labels", "num_hashes", "hash_seed", "seed", "mask_constants")
+
+
+def spec_from_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[ReformerSpec, tuple[str, ...]]:
+    """The spec of a config.json, and sentences on what users of this checkpoint have to know.
+
+    options: some of OPTIONS. seq_len defaults to all positions, but at most DEFAULT_SEQ_LEN_LIMIT. The rotations come
+    from hash_seed, or seed, unless config.json has a hash_seed, which rules. num_hashes may be raised without training.
+    Raises SpecError for what is not supported, with the reason.
+    """
+    for name in options:
+        known = f"{did_you_mean(name, OPTIONS)} Its options: {', '.join(OPTIONS)}"
+        require(name in OPTIONS, f"a reformer checkpoint has no option {name!r}{known}")
+    fields = fields_from_config(config)
+    if config.get("hash_seed") is not None:
+        fields |= {"hash_seed": config_value(config, "hash_seed", 0), "shared_rotations": True}
+    else:
+        fields["hash_seed"] = options.get("hash_seed", options.get("seed", 0))
+    fields["task"] = options["task"] if "task" in options else task_from_config(config)
+    fields["num_labels"] = options["num_labels"] if "num_labels" in options else num_labels_from_config(config)
+    fields |= {name: options[name] for name in ("num_hashes", "mask_constants", "seq_len") if name in options}
+    # any length does until the positions are known to be sound
+    spec = ReformerSpec(**({"seq_len": 1} | fields))
+    if "seq_len" not in options:
+        spec = dataclasses.replace(spec, seq_len=min(spec.max_seq_len, DEFAULT_SEQ_LEN_LIMIT))
+    if spec.num_buckets is None and "lsh" in spec.attn_layers:
+        # from here on the count does not follow seq_len any more
+        factors = spec.bucket_factors
+        spec = dataclasses.replace(spec, num_buckets=factors[0] if len(factors) == 1 else factors)
+    return spec, notes_from_config(spec, config, options)
+
+
+def fields_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that config.json decides, checked for their type."""
+    defaults = {field.name: field.default for field in dataclasses.fields(ReformerSpec)}
+    fields: dict[str, Any] = {}
+    for name, field in CONFIG_FIELDS.items():
+        value = config_value(config, name, defaults[field])
+        fields[field] = tuple(value) if isinstance(value, list) else value
+    act = config_value(config, "hidden_act", str(defaults["hidden_act"]))
+    require(
+        act in ACTIVATIONS,
+        f"config.json: hidden_act is {act!r}{did_you_mean(act, ACTIVATIONS)} Supported: {', '.join(ACTIVATIONS)}",
+    )
+    return fields | {"hidden_act": act}
+
+
+def task_from_config(config: Mapping[str, Any]) -> str:
+    """The task of the first architecture; "base" where config.json names none."""
+    named = config.get("architectures") or [ReformerSpec.TASKS["base"]]
+    tasks = {architecture: task for task, architecture in ReformerSpec.TASKS.items()}
+    require(
+        isinstance(named, list) and isinstance(named[0], str) and named[0] in tasks,
+        f"config.json: architectures is {named!r}; supported: {', '.join(tasks)}. Choose a task yourself: "
+        f"{', '.join(ReformerSpec.TASKS)}",
+    )
+    return tasks[named[0]]
+
+
+def num_labels_from_config(config: Mapping[str, Any]) -> int:
+    """transformers writes the labels by name, and leaves them out when there are two."""
+    names = config.get("id2label")
+    if isinstance(names, Mapping) and names:
+        return len(names)
+    return int(config_value(config, "num_labels", ReformerSpec.num_labels))
+
+
+def notes_from_config(spec: ReformerSpec, config: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[str, ...]:
+    notes = lsh_notes(spec, config) if "lsh" in spec.attn_layers else []
+    if "seq_len" not in options and spec.seq_len < spec.max_seq_len:
+        notes.append(
+            f"seq_len is {spec.seq_len}, the default limit; there are positions for {spec.max_seq_len} tokens: choose "
+            "seq_len near the length in use."
+        )
+    neighbours = sum(
+        getattr(spec, f"{kind}_num_chunks_{side}") for kind in set(spec.attn_layers) for side in ("before", "after")
+    )
+    if neighbours and not spec.is_decoder:
+        notes.append(
+            "Look-around is circular: the first chunk also sees the last one, so the end of a sequence leaks into its "
+            "start. Kept, because the weights were trained with it."
+        )
+    if spec.task in ("lm-head", "masked-lm"):
+        notes.append(
+            "transformers 5 leaves the bias of the language-model head out; it is applied here, as in transformers 4."
+        )
+    notes.append(
+        "transformers replaces its mask constants by -1e4 and -1e3 in float16; attention logits and masks are float32 "
+        "here in every precision."
+    )
+    return tuple(notes)
+
+
+def lsh_notes(spec: ReformerSpec, config: Mapping[str, Any]) -> list[str]:
+    """What is particular about hashing."""
+    if spec.shared_rotations:
+        notes = [
+            f"hash_seed is {spec.hash_seed} in config.json: all LSH layers share the rotations drawn from it, as in "
+            "transformers on a CPU."
+        ]
+    else:
+        notes = [
+            "transformers draws new LSH rotations in every forward pass; here they are drawn once, from seed "
+            f"{spec.hash_seed} plus the number of the layer, and are part of the model."
+        ]
+    if config.get("num_buckets") is None:
+        notes.append(
+            f"num_buckets is null: resolved from seq_len {spec.seq_len} to {list(spec.bucket_factors)} by the rule of "
+            "transformers, which takes the first sequence it meets."
+        )
+    if spec.num_hashes != config.get("num_hashes", ReformerSpec.num_hashes):
+        notes.append(
+            f"num_hashes is {spec.num_hashes} instead of {config.get('num_hashes', ReformerSpec.num_hashes)}: more "
+            "rounds need no training (paper, table 2)."
+        )
+    if spec.num_hashes > 1 and spec.mask_constants == "hf":
+        notes.append(
+            "The weights of the hash rounds do not add up to one for a token that sees only itself, such as position 0 "
+            "of a decoder (0.998 for two rounds, and num_hashes for bfloat16 in transformers). Computed as in "
+            "transformers' float32; mask_constants 'safe' corrects it."
+        )
+    if spec.num_hashes > 1 and spec.mask_constants == "safe":
+        notes.append(
+            "mask_constants 'safe': a token that sees only itself differs from transformers by up to 0.4 %, because "
+            "there the weights of its hash rounds do not add up to one."
+        )
+    if spec.is_decoder:
+        notes.append(
+            "LSH is not strictly causal: a later token takes a place in the sort and so moves the borders of chunks."
+        )
+    return notes

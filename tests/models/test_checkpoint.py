@@ -1,0 +1,253 @@
+"""Checkpoint folders: every file that can be wrong is one clear error, and what is right arrives in the module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from effexport.models.checkpoint import (
+    FAMILIES,
+    fill_module,
+    is_checkpoint,
+    module_from_checkpoint,
+    read_weights,
+    spec_from_checkpoint,
+)
+from effexport.models.validation import SpecError
+
+pytestmark = pytest.mark.requires("torch")
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nystromformer": {
+        "model_type": "nystromformer",
+        "architectures": ["NystromformerForMaskedLM"],
+        "vocab_size": 20,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "max_position_embeddings": 16,
+        "segment_means_seq_len": 16,
+        "num_landmarks": 4,
+        "conv_kernel_size": 3,
+    },
+    "reformer": {
+        "model_type": "reformer",
+        "architectures": ["ReformerForMaskedLM"],
+        "vocab_size": 20,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "attention_head_size": 4,
+        "feed_forward_size": 16,
+        "attn_layers": ["lsh", "local"],
+        "lsh_attn_chunk_length": 4,
+        "local_attn_chunk_length": 4,
+        "num_buckets": 4,
+        "axial_pos_shape": [4, 8],
+        "axial_pos_embds_dim": [4, 4],
+        "max_position_embeddings": 32,
+        "is_decoder": False,
+    },
+}
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """Random weights under the names that a checkpoint of this folder's configuration has."""
+    spec, _ = spec_from_checkpoint(folder, {})
+    family = FAMILIES[spec.family].load()
+    module = getattr(family, FAMILIES[spec.family].module_class)(spec)
+    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    torch.manual_seed(0)
+    return {names[0]: torch.randn(shapes[name]) for name, names in family.weight_names(spec).items()}
+
+
+@pytest.fixture(params=list(CONFIGS))
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A checkpoint folder without weights."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[request.param]))
+    return tmp_path
+
+
+def save_safetensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors")
+
+
+def save_bin(folder: Path, tensors: dict[str, Tensor]) -> None:
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def save_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    names = list(tensors)
+    shards = {"model-1.safetensors": names[: len(names) // 2], "model-2.safetensors": names[len(names) // 2 :]}
+    for shard, own in shards.items():
+        save_file({name: tensors[name] for name in own}, folder / shard)
+    index = {"weight_map": {name: shard for shard, own in shards.items() for name in own}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("save", [save_safetensors, save_bin, save_shards])
+def test_weights_arrive_from_every_kind_of_file(folder: Path, save: Callable[..., None]) -> None:
+    tensors = weights_of(folder)
+    save(folder, tensors)
+    assert is_checkpoint(folder)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_weights(folder).items())
+    spec, _ = spec_from_checkpoint(folder, {})
+    module = module_from_checkpoint(folder, spec)
+    assert not module.training
+    names = FAMILIES[spec.family].load().weight_names(spec)
+    for name, value in module.state_dict().items():
+        if name in names:
+            assert torch.equal(value, tensors[names[name][0]]), name
+
+
+def test_half_precision_weights_become_float32(folder: Path) -> None:
+    save_safetensors(folder, {name: tensor.half() for name, tensor in weights_of(folder).items()})
+    spec, _ = spec_from_checkpoint(folder, {})
+    assert {p.dtype for p in module_from_checkpoint(folder, spec).parameters()} == {torch.float32}
+
+
+def an_attention_weight(tensors: dict[str, Tensor]) -> str:
+    """A weight that has one name only; embeddings may be tied."""
+    return next(name for name in tensors if "attention" in name)
+
+
+def damage_missing(tensors: dict[str, Tensor]) -> str:
+    name = an_attention_weight(tensors)
+    del tensors[name]
+    return rf"1 missing: {name}"
+
+
+def damage_unknown(tensors: dict[str, Tensor]) -> str:
+    tensors["encoder.extra.weight"] = torch.zeros(2)
+    return r"1 unknown: encoder\.extra\.weight"
+
+
+def damage_shape(tensors: dict[str, Tensor]) -> str:
+    name = an_attention_weight(tensors)
+    tensors[name] = torch.zeros(3, 1)
+    return rf"1 of the wrong shape: {name} \[3, 1\], expected \["
+
+
+def damage_nan(tensors: dict[str, Tensor]) -> str:
+    name = an_attention_weight(tensors)
+    tensors[name].flatten()[-1] = float("nan")
+    return f"1 with NaN or infinity: {name}"
+
+
+@pytest.mark.parametrize("damage", [damage_missing, damage_unknown, damage_shape, damage_nan])
+def test_weights_that_do_not_fit_are_listed(folder: Path, damage: Callable[[dict[str, Tensor]], str]) -> None:
+    tensors = weights_of(folder)
+    message = damage(tensors)
+    save_safetensors(folder, tensors)
+    spec, _ = spec_from_checkpoint(folder, {})
+    with pytest.raises(SpecError, match=message):
+        module_from_checkpoint(folder, spec)
+
+
+def test_an_error_lists_ten_names_of_each_kind_and_counts_all(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    found = {f"extra{i}": torch.zeros(1) for i in range(12)}
+    with pytest.raises(SpecError) as failure:
+        fill_module(module, found, {"weight": ("w", "alias"), "bias": ("b",)}, (), tmp_path)
+    message = str(failure.value)
+    assert "2 missing: w, b" in message
+    assert "12 unknown: extra0, extra1" in message
+    assert "extra9, …" in message
+    assert "extra10" not in message
+    before = module.weight.clone()
+    with pytest.raises(SpecError):
+        fill_module(module, {"w": torch.zeros(2, 2)}, {"weight": ("w",), "bias": ("b",)}, (), tmp_path)
+    assert torch.equal(module.weight, before), "nothing is copied unless everything fits"
+
+
+def test_names_that_mean_nothing_are_ignored_and_tied_names_are_tried_in_turn(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    found = {"tied": torch.ones(2, 2), "b": torch.ones(2), "position_ids": torch.zeros(1)}
+    fill_module(module, found, {"weight": ("w", "tied"), "bias": ("b",)}, (r"position_ids",), tmp_path)
+    assert torch.equal(module.weight, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no config.json in "),
+        ("{", "cannot read "),
+        ("[1]", "is no JSON object"),
+        ("{}", "model_type is 'None'.* Supported: nystromformer, reformer"),
+        ('{"model_type": "reformr"}', "model_type is 'reformr'; did you mean 'reformer'"),
+        ('{"model_type": "module"}', "model_type is 'module'"),
+        ('{"model_type": "bert"}', "Supported: nystromformer, reformer"),
+    ],
+)
+def test_a_folder_that_is_no_supported_checkpoint(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SpecError, match=message):
+        spec_from_checkpoint(tmp_path, {})
+
+
+def test_a_folder_without_weights_says_which_files_are_expected(folder: Path) -> None:
+    with pytest.raises(SpecError, match=r"has no weights; expected one of: model\.safetensors, "):
+        read_weights(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("kept", [0, 0.5, 0.98])
+def test_a_truncated_file_is_named(folder: Path, name: str, kept: float) -> None:
+    (save_safetensors if name.endswith("safetensors") else save_bin)(folder, weights_of(folder))
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: int(kept * len(data))])
+    with pytest.raises(SpecError, match=rf"{name} is damaged, or no file of weights"):
+        read_weights(folder)
+
+
+class Payload:
+    """What an unpickler would execute."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("/tmp/effexport-was-here"),))
+
+
+def test_a_pickle_is_never_executed(folder: Path) -> None:
+    torch.save({"weight": Payload()}, folder / "pytorch_model.bin")
+    with pytest.raises(SpecError, match=r"pytorch_model\.bin is damaged, or no file of weights"):
+        read_weights(folder)
+    assert not Path("/tmp/effexport-was-here").exists()
+
+
+def test_a_file_of_something_else_is_refused(folder: Path) -> None:
+    torch.save([torch.zeros(1)], folder / "pytorch_model.bin")
+    with pytest.raises(SpecError, match="holds something else than named tensors"):
+        read_weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "cannot read .*index.json"),
+        ("{}", "has no weight_map"),
+        ('{"weight_map": [1]}', "has no weight_map"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "names gone.safetensors, which is missing"),
+        ('{"weight_map": {"a": "../other.safetensors"}}', "outside the folder"),
+    ],
+)
+def test_a_wrong_index_is_refused(folder: Path, index: str, message: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(SpecError, match=message):
+        read_weights(folder)
+
+
+def test_an_index_that_promises_more_than_its_shards_hold(folder: Path) -> None:
+    save_shards(folder, weights_of(folder))
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["ghost"] = "model-1.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(SpecError, match="does not match its shards: 1 weights are in none, ghost"):
+        read_weights(folder)
