@@ -64,7 +64,7 @@ def open_artifact(path: Path) -> Artifact:
         spec = artifact.spec
     except (ValueError, KeyError, TypeError) as error:  # SpecError is a ValueError
         raise UserError(f"{path / MANIFEST} holds a spec that cannot work: {error}") from error
-    graphs = (MODEL, DECODE_STEP) if spec.attention.has_decode_step else (MODEL,)
+    graphs = (MODEL, DECODE_STEP) if spec.has_decode_step else (MODEL,)
     for required in (*graphs, REFERENCE):
         if required not in manifest["files"]:
             raise UserError(f"{path / MANIFEST} does not list {required}; {_REMEDY}")
@@ -113,6 +113,8 @@ _FIELDS: dict[str, type] = {
     "custom_ops": dict,
     "hash_values": list,
     "weights_sha256": str,
+    "weights_from": str,
+    "notes": list,
     "engines": list,
     "parity": dict,
     "files": dict,

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import StageError
-from effexport.models.spec import EncoderSpec, LSHSpec, NystromSpec
+from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.models.spec import LSHSpec, NystromSpec
 from effexport.onnx_graph import GraphPromise, check_graph
 from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.runners import DEFAULTS
 from effexport.spec import DTYPE_OF_PRECISION, EXTERNAL_DATA_THRESHOLD_BYTES, BuildSpec
 
 if TYPE_CHECKING:
@@ -53,11 +55,12 @@ def write_graph(
 
 def expected_custom_ops(spec: BuildSpec) -> dict[str, int]:
     """How many nodes of each custom operator the graph of this spec must contain."""
-    layers = spec.model.layers if isinstance(spec.model, EncoderSpec) else 1
+    if isinstance(spec.model, CheckpointSpec):
+        return spec.model.custom_ops
     if isinstance(spec.attention, LSHSpec):
-        return {"LSHSort": layers}
+        return {"LSHSort": spec.layers}
     if isinstance(spec.attention, NystromSpec) and not spec.attention.is_plain_softmax:
-        return {"IterativePinv": layers}
+        return {"IterativePinv": spec.layers}
     return {}
 
 
@@ -113,7 +116,7 @@ def takes_star_args(module: nn.Module) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
 
 
-def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
     """Small inputs for tracing; their sizes leave no mark on the graph.
 
     torch.export takes a size of 1 for a constant, and so it does with a chunk count of 1: the example spans several
@@ -121,15 +124,19 @@ def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """
     import torch
 
-    chunk_length: int = getattr(spec.attention, "chunk_length", 64)
+    # a model that pads by itself pads to a multiple of all its chunk lengths
+    chunk_length: int = getattr(spec.model, "pad_multiple", getattr(spec.attention, "chunk_length", 64))
     several_chunks = 3 * chunk_length + 8
     longest = spec.max_seq_len or several_chunks
-    batch, seq_len = 2, spec.fixed_seq_len or max(2, min(several_chunks, longest))
-    mask = torch.ones(batch, seq_len, dtype=torch.int64)
-    if spec.scope == "encoder":
-        return torch.zeros(batch, seq_len, dtype=torch.int64), mask
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return torch.zeros(batch, seq_len, spec.attention.dim, dtype=dtype), mask
+    sizes = {"batch": 2, "choices": 3, "seq": spec.fixed_seq_len or max(2, min(several_chunks, longest))}
+    return tuple(
+        torch.full(
+            [sizes[dim] if isinstance(dim, str) else dim for dim in tensor.dims],
+            DEFAULTS.get(tensor.name, 0),
+            dtype=getattr(torch, tensor.dtype),
+        )
+        for tensor in spec.inputs
+    )
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.errors import UserError
+from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.spec import EncoderSpec, LSHSpec
 from effexport.onnx_from_module import at_precision
 from effexport.spec import BuildSpec
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 # The rotations of the noise floor: far from any seed a user is likely to choose.
 NOISE_SEED_OFFSET = 1_000_003
+# Answers per question in the cases of a multiple-choice model.
+CHOICES = 3
 
 
 @dataclass(frozen=True)
@@ -46,19 +50,26 @@ class Case:
 
     @property
     def keep(self) -> Array:
-        """Boolean [batch, seq]."""
+        """Boolean [batch, seq], or [batch, choices, seq] for multiple choice."""
         return np.asarray(self.inputs["attention_mask"] != 0)
 
     @property
     def title(self) -> str:
-        batch, seq_len = self.keep.shape
-        return f"{self.name}: {batch} × {seq_len}" + ("" if self.keep.all() else ", padded")
+        return f"{self.name}: {' × '.join(map(str, self.keep.shape))}" + ("" if self.keep.all() else ", padded")
+
+    def kept(self, array: Array, sample: int) -> Array:
+        """What counts of one sample of an output, [tokens, channels]: its kept tokens, or all of a pooled output."""
+        own, keep = np.asarray(array[sample]), self.keep[sample]
+        if own.shape[: keep.ndim] != keep.shape:
+            return own.reshape(1, -1)
+        rows: Array = own[keep]
+        return rows.reshape(len(rows), -1)
 
 
 def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
     """Inputs of every case by name: the export shape, a padded batch, and lengths other than the export length."""
     rng = np.random.default_rng(seed)
-    fixed, seq_len = spec.attention.fixed_seq_len, spec.attention.seq_len
+    fixed, seq_len = spec.fixed_seq_len, spec.seq_len
     padded_len = min(seq_len, 300)
     shapes = {
         "export": (spec.batch, seq_len, None),
@@ -86,6 +97,8 @@ def random_inputs(
     mask = np.ones((batch, seq_len), dtype=np.int64)
     for row, length in enumerate(lengths or []):
         mask[row, length:] = 0
+    if isinstance(spec.model, CheckpointSpec):
+        return checkpoint_inputs(spec, rng, mask)
     if isinstance(spec.model, EncoderSpec):
         return {
             "input_ids": rng.integers(0, spec.model.vocab_size, (batch, seq_len), dtype=np.int64),
@@ -93,6 +106,26 @@ def random_inputs(
         }
     hidden = rng.standard_normal((batch, seq_len, spec.attention.dim), dtype=np.float32)
     return {"hidden_states": hidden.astype(numpy_dtype(spec.dtype)), "attention_mask": mask}
+
+
+def checkpoint_inputs(spec: BuildSpec, rng: np.random.Generator, mask: Array) -> dict[str, Array]:
+    """Random indices within their limits, with the padding token where the mask says so. mask: [batch, seq]."""
+    model = spec.model
+    assert isinstance(model, CheckpointSpec)
+    sizes = {"batch": mask.shape[0], "choices": CHOICES, "seq": mask.shape[1]}
+    inputs: dict[str, Array] = {}
+    for name, dims in model.inputs.items():
+        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in dims]
+        spread = mask if "choices" not in dims else np.broadcast_to(mask[:, None], shape)
+        if name == "hidden_states":
+            inputs[name] = rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(spec.dtype))
+        elif name == "attention_mask":
+            inputs[name] = np.ascontiguousarray(spread)
+        else:
+            padding = model.pad_token_id if name == "input_ids" else 0
+            indices = rng.integers(0, model.input_limits[name], shape, dtype=np.int64)
+            inputs[name] = np.where(spread != 0, indices, padding)
+    return inputs
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -113,32 +146,46 @@ def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int) -> list
     rounded = at_precision(module, spec.precision) if hashed else module
     for name, inputs in case_inputs(spec, seed).items():
         with recorded_hashes(module) as (buckets, margins):
-            output = run_module(module, spec, inputs)
-        noise = hash_noise(module, rounded, spec, inputs, output) if hashed else (None, 0.0)
-        cases.append(Case(name, inputs, {spec.outputs[0].name: output}, dict(buckets), dict(margins), *noise))
+            outputs = run_module(module, spec, inputs)
+        case = Case(name, inputs, outputs, dict(buckets), dict(margins))
+        cases.append(with_hash_noise(case, module, rounded, spec) if hashed else case)
     return cases
 
 
-def hash_noise(
-    module: nn.Module, rounded: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array], output: Array
-) -> tuple[float, float]:
-    """RMS-relative change of the output under other rotations, and in `rounded`, the module in lower precision."""
+def with_hash_noise(case: Case, module: nn.Module, rounded: nn.Module, spec: BuildSpec) -> Case:
+    """Change of the outputs under other rotations, and in `rounded`, the module in lower precision."""
     with other_rotations(module):
-        by_seed = rms(run_module(module, spec, inputs) - output) / rms(output)
-    if rounded is module:
-        return by_seed, 0.0
-    return by_seed, rms(run_module(rounded, spec, inputs) - output) / rms(output)
+        by_seed = rms_change(case, run_module(module, spec, case.inputs))
+    by_precision = 0.0 if rounded is module else rms_change(case, run_module(rounded, spec, case.inputs))
+    return dataclasses.replace(case, seed_noise=by_seed, precision_noise=by_precision)
 
 
-def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> Array:
+def rms_change(case: Case, outputs: Mapping[str, Array]) -> float:
+    """RMS(outputs − reference) / RMS(reference) over what counts, of the output where it is largest; NaN wins."""
+    changes = []
+    for name, expected in case.outputs.items():
+        actual, wanted = (
+            np.concatenate([case.kept(array, sample) for sample in range(len(array))])
+            for array in (outputs[name].astype(np.float32), expected)
+        )
+        changes.append(rms(actual - wanted) / rms(wanted))
+    return float(np.max(changes))  # not the built-in max, which may drop NaN
+
+
+def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """Float32 outputs by name."""
     import torch
 
-    first, mask = (np.asarray(inputs[tensor.name]) for tensor in spec.inputs)
     dtype = next(module.parameters()).dtype
-    given = torch.from_numpy(first if first.dtype == np.int64 else first.astype(np.float32))
+    given = []
+    for tensor in spec.inputs:
+        array = np.asarray(inputs[tensor.name])
+        value = torch.from_numpy(array if array.dtype == np.int64 else array.astype(np.float32))
+        given.append(value.to(dtype) if value.is_floating_point() else value)
     with torch.inference_mode():
-        output = module(given.to(dtype) if given.is_floating_point() else given, torch.from_numpy(mask))
-    return np.asarray(output.float().numpy())
+        outputs = module(*given)
+    values = outputs if isinstance(outputs, tuple) else (outputs,)
+    return {t.name: np.asarray(value.float().numpy()) for t, value in zip(spec.outputs, values, strict=True)}
 
 
 def rms(x: Array) -> float:

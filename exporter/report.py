@@ -16,7 +16,7 @@ RUNTIME_NAMES: dict[str, str] = {"ort": "ONNX Runtime on the CPU", "ort-cuda": "
 @dataclass(frozen=True)
 class Report:
     """runtime: where the model ran, as in --runtime. implementation: per custom operator, what ran: "body", "kernel" or
-    "plugin". seconds: per stage."""
+    "plugin". notes: what users of this model have to know. seconds: per stage."""
 
     title: str
     spec: dict[str, Any]
@@ -24,6 +24,7 @@ class Report:
     environment: dict[str, str | None]
     created: str
     runtime: str = "ort"
+    notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     implementation: dict[str, str] = field(default_factory=dict)
 
@@ -42,6 +43,7 @@ class Report:
             "created": self.created,
             "spec": self.spec,
             "runtime": self.runtime,
+            "notes": self.notes,
             "implementation": self.implementation,
             "summary": summary(self.checks),
             "checks": [check.to_dict() for check in self.checks],

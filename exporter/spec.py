@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.errors import UserError
+from effexport.models.checkpoint import FAMILIES, spec_from_checkpoint
+from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.spec import (
     ATTENTION_SPECS,
     AttentionSpec,
@@ -20,6 +22,9 @@ from effexport.models.spec import (
     spec_to_dict,
 )
 from effexport.models.validation import SpecError, check_field_types, did_you_mean, require
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Precision = Literal["fp32", "fp16", "bf16"]
 # ONNX names of the element types
@@ -41,11 +46,14 @@ class TensorInfo:
         return f"{self.name} {self.dtype} [{', '.join(map(str, self.dims))}]"
 
 
+ModelSpec = AttentionSpec | EncoderSpec | CheckpointSpec
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuildSpec:
     """A model and how to export it. batch: the batch size of the export case of the parity check."""
 
-    model: AttentionSpec | EncoderSpec
+    model: ModelSpec
     batch: int = 1
     precision: Precision = "fp32"
     opset: int = 20
@@ -63,21 +71,44 @@ class BuildSpec:
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2^63 - 1")
 
     @property
-    def scope(self) -> Literal["encoder", "attention"]:
+    def scope(self) -> Literal["encoder", "attention", "checkpoint"]:
+        if isinstance(self.model, CheckpointSpec):
+            return "checkpoint"
         return "encoder" if isinstance(self.model, EncoderSpec) else "attention"
 
     @property
     def attention(self) -> AttentionSpec:
-        return self.model.attention if isinstance(self.model, EncoderSpec) else self.model
+        return self.model if isinstance(self.model, AttentionSpec) else self.model.attention
+
+    @property
+    def layers(self) -> int:
+        return 1 if isinstance(self.model, AttentionSpec) else self.model.layers
 
     @property
     def variant(self) -> str:
         return self.attention.variant
 
     @property
+    def title(self) -> str:
+        """In words, for people."""
+        if isinstance(self.model, CheckpointSpec):
+            return f"{self.model.family} {self.model.task}"
+        return f"{self.variant} {self.scope}"
+
+    @property
+    def has_decode_step(self) -> bool:
+        """Whether a decode step is exported beside the model."""
+        return not isinstance(self.model, CheckpointSpec) and self.attention.has_decode_step
+
+    @property
     def dtype(self) -> str:
         """Element type of the float inputs and outputs."""
         return DTYPE_OF_PRECISION[self.precision]
+
+    @property
+    def seq_len(self) -> int:
+        """The length the model is exported and tuned for."""
+        return self.model.seq_len if isinstance(self.model, CheckpointSpec) else self.attention.seq_len
 
     @property
     def max_seq_len(self) -> int | None:
@@ -91,10 +122,17 @@ class BuildSpec:
     @property
     def fixed_seq_len(self) -> int | None:
         """The only length the model accepts, or None when the length is free."""
+        if isinstance(self.model, CheckpointSpec):
+            return None  # where attention has a fixed length, the model pads to it
         return 1 if self.max_seq_len == 1 else self.attention.fixed_seq_len
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:
+        if isinstance(self.model, CheckpointSpec):
+            return tuple(
+                TensorInfo(name, self.dtype if name == "hidden_states" else "int64", dims)
+                for name, dims in self.model.inputs.items()
+            )
         dims = ("batch", self.seq_dim)
         data = (
             TensorInfo("input_ids", "int64", dims)
@@ -105,6 +143,8 @@ class BuildSpec:
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:
+        if isinstance(self.model, CheckpointSpec):
+            return tuple(TensorInfo(name, self.dtype, dims) for name, dims in self.model.outputs.items())
         name, width = "last_hidden_state", self.attention.dim
         if isinstance(self.model, EncoderSpec):
             width = self.model.hidden_size
@@ -115,15 +155,31 @@ class BuildSpec:
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; `from_dict` reads it back."""
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
-        return {"scope": self.scope, **plain, "model": spec_to_dict(self.model)}
+        if isinstance(self.model, CheckpointSpec):
+            model = {"family": self.model.family, **asdict(self.model)}
+        else:
+            model = spec_to_dict(self.model)
+        return {"scope": self.scope, **plain, "model": model}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BuildSpec:
         """The inverse of `to_dict`. Raises SpecError for values that cannot work."""
         options = dict(values)
-        read = encoder_from_dict if options.pop("scope", None) == "encoder" else attention_from_dict
-        model: AttentionSpec | EncoderSpec = read(options.pop("model"))
+        read: dict[str | None, Callable[[Mapping[str, Any]], ModelSpec]] = {
+            "encoder": encoder_from_dict,
+            "checkpoint": checkpoint_from_dict,
+        }
+        model = read.get(options.pop("scope", None), attention_from_dict)(options.pop("model"))
         return cls(model=model, **options)
+
+
+def checkpoint_from_dict(values: Mapping[str, Any]) -> CheckpointSpec:
+    """The inverse of BuildSpec.to_dict for a checkpoint: `family` selects the class."""
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    family = str(options.pop("family", None))
+    require(family in FAMILIES, f"unknown family {family!r}; expected one of: {', '.join(FAMILIES)}")
+    spec: CheckpointSpec = getattr(FAMILIES[family].load_spec(), FAMILIES[family].spec_class)(**options)
+    return spec
 
 
 _BUILD_FIELDS = [field.name for field in fields(BuildSpec) if field.name != "model"]
@@ -163,6 +219,46 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) ->
     attention = attention_spec(variant, groups["attention"])
     model = EncoderSpec(attention=attention, **groups["encoder"]) if scope == "encoder" else attention
     return BuildSpec(model=model, **groups["build"])
+
+
+# What may be chosen for a checkpoint; everything else is in its config.json.
+_CHECKPOINT_OPTIONS = ("task", "seq_len", "num_hashes", "pinv_init")
+
+
+def build_spec_from_checkpoint(flags: Mapping[str, Any], folder: Path) -> tuple[BuildSpec, tuple[str, ...]]:
+    """The spec of a checkpoint folder, and sentences on what its users have to know.
+
+    The seed of the build also draws the rotations of LSH layers, unless config.json has a hash_seed.
+    Raises SpecError for a folder that is no checkpoint, an unsupported one, or flags that it decides itself.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    for name in given:
+        require(
+            name in _CHECKPOINT_OPTIONS or name in _BUILD_FIELDS,
+            f"--{name.replace('_', '-')} was given with --checkpoint, whose config.json decides it; leave it out",
+        )
+    options = {name: given[name] for name in _CHECKPOINT_OPTIONS if name in given}
+    if "seed" in given:
+        options["hash_seed"] = given["seed"]
+    model, notes = spec_from_checkpoint(folder, options)
+    return BuildSpec(model=model, **{name: given[name] for name in _BUILD_FIELDS if name in given}), notes
+
+
+def build_spec_from_module(flags: Mapping[str, Any], module: nn.Module, name: str) -> BuildSpec:
+    """The spec of somebody's own module, found by looking at it and running it once.
+
+    Raises SpecError for a module that cannot be exported, or for flags that it decides itself.
+    """
+    from effexport.models.module_spec import spec_from_module
+
+    given = {key: value for key, value in flags.items() if value is not None}
+    for key in given:
+        require(
+            key == "seq_len" or key in _BUILD_FIELDS,
+            f"--{key.replace('_', '-')} was given with --module, which decides it; leave it out",
+        )
+    model = spec_from_module(module, name, given.pop("seq_len", None))
+    return BuildSpec(model=model, **given)
 
 
 def options_from_toml(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def windows_from_text(path: Path, spec: BuildSpec) -> dict[str, Array]:
     """
     model = spec.model
     if not isinstance(model, EncoderSpec):
-        raise UserError("this artifact is a bare attention layer and cannot read text; give --input FILE.npz instead")
+        raise UserError("this artifact does not read the bytes of a text; give --input FILE.npz instead")
     if model.vocab_size < 256 + BYTE_OFFSET:
         raise UserError(f"this model has {model.vocab_size} tokens; text needs {256 + BYTE_OFFSET}, one per byte value")
     try:

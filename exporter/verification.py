@@ -18,10 +18,12 @@ from effexport.spec import BuildSpec
 if TYPE_CHECKING:
     from torch import nn
 
+    from effexport.artifact import Artifact
     from effexport.reference import Case
 
 # Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
 REFERENCE_SEED_OFFSET = 7919
+OTHER_DRAW = "this PyTorch draws other weights from the seed than the one that built the artifact"
 
 
 @dataclass
@@ -43,6 +45,8 @@ def verify_candidate(
     """Check a model file against reference cases in ONNX Runtime. What cannot run is said, not skipped."""
     from effexport.candidates import OrtCandidate
 
+    # every case has a shape of its own, and up to two sessions are open: what a run needs is given back after it
+    settings = dataclasses.replace(settings, memory_arena=False)
     try:
         candidate = OrtCandidate(model, hashes, limits_from_spec(spec), settings)
     except RuntimeUnsupportedError as error:
@@ -81,16 +85,24 @@ def not_run(name: str, spec: BuildSpec, error: RuntimeUnsupportedError) -> Check
     return Check(name, "all cases", "not measured", "not run", reason=reason)
 
 
-def verify_against_module(
-    model: Path, spec: BuildSpec, hashes: Sequence[str], expected_weights: str, settings: OrtSettings
-) -> Verification:
-    """Check a model file against the PyTorch module itself, made again from its seed, on inputs of a new seed."""
-    from effexport.models.encoder import module_from_spec
+def verify_against_module(model: Path, artifact: Artifact, weights: Path | None, settings: OrtSettings) -> Verification:
+    """Check a model file against the PyTorch module itself, made again, on inputs of a new seed.
+
+    weights: where they came from, a checkpoint folder or a file; None where they were drawn from the seed.
+    """
+    from effexport.module_source import SEED, source_from_path
     from effexport.reference import reference_from_module
 
-    module = module_from_spec(spec.model, spec.seed)
-    if weights_digest(module) != expected_weights:
-        reason = "this PyTorch draws other weights from the seed than the one that built the artifact"
+    spec, hashes = artifact.spec, artifact.manifest["hash_values"]
+    origin = artifact.manifest["weights_from"]
+    reason = ""
+    if origin != SEED and weights is None:
+        reason = f"the weights came from {origin}: name it with --weights to compare with PyTorch on new inputs"
+    else:
+        module = source_from_path(weights).make(spec)
+        if weights_digest(module) != artifact.manifest["weights_sha256"]:
+            reason = "these are not the weights that the artifact was built with" if weights else OTHER_DRAW
+    if reason:
         return Verification([Check("PyTorch module", "all cases", "not measured", "not run", reason=reason)])
     cases = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET + 1)
     return verify_candidate(model, cases, spec, hashes, settings)

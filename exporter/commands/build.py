@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,9 @@ from effexport.commands._options import (
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
+    from effexport.module_source import ModuleSource
     from effexport.report import Report
+    from effexport.spec import BuildSpec
 
 
 @click.command("build")
@@ -35,6 +38,12 @@ if TYPE_CHECKING:
 @click.option("--opset", type=int, help="ONNX opset, 18 to 24.")
 @click.option("--seed", type=int, help="Seed of the weights.")
 @click.option("--external-data/--no-external-data", default=None, help="Keep weights in model.onnx.data.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder with config.json and weights to export.")
+@click.option("--task", help="With --checkpoint: its head, where config.json does not say or another is wanted.")
+@click.option("--num-hashes", type=int, help="Hash rounds of LSH attention; a checkpoint may run with more.")
+@click.option("--pinv-init", help="Scale of Nyström's pseudo-inverse: per_head, or global as published checkpoints.")
+@click.option("--weights", type=click.Path(path_type=Path), help="safetensors file with the weights of the variant.")
+@click.option("--module", "factory", help="package.module:factory that returns a module built from our layers.")
 @click.option("--spec", "spec_file", type=click.Path(path_type=Path), help="TOML file with any field of the spec.")
 @runtime_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default artifacts/VARIANT.")
@@ -42,6 +51,9 @@ if TYPE_CHECKING:
 @json_option
 @debug_option
 def command(
+    checkpoint: Path | None,
+    weights: Path | None,
+    factory: str | None,
     spec_file: Path | None,
     runtime: str,
     implementation: str,
@@ -58,21 +70,58 @@ def command(
     """
     from effexport.artifact import check_output
     from effexport.cli import print_json
-    from effexport.spec import build_spec_from_options
 
-    spec = build_spec_from_options(flags, spec_file)
+    request = Request(flags, spec_file, checkpoint, weights, factory)
     settings = settings_from_options(runtime, implementation)
-    output = output or Path("artifacts") / spec.variant
+    spec, source, notes, name = request.resolve()
+    output = output or Path("artifacts") / name
     check_output(output, force=force)
     from effexport.artifact_from_spec import artifact_from_spec
 
     console = stderr_console()
     with stage_progress(console) as on_stage:
-        artifact, report = artifact_from_spec(spec, output, settings=settings, force=force, on_stage=on_stage)
+        artifact, report = artifact_from_spec(
+            spec, output, source=source, notes=notes, settings=settings, force=force, on_stage=on_stage
+        )
     if as_json:
         answer = {"artifact": str(output), "verdict": report.verdict, "implementation": report.implementation}
         print_json(answer | artifact.manifest)
     print_result(artifact, report)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to build: a variant, a checkpoint, or somebody's own module."""
+
+    flags: dict[str, Any]
+    spec_file: Path | None
+    checkpoint: Path | None
+    weights: Path | None
+    factory: str | None
+
+    def resolve(self) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
+        """The spec, where its module comes from, notes for the report, and a name for the folder.
+
+        Raises SpecError and UserError for requests that contradict themselves or cannot work.
+        """
+        from effexport.models.validation import require
+        from effexport.module_source import module_from_factory, source_from_module, source_from_path
+        from effexport.spec import build_spec_from_checkpoint, build_spec_from_module, build_spec_from_options
+
+        given = [f"--{name}" for name in ("checkpoint", "weights") if getattr(self, name) is not None]
+        given += ["--module"] * (self.factory is not None) + ["--spec"] * (self.spec_file is not None)
+        if self.checkpoint is not None:
+            require(given == ["--checkpoint"], f"{' and '.join(given)} exclude each other; a checkpoint brings it all")
+            spec, notes = build_spec_from_checkpoint(self.flags, self.checkpoint)
+            return spec, source_from_path(self.checkpoint), notes, self.checkpoint.resolve().name
+        if self.factory is not None:
+            require(given == ["--module"], f"{' and '.join(given)} exclude each other; the module is complete")
+            module = module_from_factory(self.factory)
+            spec = build_spec_from_module(self.flags, module, self.factory)
+            return spec, source_from_module(module, self.factory), (), self.factory.partition(":")[2]
+        require(self.flags.get("task") is None, "--task belongs to --checkpoint; it has no meaning for a variant")
+        spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec_file)
+        return spec, source_from_path(self.weights), (), spec.variant
 
 
 def print_result(artifact: Artifact, report: Report) -> None:
@@ -80,6 +129,8 @@ def print_result(artifact: Artifact, report: Report) -> None:
 
     console = stderr_console()
     print_checks(console, report.checks)
+    for note in report.notes:
+        console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
     seconds = sum(report.seconds.values())
     model_bytes = sum(entry["bytes"] for name, entry in artifact.manifest["files"].items() if "model.onnx" in name)
     console.print(

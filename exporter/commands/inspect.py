@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from effexport.commands._options import debug_option, json_option, stderr_console
+
+if TYPE_CHECKING:
+    from effexport.spec import BuildSpec
 
 
 @click.command("inspect")
@@ -15,18 +18,29 @@ from effexport.commands._options import debug_option, json_option, stderr_consol
 @json_option
 @debug_option
 def command(path: Path, as_json: bool, debug: bool) -> None:
-    """Describe an artifact folder or an ONNX file: inputs, outputs, operators, size, parameters."""
+    """Describe an artifact folder, an ONNX file, or a checkpoint folder before it is built.
+
+    Inputs, outputs, operators, size and parameters; for a checkpoint, what it computes and its known defects.
+    """
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
+    from effexport.models.checkpoint import is_checkpoint
     from effexport.onnx_graph import graph_summary, load_graph
     from effexport.runners.ort_session import kernel_library
 
+    if is_checkpoint(path):
+        described = describe_checkpoint(path)
+        if as_json:
+            print_json(described)
+        else:
+            print_checkpoint(described)
+        return
     result: dict[str, Any] = {}
     file = path
     if path.is_dir() or not path.exists():
         artifact = open_artifact(path)
         file = artifact.model_path
-        keys = ("variant", "spec", "precision", "effexport_version", "parity", "engines")
+        keys = ("variant", "spec", "precision", "effexport_version", "parity", "engines", "notes")
         result = {key: artifact.manifest[key] for key in keys}
     result = {
         "path": str(path),
@@ -37,6 +51,57 @@ def command(path: Path, as_json: bool, debug: bool) -> None:
         print_json(result)
     else:
         print_summary(result)
+
+
+def describe_checkpoint(folder: Path) -> dict[str, Any]:
+    """What a checkpoint folder is, without loading its weights. Raises SpecError for an unsupported one."""
+    from effexport.models.spec import NystromSpec
+    from effexport.spec import build_spec_from_checkpoint
+
+    spec, notes = build_spec_from_checkpoint({}, folder)
+    attention = spec.attention
+    is_softmax = isinstance(attention, NystromSpec) and attention.is_plain_softmax
+    return {
+        "path": str(folder),
+        "checkpoint": spec.title,
+        "attention": "softmax" if is_softmax else attention.variant,
+        "max_seq_len": spec.max_seq_len,
+        "inputs": [str(tensor) for tensor in spec.inputs],
+        "outputs": [str(tensor) for tensor in spec.outputs],
+        "custom_ops": expected_custom_ops_of(spec),
+        "spec": spec.to_dict()["model"],
+        "notes": list(notes),
+        "build": f"effexport build --checkpoint {folder}",
+    }
+
+
+def expected_custom_ops_of(spec: BuildSpec) -> dict[str, int]:
+    from effexport.models.checkpoint_spec import CheckpointSpec
+
+    assert isinstance(spec.model, CheckpointSpec)
+    return spec.model.custom_ops
+
+
+def print_checkpoint(described: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from effexport.report import flat_fields
+
+    table = Table("", "", box=None, pad_edge=False, show_header=False)
+    table.add_row("checkpoint", escape(f"{described['path']}: {described['checkpoint']}"))
+    table.add_row("attention", described["attention"])
+    table.add_row("length", f"1 to {described['max_seq_len']} tokens")
+    for kind in ("inputs", "outputs"):
+        for tensor in described[kind]:
+            table.add_row(kind[:-1], escape(tensor))
+    for op, count in described["custom_ops"].items():
+        table.add_row("custom operator", f"effexport::{op} × {count}")
+    table.add_row("config", escape(", ".join(f"{k}={v}" for k, v in flat_fields(described["spec"]).items())))
+    for note in described["notes"]:
+        table.add_row("note", escape(note))
+    table.add_row("to export it", escape(described["build"]))
+    stderr_console().print(table)
 
 
 def print_summary(result: dict[str, Any]) -> None:
@@ -61,6 +126,8 @@ def print_summary(result: dict[str, Any]) -> None:
             table.add_row(kind[:-1], escape(f"{tensor['name']} {tensor['dtype']} [{dims}]"))
     table.add_row("opset", str(graph["opset"]))
     table.add_row("size", f"{graph['bytes'] / 1e6:.1f} MB, {graph['parameters']:,} parameters")
+    for note in result.get("notes", []):
+        table.add_row("note", escape(note))
     for name, entry in graph["custom_ops"].items():
         body = "with its function body" if entry["body"] else "without a function body"
         table.add_row(

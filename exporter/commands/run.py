@@ -77,7 +77,8 @@ def command(
         console.print(f"{name}: {info['dtype']} {info['shape']}", markup=False)
     first = next(iter(feeds.values()))
     kept = feeds.get("attention_mask")
-    tokens = first.shape[0] * first.shape[1] if kept is None else int(kept.sum())
+    rows = first.size if first.dtype.kind == "i" else first.size // first.shape[-1]
+    tokens = rows if kept is None else int(kept.sum())
     where = f"written to {output_file}" if output_file else "not written; keep it with --output FILE.npz"
     ran = implementation_text(runner.implementation)
     console.print(f"{tokens} tokens in {seconds:.2f} s{ran}, {where}", markup=False, soft_wrap=True)

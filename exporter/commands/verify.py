@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 @click.command("verify")
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--model", type=click.Path(path_type=Path), help="Check this ONNX file instead of the artifact's own.")
+@click.option(
+    "--weights", type=click.Path(path_type=Path), help="What it was built from: a checkpoint folder, or a file."
+)
 @runtime_options
 @click.option(
     "--reference",
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 def command(
     artifact: Path,
     model: Path | None,
+    weights: Path | None,
     runtime: str,
     implementation: str,
     reference: str,
@@ -63,7 +67,7 @@ def command(
     opened = open_artifact(artifact)
     console = stderr_console()
     with stage_progress(console) as on_stage:
-        verification = verify_artifact(opened, model or opened.model_path, reference, settings, on_stage)
+        verification = verify_artifact(opened, model or opened.model_path, weights, reference, settings, on_stage)
     checks = verification.checks
     ok = passed(checks)
     if as_json:
@@ -91,7 +95,12 @@ def command(
 
 
 def verify_artifact(
-    artifact: Artifact, model: Path, reference: str, settings: OrtSettings, on_stage: Callable[[str], None]
+    artifact: Artifact,
+    model: Path,
+    weights: Path | None,
+    reference: str,
+    settings: OrtSettings,
+    on_stage: Callable[[str], None],
 ) -> Verification:
     """Checks against the golden file, the PyTorch module, or both."""
     import importlib.util
@@ -105,9 +114,9 @@ def verify_artifact(
         on_stage("comparing with the golden file")
         cases = load_reference(artifact.reference_path)
         result += verify_candidate(model, cases, spec, hashes, settings)
-        if model == artifact.model_path and spec.attention.has_decode_step:
+        if model == artifact.model_path and spec.has_decode_step:
             result += verify_decode_step(artifact.decode_step_path, cases, spec, settings)
     if reference == "torch" or (reference == "auto" and importlib.util.find_spec("torch") is not None):
         on_stage("comparing with PyTorch on new inputs")
-        result += verify_against_module(model, spec, hashes, artifact.manifest["weights_sha256"], settings)
+        result += verify_against_module(model, artifact, weights, settings)
     return result

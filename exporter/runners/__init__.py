@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from effexport.errors import UserError
+from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.spec import EncoderSpec
 from effexport.models.validation import did_you_mean
 from effexport.spec import BuildSpec, TensorInfo
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 MASK_NAME = "attention_mask"
+# What an absent input stands for: every token is kept, and belongs to the first segment.
+DEFAULTS: dict[str, int] = {MASK_NAME: 1, "token_type_ids": 0}
 
 
 class Runner(Protocol):
@@ -48,15 +51,19 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class FeedLimits:
-    """What the names and types of a graph do not say: the longest sequence and the number of tokens."""
+    """What the names and types of a graph do not say: the longest sequence, and how many values indices may take."""
 
     max_seq_len: int | None = None
-    vocab_size: int | None = None
+    indices: Mapping[str, int] = field(default_factory=dict)
 
 
 def limits_from_spec(spec: BuildSpec) -> FeedLimits:
-    vocab_size = spec.model.vocab_size if isinstance(spec.model, EncoderSpec) else None
-    return FeedLimits(max_seq_len=spec.max_seq_len, vocab_size=vocab_size)
+    indices: Mapping[str, int] = {}
+    if isinstance(spec.model, EncoderSpec):
+        indices = {"input_ids": spec.model.vocab_size}
+    elif isinstance(spec.model, CheckpointSpec):
+        indices = spec.model.input_limits
+    return FeedLimits(max_seq_len=spec.max_seq_len, indices=indices)
 
 
 def checked_feeds(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:
@@ -74,10 +81,10 @@ def checked_feeds(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], li
     complete = {name: np.asarray(value) for name, value in feeds.items()}
     sizes: dict[str, tuple[int, str]] = {}
     for tensor in inputs:
-        if tensor.name not in complete and tensor.name == MASK_NAME:
-            # inputs come before the mask, so their sizes are known and checked
+        if tensor.name not in complete and tensor.name in DEFAULTS:
+            # the data comes first, so its sizes are known and checked
             shape = tuple(sizes[dim][0] if isinstance(dim, str) else dim for dim in tensor.dims)
-            complete[tensor.name] = np.ones(shape, dtype=tensor.dtype)
+            complete[tensor.name] = np.full(shape, DEFAULTS[tensor.name], dtype=tensor.dtype)
         if tensor.name not in complete:
             raise UserError(f"input {tensor.name!r} is missing; expected: {expected}")
         check_array(complete[tensor.name], tensor, sizes)
@@ -106,7 +113,9 @@ def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, st
 def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> None:
     import numpy as np
 
-    seq_len = next(iter(feeds[inputs[0].name].shape[1:2]), 0)
+    dims = inputs[0].dims
+    seq_axis = dims.index("seq") if "seq" in dims else 1
+    seq_len = next(iter(feeds[inputs[0].name].shape[seq_axis : seq_axis + 1]), 0)
     if limits.max_seq_len is not None and seq_len > limits.max_seq_len:
         raise UserError(
             f"the sequence has {seq_len} tokens; this model has positions for {limits.max_seq_len}: "
@@ -115,8 +124,8 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
     mask = feeds.get(MASK_NAME)
     if mask is not None and not np.isin(mask, (0, 1)).all():
         raise UserError(f"{MASK_NAME} has values other than 0 and 1; expected 1 for tokens to keep, 0 for padding")
-    ids = feeds.get("input_ids")
-    if ids is not None and limits.vocab_size is not None:
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= limits.vocab_size:
-            raise UserError(f"input_ids run from {low} to {high}; expected 0 to {limits.vocab_size - 1}")
+    for name, limit in limits.indices.items():
+        if name in feeds:
+            low, high = int(feeds[name].min()), int(feeds[name].max())
+            if low < 0 or high >= limit:
+                raise UserError(f"{name} run from {low} to {high}; expected 0 to {limit - 1}")

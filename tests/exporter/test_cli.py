@@ -306,7 +306,7 @@ def test_text_that_cannot_be_read(cli: Cli, built: Built, tmp_path: Path) -> Non
     assert "no text file at" in cli("run", encoder, "--text", tmp_path / "absent").error()
     assert "cannot read" in cli("run", encoder, "--text", tmp_path).error()
     bare = cli("run", attention, "--text", tmp_path / "text").error()
-    assert "is a bare attention layer and cannot read text; give --input FILE.npz instead" in bare
+    assert "does not read the bytes of a text; give --input FILE.npz instead" in bare
     both = cli("run", encoder, "--text", tmp_path / "text", "--input", tmp_path / "text").error()
     assert "give either --input FILE.npz or --text FILE" in both
     assert "give either --input FILE.npz or --text FILE" in cli("run", encoder).error()

@@ -55,7 +55,7 @@ def worst_error(path: Path, spec: BuildSpec, seq_lens: tuple[int, ...] = SEQ_LEN
             for batch, lengths in ((1, None), (3, [seq_len, (seq_len + 1) // 2, 1])):
                 inputs = random_inputs(spec, rng, batch, seq_len, lengths)
                 (given,) = runner.run(inputs).values()
-                expected = run_module(module, spec, inputs)
+                (expected,) = run_module(module, spec, inputs).values()
                 assert given.shape == expected.shape
                 assert given.dtype.name == spec.dtype
                 assert np.isfinite(given).all()

@@ -1,0 +1,86 @@
+"""Where the module of a build comes from: the seed, a file of weights, a checkpoint folder, or somebody's own code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.errors import UserError
+from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SEED = "seed"
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """make: the module of a spec, float32, in evaluation mode. origin: for the manifest, without the path."""
+
+    origin: str
+    make: Callable[[BuildSpec], nn.Module]
+
+
+def source_from_seed() -> ModuleSource:
+    return ModuleSource(SEED, module_from_seed)
+
+
+def source_from_path(path: Path | None) -> ModuleSource:
+    """A checkpoint folder, or a safetensors file with the weights of a model of our own; None: the seed."""
+    if path is None:
+        return source_from_seed()
+    return ModuleSource(path.resolve().name, lambda spec: module_from_path(spec, path))
+
+
+def source_from_module(module: nn.Module, name: str) -> ModuleSource:
+    return ModuleSource(name, lambda spec: module)
+
+
+def module_from_seed(spec: BuildSpec) -> nn.Module:
+    from effexport.models.encoder import module_from_spec
+
+    assert not isinstance(spec.model, CheckpointSpec)
+    return module_from_spec(spec.model, spec.seed)
+
+
+def module_from_path(spec: BuildSpec, path: Path) -> nn.Module:
+    """Raises SpecError for weights that do not fit."""
+    from effexport.models import checkpoint
+
+    if isinstance(spec.model, CheckpointSpec):
+        return checkpoint.module_from_checkpoint(path, spec.model)
+    module = module_from_seed(spec)
+    found = checkpoint.read_tensors(path)
+    # buffers, such as rotations, may be in the file; without them they come from the spec
+    names = [name for name, _ in module.named_parameters()]
+    names += [name for name, _ in module.named_buffers() if name in found]
+    checkpoint.fill_module(module, found, {name: (name,) for name in names}, (), path)
+    return module
+
+
+def module_from_factory(name: str) -> nn.Module:
+    """Call `package.module:factory` and take the module that it returns, float32, in evaluation mode.
+
+    The current folder is searched too, as by `python -m`. Raises UserError when it is not there or returns no module.
+    """
+    from torch import nn
+
+    path, _, factory = name.partition(":")
+    if not path or not factory.isidentifier():
+        raise UserError(f"--module is {name!r}; expected package.module:factory, a function without arguments")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(path), factory)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"--module {name}: {error}; expected a function that can be imported from here") from error
+    module = function()
+    if not isinstance(module, nn.Module):
+        raise UserError(f"--module {name} returned a {type(module).__name__}; expected an nn.Module")
+    return module.float().eval()

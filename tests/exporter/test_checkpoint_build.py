@@ -1,0 +1,270 @@
+"""`effexport build --checkpoint`, `--weights` and `--module`: from a folder to ONNX Runtime, against transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers_models import inputs, same_rotations, saved, worst_error
+
+import effexport
+from effexport.artifact import open_artifact
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
+# What a checkpoint promises to its users.
+LIMIT = 1e-4
+NYSTROM: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "segment_means_seq_len": 32,
+    "num_landmarks": 8,
+    "conv_kernel_size": 5,
+}
+REFORMER: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "attention_head_size": 8,
+    "feed_forward_size": 48,
+    "attn_layers": ["lsh", "local", "lsh"],
+    "lsh_attn_chunk_length": 8,
+    "local_attn_chunk_length": 8,
+    "num_buckets": 8,
+    "num_hashes": 2,
+    "axial_pos_shape": [8, 16],
+    "axial_pos_embds_dim": [16, 16],
+    "max_position_embeddings": 128,
+    "is_decoder": False,
+}
+
+
+NYSTROM_CASES = [
+    ("NystromformerModel", {}),
+    ("NystromformerForMaskedLM", {}),
+    ("NystromformerForMaskedLM", {"segment_means_seq_len": 8}),
+    ("NystromformerForSequenceClassification", {"num_labels": 3}),
+    ("NystromformerForTokenClassification", {"num_labels": 5, "conv_kernel_size": None}),
+    ("NystromformerForQuestionAnswering", {"segment_means_seq_len": 64, "num_landmarks": 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), NYSTROM_CASES)
+def test_a_nystromformer_checkpoint_computes_what_transformers_computes(
+    cli: Callable[..., Any], tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
+    config = NYSTROM | fields
+    model = saved(tmp_path / "checkpoint", kind, config)
+    result = cli("build", "--checkpoint", tmp_path / "checkpoint", "-o", tmp_path / "out", "--json")
+    assert result.code == 0, result.err
+    plain = config["segment_means_seq_len"] == config["num_landmarks"]
+    assert result.json["custom_ops"] == ({} if plain else {"IterativePinv": 2})
+    with effexport.load(tmp_path / "out") as runner:
+        for batch, seq_len, padded in ((1, 32, False), (4, 32, True), (4, 19, True)):
+            ids, mask = inputs(batch, seq_len, 1, padded=padded)
+            extra = 0 if plain else config["segment_means_seq_len"] - seq_len
+            with torch.no_grad():
+                expected = model(
+                    input_ids=nn.functional.pad(ids, (0, extra), value=1),
+                    attention_mask=nn.functional.pad(mask, (0, extra)),
+                )
+            given = runner.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+            for name, output in given.items():
+                wanted = expected[name]
+                wanted = wanted[:, :seq_len] if wanted.shape[1:2] == (seq_len + extra,) else wanted
+                assert worst_error(output, wanted, mask) <= LIMIT, name
+
+
+def test_multiple_choice_scores_every_choice(cli: Callable[..., Any], tmp_path: Path) -> None:
+    model = saved(tmp_path / "checkpoint", "NystromformerForMultipleChoice", NYSTROM)
+    result = cli("build", "--checkpoint", tmp_path / "checkpoint", "-o", tmp_path / "out", "--json")
+    assert result.code == 0, result.err
+    ids, mask = (x.reshape(2, 4, 32) for x in inputs(8, 32, 1, padded=True))
+    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
+        given = runner.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})["logits"]
+        expected = model(input_ids=ids, attention_mask=mask).logits
+    assert worst_error(given, expected, torch.ones(2, 5)) <= LIMIT
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(("kind", "config"), [("NystromformerForMaskedLM", NYSTROM), ("ReformerModel", REFORMER)])
+def test_half_precision_is_exported_where_transformers_fails_or_drifts(
+    cli: Callable[..., Any], tmp_path: Path, kind: str, config: dict[str, Any], precision: str
+) -> None:
+    saved(tmp_path / "checkpoint", kind, config)
+    command = ("build", "--checkpoint", tmp_path / "checkpoint", "--precision", precision, "-o", tmp_path / "out")
+    result = cli(*command, "--json")
+    assert result.code == 0, result.err
+    # ONNX Runtime's CPU provider has no bfloat16, which is said
+    assert result.json["verdict"] == {"fp16": "passed", "bf16": "not run"}[precision]
+
+
+REFORMER_CASES = [
+    ("ReformerModel", {}),
+    ("ReformerModelWithLMHead", {"is_decoder": True}),
+    ("ReformerForMaskedLM", {"num_buckets": [4, 4], "num_hashes": 4}),
+    ("ReformerForSequenceClassification", {"num_labels": 3, "attn_layers": ["local", "local"]}),
+    ("ReformerForQuestionAnswering", {"axial_pos_embds": False, "local_attn_chunk_length": 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), REFORMER_CASES)
+def test_a_reformer_checkpoint_computes_what_transformers_computes_with_its_rotations(
+    cli: Callable[..., Any], tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
+    from effexport.module_source import source_from_path
+
+    model = saved(tmp_path / "checkpoint", kind, REFORMER | fields)
+    result = cli("build", "--checkpoint", tmp_path / "checkpoint", "--seed", "5", "-o", tmp_path / "out", "--json")
+    assert result.code == 0, result.err
+    artifact = open_artifact(tmp_path / "out")
+    module = source_from_path(tmp_path / "checkpoint").make(artifact.spec)
+    with effexport.load(tmp_path / "out") as runner:
+        for batch, seq_len, padded in ((1, 64, False), (4, 64, True), (4, 41, True)):
+            ids, mask = inputs(batch, seq_len, 0, padded=padded)
+            with torch.no_grad(), same_rotations(module):
+                expected = model(input_ids=ids, attention_mask=mask)
+            given = runner.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+            for name, output in given.items():
+                assert worst_error(output, expected[name], mask) <= LIMIT, (name, batch, seq_len)
+
+
+def test_a_reformer_may_run_with_more_hashes_than_it_was_trained_with(cli: Callable[..., Any], tmp_path: Path) -> None:
+    saved(tmp_path / "checkpoint", "ReformerModel", REFORMER)
+    result = cli(
+        "build", "--checkpoint", tmp_path / "checkpoint", "--num-hashes", "4", "-o", tmp_path / "out", "--json"
+    )
+    assert result.code == 0, result.err
+    assert result.json["spec"]["model"]["num_hashes"] == 4
+
+
+def test_verify_needs_the_checkpoint_for_new_inputs(cli: Callable[..., Any], tmp_path: Path) -> None:
+    saved(tmp_path / "checkpoint", "NystromformerModel", NYSTROM)
+    assert cli("build", "--checkpoint", tmp_path / "checkpoint", "-o", tmp_path / "out").code == 0
+    alone = cli("verify", tmp_path / "out", "--json")
+    assert alone.code == 0
+    (missing,) = (c for c in alone.json["checks"] if c["name"] == "PyTorch module")
+    assert missing["status"] == "not run"
+    assert "came from checkpoint: name it with --weights" in missing["reason"]
+    both = cli("verify", tmp_path / "out", "--weights", tmp_path / "checkpoint", "--json")
+    assert both.code == 0, both.err
+    assert not [c for c in both.json["checks"] if c["name"] == "PyTorch module"]
+    saved(tmp_path / "other", "NystromformerModel", NYSTROM, seed=1)
+    other = cli("verify", tmp_path / "out", "--weights", tmp_path / "other", "--json")
+    assert "not the weights that the artifact was built with" in other.err
+
+
+def test_inspect_describes_a_checkpoint_before_it_is_built(cli: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "nystromformer", "architectures": ["NystromformerForMaskedLM"]})
+    )
+    result = cli("inspect", tmp_path, "--json")
+    assert result.code == 0
+    assert result.json["checkpoint"] == "nystromformer masked-lm"
+    assert result.json["attention"] == "softmax"
+    assert result.json["max_seq_len"] == 510
+    assert any("softmax" in note for note in result.json["notes"])
+    text = cli("inspect", tmp_path).err
+    assert "effexport build --checkpoint" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--variant", "lsh"), "--variant was given with --checkpoint, whose config.json decides it"),
+        (("--dim", "64"), "--dim was given with --checkpoint"),
+        (("--task", "poetry"), "poetry"),
+        (("--weights", "w.safetensors"), "--checkpoint and --weights exclude each other"),
+        (("--seq-len", "100"), "100"),
+    ],
+)
+def test_flags_that_contradict_a_checkpoint(
+    cli: Callable[..., Any], tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    saved(tmp_path / "checkpoint", "NystromformerModel", NYSTROM)
+    result = cli("build", "--checkpoint", tmp_path / "checkpoint", *flags, "-o", tmp_path / "out")
+    assert message in result.error()
+    assert not (tmp_path / "out").exists()
+
+
+def test_our_own_weights_come_from_a_file(cli: Callable[..., Any], tmp_path: Path) -> None:
+    from effexport.models.encoder import module_from_spec
+    from effexport.spec import build_spec_from_options
+
+    small = {"dim": 32, "heads": 2, "layers": 1, "seq_len": 64}
+    spec = build_spec_from_options({"variant": "lsh", **small}, None)
+    module = module_from_spec(spec.model, seed=123)
+    save_file(module.state_dict(), tmp_path / "trained.safetensors")
+    flags = [text for name, value in small.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    command = ("build", "--variant", "lsh", *flags, "--weights", tmp_path / "trained.safetensors", "-o")
+    result = cli(*command, tmp_path / "out", "--json")
+    assert result.code == 0, result.err
+    assert result.json["weights_from"] == "trained.safetensors"
+    ids = torch.randint(2, 258, (2, 64))
+    with effexport.load(tmp_path / "out") as runner, torch.no_grad():
+        given = runner.run({"input_ids": ids.numpy()})["last_hidden_state"]
+        assert worst_error(given, module(ids), torch.ones_like(ids)) <= LIMIT
+    save_file({"nothing": torch.zeros(1)}, tmp_path / "trained.safetensors")
+    assert "1 unknown: nothing" in cli(*command, tmp_path / "again").error()
+
+
+FACTORY = """
+import torch
+from torch import nn
+from effexport.models import attention_from_spec
+from effexport.models.spec import LSHSpec, NystromSpec
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 32)
+        specs = [NystromSpec(dim=32, heads=2, num_landmarks=8), LSHSpec(dim=32, heads=2, chunk_length=16, seq_len=128)]
+        self.layers = nn.ModuleList(attention_from_spec(spec) for spec in specs)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, attention_mask)
+        keep = attention_mask.unsqueeze(-1).to(hidden.dtype)
+        return self.head((hidden * keep).sum(dim=1) / keep.sum(dim=1)), hidden
+
+
+def make():
+    torch.manual_seed(0)
+    return Classifier()
+
+
+def number():
+    return 3
+"""
+
+
+def test_a_module_of_ones_own(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_models_for_a_test.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = cli("build", "--module", "my_models_for_a_test:make", "--seq-len", "128", "-o", tmp_path / "out", "--json")
+    assert result.code == 0, result.err
+    assert result.json["custom_ops"] == {"LSHSort": 1, "IterativePinv": 1}
+    assert result.json["outputs"] == [
+        {"name": "output0", "dtype": "float32", "dims": ["batch", 3]},
+        {"name": "output1", "dtype": "float32", "dims": ["batch", "seq", 32]},
+    ]
+    assert cli("verify", tmp_path / "out").code == 0
+    for name, message in {
+        "my_models_for_a_test:number": "returned a int; expected an nn.Module",
+        "my_models_for_a_test:absent": "has no attribute 'absent'",
+        "no_such_package:make": "No module named 'no_such_package'",
+        "nonsense": "expected package.module:factory",
+    }.items():
+        assert message in cli("build", "--module", name, "-o", tmp_path / "no").error()
