@@ -215,7 +215,7 @@ def why_not_invariant(spec: BuildSpec) -> str:
     """Which published behaviour, if any, makes padding or batch mates part of a sample's input."""
     attention = spec.attention
     if isinstance(spec.model, CheckpointSpec):
-        return "published checkpoints make padding, and batch mates, part of a sample's input; see the notes"
+        return spec.model.why_not_invariant
     if isinstance(attention, NystromSpec):
         if not attention.mask_landmarks:
             return "mask_landmarks=False: padding is part of the input"

@@ -72,6 +72,11 @@ class CheckpointSpec:
         raise NotImplementedError
 
     @property
+    def why_not_invariant(self) -> str:
+        """Why a sample is not compared with itself alone and without padding."""
+        return "published checkpoints make padding, and batch mates, part of a sample's input; see the notes"
+
+    @property
     def input_limits(self) -> dict[str, int]:
         """How many values each input of indices may take: 0 to limit − 1."""
         return {"input_ids": self.vocab_size}

@@ -65,6 +65,10 @@ class ModuleSpec(CheckpointSpec):
         return {name: tuple(dims) for name, dims in self.output_dims.items()}
 
     @property
+    def why_not_invariant(self) -> str:
+        return "a module of one's own may mix the samples of a batch, or read padding, on purpose"
+
+    @property
     def input_limits(self) -> dict[str, int]:
         return {"input_ids": self.vocab_size, "token_type_ids": 2}
 
