@@ -21,6 +21,7 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 # What a checkpoint promises to its users.
 LIMIT = 1e-4
 CONFIGURATIONS = 20
+SOAKED = [pytest.param(seed, marks=pytest.mark.soak) for seed in range(CONFIGURATIONS, 2 * CONFIGURATIONS)]
 
 
 def exported(folder: Path, seq_len: int | None = None) -> tuple[BuildSpec, nn.Module, Path]:
@@ -109,12 +110,12 @@ def check_reformer(folder: Path, kind: str, config: dict[str, Any], lengths: tup
                 assert worst_error(output, expected[name], mask) <= LIMIT, (batch, seq_len)
 
 
-@pytest.mark.parametrize("seed", range(CONFIGURATIONS))
+@pytest.mark.parametrize("seed", [*range(CONFIGURATIONS), *SOAKED])
 def test_random_nystromformer_configurations(tmp_path: Path, seed: int) -> None:
     check_nystromformer(tmp_path, *random_nystromformer(seed), (64, 33, 7))
 
 
-@pytest.mark.parametrize("seed", range(CONFIGURATIONS))
+@pytest.mark.parametrize("seed", [*range(CONFIGURATIONS), *SOAKED])
 def test_random_reformer_configurations(tmp_path: Path, seed: int) -> None:
     check_reformer(tmp_path, *random_reformer(seed), (96, 61, 40))
 
