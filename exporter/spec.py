@@ -238,9 +238,7 @@ def build_spec_from_checkpoint(flags: Mapping[str, Any], folder: Path) -> tuple[
             f"--{name.replace('_', '-')} was given with --checkpoint, whose config.json decides it; leave it out",
         )
     options = {name: given[name] for name in _CHECKPOINT_OPTIONS if name in given}
-    if "seed" in given:
-        options["hash_seed"] = given["seed"]
-    model, notes = spec_from_checkpoint(folder, options)
+    model, notes = spec_from_checkpoint(folder, options, given.get("seed"))
     return BuildSpec(model=model, **{name: given[name] for name in _BUILD_FIELDS if name in given}), notes
 
 

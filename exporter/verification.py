@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.models.module_spec import ModuleSpec
 from effexport.onnx_graph import custom_ops_of_model
 from effexport.parity import METRIC, Check, run_checks
 from effexport.runners import limits_from_spec
@@ -96,7 +97,9 @@ def verify_against_module(model: Path, artifact: Artifact, weights: Path | None,
     spec, hashes = artifact.spec, artifact.manifest["hash_values"]
     origin = artifact.manifest["weights_from"]
     reason = ""
-    if origin != SEED and weights is None:
+    if isinstance(spec.model, ModuleSpec):
+        reason = f"the module came from {origin}, code that an artifact does not hold: build again to compare"
+    elif origin != SEED and weights is None:
         reason = f"the weights came from {origin}: name it with --weights to compare with PyTorch on new inputs"
     else:
         module = source_from_path(weights).make(spec)

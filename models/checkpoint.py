@@ -66,10 +66,13 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def spec_from_checkpoint(folder: Path, options: Mapping[str, Any]) -> tuple[CheckpointSpec, tuple[str, ...]]:
+def spec_from_checkpoint(
+    folder: Path, options: Mapping[str, Any], seed: int | None = None
+) -> tuple[CheckpointSpec, tuple[str, ...]]:
     """The spec of a checkpoint folder, and sentences on what users of this checkpoint have to know.
 
     options: fields that the build may choose: task, seq_len, num_labels, and what the family allows besides.
+    seed: of what the family draws at random; the others take no notice of it.
     Raises SpecError for a folder that is none, and for a configuration that is not supported, with the reason.
     """
     config = read_json(folder / CONFIG, "a checkpoint folder has config.json and weights")
@@ -79,7 +82,10 @@ def spec_from_checkpoint(folder: Path, options: Mapping[str, Any]) -> tuple[Chec
         f"{folder / CONFIG}: model_type is {model_type!r}{did_you_mean(model_type, PUBLISHED)} "
         f"Supported: {', '.join(PUBLISHED)}",
     )
-    spec, notes = FAMILIES[model_type].load_spec().spec_from_config(config, options)
+    family = FAMILIES[model_type].load_spec()
+    if seed is not None and "hash_seed" in family.OPTIONS:
+        options = {**options, "hash_seed": seed}
+    spec, notes = family.spec_from_config(config, options)
     assert isinstance(spec, CheckpointSpec)
     return spec, tuple(notes)
 

@@ -266,14 +266,14 @@ CONFIG_FIELDS: dict[str, str] = {
     "lsh_attn_chunk_length": "lsh_chunk_length",
     "local_attn_chunk_length": "local_chunk_length",
 }
-OPTIONS = ("task", "seq_len", "num_labels", "num_hashes", "hash_seed", "seed", "mask_constants")
+OPTIONS = ("task", "seq_len", "num_labels", "num_hashes", "hash_seed", "mask_constants")
 
 
 def spec_from_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[ReformerSpec, tuple[str, ...]]:
     """The spec of a config.json, and sentences on what users of this checkpoint have to know.
 
     options: some of OPTIONS. seq_len defaults to all positions, but at most DEFAULT_SEQ_LEN_LIMIT. The rotations come
-    from hash_seed, or seed, unless config.json has a hash_seed, which rules. num_hashes may be raised without training.
+    from hash_seed, unless config.json has a hash_seed, which rules. num_hashes may be raised without training.
     Raises SpecError for what is not supported, with the reason.
     """
     for name in options:
@@ -283,7 +283,7 @@ def spec_from_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> t
     if config.get("hash_seed") is not None:
         fields |= {"hash_seed": config_value(config, "hash_seed", 0), "shared_rotations": True}
     else:
-        fields["hash_seed"] = options.get("hash_seed", options.get("seed", 0))
+        fields["hash_seed"] = options.get("hash_seed", ReformerSpec.hash_seed)
     fields["task"] = options["task"] if "task" in options else task_from_config(config)
     fields["num_labels"] = options["num_labels"] if "num_labels" in options else num_labels_from_config(config)
     fields |= {name: options[name] for name in ("num_hashes", "mask_constants", "seq_len") if name in options}

@@ -147,6 +147,17 @@ def test_a_reformer_may_run_with_more_hashes_than_it_was_trained_with(cli: Calla
     assert result.json["spec"]["model"]["num_hashes"] == 4
 
 
+def test_the_seed_of_a_build_draws_rotations_and_leaves_other_families_alone(tmp_path: Path) -> None:
+    from effexport.spec import build_spec_from_checkpoint
+
+    for family, config in (("nystromformer", NYSTROM), ("reformer", REFORMER)):
+        kind = {"nystromformer": "NystromformerModel", "reformer": "ReformerModel"}[family]
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "architectures": [kind], **config}))
+        spec, _ = build_spec_from_checkpoint({"seed": 7}, tmp_path)
+        assert spec.seed == 7
+        assert getattr(spec.model, "hash_seed", 7) == 7
+
+
 def test_verify_needs_the_checkpoint_for_new_inputs(cli: Callable[..., Any], tmp_path: Path) -> None:
     saved(tmp_path / "checkpoint", "NystromformerModel", NYSTROM)
     assert cli("build", "--checkpoint", tmp_path / "checkpoint", "-o", tmp_path / "out").code == 0
@@ -260,7 +271,10 @@ def test_a_module_of_ones_own(cli: Callable[..., Any], tmp_path: Path, monkeypat
         {"name": "output0", "dtype": "float32", "dims": ["batch", 3]},
         {"name": "output1", "dtype": "float32", "dims": ["batch", "seq", 32]},
     ]
-    assert cli("verify", tmp_path / "out").code == 0
+    for weights in ((), ("--weights", tmp_path)):
+        verified = cli("verify", tmp_path / "out", *weights)
+        assert verified.code == 0
+        assert "came from my_models_for_a_test:make, code that an artifact does not hold" in verified.err
     for name, message in {
         "my_models_for_a_test:number": "returned a int; expected an nn.Module",
         "my_models_for_a_test:absent": "has no attribute 'absent'",

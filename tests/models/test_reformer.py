@@ -293,7 +293,7 @@ def rotations_of(module: Reformer) -> list[torch.Tensor]:
 
 
 def test_every_lsh_layer_draws_its_own_rotations_once() -> None:
-    spec, _ = spec_from_config(TINY | {"attn_layers": ["lsh", "local", "lsh"]}, {"seed": 3})
+    spec, _ = spec_from_config(TINY | {"attn_layers": ["lsh", "local", "lsh"]}, {"hash_seed": 3})
     first, second = rotations_of(Reformer(spec))
     assert not torch.equal(first, second)
     for again, known in zip(rotations_of(Reformer(spec).half()), (first, second), strict=True):
@@ -467,7 +467,7 @@ def test_what_cannot_work_is_refused_with_the_reason(
     ("change", "options", "beginning", "shown"),
     [
         ({}, {"hash_seed": 7}, "transformers draws new LSH rotations in every forward pass", "from seed 7"),
-        ({}, {"seed": 7}, "transformers draws new LSH rotations in every forward pass", "from seed 7"),
+        ({}, {"hash_seed": 7}, "transformers draws new LSH rotations in every forward pass", "from seed 7"),
         ({"attn_layers": ["local"]}, {}, "transformers draws new LSH rotations", ""),
         ({"hash_seed": 5}, {"hash_seed": 7}, "hash_seed is 5 in config.json", "share the rotations"),
         ({"num_buckets": None}, {"seq_len": 64}, "num_buckets is null", "64 to [16]"),
