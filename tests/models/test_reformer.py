@@ -467,7 +467,6 @@ def test_what_cannot_work_is_refused_with_the_reason(
     ("change", "options", "beginning", "shown"),
     [
         ({}, {"hash_seed": 7}, "transformers draws new LSH rotations in every forward pass", "from seed 7"),
-        ({}, {"hash_seed": 7}, "transformers draws new LSH rotations in every forward pass", "from seed 7"),
         ({"attn_layers": ["local"]}, {}, "transformers draws new LSH rotations", ""),
         ({"hash_seed": 5}, {"hash_seed": 7}, "hash_seed is 5 in config.json", "share the rotations"),
         ({"num_buckets": None}, {"seq_len": 64}, "num_buckets is null", "64 to [16]"),

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from bucket_patterns import bucket_rows
 
 from effexport.plugins.lsh_sort.op import reference as sort_reference
 from effexport.plugins.toolchain import CUDA_ARCHITECTURES, find_compiler, find_nvcc
@@ -222,22 +223,6 @@ BUCKETS = [1, 2, 31, 32, 33, 65, 257, 352, 353, 1025, 4096, 65537]
 INT32_MAX = 2**31 - 1
 
 
-def rows_of_buckets(length: int, num_buckets: int) -> np.ndarray:
-    """Random, all equal to the first and to the last bucket, descending, alternating, and nearly sorted."""
-    generator = np.random.default_rng(length * 10007 + num_buckets)
-    position = np.arange(length)
-    return np.stack(
-        [
-            generator.integers(0, num_buckets, length),
-            np.zeros(length, dtype=np.int64),
-            np.full(length, num_buckets - 1),
-            (length - 1 - position) * num_buckets // length,
-            np.where(position % 2 == 0, num_buckets - 1, 0),
-            np.sort(generator.integers(0, num_buckets, length))[np.roll(position, 1)],
-        ]
-    ).astype(np.int32)
-
-
 def assert_sorted(buckets: np.ndarray, num_buckets: int, order: np.ndarray, rank: np.ndarray) -> None:
     """Exactly the reference's order and rank, of the buckets moved into range."""
     expected = sort_reference(torch.from_numpy(buckets.clip(0, num_buckets - 1)), num_buckets)
@@ -249,7 +234,7 @@ def assert_sorted(buckets: np.ndarray, num_buckets: int, order: np.ndarray, rank
 @pytest.mark.parametrize("num_buckets", [*BUCKETS, INT32_MAX])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_sort_equals_the_reference(emulated: Emulated, length: int, num_buckets: int) -> None:
-    buckets = rows_of_buckets(length, num_buckets)
+    buckets = bucket_rows(length, num_buckets)
     assert_sorted(buckets, num_buckets, *emulated.sort(buckets, num_buckets))
 
 
@@ -257,14 +242,14 @@ def test_the_sort_equals_the_reference(emulated: Emulated, length: int, num_buck
 @pytest.mark.parametrize("num_buckets", [5, 33, 352, 1025, INT32_MAX])
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_the_sort_does_not_depend_on_the_schedule(emulated: Emulated, seed: int, num_buckets: int) -> None:
-    buckets = rows_of_buckets(1500, num_buckets)
+    buckets = bucket_rows(1500, num_buckets)
     assert_sorted(buckets, num_buckets, *emulated.sort(buckets, num_buckets, seed=100 * seed))
 
 
 @pytest.mark.requires("native")
 @pytest.mark.parametrize("num_buckets", [4, 353])
 def test_a_block_sorts_one_row_after_another(emulated: Emulated, num_buckets: int) -> None:
-    buckets = rows_of_buckets(200, num_buckets)
+    buckets = bucket_rows(200, num_buckets)
     assert_sorted(buckets, num_buckets, *emulated.sort(buckets, num_buckets, max_blocks=2))
 
 
@@ -294,7 +279,7 @@ def test_the_sort_refuses_what_its_kernel_cannot_count(emulated: Emulated, argum
 @pytest.mark.requires("native")
 @pytest.mark.parametrize("num_buckets", [*BUCKETS, INT32_MAX])
 def test_long_rows_are_sorted(emulated: Emulated, num_buckets: int) -> None:
-    buckets = rows_of_buckets(65536, num_buckets)
+    buckets = bucket_rows(65536, num_buckets)
     assert_sorted(buckets, num_buckets, *emulated.sort(buckets, num_buckets, seed=num_buckets))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from bucket_patterns import bucket_rows
 from torch import Tensor
 
 from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
@@ -39,26 +40,10 @@ def assert_sorted(buckets: np.ndarray, order: np.ndarray, rank: np.ndarray) -> N
         assert (given_order, given_rank) == slow_sort(row)
 
 
-def inputs(length: int, num_buckets: int) -> np.ndarray:
-    """Random, all equal to the first and to the last bucket, descending, alternating, and nearly sorted."""
-    generator = np.random.default_rng(length * 10007 + num_buckets)
-    position = np.arange(length)
-    return np.stack(
-        [
-            generator.integers(0, num_buckets, length),
-            np.zeros(length, dtype=np.int64),
-            np.full(length, num_buckets - 1),
-            (length - 1 - position) * num_buckets // length,
-            np.where(position % 2 == 0, num_buckets - 1, 0),
-            np.sort(generator.integers(0, num_buckets, length))[np.roll(position, 1)],
-        ]
-    ).astype(np.int32)
-
-
 @pytest.mark.parametrize("num_buckets", BUCKETS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_operator_is_a_stable_counting_sort(length: int, num_buckets: int) -> None:
-    buckets = inputs(length, num_buckets)
+    buckets = bucket_rows(length, num_buckets)
     order, rank = lsh_sort(torch.from_numpy(buckets), num_buckets)
     assert_sorted(buckets, order.numpy(), rank.numpy())
 
@@ -85,9 +70,9 @@ def test_the_operator_accepts_empty_inputs(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "buckets",
     [
-        torch.from_numpy(inputs(63, 5)),
-        torch.from_numpy(inputs(1, 5)),
-        torch.from_numpy(inputs(20, 5)).T.contiguous().T,
+        torch.from_numpy(bucket_rows(63, 5)),
+        torch.from_numpy(bucket_rows(1, 5)),
+        torch.from_numpy(bucket_rows(20, 5)).T.contiguous().T,
         torch.zeros(0, 7, dtype=torch.int32),
     ],
 )
@@ -170,7 +155,7 @@ def test_the_body_equals_the_operator_in_onnx_runtime(num_buckets: int, opset: i
     onnx.checker.check_model(model)
     session = ort_session(model)
     for length in LENGTHS:
-        buckets = inputs(length, num_buckets)
+        buckets = bucket_rows(length, num_buckets)
         order, rank = session.run(None, {"buckets0": buckets})
         assert_sorted(buckets, order, rank)
 
@@ -179,7 +164,7 @@ def test_the_body_equals_the_operator_in_onnx_runtime(num_buckets: int, opset: i
 @pytest.mark.requires("ort")
 def test_the_body_sorts_one_row_like_many() -> None:
     session = ort_session(sort_model(20, [33]))
-    buckets = inputs(129, 33)
+    buckets = bucket_rows(129, 33)
     together = session.run(None, {"buckets0": buckets})
     for row in range(len(buckets)):
         alone = session.run(None, {"buckets0": buckets[row : row + 1]})
@@ -201,7 +186,7 @@ def test_an_empty_batch_is_an_error_of_onnx_runtime_and_never_a_wrong_result() -
 def test_one_body_serves_nodes_with_different_bucket_counts(counts: list[int]) -> None:
     model = sort_model(20, counts)
     assert len(model.functions) == 1
-    buckets = {f"buckets{i}": inputs(300, count) for i, count in enumerate(counts)}
+    buckets = {f"buckets{i}": bucket_rows(300, count) for i, count in enumerate(counts)}
     results = ort_session(model).run(None, buckets)
     for i in range(len(counts)):
         assert_sorted(buckets[f"buckets{i}"], *results[2 * i : 2 * i + 2])
