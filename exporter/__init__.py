@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
+    from effexport.runners import Runner
     from effexport.runners.decode import DecodeRunner
     from effexport.runners.ort import OrtRunner
     from effexport.runners.ort_session import OrtSettings
@@ -23,7 +24,15 @@ def __getattr__(name: str) -> type[OrtSettings]:
     return OrtSettings
 
 
-def load(path: str | Path, settings: OrtSettings | None = None) -> OrtRunner:
+@overload
+def load(path: str | Path, settings: OrtSettings | None = None) -> OrtRunner: ...
+
+
+@overload
+def load(path: str | Path, *, runtime: str) -> Runner: ...
+
+
+def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str | None = None) -> Runner:
     """A runner for an artifact folder, with every file checked against the manifest first.
 
     Use it as a context manager or call `close`; `run` is thread-safe:
@@ -31,14 +40,22 @@ def load(path: str | Path, settings: OrtSettings | None = None) -> OrtRunner:
         with effexport.load("artifacts/lsh") as runner:
             outputs = runner.run({"input_ids": ids, "attention_mask": mask})
 
-    settings: provider, threads, kernels or function bodies; see `effexport.OrtSettings`.
+    settings: ONNX Runtime's provider, threads, kernels or function bodies; see `effexport.OrtSettings`.
+    runtime: instead of settings, the name of a runtime as in --runtime: "ort", "ort-cuda", or "trt" or "trt-rtx" for an
+    engine of the artifact.
     Raises effexport.errors.UserError for a missing or damaged artifact, or a missing runtime.
     """
     from effexport.artifact import open_artifact
+    from effexport.errors import UserError
     from effexport.runners import limits_from_spec
+    from effexport.runners.artifact_runner import runner_from_artifact
     from effexport.runners.ort import OrtRunner
 
     artifact = open_artifact(Path(path))
+    if runtime is not None:
+        if settings is not None:
+            raise UserError("give either settings, which are ONNX Runtime's, or runtime; both were given")
+        return runner_from_artifact(artifact, runtime)
     return OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from effexport.engines.sidecar import engine_name
 from effexport.errors import UserError
 from effexport.onnx_graph import load_graph
 from effexport.spec import BuildSpec
@@ -45,6 +46,16 @@ class Artifact:
     def decode_step_path(self) -> Path:
         """Only causal models with a state of constant size have one."""
         return self.path / DECODE_STEP
+
+    def engine_path(self, target: str) -> Path:
+        """The engine of a target. Raises UserError when the artifact has none."""
+        targets = [entry["target"] for entry in self.manifest["engines"]]
+        if target not in targets:
+            raise UserError(
+                f"{self.path} has no {target} engine, {'only ' + ', '.join(targets) if targets else 'nor any other'}; "
+                f"build one with: effexport build … --target {target}"
+            )
+        return self.path / engine_name(target)
 
     @property
     def reference_path(self) -> Path:

@@ -22,6 +22,13 @@ from effexport.artifact import (
     open_artifact,
     write_manifest,
 )
+from effexport.engine_from_onnx import engine_from_onnx
+from effexport.engine_verification import verify_engine_if_possible
+from effexport.engines.api import import_api
+from effexport.engines.builder_log import OnProgress
+from effexport.engines.profile import profile_remarks
+from effexport.engines.sidecar import engine_name, summary_of_engine
+from effexport.engines.spec import EngineSpec
 from effexport.environment import PARTS, examine, versions
 from effexport.errors import StageError, UserError
 from effexport.module_source import ModuleSource, source_from_seed
@@ -61,18 +68,22 @@ def artifact_from_spec(
     output: Path,
     *,
     source: ModuleSource | None = None,
+    engines: Sequence[EngineSpec] = (),
     notes: Sequence[str] = (),
     settings: OrtSettings | None = None,
     force: bool = False,
     on_stage: Callable[[str], None] = lambda name: None,
+    on_progress: OnProgress = lambda phase, share: None,
 ) -> tuple[Artifact, Report]:
     """Build, check and write an artifact; `output` appears only when everything has succeeded.
 
     source: where the module comes from; None draws its weights from the seed.
+    engines: TensorRT engines to build as well; they are run only where there is a GPU, and the report says so.
     notes: sentences on the model that the report repeats.
     settings: how ONNX Runtime runs the model for the parity check; nothing of it gets into the artifact.
-    Raises UserError when `output` cannot be written, and StageError when a stage or the parity check fails: then
-    nothing is written, and the message carries the failed checks.
+    on_stage, on_progress: hear which stage begins, and how far the build of an engine is.
+    Raises UserError when `output` cannot be written or TensorRT is not installed, and StageError when a stage or the
+    parity check fails: then nothing is written, and the message carries the failed checks.
     """
     watch = Stopwatch(on_stage)
     settings = settings or OrtSettings()
@@ -80,6 +91,8 @@ def artifact_from_spec(
     with new_folder(output, force=force) as folder:
         with watch.stage("loading PyTorch and the ONNX exporter"):
             import_onnxruntime()
+            for engine in engines:
+                import_api(engine.target)
             require_core()
             from effexport.onnx_from_module import onnx_from_module
             from effexport.reference import hash_modules, load_reference, reference_from_module, save_reference
@@ -106,6 +119,17 @@ def artifact_from_spec(
 
                 onnx_from_decode_step(module, spec, folder / DECODE_STEP)
                 verification += verify_decode_step(folder / DECODE_STEP, cases, spec, settings)
+        infos = []
+        for engine in engines:
+            with watch.stage(f"building the {engine.target} engine"):
+                path = folder / engine_name(engine.target)
+                remarks = tuple(profile_remarks(engine.profiles, spec))
+                info = engine_from_onnx(
+                    folder / MODEL, engine, path, precision=spec.precision, remarks=remarks, on_progress=on_progress
+                )
+                infos.append(info)
+            with watch.stage(f"checking parity of the {engine.target} engine"):
+                verification += verify_engine_if_possible(path, folder / MODEL, cases, spec, hashes)
         report = Report(
             title=spec.title,
             spec=spec.to_dict(),
@@ -116,6 +140,7 @@ def artifact_from_spec(
             runtime=settings.runtime,
             notes=list(notes),
             implementation=verification.implementation,
+            engines=[summary_of_engine(info) for info in infos],
         )
         if report.verdict == "failed":
             raise StageError("parity", failure_message(report.checks))
@@ -163,7 +188,7 @@ def manifest_contents(
         "weights_sha256": weights_digest(module),
         "weights_from": origin,
         "notes": report.notes,
-        "engines": [],
+        "engines": report.engines,
         "parity": {"passed": passed(report.checks), "summary": summary(report.checks)},
         "environment": report.environment,
     }

@@ -1,4 +1,4 @@
-"""An ONNX file as a candidate of the parity check."""
+"""Models under the parity check: a runner, and a second one that takes the buckets of a model that hashes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from effexport.hash_injection import GIVEN_SUFFIX, hash_values, with_given_buckets
 from effexport.onnx_graph import load_graph
-from effexport.runners import FeedLimits
+from effexport.runners import FeedLimits, Runner
 from effexport.runners.ort import OrtRunner
 from effexport.runners.ort_session import OrtSettings
 
@@ -19,28 +19,21 @@ if TYPE_CHECKING:
     from effexport.runners import Array
 
 
-class OrtCandidate:
-    """A model file in ONNX Runtime; where the model hashes, a second session takes the buckets as inputs.
+class RunnerCandidate:
+    """A runner; where the model hashes, `given` runs the same model with the buckets as inputs.
 
-    hashes: names of the bucket values in the order of the layers, empty for models that do not hash.
+    hashes: names of the bucket values in the order of the layers, as the reference has them; values: their names in the
+    model. Both are empty for models that do not hash.
     """
 
     def __init__(
-        self, path: Path, hashes: Sequence[str], limits: FeedLimits, settings: OrtSettings | None = None
+        self, runner: Runner, given: Runner | None = None, hashes: Sequence[str] = (), values: Sequence[str] = ()
     ) -> None:
-        load_graph(path)
-        self._runner = OrtRunner(path, settings, limits=limits)
-        self.implementation = self._runner.implementation
+        self._runner = runner
+        self._given = given
         self._hashes = tuple(hashes)
-        self._values = hash_values(path, hashes) if hashes else []
-        self._given: OrtRunner | None = None
-        if self._values:
-            self._given = OrtRunner(
-                with_given_buckets(path, self._values),
-                settings,
-                limits=limits,
-                external_folder=path.parent.resolve(),
-            )
+        self._values = tuple(values)
+        self.implementation = dict(runner.implementation)
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return self._runner.run(inputs)
@@ -59,3 +52,23 @@ class OrtCandidate:
         results = self._given.run(feeds)
         own = {name: results.pop(value) for name, value in zip(self._hashes, self._values, strict=True)}
         return results, own
+
+
+class OrtCandidate(RunnerCandidate):
+    """A model file in ONNX Runtime; where the model hashes, a second session takes the buckets as inputs.
+
+    hashes: names of the bucket values in the order of the layers, empty for models that do not hash.
+    """
+
+    def __init__(
+        self, path: Path, hashes: Sequence[str], limits: FeedLimits, settings: OrtSettings | None = None
+    ) -> None:
+        load_graph(path)
+        runner = OrtRunner(path, settings, limits=limits)
+        values = hash_values(path, hashes) if hashes else []
+        given = None
+        if values:
+            given = OrtRunner(
+                with_given_buckets(path, values), settings, limits=limits, external_folder=path.parent.resolve()
+            )
+        super().__init__(runner, given, hashes, values)

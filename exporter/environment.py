@@ -11,12 +11,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Part:
-    """A package, what it is for, and the extra that adds it ("" for the core)."""
+    """A package, what it is for, and the extra that adds it ("" for the core). optional: most users do without."""
 
     distributions: tuple[str, ...]
     module: str
     purpose: str
     extra: str = ""
+    optional: bool = False
 
     @property
     def version(self) -> str | None:
@@ -34,6 +35,9 @@ class Part:
         return f"pip install 'effexport[{self.extra}]'" if self.extra else f"pip install {self.distributions[0]}"
 
 
+# The problem of a part that is not installed.
+MISSING = "missing"
+
 PARTS: tuple[Part, ...] = (
     Part(("torch",), "torch", "models and export"),
     Part(("onnx",), "onnx", "reading and checking graphs"),
@@ -41,6 +45,21 @@ PARTS: tuple[Part, ...] = (
     Part(("numpy",), "numpy", "arrays"),
     Part(("safetensors",), "safetensors", "golden files"),
     Part(("onnxruntime", "onnxruntime-gpu"), "onnxruntime", "run and verify on the CPU", "cpu"),
+    Part(
+        ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
+        "tensorrt_rtx",
+        "build TensorRT-RTX engines, without a GPU",
+        "rtx",
+        optional=True,
+    ),
+    Part(
+        ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+        "tensorrt",
+        "build TensorRT engines, on a GPU",
+        "tensorrt",
+        optional=True,
+    ),
+    Part(("cuda-bindings",), "cuda.bindings", "run engines, on a GPU", "tensorrt", optional=True),
 )
 
 
@@ -80,12 +99,13 @@ def examine(part: Part) -> dict[str, Any]:
     try:
         importlib.import_module(part.module)
     except ImportError as error:
-        problem = "missing" if part.version is None else f"does not load: {error}"
+        problem = MISSING if part.version is None else f"does not load: {error}"
     return {
         "name": part.module,
         "version": part.version,
         "purpose": part.purpose,
         "extra": part.extra or None,
+        "optional": part.optional,
         "works": problem is None,
         "problem": problem,
         "remedy": part.remedy if problem else None,

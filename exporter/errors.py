@@ -13,6 +13,18 @@ class KernelWarning(UserWarning):
     """Custom operators run as function bodies, or as outdated kernels: worth a remedy, but no error."""
 
 
+class GraphWarning(UserWarning):
+    """A CUDA graph could not be captured: runs are launched one by one, which is slower and as right."""
+
+
+class RuntimeUnsupportedError(EffexportError):
+    """The runtime cannot run this model, typically because it has no kernel for the element type."""
+
+
+class RuntimeFailedError(EffexportError):
+    """The runtime accepted the model and failed while running it, for example because the graph fixes a length."""
+
+
 class UserError(EffexportError):
     """Bad usage or bad input: the message says what was given, what was expected and what to do."""
 
@@ -30,5 +42,6 @@ class StageError(EffexportError):
 class MissingExtraError(UserError):
     """An optional part is not installed."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; add it with: pip install 'effexport[{extra}]'")
+    def __init__(self, package: str, extra: str, *, remark: str = "") -> None:
+        remedy = f"{package} is not installed; add it with: pip install 'effexport[{extra}]'"
+        super().__init__(f"{remedy} ({remark})" if remark else remedy)

@@ -33,6 +33,10 @@ FORBIDDEN_OPS: dict[str, str] = {
 }
 
 
+# dtype and dims of a value; None for a dimension without a name
+ValueType = tuple[str, tuple[int | str | None, ...]]
+
+
 @dataclass(frozen=True)
 class GraphPromise:
     """What a graph must look like from outside. custom_ops: how many nodes of each custom operator it holds."""
@@ -102,6 +106,21 @@ def graph_tensors(values: object) -> tuple[TensorInfo, ...]:
     return tuple(tensors)
 
 
+def value_types(model: onnx.ModelProto) -> dict[str, ValueType]:
+    """dtype and dims of the values of a graph, as far as ONNX can infer them; None for a dimension without a name."""
+    import onnx
+
+    graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    values = {}
+    for value in (*graph.value_info, *graph.input, *graph.output):
+        tensor = value.type.tensor_type
+        if not tensor.elem_type:
+            continue  # a sequence, say
+        dims = tuple(d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim)
+        values[value.name] = (onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name, dims)
+    return values
+
+
 def load_graph(path: Path) -> onnx.ModelProto:
     """A model file without its external data. Raises UserError for a file that is missing, damaged, or refers to data
     outside its own folder."""
@@ -133,6 +152,16 @@ def custom_ops_of_model(model: Path | bytes) -> tuple[str, ...]:
 
     proto = onnx.ModelProto.FromString(model) if isinstance(model, bytes) else load_graph(model)
     return tuple(sorted({node.op_type for node in all_nodes(proto) if node.domain == DOMAIN}))
+
+
+def external_files(model: Path | bytes, folder: Path | None = None) -> list[Path]:
+    """Files with weights of a model: beside its file, or, for a serialised one, in the folder."""
+    import onnx
+
+    if isinstance(model, Path):
+        return sorted(model.parent / location for location in external_locations(load_graph(model)))
+    locations = external_locations(onnx.ModelProto.FromString(model))
+    return sorted((folder or Path()) / location for location in locations)
 
 
 def external_locations(model: onnx.ModelProto) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,15 +86,18 @@ def not_run(name: str, spec: BuildSpec, error: RuntimeUnsupportedError) -> Check
     return Check(name, "all cases", "not measured", "not run", reason=reason)
 
 
-def verify_against_module(model: Path, artifact: Artifact, weights: Path | None, settings: OrtSettings) -> Verification:
-    """Check a model file against the PyTorch module itself, made again, on inputs of a new seed.
+def verify_against_module(
+    artifact: Artifact, weights: Path | None, verify: Callable[[Sequence[Case]], Verification]
+) -> Verification:
+    """Check a candidate against the PyTorch module itself, made again, on inputs of a new seed.
 
     weights: where they came from, a checkpoint folder or a file; None where they were drawn from the seed.
+    verify: compares the candidate with reference cases.
     """
     from effexport.module_source import SEED, source_from_path
     from effexport.reference import reference_from_module
 
-    spec, hashes = artifact.spec, artifact.manifest["hash_values"]
+    spec = artifact.spec
     origin = artifact.manifest["weights_from"]
     reason = ""
     if isinstance(spec.model, ModuleSpec):
@@ -107,8 +110,7 @@ def verify_against_module(model: Path, artifact: Artifact, weights: Path | None,
             reason = "these are not the weights that the artifact was built with" if weights else OTHER_DRAW
     if reason:
         return Verification([Check("PyTorch module", "all cases", "not measured", "not run", reason=reason)])
-    cases = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET + 1)
-    return verify_candidate(model, cases, spec, hashes, settings)
+    return verify(reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET + 1))
 
 
 def weights_digest(module: nn.Module) -> str:

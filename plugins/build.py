@@ -1,4 +1,4 @@
-"""The only place that runs a compiler: the kernel library, built once into the user's cache."""
+"""The kernel library for ONNX Runtime, built once into the user's cache. (ptx.py compiles for TensorRT.)"""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ def find_nvcc() -> Path | None:
     return Path(found) if found else None
 
 
-def examine_nvcc() -> Nvcc | None:
-    """The nvcc with its version and architectures; None when there is none. Raises LibraryError for a broken one."""
+def choose_nvcc() -> Path | None:
+    """`find_nvcc`, but a variable that names nothing is a LibraryError: an explicit choice is never replaced."""
     path = find_nvcc()
     if path is None:
         for variable in NVCC_VARIABLES:
@@ -89,6 +89,13 @@ def examine_nvcc() -> Nvcc | None:
                 raise LibraryError(
                     f"{variable} is {given!r}, which is no program here; expected an nvcc. Correct it, or unset it"
                 )
+    return path
+
+
+def examine_nvcc() -> Nvcc | None:
+    """The nvcc with its version and architectures; None when there is none. Raises LibraryError for a broken one."""
+    path = choose_nvcc()
+    if path is None:
         return None
     try:
         version = _says(str(path), "--version")

@@ -127,15 +127,95 @@ ensure_kernels() {
   "$VENV/bin/effexport" plugins build >&2
 }
 
-# The parts that tests must find: all of them, nvcc where there is one; or what the user says.
+# can_have_tensorrt: NVIDIA's packages are for Linux on x86-64, as far as we use them.
+can_have_tensorrt() { [[ "$(uname -sm)" == "Linux x86_64" ]]; }
+
+# tested_extras: what the tests are run with; TensorRT-RTX, which builds engines without a GPU, where it can be had.
+tested_extras() {
+  if can_have_tensorrt; then printf '%s\n' cpu,test,dev,rtx; else printf '%s\n' cpu,test,dev; fi
+}
+
+# conformance_stamp MAJOR: what .venv-tensorrt/MAJOR is made from, and where; tests/conftest.py compares it.
+conformance_stamp() {
+  { printf '%s\n' "$ROOT" && cat "$ROOT/scripts/conformance-requirements-$1.txt" "$ROOT/tests/plugins/tensorrt/shim.c"; } |
+    sha256sum | cut -d " " -f 1
+}
+
+# ensure_conformance: .venv-tensorrt/11 and /10 with TensorRT's own Python packages, for the tests of its plugins. They
+# load without a GPU and without TensorRT's builder, for which a small library stands in. Fails when it cannot be made.
+ensure_conformance() (
+  if ! can_have_tensorrt; then
+    say "error: TensorRT's packages are for Linux on x86-64; this is $(uname -sm)"
+    return 1
+  fi
+  exec 8<"$ROOT/scripts/conformance.sh"
+  if command -v flock >/dev/null; then flock 8; fi
+  for major in 11 10; do
+    make_conformance "$major" || return 1
+  done
+)
+
+# make_conformance MAJOR: does nothing when the environment is there and was made from the present files.
+make_conformance() {
+  local major="$1" folder="$ROOT/.venv-tensorrt/$1" compiler="" candidate libraries
+  if "$folder/bin/python" -c "import numpy" 2>/dev/null &&
+    [[ "$(cat "$folder/effexport.stamp" 2>/dev/null)" == "$(conformance_stamp "$major")" ]]; then
+    return
+  fi
+  for candidate in ${CC:+"$CC"} cc gcc clang; do
+    if command -v "$candidate" >/dev/null; then
+      compiler="$candidate"
+      break
+    fi
+  done
+  if [[ -z "$compiler" ]]; then
+    say "error: no C compiler found (cc, gcc or clang on PATH); on Debian and Ubuntu run: sudo apt install gcc"
+    return 1
+  fi
+  say "creating .venv-tensorrt/$major with TensorRT's Python packages"
+  rm -rf "$folder"
+  "$VENV/bin/python" -m venv "$folder" >&2 || return 1
+  if ! "$folder/bin/python" -m pip install --quiet --no-deps -r "$ROOT/scripts/conformance-requirements-$major.txt" >&2; then
+    say "error: TensorRT's Python packages were not installed, see above; Python 3.11 is known to work"
+    return 1
+  fi
+  libraries="$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["platlib"])')/tensorrt_lean_libs"
+  mkdir "$folder/shim"
+  "$compiler" -shared -fPIC "$ROOT/tests/plugins/tensorrt/shim.c" -o "$folder/shim/libnvinfer.so.$major" \
+    -Wl,--no-as-needed "$libraries/libnvinfer_lean.so.$major" -Wl,-soname,"libnvinfer.so.$major" >&2 || return 1
+  for candidate in nvinfer_plugin nvonnxparser; do
+    "$compiler" -shared -fPIC -x c /dev/null -o "$folder/shim/lib$candidate.so.$major" \
+      -Wl,-soname,"lib$candidate.so.$major" >&2 || return 1
+  done
+  # what a process needs to load them, for whoever starts one
+  printf '%s\n' "$folder/shim:$libraries" >"$folder/library-path"
+  conformance_stamp "$major" >"$folder/effexport.stamp"
+}
+
+# ensure_tested_conformance: as ensure_tested_kernels, for the tests of the TensorRT plugins.
+ensure_tested_conformance() {
+  local parts
+  ensure_conformance && return
+  parts="$(required_parts)"
+  case ",${parts// /}," in
+    *,tensorrt,*)
+      die "the environments for TensorRT's plugins were not made, see above; to run the tests without them:" \
+        "EFFEXPORT_REQUIRE=torch,onnx,ort,transformers,native $0"
+      ;;
+    *) say "WARNING: no environment for TensorRT's plugins: tests that need it are skipped" ;;
+  esac
+}
+
+# The parts that tests must find: all of them, those that a machine may lack where it has them; or what the user says.
 required_parts() {
+  local parts=torch,onnx,ort,transformers,native
   if [[ -n "${EFFEXPORT_REQUIRE+set}" ]]; then
     printf '%s\n' "$EFFEXPORT_REQUIRE"
-  elif has_tool nvcc; then
-    printf '%s\n' torch,onnx,ort,transformers,native,nvcc
-  else
-    printf '%s\n' torch,onnx,ort,transformers,native
+    return
   fi
+  if has_tool nvcc; then parts+=,nvcc; fi
+  if can_have_tensorrt; then parts+=,tensorrt,rtx; fi
+  printf '%s\n' "$parts"
 }
 
 # ensure_tested_kernels: the library is built; without it the tests are not run, unless the user requires other parts.

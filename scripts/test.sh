@@ -4,7 +4,8 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-ensure_environment cpu,test,dev
+ensure_environment "$(tested_extras)"
 ensure_tested_kernels
+ensure_tested_conformance
 run_pytest "$@"
 echo "Tests passed: pytest ${*:-on everything but the soak tests}; next, run .ci/run for lint and types as well."

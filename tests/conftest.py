@@ -7,14 +7,18 @@ run stops before the first test.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = "EFFEXPORT_REQUIRE"
 
 
@@ -51,6 +55,23 @@ class Package:
             except importlib.metadata.PackageNotFoundError:
                 continue
         return "of unknown version"
+
+
+@dataclass(frozen=True)
+class Packages:
+    """Modules that are of use together only."""
+
+    members: tuple[Package, ...]
+
+    @property
+    def name(self) -> str:
+        return " with ".join(member.name for member in self.members)
+
+    def is_present(self) -> bool:
+        return all(member.is_present() for member in self.members)
+
+    def version(self) -> str:
+        return " with ".join(f"{member.name} {member.version()}" for member in self.members)
 
 
 class KernelLibrary:
@@ -92,6 +113,32 @@ class CudaCompiler:
         return str(find_nvcc())
 
 
+class TensorRTBindings:
+    """TensorRT's own Python packages, in the environments that scripts/conformance.sh makes of the present files."""
+
+    name = "environment with TensorRT's Python packages (scripts/conformance.sh)"
+
+    def is_present(self) -> bool:
+        return all(self._is_fresh(major) for major in ("11", "10"))
+
+    def version(self) -> str:
+        texts = [self._requirements(major).read_text(encoding="utf-8") for major in ("11", "10")]
+        return " and ".join(re.search(r"^tensorrt_\w+_bindings==(\S+)", text, re.MULTILINE)[1] for text in texts)
+
+    def _requirements(self, major: str) -> Path:
+        return ROOT / "scripts" / f"conformance-requirements-{major}.txt"
+
+    def _is_fresh(self, major: str) -> bool:
+        """As make_conformance in scripts/environment.sh decides."""
+        try:
+            stamp = (ROOT / ".venv-tensorrt" / major / "effexport.stamp").read_text(encoding="utf-8").strip()
+            files = (self._requirements(major), ROOT / "tests" / "plugins" / "tensorrt" / "shim.c")
+            made_from = b"".join([f"{ROOT}\n".encode(), *(path.read_bytes() for path in files)])
+            return stamp == hashlib.sha256(made_from).hexdigest()
+        except OSError:
+            return False
+
+
 PARTS: dict[str, Part] = {
     "torch": Package("torch", ("torch",)),
     "onnx": Package("onnx", ("onnx",)),
@@ -99,6 +146,10 @@ PARTS: dict[str, Part] = {
     "transformers": Package("transformers", ("transformers",)),
     "native": KernelLibrary(),
     "nvcc": CudaCompiler(),
+    "tensorrt": TensorRTBindings(),
+    "rtx": Packages(
+        (Package("tensorrt_rtx", ("tensorrt-rtx-cu13",)), Package("cuda.bindings.runtime", ("cuda-bindings",)))
+    ),
 }
 REQUIRED = pytest.StashKey[tuple[str, ...]]()
 PRESENT = pytest.StashKey[set[str]]()

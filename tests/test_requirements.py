@@ -141,3 +141,66 @@ def test_a_library_that_is_named_and_not_there_stops_the_run(
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert "EFFEXPORT_LIBRARY is" in result.stdout + result.stderr
     assert "Traceback" not in result.stdout + result.stderr
+
+
+TENSORRT_SUITE = """
+import pytest
+
+@pytest.mark.requires("tensorrt")
+def test_with_tensorrt():
+    pass
+"""
+
+
+@pytest.fixture
+def tensorrt_tree(tmp_path: Path) -> Path:
+    """What the part `tensorrt` is judged by, with stamps as scripts/environment.sh writes them."""
+    names = ["conformance-requirements-11.txt", "conformance-requirements-10.txt", "environment.sh"]
+    (tmp_path / "tests" / "plugins" / "tensorrt").mkdir(parents=True)
+    (tmp_path / "scripts").mkdir()
+    for name in (*(f"scripts/{name}" for name in names), "tests/plugins/tensorrt/shim.c"):
+        shutil.copy(HERE.parent / name, tmp_path / name)
+    for major in ("11", "10"):
+        folder = tmp_path / ".venv-tensorrt" / major
+        folder.mkdir(parents=True)
+        command = f"source scripts/environment.sh && conformance_stamp {major}"
+        stamp = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+        (folder / "effexport.stamp").write_text(stamp.stdout)
+    return tmp_path
+
+
+def test_environments_for_tensorrt_of_the_present_files_are_found(tensorrt_tree: Path) -> None:
+    result = run_suite(tensorrt_tree / "tests", require="tensorrt", suite=TENSORRT_SUITE)
+    assert result.returncode == 0, result.stdout
+    assert "1 passed" in result.stdout
+    assert "tensorrt 11.4.0.106 and 10.16.1.11" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["scripts/conformance-requirements-10.txt", "tests/plugins/tensorrt/shim.c"])
+def test_environments_for_tensorrt_of_earlier_files_count_as_missing(tensorrt_tree: Path, name: str) -> None:
+    with (tensorrt_tree / name).open("a") as stream:
+        stream.write("\n")
+    result = run_suite(tensorrt_tree / "tests", require="", suite=TENSORRT_SUITE)
+    assert "1 skipped" in result.stdout
+    assert "scripts/conformance.sh) is not there" in result.stdout
+    result = run_suite(tensorrt_tree / "tests", require="tensorrt", suite=TENSORRT_SUITE)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+
+
+def required_parts(folder: Path, *, uname: str, variables: dict[str, str]) -> str:
+    """What scripts/environment.sh requires on a machine that calls itself so, where there is no nvcc."""
+    script = f'source "{HERE.parent}/scripts/environment.sh"; has_tool() {{ false; }}; required_parts'
+    (folder / "uname").write_text(f"#!/bin/sh\necho {uname}\n")
+    (folder / "uname").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "EFFEXPORT_REQUIRE"}
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_tensorrt_is_required_where_its_packages_exist(tmp_path: Path) -> None:
+    everywhere = "torch,onnx,ort,transformers,native"
+    assert required_parts(tmp_path, uname="Linux x86_64", variables={}) == f"{everywhere},tensorrt,rtx"
+    assert required_parts(tmp_path, uname="Darwin arm64", variables={}) == everywhere
+    given = {"EFFEXPORT_REQUIRE": "torch, onnx"}
+    assert required_parts(tmp_path, uname="Linux x86_64", variables=given) == "torch, onnx"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, Task
 
     from effexport.runners.ort_session import OrtSettings
 
@@ -20,17 +21,20 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
-def runtime_options(command: Callable[..., None]) -> Callable[..., None]:
-    """--runtime and --implementation."""
-    command = click.option(
+def runtime_options(help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """--runtime, with what it means here, and --implementation."""
+    runtime = click.option("--runtime", default="ort", show_default=True, help=help)
+    implementation = click.option(
         "--implementation",
         default="auto",
         show_default=True,
-        help="Of custom operators: kernel, body, or auto: kernels where the library is built.",
-    )(command)
-    return click.option(
-        "--runtime", default="ort", show_default=True, help="ort: ONNX Runtime on the CPU. ort-cuda: on an NVIDIA GPU."
-    )(command)
+        help="Of custom operators in ONNX Runtime: kernel, body, or auto: kernels where the library is built.",
+    )
+    return lambda command: runtime(implementation(command))
+
+
+ORT_HELP = "ort: ONNX Runtime on the CPU. ort-cuda: on an NVIDIA GPU. ort-trt: with its TensorRT provider."
+ENGINE_HELP = f"{ORT_HELP} trt, trt-rtx: the engine of the artifact."
 
 
 def settings_from_options(runtime: str, implementation: str) -> OrtSettings:
@@ -50,11 +54,11 @@ def check_choice(option: str, value: str, known: Collection[str]) -> None:
         raise UserError(f"unknown {option} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
 
 
-def implementation_text(implementation: Mapping[str, str]) -> str:
+def implementation_text(implementation: Mapping[str, str], verb: str = "ran as") -> str:
     """What ran the custom operators, as the end of a sentence; nothing for a model without any."""
     if not implementation:
         return ""
-    return ", " + ", ".join(f"effexport::{op} ran as {what}" for op, what in implementation.items())
+    return ", " + ", ".join(f"effexport::{op} {verb} {what}" for op, what in implementation.items())
 
 
 def stderr_console() -> Console:
@@ -67,13 +71,54 @@ def stderr_console() -> Console:
     return console
 
 
-@contextmanager
-def stage_progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """A spinner that shows the current stage on a terminal, and one line per stage elsewhere."""
-    if not console.is_terminal:
-        yield lambda name: console.print(f"… {name}", markup=False)
-        return
-    from rich.markup import escape
+class StageProgress:
+    """Says which stage runs: call it with the stage's name; `step` reports how far a long stage is.
 
-    with console.status("starting") as status:
-        yield lambda name: status.update(escape(name))
+    On a terminal a spinner, and a bar for stages that report steps; elsewhere one line per stage.
+    """
+
+    def __init__(self, console: Console, bars: Progress | None) -> None:
+        self._console = console
+        self._bars = bars
+        self._task = bars.add_task("starting", total=None, phase="") if bars else None
+
+    def __call__(self, name: str) -> None:
+        if self._bars is None or self._task is None:
+            self._console.print(f"… {name}", markup=False)
+        else:
+            self._bars.reset(self._task, total=None, description=name, phase="")
+
+    def step(self, phase: str, share: float) -> None:
+        """phase: what the stage is doing; share: how much of that is done, 0 to 1."""
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, total=1.0, completed=share, phase=phase)
+
+
+@contextmanager
+def stage_progress(console: Console) -> Iterator[StageProgress]:
+    """What a command reports its stages to."""
+    if not console.is_terminal:
+        yield StageProgress(console, None)
+        return
+    with progress_bars(console) as bars:
+        yield StageProgress(console, bars)
+
+
+def progress_bars(console: Console) -> Progress:
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    class BarOfSteps(BarColumn):
+        """Only for stages that say how far they are."""
+
+        def render(self, task: Task) -> Any:
+            return super().render(task) if task.total is not None else ""
+
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarOfSteps(bar_width=24),
+        TextColumn("{task.fields[phase]}", markup=False, style="dim"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from effexport.commands._engine_options import EngineRequest, engine_options
 from effexport.commands._options import (
+    ORT_HELP,
     debug_option,
     implementation_text,
     json_option,
@@ -19,6 +21,8 @@ from effexport.commands._options import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from effexport.artifact import Artifact
     from effexport.module_source import ModuleSource
     from effexport.report import Report
@@ -45,7 +49,8 @@ if TYPE_CHECKING:
 @click.option("--weights", type=click.Path(path_type=Path), help="safetensors file with the weights of the variant.")
 @click.option("--module", "factory", help="package.module:factory that returns a module built from our layers.")
 @click.option("--spec", "spec_file", type=click.Path(path_type=Path), help="TOML file with any field of the spec.")
-@runtime_options
+@runtime_options(ORT_HELP)
+@engine_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default artifacts/VARIANT.")
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
 @json_option
@@ -66,22 +71,32 @@ def command(
     """Export a model to ONNX, check it against PyTorch and write an artifact folder.
 
     Flags win over the fields of --spec. Nothing is written unless every check passes. --runtime and --implementation
-    say where the check runs the model; the model is the same.
+    say where the check runs the model; the model is the same. --target adds a TensorRT engine.
     """
     from effexport.artifact import check_output
     from effexport.cli import print_json
 
+    engine_request = EngineRequest.taken_from(flags)
     request = Request(flags, spec_file, checkpoint, weights, factory)
     settings = settings_from_options(runtime, implementation)
     spec, source, notes, name = request.resolve()
+    engines = engine_request.resolve(spec)
     output = output or Path("artifacts") / name
     check_output(output, force=force)
     from effexport.artifact_from_spec import artifact_from_spec
 
     console = stderr_console()
-    with stage_progress(console) as on_stage:
+    with stage_progress(console) as progress:
         artifact, report = artifact_from_spec(
-            spec, output, source=source, notes=notes, settings=settings, force=force, on_stage=on_stage
+            spec,
+            output,
+            source=source,
+            engines=engines,
+            notes=notes,
+            settings=settings,
+            force=force,
+            on_stage=progress,
+            on_progress=progress.step,
         )
     if as_json:
         answer = {"artifact": str(output), "verdict": report.verdict, "implementation": report.implementation}
@@ -131,12 +146,41 @@ def print_result(artifact: Artifact, report: Report) -> None:
     print_checks(console, report.checks)
     for note in report.notes:
         console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
+    for engine in report.engines:
+        print_engine(console, artifact, engine)
     seconds = sum(report.seconds.values())
     model_bytes = sum(entry["bytes"] for name, entry in artifact.manifest["files"].items() if "model.onnx" in name)
     console.print(
         f"{artifact.path}: {report.title}, {artifact.spec.precision}, {model_bytes / 1e6:.1f} MB, "
         f"built in {seconds:.0f} s{implementation_text(report.implementation)}. "
-        f"Next: effexport verify {artifact.path}, or open {artifact.path}/report.html",
+        f"Next: {next_step(artifact, report)}, or open {artifact.path}/report.html",
         soft_wrap=True,
         markup=False,
+    )
+
+
+def next_step(artifact: Artifact, report: Report) -> str:
+    unproven = [
+        engine["target"]
+        for engine in report.engines
+        if any(check.status == "not run" and check.name.startswith(f"{engine['target']}:") for check in report.checks)
+    ]
+    if unproven:
+        return f"on a machine with a GPU, effexport verify {artifact.path} --runtime {unproven[0]}"
+    return f"effexport verify {artifact.path}"
+
+
+def print_engine(console: Console, artifact: Artifact, engine: dict[str, Any]) -> None:
+    """One line on an engine, and its remarks."""
+    from effexport.engines.api import PRODUCTS
+    from effexport.report import sizes
+
+    for remark in engine["remarks"]:
+        console.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
+    console.print(
+        f"{artifact.path}/{engine['file']}: {PRODUCTS[engine['target']].title} {engine['tensorrt_version']}, "
+        f"{engine['bytes'] / 1e6:.1f} MB, built in {engine['build_seconds']:.1f} s, {sizes(engine['profiles'])}"
+        f"{implementation_text(engine['implementation'], 'is a')}",
+        markup=False,
+        soft_wrap=True,
     )

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from effexport.commands._options import debug_option, json_option, stderr_console
+from effexport.environment import MISSING
 
 
 @click.command("doctor")
@@ -22,7 +23,7 @@ def command(as_json: bool, debug: bool) -> None:
 
     findings = [examine(part) for part in PARTS]
     library = examine_library()
-    ok = all(finding["works"] for finding in findings) and library["problem"] is None
+    ok = all(finding["works"] or is_left_out(finding) for finding in findings) and library["problem"] is None
     if as_json:
         print_json({"ok": ok, "environment": versions(), "parts": findings, "library": library})
     else:
@@ -33,7 +34,8 @@ def command(as_json: bool, debug: bool) -> None:
             "part", "version", "state", "needed to", Column("to add it", no_wrap=True), box=None, pad_edge=False
         )
         for finding in findings:
-            state = Text("works", style="green") if finding["works"] else Text(finding["problem"], style="bold red")
+            style = "green" if finding["works"] else "dim" if is_left_out(finding) else "bold red"
+            state = Text("works" if finding["works"] else finding["problem"], style=style)
             table.add_row(
                 finding["name"], finding["version"] or "–", state, finding["purpose"], Text(finding["remedy"] or "")
             )
@@ -43,6 +45,11 @@ def command(as_json: bool, debug: bool) -> None:
         console.print("everything works" if ok else "something is missing, see above", markup=False)
     if not ok:
         raise click.exceptions.Exit(1)
+
+
+def is_left_out(finding: dict[str, Any]) -> bool:
+    """An optional part that is not installed is no problem; one that is installed and does not load is."""
+    return bool(finding["optional"] and finding["problem"] == MISSING)
 
 
 def examine_library() -> dict[str, Any]:

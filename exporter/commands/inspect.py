@@ -10,6 +10,7 @@ import click
 from effexport.commands._options import debug_option, json_option, stderr_console
 
 if TYPE_CHECKING:
+    from effexport.engines.sidecar import EngineInfo
     from effexport.spec import BuildSpec
 
 
@@ -18,16 +19,26 @@ if TYPE_CHECKING:
 @json_option
 @debug_option
 def command(path: Path, as_json: bool, debug: bool) -> None:
-    """Describe an artifact folder, an ONNX file, or a checkpoint folder before it is built.
+    """Describe an artifact folder, an ONNX file, a TensorRT engine, or a checkpoint folder before it is built.
 
-    Inputs, outputs, operators, size and parameters; for a checkpoint, what it computes and its known defects.
+    Inputs, outputs, operators, size and parameters; for a checkpoint, what it computes and its known defects; for an
+    engine, what it was built for and from, and its layers.
     """
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
+    from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
     from effexport.models.checkpoint import is_checkpoint
     from effexport.onnx_graph import graph_summary, load_graph
     from effexport.runners.ort_session import kernel_library
 
+    if is_engine(path):
+        info = read_sidecar(path)
+        check_engine_file(path, info)
+        if as_json:
+            print_json({"path": str(path), "engine": info.to_dict()})
+        else:
+            print_engine(path, info)
+        return
     if is_checkpoint(path):
         described = describe_checkpoint(path)
         if as_json:
@@ -108,7 +119,7 @@ def print_summary(result: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from effexport.report import flat_fields
+    from effexport.report import flat_fields, sizes
 
     table = Table("", "", box=None, pad_edge=False, show_header=False)
     graph = result["graph"]
@@ -126,6 +137,10 @@ def print_summary(result: dict[str, Any]) -> None:
             table.add_row(kind[:-1], escape(f"{tensor['name']} {tensor['dtype']} [{dims}]"))
     table.add_row("opset", str(graph["opset"]))
     table.add_row("size", f"{graph['bytes'] / 1e6:.1f} MB, {graph['parameters']:,} parameters")
+    for engine in result.get("engines", []):
+        table.add_row(
+            "engine", escape(f"{engine['file']}, {engine['bytes'] / 1e6:.1f} MB, {sizes(engine['profiles'])}")
+        )
     for note in result.get("notes", []):
         table.add_row("note", escape(note))
     for name, entry in graph["custom_ops"].items():
@@ -135,4 +150,44 @@ def print_summary(result: dict[str, Any]) -> None:
         )
     histogram = ", ".join(f"{name} {count}" for name, count in graph["ops"].items())
     table.add_row("operators", histogram)
+    stderr_console().print(table)
+
+
+def print_engine(path: Path, info: EngineInfo) -> None:
+    """What the sidecar of an engine says; its layers are counted, and listed by --json."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from effexport.engines.api import PRODUCTS
+    from effexport.engines.layers import count_dtypes, count_types
+
+    def row(name: str, text: str) -> None:
+        table.add_row(name, escape(text))
+
+    def counted(counts: dict[str, int]) -> str:
+        return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+    table = Table("", "", box=None, pad_edge=False, show_header=False)
+    row("path", str(path))
+    row("built with", f"{PRODUCTS[info.target].title} {info.tensorrt_version}, effexport {info.effexport_version}")
+    row("built", f"{info.created}, in {info.build_seconds:.1f} s")
+    row("for", info.built_for)
+    row("from", f"model.onnx with sha256 {info.onnx_sha256}, {info.onnx_bytes / 1e6:.1f} MB, {info.precision}")
+    row("size", f"{info.engine_bytes / 1e6:.1f} MB")
+    if info.device_memory_bytes is not None:
+        row("memory to run", f"{info.device_memory_bytes / 1e6:.1f} MB, besides weights, inputs and outputs")
+    for kind, tensors in (("input", info.inputs), ("output", info.outputs)):
+        for tensor in tensors:
+            row(kind, str(tensor))
+    for profile in info.profiles:
+        for name, (smallest, optimum, largest) in profile.items():
+            row("profile", f"{name}: {list(smallest)} to {list(largest)}, tuned for {list(optimum)}")
+    for op, what in info.implementation.items():
+        row("custom operator", f"effexport::{op} is a {what}")
+    row("options", ", ".join(f"{name}={value}" for name, value in info.options.items() if value not in (None, [])))
+    source = "as the engine says" if info.layers_from == "engine" else "of the network that it was built from"
+    row("layers", f"{len(info.layers)} {source}: {counted(count_types(info.layers))}")
+    row("element types", f"{counted(count_dtypes(info.layers))}; {info.tensors_compared} compared with the model")
+    for remark in info.remarks:
+        row("note", remark)
     stderr_console().print(table)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.commands._options import (
+    ENGINE_HELP,
     debug_option,
     implementation_text,
     json_option,
     runtime_options,
-    settings_from_options,
     stage_progress,
     stderr_console,
 )
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--input", "input_file", type=click.Path(path_type=Path), help=".npz with one array per input name.")
 @click.option("--text", "text_file", type=click.Path(path_type=Path), help="Text file; its bytes become tokens.")
 @click.option("--output", "output_file", type=click.Path(path_type=Path), help=".npz to write the outputs to.")
-@runtime_options
+@runtime_options(ENGINE_HELP)
 @json_option
 @debug_option
 def command(
@@ -40,7 +40,7 @@ def command(
     as_json: bool,
     debug: bool,
 ) -> None:
-    """Run an artifact in ONNX Runtime on arrays, or on the bytes of a text file.
+    """Run an artifact on arrays, or on the bytes of a text file: its model in ONNX Runtime, or its engine.
 
     A text longer than the model is cut into windows, which become rows of the batch.
     """
@@ -49,11 +49,10 @@ def command(
     from effexport.arrays import check_writable, load_npz, save_npz
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
-    from effexport.runners import limits_from_spec
-    from effexport.runners.ort import OrtRunner
+    from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
     from effexport.text import windows_from_text
 
-    settings = settings_from_options(runtime, implementation)
+    check_runtime(runtime, implementation)
     if output_file is not None:
         check_writable(output_file)
     opened = open_artifact(artifact)
@@ -61,8 +60,8 @@ def command(
     console = stderr_console()
     with stage_progress(console) as on_stage:
         feeds = load_npz(input_file) if input_file is not None else windows_from_text(text_file or Path(), spec)
-        on_stage(f"loading {opened.model_path}")
-        with OrtRunner(opened.model_path, settings, limits=limits_from_spec(spec)) as runner:
+        on_stage(f"loading {artifact} for {runtime}")
+        with runner_from_artifact(opened, runtime, implementation) as runner:
             on_stage("running")
             start = time.perf_counter()
             outputs = runner.run(feeds) if input_file is not None else run_windows(runner, feeds, spec.batch)
@@ -71,7 +70,7 @@ def command(
         save_npz(outputs | (feeds if text_file is not None else {}), output_file)
     shapes = {name: {"dtype": value.dtype.name, "shape": list(value.shape)} for name, value in outputs.items()}
     if as_json:
-        result: dict[str, Any] = {"outputs": shapes, "seconds": seconds, "implementation": runner.implementation}
+        result: dict[str, Any] = {"outputs": shapes, "seconds": seconds, "implementation": dict(runner.implementation)}
         print_json(result | {"output_file": str(output_file) if output_file else None})
     for name, info in shapes.items():
         console.print(f"{name}: {info['dtype']} {info['shape']}", markup=False)

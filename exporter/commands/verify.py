@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from effexport.commands._options import (
+    ENGINE_HELP,
     check_choice,
     debug_option,
     implementation_text,
     json_option,
     runtime_options,
-    settings_from_options,
     stage_progress,
     stderr_console,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from effexport.artifact import Artifact
-    from effexport.runners.ort_session import OrtSettings
+    from effexport.reference import Case
     from effexport.verification import Verification
 
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--weights", type=click.Path(path_type=Path), help="What it was built from: a checkpoint folder, or a file."
 )
-@runtime_options
+@runtime_options(ENGINE_HELP)
 @click.option(
     "--reference",
     default="auto",
@@ -56,9 +57,10 @@ def command(
     Exit status 1 when a check fails.
     """
     from effexport.cli import print_json
+    from effexport.runners.artifact_runner import check_runtime
 
     check_choice("--reference", reference, ("auto", "golden", "torch"))
-    settings = settings_from_options(runtime, implementation)
+    check_runtime(runtime, implementation)
     from effexport.artifact import open_artifact
     from effexport.commands._checks import print_checks
     from effexport.environment import versions
@@ -67,14 +69,15 @@ def command(
     opened = open_artifact(artifact)
     console = stderr_console()
     with stage_progress(console) as on_stage:
-        verification = verify_artifact(opened, model or opened.model_path, weights, reference, settings, on_stage)
+        candidate = Candidate(opened, runtime, implementation, model)
+        verification = verify_artifact(candidate, weights, reference, on_stage)
     checks = verification.checks
     ok = passed(checks)
     if as_json:
         print_json(
             {
                 "artifact": str(artifact),
-                "model": str(model or opened.model_path),
+                "model": str(candidate.path),
                 "passed": ok,
                 "runtime": runtime,
                 "implementation": verification.implementation,
@@ -94,29 +97,66 @@ def command(
         raise click.exceptions.Exit(1)
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """What is verified: the artifact's model, its engine, or another ONNX file in the place of its model."""
+
+    artifact: Artifact
+    runtime: str
+    implementation: str
+    model: Path | None
+
+    @property
+    def is_engine(self) -> bool:
+        from effexport.engines.api import PRODUCTS
+
+        return self.runtime in PRODUCTS
+
+    @property
+    def path(self) -> Path:
+        """Raises UserError for an engine that the artifact does not have, or that is to be another ONNX file."""
+        from effexport.errors import UserError
+
+        if not self.is_engine:
+            return self.model or self.artifact.model_path
+        if self.model is not None:
+            raise UserError(
+                f"--model names an ONNX file, and --runtime {self.runtime} runs the engine of the artifact; give one"
+            )
+        return self.artifact.engine_path(self.runtime)
+
+    def verify(self, cases: Sequence[Case]) -> Verification:
+        from effexport.commands._options import settings_from_options
+        from effexport.engine_verification import verify_engine
+        from effexport.verification import verify_candidate
+
+        spec, hashes = self.artifact.spec, self.artifact.manifest["hash_values"]
+        if self.is_engine:
+            return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
+        settings = settings_from_options(self.runtime, self.implementation)
+        return verify_candidate(self.path, cases, spec, hashes, settings)
+
+
 def verify_artifact(
-    artifact: Artifact,
-    model: Path,
-    weights: Path | None,
-    reference: str,
-    settings: OrtSettings,
-    on_stage: Callable[[str], None],
+    candidate: Candidate, weights: Path | None, reference: str, on_stage: Callable[[str], None]
 ) -> Verification:
     """Checks against the golden file, the PyTorch module, or both."""
     import importlib.util
 
+    from effexport.commands._options import settings_from_options
     from effexport.reference import load_reference
-    from effexport.verification import Verification, verify_against_module, verify_candidate, verify_decode_step
+    from effexport.verification import Verification, verify_against_module, verify_decode_step
 
-    spec, hashes = artifact.spec, artifact.manifest["hash_values"]
+    artifact, spec = candidate.artifact, candidate.artifact.spec
     result = Verification()
     if reference in ("auto", "golden"):
         on_stage("comparing with the golden file")
         cases = load_reference(artifact.reference_path)
-        result += verify_candidate(model, cases, spec, hashes, settings)
-        if model == artifact.model_path and spec.has_decode_step:
+        result += candidate.verify(cases)
+        if candidate.path == artifact.model_path and spec.has_decode_step:
+            settings = settings_from_options(candidate.runtime, candidate.implementation)
             result += verify_decode_step(artifact.decode_step_path, cases, spec, settings)
     if reference == "torch" or (reference == "auto" and importlib.util.find_spec("torch") is not None):
         on_stage("comparing with PyTorch on new inputs")
-        result += verify_against_module(model, artifact, weights, settings)
+        result += verify_against_module(artifact, weights, candidate.verify)
     return result

@@ -42,14 +42,14 @@ class BoundModel:
         self._session = session
         self._outputs = outputs
         self._lock = threading.Lock()
-        self._inputs = {name: value_from_array(ort, array.copy(), settings.provider) for name, array in feeds.items()}
+        self._inputs = {name: value_from_array(ort, array.copy(), settings.device) for name, array in feeds.items()}
         self._signature = {name: (array.dtype, array.shape) for name, array in feeds.items()}
         self._binding = session.io_binding()
         for name, value in self._inputs.items():
             self._binding.bind_ortvalue_input(name, value)
         # shapes of outputs are known after a run, and from then on their memory stays
         for tensor in outputs:
-            self._binding.bind_output(tensor.name, settings.provider)
+            self._binding.bind_output(tensor.name, settings.device)
         session.run_with_iobinding(self._binding, run_options(NO_GRAPH))
         self._results = self._binding.get_outputs()
         for tensor, value in zip(outputs, self._results, strict=True):

@@ -9,14 +9,20 @@
 // multiple of 4 with zeros, which the iteration keeps: zero columns of Z and P meet whatever is in the padding of X.
 //
 // The kernels compile to PTX as they are. Their arguments are inputs, int32 scalars, outputs; any grid is right.
+//
+// EFFEXPORT_FOR_TENSORRT leaves out what its plugin cannot use (bfloat16, scratch memory, the launch): engines carry the
+// PTX, so it is kept small, and NVRTC compiles no host code.
 #include "iterative_pinv/kernel.h"
 
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#ifndef EFFEXPORT_FOR_TENSORRT
+#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <limits>
+#endif
 
 // At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
 extern __shared__ float4 shared_memory[];
@@ -27,6 +33,7 @@ namespace {
 constexpr int kTile = 4;
 constexpr int kMaxSharedM = 64;
 constexpr int kMaxSharedThreads = (kMaxSharedM / kTile) * (kMaxSharedM / kTile);
+#ifndef EFFEXPORT_FOR_TENSORRT
 constexpr int kScratchThreads = 512;
 // Scratch memory is per block, not per matrix, so that it does not grow with the batch: more than GPUs have
 // multiprocessors, so none idles.
@@ -35,15 +42,18 @@ constexpr int kScratchBuffers = 4;
 // The largest m whose padded matrix has fewer than 2³¹ elements.
 constexpr std::int64_t kMaxM = 46340;
 
-__device__ float widen(float value) { return value; }
-__device__ float widen(Half value) { return __half2float(__ushort_as_half(value.bits)); }
 __device__ float widen(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
 
-__device__ void narrow(float value, float& result) { result = value; }
-__device__ void narrow(float value, Half& result) { result.bits = __half_as_ushort(__float2half_rn(value)); }
 __device__ void narrow(float value, BFloat16& result) {
   result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
+#endif
+
+__device__ float widen(float value) { return value; }
+__device__ float widen(Half value) { return __half2float(__ushort_as_half(value.bits)); }
+
+__device__ void narrow(float value, float& result) { result = value; }
+__device__ void narrow(float value, Half& result) { result.bits = __half_as_ushort(__float2half_rn(value)); }
 
 template <class T>
 struct alignas(kTile * sizeof(T)) Quad {
@@ -206,6 +216,7 @@ __device__ void iterate_in_shared_memory(const T* a, const T* scale, int count, 
   iterate(a, scale, count, m, iterations, z, buffer(0), buffer(1), buffer(2), buffer(2));
 }
 
+#ifndef EFFEXPORT_FOR_TENSORRT
 template <class T>
 __device__ void iterate_in_scratch_memory(const T* a, const T* scale, int count, int m, int iterations, T* z,
                                           float* scratch) {
@@ -216,17 +227,26 @@ __device__ void iterate_in_scratch_memory(const T* a, const T* scale, int count,
   };
   iterate(a, scale, count, m, iterations, z, buffer(0), buffer(1), buffer(2), buffer(3));
 }
+#endif
 
 }  // namespace
 
 // For m ≤ 64: a thread per tile, 48 · ⌈m / 4⌉² · 4 bytes of dynamic shared memory.
-// For larger m, `scratch`: 16-byte aligned, 64 · ⌈m / 4⌉² · 4 bytes per block.
 #define EFFEXPORT_ITERATIVE_PINV(dtype, T)                                                                             \
   extern "C" __global__ void __launch_bounds__(kMaxSharedThreads)                                                      \
       effexport_iterative_pinv_##dtype(const T* __restrict__ a, const T* __restrict__ scale, std::int32_t count,       \
                                        std::int32_t m, std::int32_t iterations, T* __restrict__ z) {                   \
     iterate_in_shared_memory(a, scale, count, m, iterations, z);                                                       \
-  }                                                                                                                    \
+  }
+
+EFFEXPORT_ITERATIVE_PINV(float32, float)
+EFFEXPORT_ITERATIVE_PINV(float16, Half)
+
+#ifndef EFFEXPORT_FOR_TENSORRT
+EFFEXPORT_ITERATIVE_PINV(bfloat16, BFloat16)
+
+// For larger m, `scratch`: 16-byte aligned, 64 · ⌈m / 4⌉² · 4 bytes per block.
+#define EFFEXPORT_ITERATIVE_PINV_SCRATCH(dtype, T)                                                                     \
   extern "C" __global__ void __launch_bounds__(kScratchThreads)                                                        \
       effexport_iterative_pinv_scratch_##dtype(const T* __restrict__ a, const T* __restrict__ scale,                   \
                                                std::int32_t count, std::int32_t m, std::int32_t iterations,            \
@@ -234,11 +254,12 @@ __device__ void iterate_in_scratch_memory(const T* a, const T* scale, int count,
     iterate_in_scratch_memory(a, scale, count, m, iterations, z, scratch);                                             \
   }
 
-EFFEXPORT_ITERATIVE_PINV(float32, float)
-EFFEXPORT_ITERATIVE_PINV(float16, Half)
-EFFEXPORT_ITERATIVE_PINV(bfloat16, BFloat16)
+EFFEXPORT_ITERATIVE_PINV_SCRATCH(float32, float)
+EFFEXPORT_ITERATIVE_PINV_SCRATCH(float16, Half)
+EFFEXPORT_ITERATIVE_PINV_SCRATCH(bfloat16, BFloat16)
 
 #undef EFFEXPORT_ITERATIVE_PINV
+#undef EFFEXPORT_ITERATIVE_PINV_SCRATCH
 
 namespace {
 
@@ -301,5 +322,6 @@ template int launch_cuda(const float*, const float*, std::int64_t, std::int64_t,
 template int launch_cuda(const Half*, const Half*, std::int64_t, std::int64_t, std::int64_t, void*, Half*, void*);
 template int launch_cuda(const BFloat16*, const BFloat16*, std::int64_t, std::int64_t, std::int64_t, void*, BFloat16*,
                          void*);
+#endif  // EFFEXPORT_FOR_TENSORRT
 
 }  // namespace effexport::iterative_pinv

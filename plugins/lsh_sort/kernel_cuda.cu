@@ -14,11 +14,14 @@
 // reads and writes 4 bytes of order and gathers 4 bytes of buckets, and a last one inverts the order.
 //
 // The kernel compiles to PTX as it is. Its arguments are inputs, int32 scalars, outputs; any grid is right.
+// EFFEXPORT_FOR_TENSORRT leaves out the launch, which is host code: NVRTC compiles none.
 #include "lsh_sort/kernel.h"
 
+#ifndef EFFEXPORT_FOR_TENSORRT
 #include <cuda_runtime.h>
 
 #include <limits>
+#endif
 
 // At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
 extern __shared__ std::int32_t shared_counters[];
@@ -182,6 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
+#ifndef EFFEXPORT_FOR_TENSORRT
 int launch_cuda(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, std::int64_t num_buckets,
                 std::int32_t* order, std::int32_t* rank, void* stream) {
   constexpr std::int64_t max_int32 = std::numeric_limits<std::int32_t>::max();
@@ -198,5 +202,6 @@ int launch_cuda(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, 
   return cudaLaunchKernelEx(&launch, effexport_lsh_sort, buckets, static_cast<std::int32_t>(rows),
                             static_cast<std::int32_t>(n), static_cast<std::int32_t>(num_buckets), order, rank);
 }
+#endif
 
 }  // namespace effexport::lsh_sort

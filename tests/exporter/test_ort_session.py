@@ -124,7 +124,7 @@ def test_on_a_gpu_bodies_are_preferred_to_kernels_for_the_cpu(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"provider": "gpu"}, "unknown provider 'gpu'.* Expected: cpu, cuda"),
+        ({"provider": "gpu"}, "unknown provider 'gpu'.* Expected: cpu, cuda, tensorrt"),
         ({"implementation": "bodies"}, "unknown implementation 'bodies'.* Expected: auto, kernel, body"),
         ({"threads": 0}, "threads is 0; expected at least 1"),
         ({"cuda_graph": True}, "cuda_graph needs the provider 'cuda'; the provider is 'cpu'"),
@@ -140,8 +140,9 @@ def test_settings_know_the_name_of_their_runtime() -> None:
     assert {name: OrtSettings(provider=provider).runtime for name, provider in ort_session.RUNTIMES.items()} == {
         "ort": "ort",
         "ort-cuda": "ort-cuda",
+        "ort-trt": "ort-trt",
     }
-    assert RUNTIME_NAMES.keys() == ort_session.RUNTIMES.keys()
+    assert RUNTIME_NAMES.keys() >= ort_session.RUNTIMES.keys()
 
 
 def fake_ort(available: list[str]) -> Any:
@@ -167,6 +168,15 @@ def test_cuda_is_asked_for_exact_float32_and_for_graphs_only_on_request() -> Non
     assert options == {"use_tf32": "0", "enable_cuda_graph": "0"}
     (_, options), _ = ort_session.providers_from_settings(ort, OrtSettings(provider="cuda", cuda_graph=True, tf32=True))
     assert options == {"use_tf32": "1", "enable_cuda_graph": "1"}
+
+
+def test_what_onnxruntime_prints_about_missing_libraries_stays_out_of_stdout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ort = fake_ort(["CUDAExecutionProvider", "CPUExecutionProvider"])
+    ort.preload_dlls = lambda: print("Failed to load libcublas")
+    ort_session.providers_from_settings(ort, OrtSettings(provider="cuda"))
+    assert capsys.readouterr() == ("", "Failed to load libcublas\n")
 
 
 def assigned(**providers: str) -> Any:

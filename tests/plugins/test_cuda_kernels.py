@@ -19,6 +19,8 @@ import pytest
 import torch
 from bucket_patterns import bucket_rows
 
+from effexport.plugins.iterative_pinv import trt as trt_pinv
+from effexport.plugins.lsh_sort import trt as trt_sort
 from effexport.plugins.lsh_sort.op import reference as sort_reference
 from effexport.plugins.toolchain import CUDA_ARCHITECTURES, find_compiler, find_nvcc
 
@@ -441,3 +443,19 @@ def test_gpu_checks_launches_the_kernels_as_their_sources_do(emulated: Emulated)
         emulated.sort(np.zeros((2, 1)), num_buckets, max_blocks=1)
         emulated.library.get_last_launch(launch.ctypes.data)
         assert launch.tolist() == [2, 1024, gpu_checks.sort_shared_bytes(num_buckets)]
+
+
+@pytest.mark.requires("native")
+def test_the_tensorrt_plugins_launch_the_kernels_as_their_sources_do(emulated: Emulated) -> None:
+    launch = np.zeros(3, np.int64)
+    for m in range(1, trt_pinv.MAX_M + 1):
+        emulated.pinv(*softmax_matrices(3, m), iterations=1, max_blocks=1)
+        emulated.library.get_last_launch(launch.ctypes.data)
+        assert launch.tolist() == [3, trt_pinv.block_threads(m), trt_pinv.shared_bytes(m)]
+    # the next larger matrix is the first that needs scratch memory, which plugins cannot have
+    assert emulated.library.iterative_pinv_scratch_bytes(1, trt_pinv.MAX_M) == 0
+    assert emulated.library.iterative_pinv_scratch_bytes(1, trt_pinv.MAX_M + 1) > 0
+    for num_buckets in [*BUCKETS, 256, 32768, 32769, 1 << 24, (1 << 24) + 1, INT32_MAX]:
+        emulated.sort(np.zeros((2, 1)), num_buckets, max_blocks=1)
+        emulated.library.get_last_launch(launch.ctypes.data)
+        assert launch.tolist() == [2, trt_sort.BLOCK_THREADS, trt_sort.shared_bytes(num_buckets)]

@@ -1,0 +1,150 @@
+"""The options of `effexport build` that ask for TensorRT engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+if TYPE_CHECKING:
+    from effexport.engines.spec import EngineSpec
+    from effexport.spec import BuildSpec
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+_OPTIONS = (
+    click.option(
+        "--target",
+        "targets",
+        multiple=True,
+        help="none (default), trt or trt-rtx: also build a TensorRT engine. trt-rtx needs no GPU. Repeatable.",
+    ),
+    click.option(
+        "--profile",
+        "profiles",
+        multiple=True,
+        metavar="DIM=MIN:OPT:MAX,…",
+        help="Sizes that the engine accepts and is tuned for, such as batch=1:4:16,seq=128:1024:4096. Repeatable; a "
+        "dimension that is named again begins another profile.",
+    ),
+    click.option("--optimization-level", type=int, help="How long TensorRT searches: 0 to 5; default: its own."),
+    click.option(
+        "--workspace", help="Most scratch memory on the GPU, in bytes, or with K, M or G; default: all of it."
+    ),
+    click.option("--tf32/--no-tf32", default=False, help="Let float32 products round their inputs to 11 bits; off."),
+    click.option(
+        "--compute-capabilities",
+        metavar="SM,…",
+        help="trt-rtx: GPUs to build for, such as 86,89; default: SM 80 and later.",
+    ),
+    click.option("--timing-cache", type=click.Path(path_type=Path), help="trt: file that speeds up the next build."),
+    click.option("--version-compatible", is_flag=True, help="trt: an engine that later releases can load."),
+    click.option(
+        "--hardware-compatibility", default="none", help="trt: none (default), ampere+ or same-compute-capability."
+    ),
+    click.option(
+        "--weight-streaming", is_flag=True, help="Keep weights in host memory, for models larger than the GPU's."
+    ),
+    click.option("--refittable", is_flag=True, help="trt: weights can be replaced without another build."),
+)
+
+
+def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """All options of an engine; `EngineRequest.taken_from` takes their values."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What the user said of engines."""
+
+    targets: tuple[str, ...]
+    profiles: tuple[str, ...]
+    optimization_level: int | None
+    workspace: str | None
+    tf32: bool
+    compute_capabilities: str | None
+    timing_cache: Path | None
+    version_compatible: bool
+    hardware_compatibility: str
+    weight_streaming: bool
+    refittable: bool
+
+    @classmethod
+    def taken_from(cls, flags: dict[str, Any]) -> Self:
+        """The engine's share of a command's options, which are removed from `flags`."""
+        return cls(**{field.name: flags.pop(field.name) for field in fields(cls)})
+
+    def resolve(self, spec: BuildSpec) -> tuple[EngineSpec, ...]:
+        """One spec for each target. Raises SpecError for what cannot be built, and for options without a target."""
+        from effexport.engines.profile import profiles_from_texts
+        from effexport.engines.spec import EngineSpec, check_target
+        from effexport.models.validation import require
+
+        targets = [target for target in dict.fromkeys(self.targets) if target != "none"]
+        for target in targets:
+            check_target(target)
+        given = [name for name, value in self._options().items() if value not in (None, False, (), "none")]
+        require(
+            bool(targets) or not given,
+            f"{', '.join(given)}: for an engine, and none was asked for; add --target trt-rtx or --target trt",
+        )
+        return tuple(
+            EngineSpec(
+                target=target,  # type: ignore[arg-type]  # checked above
+                profiles=profiles_from_texts(self.profiles, spec),
+                optimization_level=self.optimization_level,
+                workspace_bytes=bytes_from_text(self.workspace),
+                tf32=self.tf32,
+                compute_capabilities=numbers_from_text(self.compute_capabilities),
+                timing_cache=self.timing_cache,
+                version_compatible=self.version_compatible,
+                hardware_compatibility=self.hardware_compatibility,  # type: ignore[arg-type]  # checked by the spec
+                weight_streaming=self.weight_streaming,
+                refittable=self.refittable,
+            )
+            for target in targets
+        )
+
+    def _options(self) -> dict[str, Any]:
+        names = {"profiles": "--profile"}
+        return {
+            names.get(field.name, f"--{field.name.replace('_', '-')}"): getattr(self, field.name)
+            for field in fields(self)
+            if field.name != "targets"
+        }
+
+
+def bytes_from_text(text: str | None) -> int | None:
+    """`512M` → bytes. Raises SpecError for anything but a number with K, M or G."""
+    from effexport.models.validation import require
+
+    if text is None:
+        return None
+    word = text.strip().upper().removesuffix("IB").removesuffix("B")
+    digits = word.rstrip("KMG")
+    unit = word[len(digits) :]
+    require(
+        digits.isdecimal() and unit in _UNITS,
+        f"cannot read the size {text!r}; expected bytes, such as 4294967296, or 4G, 512M, 64K",
+    )
+    return int(digits) * _UNITS[unit]
+
+
+def numbers_from_text(text: str | None) -> tuple[int, ...]:
+    """`86,89` or `8.6,8.9` → (86, 89). Raises SpecError for anything else."""
+    from effexport.models.validation import require
+
+    if text is None:
+        return ()
+    words = [word.strip().lower().removeprefix("sm").removeprefix("_").replace(".", "") for word in text.split(",")]
+    require(
+        all(word.isdecimal() for word in words),
+        f"cannot read the compute capabilities {text!r}; expected numbers such as 86,89",
+    )
+    return tuple(dict.fromkeys(int(word) for word in words))

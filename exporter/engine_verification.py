@@ -1,0 +1,140 @@
+"""Is an engine equal to its reference? It takes a GPU to ask; without one, that is what the report says."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.candidates import RunnerCandidate
+from effexport.engine_from_onnx import engine_from_onnx, model_digest
+from effexport.engines.api import PRODUCTS
+from effexport.engines.profile import Profile, Range
+from effexport.engines.sidecar import SUFFIX, EngineInfo, read_sidecar
+from effexport.engines.spec import EngineSpec
+from effexport.errors import UserError
+from effexport.hash_injection import hash_values, with_given_buckets
+from effexport.models.spec import LSHSpec
+from effexport.onnx_graph import external_locations, load_graph
+from effexport.parity import Check, run_checks
+from effexport.runners import limits_from_spec
+from effexport.spec import BuildSpec
+from effexport.verification import Verification
+
+if TYPE_CHECKING:
+    from effexport.reference import Case
+
+
+def verify_engine_if_possible(
+    engine: Path, model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str]
+) -> Verification:
+    """As `verify_engine`, for a build: an engine that cannot run on this machine is not wrong, and not proven."""
+    from effexport.runners.cuda import open_cuda
+
+    target = read_sidecar(engine).target
+    try:
+        open_cuda(PRODUCTS[target].extra)
+    except UserError as error:
+        reason = f"the engine was built and not run: {error}. Where there is a GPU, prove it with: effexport verify "
+        return not_run(target, "all cases", f"{reason}ARTIFACT --runtime {target}")
+    verification = verify_engine(engine, model, cases, spec, hashes)
+    # what ran the custom operators of the engine is in its sidecar; the report's is of model.onnx
+    return Verification(verification.checks)
+
+
+def verify_engine(
+    engine: Path, model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str]
+) -> Verification:
+    """Check an engine against reference cases. Cases outside its profiles are said, not skipped.
+
+    Raises UserError where the engine cannot run: no GPU, another release, other GPUs than this one.
+    """
+    info = read_sidecar(engine)
+    with engine_candidate(engine, info, model, spec, hashes) as candidate:
+        inside = [case for case in cases if covers(info, case)]
+        result = Verification(
+            [dataclasses.replace(c, name=f"{info.target}: {c.name}") for c in run_checks(candidate, inside, spec)],
+            candidate.implementation,
+        )
+    for case in cases:
+        if not covers(info, case):
+            result += not_run(info.target, case.title, "its shape is outside the profiles of the engine")
+    return result
+
+
+def not_run(target: str, case: str, reason: str) -> Verification:
+    return Verification([Check(f"{target}: parity", case, "not measured", "not run", reason=reason)])
+
+
+def covers(info: EngineInfo, case: Case) -> bool:
+    """Whether some profile takes the shapes of a case, and those of its samples on their own."""
+    return any(
+        all(
+            low <= size <= high
+            for name, (smallest, _, largest) in profile.items()
+            if name in case.inputs
+            for low, size, high in zip(smallest, case.inputs[name].shape, largest, strict=True)
+        )
+        for profile in info.profiles
+    )
+
+
+@contextlib.contextmanager
+def engine_candidate(
+    engine: Path, info: EngineInfo, model: Path, spec: BuildSpec, hashes: Sequence[str]
+) -> Iterator[RunnerCandidate]:
+    """An engine under the parity check; where the model hashes, with a second engine that takes the buckets.
+
+    The second one is built here, from the same model with the same options: one flipped bucket moves a third of all
+    outputs, so the arithmetic can be compared only when both sides have the same buckets.
+    """
+    from effexport.runners.trt import TrtRunner
+
+    limits = limits_from_spec(spec)
+    with contextlib.ExitStack() as stack:
+        runner = stack.enter_context(TrtRunner(engine, limits=limits, onnx_sha256=model_digest(model)))
+        values = hash_values(model, hashes) if hashes else []
+        given = None
+        if values:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-")))
+            second = engine_with_given_buckets(model, values, info, spec, folder)
+            given = stack.enter_context(TrtRunner(second, limits=limits))
+        yield RunnerCandidate(runner, given, hashes, values)
+
+
+def engine_with_given_buckets(
+    model: Path, values: Sequence[str], info: EngineInfo, spec: BuildSpec, folder: Path
+) -> Path:
+    """Build the engine of a model whose buckets are inputs and outputs, into `folder`."""
+    changed = folder / model.name
+    changed.write_bytes(with_given_buckets(model, values))
+    for location in external_locations(load_graph(model)):
+        (folder / location).parent.mkdir(parents=True, exist_ok=True)
+        (folder / location).symlink_to((model.parent / location).resolve())
+    path = folder / f"given{SUFFIX}"
+    engine_from_onnx(changed, spec_with_given_buckets(info, spec), path, precision=info.precision)
+    return path
+
+
+def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec) -> EngineSpec:
+    """How an engine was built, with ranges for the buckets, int32 [rows, padded]: one row per sample, head and round,
+    and sequences padded to whole chunks."""
+    attention = spec.attention
+    assert isinstance(attention, LSHSpec)
+    chunk, rows = attention.chunk_length, attention.heads * attention.num_hashes
+    profiles = []
+    for profile in info.profiles:
+        batch, seq = (Range(*(shape[axis] for shape in profile["attention_mask"])) for axis in range(2))
+        padded = Range(*(-(-size // chunk) * chunk for size in seq))
+        profiles.append(
+            Profile({"batch": batch, "seq": seq, "rows": Range(*(n * rows for n in batch)), "padded": padded})
+        )
+    options = {
+        **info.options,
+        "compute_capabilities": tuple(info.options["compute_capabilities"]),
+        "timing_cache": None,
+    }
+    return EngineSpec(target=info.target, profiles=tuple(profiles), **options)

@@ -1,0 +1,401 @@
+"""The part of TensorRT's Python API that effexport uses, for TensorRT and TensorRT-RTX alike.
+
+The bindings have no types. These protocols declare every class, method and constant that our code touches, and mypy
+lets it touch nothing else; a test then looks each of them up on the real bindings of both products. A method that a
+release renames thus fails a test, and not a user.
+
+Each protocol has the name of the class it stands for; those of enumerations end in `Values`. NOT_IN_RTX and NOT_IN_TRT
+name what only the other product has, and `engine_from_onnx` asks for by target.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
+
+from effexport.errors import MissingExtraError, UserError
+
+Target = Literal["trt", "trt-rtx"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of the two TensorRTs. oldest: the first release that is supported."""
+
+    title: str
+    module: str
+    extra: str
+    oldest: tuple[int, int]
+
+
+PRODUCTS: dict[str, Product] = {
+    "trt": Product("TensorRT", "tensorrt", "tensorrt", (10, 13)),
+    "trt-rtx": Product("TensorRT-RTX", "tensorrt_rtx", "rtx", (1, 7)),
+}
+
+
+class SeverityValues(Protocol):
+    INTERNAL_ERROR: Any
+    ERROR: Any
+    WARNING: Any
+    INFO: Any
+    VERBOSE: Any
+
+
+class BuilderFlagValues(Protocol):
+    TF32: Any
+    REFIT: Any
+    VERSION_COMPATIBLE: Any
+    WEIGHT_STREAMING: Any
+
+
+class NetworkDefinitionCreationFlagValues(Protocol):
+    STRONGLY_TYPED: Any
+    PREFER_AOT_PYTHON_PLUGINS: Any
+
+
+class HardwareCompatibilityLevelValues(Protocol):
+    NONE: Any
+    AMPERE_PLUS: Any
+    SAME_COMPUTE_CAPABILITY: Any
+
+
+class MemoryPoolTypeValues(Protocol):
+    WORKSPACE: Any
+
+
+class ProfilingVerbosityValues(Protocol):
+    DETAILED: Any
+
+
+class LayerInformationFormatValues(Protocol):
+    JSON: Any
+
+
+class DataTypeValues(Protocol):
+    FLOAT: Any
+    HALF: Any
+    BF16: Any
+    INT64: Any
+    INT32: Any
+    BOOL: Any
+
+
+class TensorLocationValues(Protocol):
+    DEVICE: Any
+
+
+class ExecutionContextAllocationStrategyValues(Protocol):
+    USER_MANAGED: Any
+
+
+class CudaGraphStrategyValues(Protocol):
+    WHOLE_GRAPH_CAPTURE: Any
+
+
+class TensorIOModeValues(Protocol):
+    INPUT: Any
+    OUTPUT: Any
+
+
+class ComputeCapabilityValues(Protocol):
+    SM75: Any
+    SM80: Any
+    SM86: Any
+    SM89: Any
+    SM120: Any
+    SM121: Any
+
+
+class EngineValidityValues(Protocol):
+    VALID: Any
+    SUBOPTIMAL: Any
+    INVALID: Any
+
+
+class EngineInvalidityDiagnosticsValues(Protocol):
+    VERSION_MISMATCH: Any
+    UNSUPPORTED_CC: Any
+    OLD_CUDA_DRIVER: Any
+    OLD_CUDA_RUNTIME: Any
+    INSUFFICIENT_GPU_MEMORY: Any
+    MALFORMED_ENGINE: Any
+    CUDA_ERROR: Any
+
+
+class IHostMemory(Protocol):
+    """A buffer of the library's: see `bytes_of`."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class ITensor(Protocol):
+    name: str
+    dtype: Any
+    shape: Sequence[int]
+
+
+class ILayer(Protocol):
+    name: str
+    type: Any
+    metadata: str
+
+    @property
+    def num_outputs(self) -> int: ...
+
+    def get_output(self, index: int) -> ITensor: ...
+
+
+class INetworkDefinition(Protocol):
+    @property
+    def num_inputs(self) -> int: ...
+
+    @property
+    def num_outputs(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def get_input(self, index: int) -> ITensor: ...
+
+    def get_output(self, index: int) -> ITensor: ...
+
+    def get_layer(self, index: int) -> ILayer: ...
+
+
+class ParserError(Protocol):
+    def desc(self) -> str: ...
+
+    def node_name(self) -> str: ...
+
+    def node_operator(self) -> str: ...
+
+
+class OnnxParser(Protocol):
+    @property
+    def num_errors(self) -> int: ...
+
+    def get_error(self, index: int) -> ParserError: ...
+
+    def parse(self, model: bytes, path: str) -> bool: ...
+
+
+class IOptimizationProfile(Protocol):
+    def set_shape(self, input: str, min: Sequence[int], opt: Sequence[int], max: Sequence[int]) -> None: ...
+
+
+class ITimingCache(Protocol):
+    def serialize(self) -> IHostMemory: ...
+
+
+class IBuilderConfig(Protocol):
+    builder_optimization_level: int
+    profiling_verbosity: Any
+    progress_monitor: Any
+    hardware_compatibility_level: Any
+    num_compute_capabilities: int
+
+    def add_optimization_profile(self, profile: IOptimizationProfile) -> int: ...
+
+    def set_flag(self, flag: Any) -> None: ...
+
+    def clear_flag(self, flag: Any) -> None: ...
+
+    def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None: ...
+
+    def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache | None: ...
+
+    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool: ...
+
+    def get_timing_cache(self) -> ITimingCache: ...
+
+    def set_compute_capability(self, compute_capability: Any, index: int) -> bool: ...
+
+
+class Builder(Protocol):
+    def create_network(self, flags: int) -> INetworkDefinition: ...
+
+    def create_builder_config(self) -> IBuilderConfig: ...
+
+    def create_optimization_profile(self) -> IOptimizationProfile: ...
+
+    def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> IHostMemory | None: ...
+
+
+class EngineInspector(Protocol):
+    def get_engine_information(self, format: Any) -> str: ...
+
+
+class IExecutionContext(Protocol):
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool: ...
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> bool: ...
+
+    def get_tensor_shape(self, name: str) -> Sequence[int]: ...
+
+    def set_tensor_address(self, name: str, memory: int) -> bool: ...
+
+    def infer_shapes(self) -> Sequence[str]: ...
+
+    def execute_async_v3(self, stream_handle: int) -> bool: ...
+
+    def set_device_memory(self, memory: int, size: int) -> None: ...
+
+
+class IRuntimeConfig(Protocol):
+    """cuda_graph_strategy: see CudaGraphStrategyValues; TensorRT-RTX has it alone."""
+
+    cuda_graph_strategy: Any
+
+
+class ICudaEngine(Protocol):
+    weight_streaming_budget_v2: int
+
+    @property
+    def num_io_tensors(self) -> int: ...
+
+    @property
+    def num_optimization_profiles(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def device_memory_size_v2(self) -> int: ...
+
+    @property
+    def streamable_weights_size(self) -> int: ...
+
+    def get_weight_streaming_automatic_budget(self) -> int: ...
+
+    def get_tensor_name(self, index: int) -> str: ...
+
+    def get_tensor_mode(self, name: str) -> Any: ...
+
+    def get_tensor_dtype(self, name: str) -> Any: ...
+
+    def get_tensor_shape(self, name: str) -> Sequence[int]: ...
+
+    def get_tensor_profile_shape(self, name: str, profile_index: int) -> Sequence[Sequence[int]]: ...
+
+    def get_tensor_location(self, name: str) -> Any: ...
+
+    def create_runtime_config(self) -> IRuntimeConfig: ...
+
+    def create_execution_context(self, strategy_or_config: Any = ..., /) -> IExecutionContext | None: ...
+
+    def create_engine_inspector(self) -> EngineInspector: ...
+
+
+class Runtime(Protocol):
+    engine_host_code_allowed: bool
+
+    @property
+    def engine_header_size(self) -> int: ...
+
+    def deserialize_cuda_engine(self, serialized_engine: bytes) -> ICudaEngine | None: ...
+
+    def get_engine_validity(self, buffer: bytes) -> tuple[Any, int]: ...
+
+
+class Api(Protocol):
+    """The module itself. ILogger and IProgressMonitor are base classes of ours, in builder_log.py."""
+
+    __version__: str
+    ILogger: Any
+    IProgressMonitor: Any
+    Builder: Callable[[Any], Builder]
+    OnnxParser: Callable[[INetworkDefinition, Any], OnnxParser]
+    Runtime: Callable[[Any], Runtime]
+    BuilderFlag: BuilderFlagValues
+    NetworkDefinitionCreationFlag: NetworkDefinitionCreationFlagValues
+    HardwareCompatibilityLevel: HardwareCompatibilityLevelValues
+    MemoryPoolType: MemoryPoolTypeValues
+    ProfilingVerbosity: ProfilingVerbosityValues
+    LayerInformationFormat: LayerInformationFormatValues
+    TensorIOMode: TensorIOModeValues
+    DataType: DataTypeValues
+    TensorLocation: TensorLocationValues
+    ExecutionContextAllocationStrategy: ExecutionContextAllocationStrategyValues
+    CudaGraphStrategy: CudaGraphStrategyValues
+    ComputeCapability: ComputeCapabilityValues
+    EngineValidity: EngineValidityValues
+    EngineInvalidityDiagnostics: EngineInvalidityDiagnosticsValues
+
+
+# What the other product has alone, as "Class" or "Class.member".
+NOT_IN_TRT = frozenset(
+    {
+        "ComputeCapability",
+        "EngineValidity",
+        "EngineInvalidityDiagnostics",
+        "IBuilderConfig.num_compute_capabilities",
+        "IBuilderConfig.set_compute_capability",
+        "CudaGraphStrategy",
+        "IRuntimeConfig.cuda_graph_strategy",
+        "Runtime.engine_header_size",
+        "Runtime.get_engine_validity",
+    }
+)
+NOT_IN_RTX = frozenset({"NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS"})
+
+
+def import_api(target: Target) -> Api:
+    """The bindings of a target.
+
+    Raises MissingExtraError where they are not installed, and UserError where they are too old or do not load.
+    """
+    product = PRODUCTS[target]
+    try:
+        module = cast(Api, importlib.import_module(product.module))
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == product.module:
+            raise MissingExtraError(product.title, product.extra, remark=missing_remark(target)) from error
+        raise UserError(f"{product.title} is installed but does not load: {error}") from error
+    check_version(target, module.__version__)
+    return module
+
+
+def missing_remark(target: Target) -> str:
+    if target == "trt":
+        return "it needs an NVIDIA GPU; --target trt-rtx builds without one"
+    return "it needs no GPU to build engines, only to run them"
+
+
+def check_version(target: Target, version: str) -> None:
+    """Raises UserError for a release older than the oldest that this API is of."""
+    product = PRODUCTS[target]
+    if version_tuple(version) < product.oldest:
+        raise UserError(
+            f"{product.title} {version} is installed; expected {'.'.join(map(str, product.oldest))} or later: "
+            f"pip install --upgrade 'effexport[{product.extra}]'"
+        )
+
+
+def version_tuple(version: str) -> tuple[int, int]:
+    """Major and minor number."""
+    major, minor, *_ = [*version.split("."), "0"]
+    return int(major), int(minor)
+
+
+def installed_version(target: Target) -> str | None:
+    """The version of the bindings, found without importing them; None where there are none."""
+    names = {
+        "trt": ("tensorrt", "tensorrt_cu13", "tensorrt_cu12"),
+        "trt-rtx": ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
+    }
+    for name in names[target]:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def bytes_of(memory: IHostMemory) -> bytes:
+    """A copy of what the library holds."""
+    return bytes(cast(Any, memory))

@@ -1,0 +1,162 @@
+"""What TensorRT says while it parses and builds: progress for the terminal, and its log, kept back and understood.
+
+TensorRT explains a failure in C++ terms, over several lines, one of which matters. `explain` finds that line and turns
+it into what was asked, what TensorRT takes, and what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from effexport.engines.api import Api
+
+# Said for every graph with int64 inputs, which all of ours have.
+_NOISE = ("Make sure input", "Make sure output", "already exists, the output tensors")
+
+
+class BuildLog:
+    """The lines of one build by severity. `logger` is what TensorRT takes; it must outlive what was made with it."""
+
+    def __init__(self, api: Api) -> None:
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+        self.logger = make_logger(api, self.errors, self.warnings)
+
+
+def make_logger(api: Api, errors: list[str], warnings: list[str]) -> Any:
+    """An ILogger that files messages away. The bindings call it from threads of their own; appending is atomic."""
+    base: Any = api.ILogger
+    fatal = (base.INTERNAL_ERROR, base.ERROR)
+
+    class Logger(base):  # type: ignore[misc]  # the bindings have no types
+        def __init__(self) -> None:
+            base.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in fatal:
+                errors.append(message.strip())
+            elif severity == base.WARNING and not any(noise in message for noise in _NOISE):
+                warnings.append(message.strip())
+
+    return Logger()
+
+
+# Told the phase that the builder is in, and the share of it that is done.
+OnProgress = Callable[[str, float], None]
+
+
+def make_monitor(api: Api, on_progress: OnProgress) -> Any:
+    """An IProgressMonitor that reports the outermost phases, and lets Ctrl-C through.
+
+    An exception cannot cross the library, so an interrupt is noted in `interrupted`, and the build cancelled by the
+    answer to its next step.
+    """
+    base: Any = api.IProgressMonitor
+
+    class Monitor(base):  # type: ignore[misc]  # the bindings have no types
+        def __init__(self) -> None:
+            base.__init__(self)
+            self.interrupted = False
+            self._steps: dict[str, int] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            if parent_phase is None or parent_phase in self._outermost():
+                self._steps[phase_name] = num_steps
+                self._report(phase_name, 0.0)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            if phase_name in self._steps:
+                self._report(phase_name, (step + 1) / max(1, self._steps[phase_name]))
+            return not self.interrupted
+
+        def phase_finish(self, phase_name: str) -> None:
+            self._steps.pop(phase_name, None)
+
+        def _outermost(self) -> list[str]:
+            return list(self._steps)[:1]
+
+        def _report(self, phase: str, share: float) -> None:
+            try:
+                on_progress(phase, min(1.0, share))
+            except KeyboardInterrupt:
+                self.interrupted = True
+
+    return Monitor()
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A message of TensorRT, and what it means. Both texts may use the groups of the expression."""
+
+    expression: str
+    reason: str
+    remedy: str
+
+
+_PATTERNS = (
+    _Pattern(
+        r"(?P<node>[^\s:()]+): K exceeds the maximum value allowed \((?P<limit>\d+)\)",
+        "TopK at node {node} takes more than {limit} elements, which is the most that TensorRT sorts",
+        "sort with effexport::LSHSort, whose body needs no TopK, or sort fewer elements",
+    ),
+    _Pattern(
+        r"no tactics to implement the operation within workspace limit|insufficient workspace|increas\w+ the workspace",
+        "no implementation of some layer fits into the workspace",
+        "raise the limit with --workspace, lower the maxima of --profile, or leave --workspace out",
+    ),
+    _Pattern(
+        r"Cannot compile operation '(?P<node>[^']+)' for Turing \(SM75\): (?P<why>[^.]+)",
+        "node {node} cannot be built for SM 75: {why}",
+        "leave 75 out of --compute-capabilities; parts of every model stay in float32, whatever its precision",
+    ),
+    _Pattern(
+        r"(?P<layer>\w+Layer) (?P<node>[^\s:]+): (?:[^\s:]+: )?(?P<why>[^\n]*?)\s*In \w+ at",
+        "{layer} at node {node}: {why}",
+        "build an artifact with effexport, or report this graph",
+    ),
+    _Pattern(
+        r"[Oo]ut of memory|OutOfMemory|cudaErrorMemoryAllocation",
+        "the GPU ran out of memory while building",
+        "lower the maxima of --profile, set --workspace, or free the GPU",
+    ),
+    _Pattern(
+        r"Unable to load library: (?P<library>[^:\s]+)",
+        "TensorRT misses its library {library}",
+        "install it beside the bindings, or leave --version-compatible out",
+    ),
+    _Pattern(
+        r"CUDA driver version is insufficient|no CUDA-capable device|cudaError 35|cudaErrorNoDevice",
+        "this step needs an NVIDIA GPU with a driver that is new enough, and there is none",
+        "build on a machine with a GPU, or use --target trt-rtx, which builds without",
+    ),
+    _Pattern(
+        r"Dimension mismatch for tensor (?P<node>\S+) and profile",
+        "the profile does not fit the shape of {node}",
+        "choose other sizes with --profile",
+    ),
+)
+
+
+def explain(errors: Sequence[str]) -> str:
+    """The reason and the remedy behind the lines of a failed build, as one sentence or two."""
+    for pattern in _PATTERNS:
+        for line in errors:
+            if match := re.search(pattern.expression, line):
+                groups = match.groupdict()
+                return f"{pattern.reason.format(**groups)}; {pattern.remedy.format(**groups)}"
+    if not errors:
+        return "it gave no reason"
+    return f"it says: {plain(errors[0])}"
+
+
+def plain(line: str) -> str:
+    """A line of the log without where in TensorRT's own sources it came from."""
+    text = re.sub(r"\s+", " ", line)
+    text = re.sub(r"\s*\(In (function )?\w+ at /[^\s)]+\)", "", text)
+    text = re.sub(r"\s*In (function )?\w+ at /[^\s)]+", "", text)
+    text = re.sub(r"^\w+::\w+: ", "", text)
+    text = re.sub(r"^Error Code \d+: ", "", text)
+    return text.strip()

@@ -1,0 +1,135 @@
+"""The layers of an engine with their element types, and whether these are the ones of the ONNX graph."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from effexport.engines.api import INetworkDefinition
+from effexport.errors import StageError
+from effexport.spec import DTYPE_OF_PRECISION
+
+STAGE = "element types"
+# The parser's type of a layer that multiplies matrices.
+PRODUCT = "MATRIX_MULTIPLY"
+FLOATS = ("float32", "float16", "bfloat16")
+# The enumeration of TensorRT, in lower case, → numpy's name.
+_NAMES = {"float": "float32", "half": "float16", "bf16": "bfloat16"}
+# The engine inspector describes a tensor in words, such as "Row major linear FP16 format"; the words vary by release.
+_WORDS = {
+    "float32": r"FP32|Float(32)?",
+    "float16": r"FP16|Half",
+    "bfloat16": r"BF16|BFloat16",
+    "int64": r"INT64",
+    "int32": r"INT32",
+    "bool": r"BOOL(EAN)?",
+}
+
+
+def dtype_name(dtype: Any) -> str:
+    """numpy's name of a TensorRT data type: "float32" for DataType.FLOAT."""
+    name = str(dtype).rsplit(".", 1)[-1].lower()
+    return _NAMES.get(name, name)
+
+
+def layers_of_network(definition: INetworkDefinition) -> Iterator[dict[str, Any]]:
+    """name, type and the outputs' names and dtypes of every layer."""
+    for index in range(definition.num_layers):
+        layer = definition.get_layer(index)
+        outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
+        yield {
+            "name": layer.name,
+            "type": str(layer.type).rsplit(".", 1)[-1],
+            "outputs": [{"name": tensor.name, "dtype": dtype_name(tensor.dtype)} for tensor in outputs],
+        }
+
+
+def check_dtypes(layers: Sequence[Mapping[str, Any]], expected: Mapping[str, str]) -> int:
+    """Compare the element types of an engine's tensors with those of the ONNX graph, by name.
+
+    Floating-point types must be the same: an fp16 request that became float32 is slow, and a float32 island that
+    became fp16 overflows. TensorRT chooses integer types as it likes. Returns how many tensors were compared.
+    Raises StageError that names the tensors that differ.
+    """
+    compared, different = 0, []
+    for layer in layers:
+        for tensor in layer["outputs"]:
+            wanted = expected.get(tensor["name"])
+            if wanted not in FLOATS or tensor["dtype"] == "unknown":
+                continue
+            compared += 1
+            if tensor["dtype"] != wanted:
+                different.append(
+                    f"{tensor['name']} of layer {layer['name']} is {tensor['dtype']}; the model says {wanted}"
+                )
+    if different:
+        shown = "\n".join(f"  {line}" for line in different[:10])
+        raise StageError(
+            STAGE,
+            f"TensorRT changed the precision of {len(different)} of {compared} floating-point tensors, so the engine "
+            f"would not compute what the model says; nothing was written\n{shown}",
+        )
+    return compared
+
+
+def check_precision(layers: Sequence[Mapping[str, Any]], precision: str) -> None:
+    """Raises StageError when the layers are not of the precision that was asked for: an fp16 engine multiplies some
+    matrices in float16, an fp32 engine has no tensor of fewer bits. fp16 engines keep float32 parts besides."""
+    wanted = DTYPE_OF_PRECISION[precision]
+    products = [layer for layer in layers if layer["type"] == PRODUCT]
+    if products and not any(tensor["dtype"] == wanted for layer in products for tensor in layer["outputs"]):
+        raise StageError(STAGE, f"{precision} was asked for, and no matrix product of the engine is {wanted}")
+    if precision == "fp32":
+        for lower in ("float16", "bfloat16"):
+            if count := count_dtypes(layers).get(lower, 0):
+                raise StageError(STAGE, f"fp32 was asked for, and {count} tensors are {lower}")
+
+
+def layers_of_engine(text: str) -> list[dict[str, Any]]:
+    """The same from the answer of the engine inspector, with the tactic and the ONNX nodes that a layer stands for.
+
+    Raises StageError for an answer that is no list of layers.
+    """
+    try:
+        layers = json.loads(text)["Layers"]
+        return [_layer_of_engine(layer) for layer in layers]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StageError(
+            STAGE, f"the engine inspector's answer cannot be read ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _layer_of_engine(layer: Any) -> dict[str, Any]:
+    if isinstance(layer, str):  # an engine that was built without detailed profiling
+        return {"name": layer, "type": "unknown", "outputs": []}
+    found: dict[str, Any] = {
+        "name": layer["Name"],
+        "type": layer.get("LayerType", "unknown"),
+        "outputs": [{"name": t["Name"], "dtype": described_dtype(t)} for t in layer.get("Outputs", ())],
+    }
+    for key, name in (("TacticName", "tactic"), ("Metadata", "nodes")):
+        if layer.get(key):
+            found[name] = layer[key]
+    return found
+
+
+def described_dtype(tensor: Mapping[str, Any]) -> str:
+    """numpy's name of the type that the inspector's words name; "unknown" where they name none."""
+    words = " ".join(str(tensor[key]) for key in ("Format/Datatype", "Datatype", "DataType", "Format") if key in tensor)
+    for name, expression in _WORDS.items():
+        if re.search(rf"\b({expression})\b", words, re.IGNORECASE):
+            return name
+    return "unknown"
+
+
+def count_dtypes(layers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How many tensors of each element type the layers write, most frequent first."""
+    return dict(Counter(tensor["dtype"] for layer in layers for tensor in layer["outputs"]).most_common())
+
+
+def count_types(layers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How many layers there are of each type, most frequent first."""
+    return dict(Counter(layer["type"] for layer in layers).most_common())

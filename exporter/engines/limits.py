@@ -1,0 +1,285 @@
+"""What TensorRT's ONNX parser cannot do, or does wrongly without a word: looked for in the graph, before it is asked.
+
+A user then sees the node, the reason and the remedy at once, on any machine. Sources, beside each rule: "measured" is
+TensorRT-RTX 1.7.1, whose parser was given small graphs and whose network was read back; "parser 10.1" is the source of
+onnx-tensorrt at its 10.1 release, the newest that is public as a whole; "operators.md" is its list of operators.
+
+What TensorRT merely does not know, it says itself; it is not repeated here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from effexport.engines.bounds import STANDARD_DOMAINS, Scope, attributes_of, largest_value, scopes
+from effexport.errors import UserError
+from effexport.onnx_graph import FORBIDDEN_OPS, all_nodes
+from effexport.plugins import DOMAIN
+
+if TYPE_CHECKING:
+    import onnx
+
+# TensorRT 11 documents 9 to 25. Measured: beyond, RTX parses and builds what it does not know, without a warning.
+PARSER_OPSETS = range(9, 26)
+# operators.md, and measured: 3840 builds, 3841 fails in the builder. A larger K at run time passes the builder.
+LARGEST_K = 3840
+# Element types of ONNX that TensorRT has too (trt.DataType).
+ELEMENT_TYPES = frozenset(
+    {
+        "FLOAT",
+        "FLOAT16",
+        "BFLOAT16",
+        "INT4",
+        "INT8",
+        "UINT8",
+        "INT32",
+        "INT64",
+        "BOOL",
+        "FLOAT4E2M1",
+        "FLOAT8E4M3FN",
+        "FLOAT8E8M0",
+    }
+)
+# Of FORBIDDEN_OPS, what has a rule of its own here: a graph from elsewhere may select a few elements.
+_OWN_RULE = frozenset({"TopK"})
+_LISTED_PROBLEMS = 5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that TensorRT cannot do, or would do wrongly.
+
+    node: its name, or what it makes where it has none; "" for the model as a whole. problem: what was given and what
+    was expected. remedy: what to do.
+    """
+
+    node: str
+    op_type: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        subject = f"node {self.node!r} ({self.op_type})" if self.op_type else self.node or "the model"
+        return f"{subject} {self.problem}: {self.remedy}"
+
+
+def check_limits(
+    model: onnx.ModelProto, largest_dims: Mapping[str, int] | None = None, *, plugins: Collection[str] = ()
+) -> None:
+    """Raises UserError that lists the problems, unless there are none. The arguments are those of `limit_problems`."""
+    problems = limit_problems(model, largest_dims, plugins=plugins)
+    if not problems:
+        return
+    shown = "; ".join(str(problem) for problem in problems[:_LISTED_PROBLEMS])
+    more = len(problems) - _LISTED_PROBLEMS
+    raise UserError(f"TensorRT cannot run this model: {shown}" + (f"; and {more} more" if more > 0 else ""))
+
+
+def limit_problems(
+    model: onnx.ModelProto, largest_dims: Mapping[str, int] | None = None, *, plugins: Collection[str] = ()
+) -> list[Problem]:
+    """Everything in the graph, its subgraphs and its functions that TensorRT cannot do, in the order of the file.
+
+    largest_dims: the largest size of named dimensions, as the profiles of the engine have them; it bounds a K that
+    depends on a shape. plugins: operators without a function body that a plugin will run.
+    """
+    problems = [*_opset_problems(model), *_tensor_problems(model), *_function_problems(model, plugins)]
+    for scope in scopes(model, largest_dims or {}):
+        for node in scope.nodes:
+            problems += _node_problems(node, scope)
+    return problems
+
+
+def _opset_problems(model: onnx.ModelProto) -> Iterator[Problem]:
+    imports = [("", entry) for entry in model.opset_import]
+    imports += [(f"the function {f.name}", entry) for f in model.functions for entry in f.opset_import]
+    for owner, entry in imports:
+        if entry.domain in STANDARD_DOMAINS and entry.version not in PARSER_OPSETS:
+            yield Problem(
+                owner,
+                "",
+                f"is of opset {entry.version}; TensorRT reads {PARSER_OPSETS.start} to {PARSER_OPSETS.stop - 1}, and "
+                "takes others for what it knows",
+                "export with another --opset",
+            )
+
+
+def _tensor_problems(model: onnx.ModelProto) -> Iterator[Problem]:
+    """Inputs, outputs and weights of a type that TensorRT has not. Those of subgraphs follow from them."""
+    for what, values in (("input", model.graph.input), ("output", model.graph.output)):
+        for value in values:
+            if not value.type.HasField("tensor_type"):
+                kind = value.type.WhichOneof("value") or "untyped"
+                yield Problem(
+                    f"the {what} {value.name!r}",
+                    "",
+                    f"is a {kind.removesuffix('_type')}; TensorRT has tensors only",
+                    "export a model whose inputs and outputs are tensors",
+                )
+            elif problem := _type_problem(value.type.tensor_type.elem_type):
+                yield Problem(f"the {what} {value.name!r}", "", *problem)
+    for tensor in model.graph.initializer:
+        if problem := _type_problem(tensor.data_type):
+            yield Problem(f"the weight {tensor.name!r}", "", *problem)
+
+
+def _type_problem(elem_type: int) -> tuple[str, str] | None:
+    """The problem with an element type, and the remedy; None for one that TensorRT has."""
+    import onnx
+
+    name = onnx.TensorProto.DataType.Name(elem_type) if elem_type in onnx.TensorProto.DataType.values() else "unknown"
+    if name in ELEMENT_TYPES:
+        return None
+    if name == "DOUBLE":
+        # measured, and operators.md: the network's tensors are FLOAT, and the caller is not told
+        return "is double, which TensorRT narrows to float without a word", "cast it to float in the model"
+    return f"is of type {name.lower()}, which TensorRT has not", "use float, float16, bfloat16, int32, int64 or bool"
+
+
+def _function_problems(model: onnx.ModelProto, plugins: Collection[str]) -> Iterator[Problem]:
+    import onnx
+
+    bodies = {(function.domain, function.name): function for function in model.functions}
+    domains: dict[str, str] = {}
+    for function in model.functions:
+        owner = f"the function {function.domain}::{function.name}"
+        # measured: with F of two domains, the first F ran in place of the second
+        other = domains.setdefault(function.name, function.domain)
+        if other != function.domain:
+            yield Problem(
+                owner,
+                "",
+                f"has the name of a function of {other}; TensorRT finds functions by name alone",
+                "rename one of them",
+            )
+        # measured: effexport::Exp with a body of Neg ran as Exp
+        if function.domain not in STANDARD_DOMAINS and onnx.defs.has(function.name, ""):
+            yield Problem(
+                owner,
+                "",
+                f"has the name of the standard operator {function.name}, which TensorRT runs instead",
+                "rename it",
+            )
+    for node in all_nodes(model):
+        if node.domain in STANDARD_DOMAINS:
+            continue
+        body = bodies.get((node.domain, node.op_type))
+        if body is not None:
+            yield from _call_problems(node, body)
+        elif node.op_type not in plugins:
+            yield _missing_body(node)
+
+
+def _call_problems(node: onnx.NodeProto, body: onnx.FunctionProto) -> Iterator[Problem]:
+    """A call must give every argument and take every output, and must not confuse the parser with its names."""
+    given, wanted = [name for name in node.input if name], list(body.input)
+    # parser 10.1 asserts both, and so does RTX (measured)
+    if len(given) != len(wanted):
+        yield _problem(
+            node,
+            f"gives {len(given)} of the {len(wanted)} inputs of its function; TensorRT has no optional inputs",
+            "give every input",
+        )
+        return
+    if len([name for name in node.output if name]) != len(body.output):
+        yield _problem(
+            node,
+            f"takes {len(node.output)} of the {len(body.output)} outputs of its function; TensorRT expects all",
+            "take every output, or remove the others from the function",
+        )
+    # measured: the parser binds the inputs one by one in one table of names, so that F(p, q) called as F(q, p) got q
+    # twice, without a warning
+    for i, inner in enumerate(wanted):
+        if inner in given[i + 1 :] and inner != given[i]:
+            yield _problem(
+                node,
+                f"is given {inner!r} as another input than the one its function calls so; TensorRT confuses them",
+                "rename the inputs of the function",
+            )
+
+
+def _missing_body(node: onnx.NodeProto) -> Problem:
+    import onnx
+
+    if onnx.defs.has(node.op_type, ""):
+        # measured: com.microsoft::Softmax ran as Softmax
+        return _problem(
+            node,
+            f"is of the domain {node.domain}; TensorRT ignores domains and runs the standard {node.op_type} instead",
+            "export it as standard operators",
+        )
+    remedy = "build the model again with effexport" if node.domain == DOMAIN else "export it as standard operators"
+    return _problem(node, f"is of the domain {node.domain} and has neither a function body nor a plugin", remedy)
+
+
+def _node_problems(node: onnx.NodeProto, scope: Scope) -> Iterator[Problem]:
+    if node.domain not in STANDARD_DOMAINS:
+        return
+    if node.op_type in FORBIDDEN_OPS and node.op_type not in _OWN_RULE:
+        # one reason, one remedy: exported graphs are held to the same list
+        yield _problem(
+            node, f"is not allowed, because {FORBIDDEN_OPS[node.op_type]}", "express it in other standard operators"
+        )
+    if node.op_type == "TopK":
+        yield from _topk_problems(node, scope)
+    if node.op_type == "Unique":
+        # operators.md: not supported; TensorRT has no layer that sorts
+        yield _problem(node, "sorts, and TensorRT has no such layer", "sort outside of the model")
+    if node.op_type == "Einsum":
+        yield from _einsum_problems(node)
+    if node.op_type in ("Cast", "Constant", "ConstantOfShape"):
+        yield from _made_type_problems(node)
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs):
+            for tensor in graph.initializer:
+                if problem := _type_problem(tensor.data_type):
+                    yield Problem(f"the weight {tensor.name!r}", "", *problem)
+
+
+def _topk_problems(node: onnx.NodeProto, scope: Scope) -> Iterator[Problem]:
+    attribute = attributes_of(node).get("k")  # opset 9; an input from 10 on
+    k = attribute.i if attribute is not None else largest_value(node.input[1], scope) if len(node.input) > 1 else None
+    if k is None:
+        yield _problem(
+            node,
+            f"has a K that only a run knows; TensorRT stops at {LARGEST_K} elements, and builds an engine that fails",
+            "make K a constant, or limit it with Min and a constant",
+        )
+    elif k > LARGEST_K:
+        yield _problem(node, f"has K up to {k}; expected at most {LARGEST_K}", "select fewer elements")
+
+
+def _einsum_problems(node: onnx.NodeProto) -> Iterator[Problem]:
+    equation = attributes_of(node)["equation"].s.decode()
+    if "..." in equation:
+        # TensorRT's Einsum layer has no ellipsis, says its reference; the parser rewrites it where it knows the ranks
+        yield _problem(
+            node, f"has an ellipsis in its equation {equation!r}, which TensorRT's Einsum lacks", "name every dimension"
+        )
+    elif re.search(r"[^a-z,>\s-]", equation):
+        # the reference of the Einsum layer: lower-case letters. Measured: "AB->BA" is refused
+        yield _problem(node, f"has other than lower-case letters in its equation {equation!r}", "use a to z")
+
+
+def _made_type_problems(node: onnx.NodeProto) -> Iterator[Problem]:
+    """Of nodes that choose the type of their output."""
+    for name, attribute in attributes_of(node).items():
+        # operators.md
+        if node.op_type == "Constant" and name in ("sparse_value", "value_string", "value_strings"):
+            yield _problem(node, f"has a {name}, which TensorRT does not read", "use a plain tensor of numbers")
+        elif name in ("value", "to") and not attribute.ref_attr_name:
+            elem_type = attribute.t.data_type if name == "value" else attribute.i
+            if problem := _type_problem(elem_type):
+                yield _problem(node, *problem)
+
+
+def _problem(node: onnx.NodeProto, problem: str, remedy: str) -> Problem:
+    return Problem(node.name or _maker(node.output), node.op_type, problem, remedy)
+
+
+def _maker(outputs: Iterable[str]) -> str:
+    """What stands for the name of a node that has none."""
+    return f"maker of {', '.join(outputs)}"

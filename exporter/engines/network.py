@@ -1,0 +1,54 @@
+"""A model as TensorRT's parser understood it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from effexport.engines.api import Api, Builder, INetworkDefinition, OnnxParser, Target
+from effexport.engines.builder_log import BuildLog, explain, plain
+from effexport.errors import StageError
+
+STAGE = "TensorRT's parser"
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a parser made of a model. The parser owns weights that the network refers to, so both stay together."""
+
+    definition: INetworkDefinition
+    parser: OnnxParser
+
+
+def network_from_model(api: Api, builder: Builder, log: BuildLog, target: Target, model: bytes, path: Path) -> Network:
+    """Parse a serialised model. path: where external weights are looked for.
+
+    Raises StageError that names the node, the reason and the remedy.
+    """
+    known = api.NetworkDefinitionCreationFlag
+    # unasked, TensorRT makes plugins that run Python at run time, which ours do not
+    wanted = [known.STRONGLY_TYPED, known.PREFER_AOT_PYTHON_PLUGINS] if target == "trt" else [known.STRONGLY_TYPED]
+    definition = builder.create_network(sum(1 << int(flag) for flag in wanted))
+    parser = api.OnnxParser(definition, log.logger)
+    if not parser.parse(model, str(path)):
+        raise StageError(STAGE, parse_failure(parser, log))
+    return Network(definition, parser)
+
+
+def parse_failure(parser: OnnxParser, log: BuildLog) -> str:
+    for index in range(parser.num_errors):
+        error = parser.get_error(index)
+        where = (
+            f"node {error.node_name() or '(without a name)'} ({error.node_operator()})" if error.node_operator() else ""
+        )
+        if "Plugin not found" in error.desc():
+            return (
+                f"{where} is an operator that TensorRT does not have, without a function body or a plugin; attach a "
+                "body to the model, or use another operator"
+            )
+        if where and error.desc() in ("false", "unsupported"):
+            return f"{where} is an operator that TensorRT does not import; use another one"
+        if where:
+            return f"{where}: {plain(error.desc())}; build an artifact with effexport, or report this graph"
+        return f"the model cannot be read: {plain(error.desc())}"
+    return explain(log.errors)

@@ -1,0 +1,77 @@
+"""A model as TensorRT's parser is given it: within the parser's limits, with plugins or bodies decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from effexport.engines.limits import check_limits
+from effexport.engines.spec import EngineSpec
+from effexport.onnx_graph import value_types
+from effexport.plugins import DOMAIN, OPS, LibraryError
+
+if TYPE_CHECKING:
+    import onnx
+
+    from effexport.onnx_graph import ValueType
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model as the parser gets it. implementation: per custom operator, "plugin" or "body"; remarks: why a body."""
+
+    model: onnx.ModelProto
+    implementation: Mapping[str, str]
+    remarks: tuple[str, ...]
+
+
+def prepared_model(model: onnx.ModelProto, spec: EngineSpec) -> Prepared:
+    """The graph that the parser is given: function bodies inlined, except where a plugin serves the operator.
+
+    The parser takes functions too, but gives the values of their second and later uses no names.
+    Raises UserError for a graph beyond the limits of TensorRT.
+    """
+    import onnx.inliner
+
+    implementation, remarks = implementations(model, spec)
+    bodies = [(DOMAIN, op) for op, what in implementation.items() if what == "body"]
+    others = [(f.domain, f.name) for f in model.functions if f.domain != DOMAIN]
+    inlined = onnx.inliner.inline_selected_functions(model, [*bodies, *others])
+    check_limits(inlined, plugins=[op for op, what in implementation.items() if what == "plugin"])
+    return Prepared(inlined, implementation, remarks)
+
+
+def implementations(model: onnx.ModelProto, spec: EngineSpec) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Per custom operator of a model, "plugin" or "body", and sentences on bodies that take the place of plugins."""
+    from effexport.plugins.tensorrt_plugins import register_plugins
+
+    nodes = [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in OPS]
+    ops = sorted({node.op_type for node in nodes})
+    if spec.target == "trt-rtx":
+        return dict.fromkeys(ops, "body"), ()
+    reasons: dict[str, str] = {}
+    tensors = value_types(model)
+    for node in nodes:
+        reason = reason_for_body(node, tensors)
+        if reason and node.op_type not in reasons:
+            reasons[node.op_type] = f"effexport::{node.op_type} runs as its function body: {reason}"
+    for op in ops:
+        if op in reasons:
+            continue
+        try:
+            register_plugins([op])
+        except LibraryError as error:  # no CUDA compiler: slower, and right
+            reasons[op] = f"effexport::{op} runs as its function body, which is slower: {error}"
+    return {op: "body" if op in reasons else "plugin" for op in ops}, tuple(reasons.values())
+
+
+def reason_for_body(node: onnx.NodeProto, tensors: Mapping[str, ValueType]) -> str | None:
+    """Why the plugin of an operator cannot serve a node, or None when it can."""
+    import onnx
+
+    from effexport.plugins.tensorrt_plugins import why_body
+
+    known = [tensors.get(name, ("unknown", ())) for name in node.input]
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    return why_body(node.op_type, [dtype for dtype, _ in known], [dims for _, dims in known], attributes)

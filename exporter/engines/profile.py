@@ -1,0 +1,176 @@
+"""Optimisation profiles: the sizes that an engine accepts, and the ones that it is tuned for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from effexport.models.spec import LookAroundSpec, NystromSpec
+from effexport.models.validation import SpecError, did_you_mean, require
+
+if TYPE_CHECKING:
+    from effexport.engines.sidecar import ShapeRange
+    from effexport.spec import BuildSpec, TensorInfo
+
+# What a profile sets; every other dimension of a model is a number.
+PROFILE_DIMS = ("batch", "seq", "choices")
+# Room for a small batch when nobody says how many requests come at once.
+DEFAULT_MAX_BATCH = 4
+DEFAULT_CHOICES = 4
+EXAMPLE = "--profile batch=1:4:16,seq=128:1024:4096"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Sizes that one dimension takes: from `min` to `max`, and tuned for `opt`."""
+
+    min: int
+    opt: int
+    max: int
+
+    def __post_init__(self) -> None:
+        require(self.min >= 1, f"the range {self} begins at {self.min}; expected at least 1")
+        require(
+            self.min <= self.opt <= self.max, f"the range {self} is out of order; expected min:opt:max, such as 1:4:16"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.min}:{self.opt}:{self.max}"
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.min, self.opt, self.max))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The sizes that an engine accepts, by the names of the dynamic dimensions of the model: "batch", "seq"."""
+
+    ranges: Mapping[str, Range]
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.ranges.items())
+
+    def shapes(self, inputs: Sequence[TensorInfo]) -> dict[str, ShapeRange]:
+        """Smallest, optimal and largest shape of every input.
+
+        Raises SpecError for an input with a dynamic dimension that the profile does not set.
+        """
+        return {tensor.name: self._shape(tensor) for tensor in inputs}
+
+    def _shape(self, tensor: TensorInfo) -> ShapeRange:
+        sizes = []
+        for dim in tensor.dims:
+            require(
+                isinstance(dim, int) or dim in self.ranges,
+                f"the dimension {dim!r} of {tensor} has no range in the profile {self}",
+            )
+            sizes.append((dim, dim, dim) if isinstance(dim, int) else tuple(self.ranges[dim]))
+        smallest, optimum, largest = (tuple(size[i] for size in sizes) for i in range(3))
+        return smallest, optimum, largest
+
+
+def profiles_from_texts(texts: Sequence[str], spec: BuildSpec) -> tuple[Profile, ...]:
+    """The profiles that --profile asks for: `batch=min:opt:max,seq=min:opt:max`, one dimension or more in each text.
+
+    A dimension that is named again begins another profile; one that is left out has its range of `default_profile`.
+    Raises SpecError for anything else, and for sizes that the model cannot take.
+    """
+    groups: list[dict[str, Range]] = []
+    for text in texts:
+        for name, size in parse_profile(text).items():
+            if not groups or name in groups[-1]:
+                groups.append({})
+            groups[-1][name] = size
+    default = default_profile(spec)
+    profiles = tuple(Profile({**default.ranges, **group}) for group in groups) or (default,)
+    for profile in profiles:
+        check_profile(profile, spec)
+    return profiles
+
+
+def parse_profile(text: str) -> dict[str, Range]:
+    """`batch=1:4:16,seq=512` → ranges by dimension; one number stands for all three."""
+    ranges: dict[str, Range] = {}
+    for part in text.split(","):
+        name, equals, sizes = (word.strip() for word in part.partition("="))
+        require(bool(equals), f"cannot read the profile {text!r}; expected dimension=min:opt:max, such as {EXAMPLE}")
+        require(
+            name in PROFILE_DIMS,
+            f"the profile {text!r} names the dimension {name!r}{did_you_mean(name, PROFILE_DIMS)} "
+            f"Expected: {', '.join(PROFILE_DIMS)}",
+        )
+        require(name not in ranges, f"the profile {text!r} names {name} twice")
+        numbers = sizes.split(":")
+        require(
+            len(numbers) in (1, 3) and all(number.isdecimal() for number in numbers),
+            f"cannot read the range {sizes!r} of {name}; expected min:opt:max, such as 1:4:16, or one number for all",
+        )
+        ranges[name] = Range(*(int(number) for number in (numbers * 3 if len(numbers) == 1 else numbers)))
+    return ranges
+
+
+def default_profile(spec: BuildSpec) -> Profile:
+    """Tuned for the batch and length of the spec; batches up to 4, and any length up to the model's longest, or up to
+    half as much again as the exported one where the model has no limit."""
+    fixed, seq_len = spec.fixed_seq_len, spec.seq_len
+    longest = spec.max_seq_len or seq_len + seq_len // 2
+    seq = Range(fixed, fixed, fixed) if fixed else Range(1, min(seq_len, longest), longest)
+    ranges = {"batch": Range(1, spec.batch, max(spec.batch, DEFAULT_MAX_BATCH)), "seq": seq}
+    if "choices" in dynamic_dims(spec):
+        ranges["choices"] = Range(1, DEFAULT_CHOICES, DEFAULT_CHOICES)
+    return Profile({name: size for name, size in ranges.items() if name in dynamic_dims(spec)})
+
+
+def dynamic_dims(spec: BuildSpec) -> list[str]:
+    """Names of the dimensions of a model's inputs that a profile sets, in order."""
+    return list(dict.fromkeys(dim for tensor in spec.inputs for dim in tensor.dims if isinstance(dim, str)))
+
+
+def check_profile(profile: Profile, spec: BuildSpec) -> None:
+    """Raises SpecError for sizes that the model cannot take: other lengths than its only one, or beyond its longest."""
+    dims = dynamic_dims(spec)
+    fixed, longest = spec.fixed_seq_len, spec.max_seq_len
+    seq = profile.ranges.get("seq")
+    if fixed is not None and seq is not None:
+        raise SpecError(
+            f"the profile has seq={seq}, but this model takes sequences of {fixed} tokens and no others"
+            f"{why_fixed(spec)}; leave seq out of --profile"
+        )
+    for name in profile.ranges:
+        require(
+            name in dims,
+            f"the profile sets {name}, but the dynamic dimensions of this model are: {', '.join(dims) or 'none'}",
+        )
+    if seq is not None and longest is not None:
+        require(
+            seq.max <= longest,
+            f"the profile has seq={seq}, but this model has positions for {longest} tokens; expected a maximum of at "
+            f"most {longest}: lower it, or build with a larger --seq-len",
+        )
+
+
+def why_fixed(spec: BuildSpec) -> str:
+    """Half a sentence on the rule that ties a model to one length, where it has a name."""
+    attention = spec.attention
+    if isinstance(attention, NystromSpec) and attention.segment_means_seq_len:
+        size = attention.segment_means_seq_len // attention.num_landmarks
+        return f", because its {attention.num_landmarks} landmarks are means of exactly {size} tokens each"
+    return ""
+
+
+def profile_remarks(profiles: Sequence[Profile], spec: BuildSpec) -> list[str]:
+    """Sentences on lengths that work and waste time: the model pads them to whole chunks."""
+    attention = spec.attention
+    chunk = attention.chunk_length if isinstance(attention, LookAroundSpec) else 1
+    remarks = []
+    for profile in profiles:
+        seq = profile.ranges.get("seq")
+        if seq is None or seq.opt % chunk == 0 or seq.opt < chunk:
+            continue
+        whole = -(-seq.opt // chunk) * chunk
+        remarks.append(
+            f"the profile {profile} is tuned for {seq.opt} tokens, which {spec.variant} pads to {whole}, a multiple of "
+            f"its chunk of {chunk}: sequences of {whole} tokens take no longer"
+        )
+    return remarks

@@ -1,0 +1,212 @@
+"""What is known of an engine: the JSON file beside it, and whether an engine may be loaded here at all.
+
+engine/trt-rtx.engine and engine/trt-rtx.json in an artifact; any engine may be moved as long as both stay together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from effexport.engines.api import PRODUCTS, Target, version_tuple
+from effexport.errors import UserError
+from effexport.json_text import json_text
+from effexport.spec import TensorInfo
+
+FORMAT_VERSION = 1
+SUFFIX = ".engine"
+SIDECAR_SUFFIX = ".json"
+FOLDER = "engine"
+
+# A shape for each of: the smallest, the one to tune for, the largest.
+ShapeRange = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """A built engine.
+
+    compute_capabilities: the GPUs it was built for, such as 89; empty where TensorRT-RTX chose, see its default.
+    profiles: the shapes of every input, [minimum, optimum, maximum], one entry per optimisation profile.
+    implementation: per custom operator, "plugin" or "body"; `remarks` says why a body, where that is a question.
+    layers: name, type, and dtypes of the outputs; from the engine itself where a GPU could load it ("engine"), else
+    from the network that it was built from ("network"), whose types a strongly typed engine keeps.
+    tensors_compared: how many floating-point tensors were found to have the element type of the ONNX graph.
+    onnx_sha256: of the model.onnx that it came from, with its external weights; see `model_digest`.
+    """
+
+    target: Target
+    tensorrt_version: str
+    effexport_version: str
+    created: str
+    precision: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    profiles: tuple[Mapping[str, ShapeRange], ...]
+    options: Mapping[str, Any]
+    onnx_sha256: str
+    onnx_bytes: int
+    engine_sha256: str
+    engine_bytes: int
+    build_seconds: float
+    compute_capabilities: tuple[int, ...] = ()
+    hardware_compatibility: Literal["none", "ampere+", "same-compute-capability"] = "none"
+    version_compatible: bool = False
+    device_memory_bytes: int | None = None
+    implementation: Mapping[str, str] = field(default_factory=dict)
+    layers: tuple[Mapping[str, Any], ...] = ()
+    layers_from: Literal["engine", "network"] = "network"
+    tensors_compared: int = 0
+    remarks: tuple[str, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def built_for(self) -> str:
+        """The GPUs that it may run on, in words."""
+        if self.hardware_compatibility == "ampere+" or not self.compute_capabilities:
+            return "SM 80 and later"
+        return ", ".join(f"SM {number}" for number in self.compute_capabilities)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON; `from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
+        known = {entry.name for entry in fields(cls)}
+        options = {name: value for name, value in values.items() if name in known}
+        if options["target"] not in PRODUCTS:
+            raise ValueError(f"unknown target {options['target']!r}")
+        for name in ("inputs", "outputs"):
+            options[name] = tuple(TensorInfo(t["name"], t["dtype"], tuple(t["dims"])) for t in options[name])
+        options["profiles"] = tuple(
+            {name: shape_range(shapes) for name, shapes in profile.items()} for profile in options["profiles"]
+        )
+        for name in ("layers", "remarks", "compute_capabilities"):
+            options[name] = tuple(options.get(name, ()))
+        return cls(**options)
+
+
+def shape_range(shapes: Any) -> ShapeRange:
+    """Raises ValueError unless there are three shapes."""
+    smallest, optimum, largest = (tuple(map(int, shape)) for shape in shapes)
+    return smallest, optimum, largest
+
+
+def engine_name(target: str) -> str:
+    """Where an artifact keeps the engine of a target, from its root."""
+    return f"{FOLDER}/{target}{SUFFIX}"
+
+
+def sidecar_path(engine: Path) -> Path:
+    return engine.with_suffix(SIDECAR_SUFFIX)
+
+
+def is_engine(path: Path) -> bool:
+    """Whether a path looks like an engine, by its name."""
+    return path.suffix == SUFFIX
+
+
+def write_sidecar(engine: Path, info: EngineInfo) -> None:
+    sidecar_path(engine).write_text(json_text(info.to_dict()) + "\n", encoding="utf-8")
+
+
+def read_sidecar(engine: Path) -> EngineInfo:
+    """What is known of an engine file. The engine itself is not read.
+
+    Raises UserError when the engine or its sidecar is missing, or the sidecar is damaged or of a newer effexport.
+    """
+    sidecar = sidecar_path(engine)
+    if not engine.is_file():
+        raise UserError(f"no engine at {engine}; make one with: effexport build --variant lsh --target trt-rtx")
+    if not sidecar.is_file():
+        raise UserError(
+            f"{engine} has no {sidecar.name} beside it, which says what it was built for; copy both files together"
+        )
+    try:
+        values = json.loads(sidecar.read_text(encoding="utf-8"))
+        version = values["format_version"]
+        if type(version) is int and version > FORMAT_VERSION:
+            raise UserError(
+                f"{sidecar} has format version {version}, of a newer effexport; this one reads up to {FORMAT_VERSION}: "
+                "upgrade effexport"
+            )
+        return EngineInfo.from_dict(values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{sidecar} is damaged ({type(error).__name__}: {error}); {REBUILD}") from error
+
+
+REBUILD = "build the engine again, or copy it again from its source"
+
+
+def check_engine_file(engine: Path, info: EngineInfo) -> None:
+    """Raises UserError when the engine is not the file that its sidecar describes."""
+    size = engine.stat().st_size
+    if size != info.engine_bytes:
+        raise UserError(f"{engine} is damaged: it has {size} bytes, expected {info.engine_bytes}; {REBUILD}")
+    with engine.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != info.engine_sha256:
+        raise UserError(f"{engine} is damaged: it does not match the checksum in its sidecar; {REBUILD}")
+
+
+def check_model(engine: Path, info: EngineInfo, onnx_sha256: str) -> None:
+    """Raises UserError when an engine came from another model than the one beside it."""
+    if info.onnx_sha256 != onnx_sha256:
+        raise UserError(
+            f"{engine} was built from another model.onnx (sha256 {info.onnx_sha256[:12]}…; this one has "
+            f"{onnx_sha256[:12]}…), so it would answer with other weights; build it again with --target {info.target}"
+        )
+
+
+def check_runs_here(engine: Path, info: EngineInfo, tensorrt_version: str, compute_capability: int) -> None:
+    """Raises UserError when TensorRT would refuse the engine: another release, or another kind of GPU.
+
+    tensorrt_version: of the bindings here. compute_capability: of the GPU here, such as 90.
+    """
+    product = PRODUCTS[info.target].title
+    rebuild = f"build it again with: effexport build … --target {info.target}"
+    same_release = tensorrt_version.split(".")[:3] == info.tensorrt_version.split(".")[:3]
+    newer = version_tuple(tensorrt_version) >= version_tuple(info.tensorrt_version)
+    if not (same_release or (info.version_compatible and newer)):
+        raise UserError(
+            f"{engine} was built with {product} {info.tensorrt_version}, and {tensorrt_version} is installed; expected "
+            f"the same release{' or a later one' if info.version_compatible else ''}: install it, or {rebuild}"
+        )
+    if not covers(info, compute_capability):
+        raise UserError(
+            f"{engine} was built for {info.built_for}, and this GPU is SM {compute_capability}; expected one of those: "
+            f"{rebuild} on this machine"
+        )
+
+
+def covers(info: EngineInfo, compute_capability: int) -> bool:
+    """Whether an engine may run on a GPU. TensorRT-RTX finishes compiling on the GPU: Ampere and later by default."""
+    if not info.compute_capabilities:
+        return info.target == "trt-rtx" and compute_capability >= 80
+    if info.hardware_compatibility == "ampere+":
+        return compute_capability >= 80
+    return compute_capability in info.compute_capabilities
+
+
+def summary_of_engine(info: EngineInfo) -> dict[str, Any]:
+    """What a manifest and a report say of an engine; the sidecar says the rest."""
+    return {
+        "target": info.target,
+        "file": engine_name(info.target),
+        "tensorrt_version": info.tensorrt_version,
+        "compute_capabilities": list(info.compute_capabilities),
+        "profiles": [
+            {name: [list(shape) for shape in shapes] for name, shapes in profile.items()} for profile in info.profiles
+        ],
+        "implementation": dict(info.implementation),
+        "layers": len(info.layers),
+        "bytes": info.engine_bytes,
+        "build_seconds": info.build_seconds,
+        "remarks": list(info.remarks),
+    }

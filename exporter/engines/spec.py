@@ -1,0 +1,94 @@
+"""What engine to build: target, optimisation profiles, and how the builder works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from effexport.engines.api import PRODUCTS, Target
+from effexport.engines.profile import EXAMPLE, Profile
+from effexport.models.validation import did_you_mean, require
+
+# The GPUs that TensorRT-RTX can name as a target. It has no names for SM 90 and SM 100.
+RTX_COMPUTE_CAPABILITIES = (75, 80, 86, 89, 120, 121)
+HARDWARE_COMPATIBILITIES = ("none", "ampere+", "same-compute-capability")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """How to build an engine.
+
+    profiles: at least one; an engine with several tunes for each of their optima.
+    optimization_level: 0 (builds fastest) to 5 (searches longest); None leaves it to TensorRT.
+    workspace_bytes: the most scratch memory that an engine may need on the GPU; None is all there is.
+    tf32: round the inputs of float32 products to 11 bits. Faster, and outside the limits of fp32 parity.
+    compute_capabilities: trt-rtx only: the GPUs to build for, such as 89; none: Ampere and later.
+    timing_cache: trt only: a file that remembers measurements from one build to the next.
+    version_compatible, hardware_compatibility: trt only: an engine for later releases, for other GPUs.
+    weight_streaming: keep weights in host memory and stream them, for models that do not fit.
+    refittable: trt only: weights can be replaced without another build.
+    """
+
+    target: Target
+    profiles: tuple[Profile, ...]
+    optimization_level: int | None = None
+    workspace_bytes: int | None = None
+    tf32: bool = False
+    compute_capabilities: tuple[int, ...] = ()
+    timing_cache: Path | None = None
+    version_compatible: bool = False
+    hardware_compatibility: Literal["none", "ampere+", "same-compute-capability"] = "none"
+    weight_streaming: bool = False
+    refittable: bool = False
+
+    def __post_init__(self) -> None:
+        check_target(self.target)
+        require(bool(self.profiles), f"an engine needs at least one profile, such as {EXAMPLE}")
+        level = self.optimization_level
+        require(level is None or 0 <= level <= 5, f"the optimisation level is {level}; expected 0 to 5")
+        workspace = self.workspace_bytes
+        require(workspace is None or workspace >= 1, f"the workspace is {workspace} bytes; expected at least 1")
+        require(
+            self.hardware_compatibility in HARDWARE_COMPATIBILITIES,
+            f"unknown hardware compatibility {self.hardware_compatibility!r}; expected one of: "
+            f"{', '.join(HARDWARE_COMPATIBILITIES)}",
+        )
+        if self.target == "trt":
+            require(
+                not self.compute_capabilities,
+                "an engine of target trt is built for the GPU of this machine; to choose others, use --target trt-rtx, "
+                "or --hardware-compatibility ampere+ for all from Ampere on",
+            )
+            return
+        for name, value in self._trt_only().items():
+            require(
+                not value or value == "none",
+                f"{name} has no meaning with target trt-rtx, whose engines serve several GPUs anyway and are tuned "
+                "where they run; leave it out, or use --target trt",
+            )
+        for number in self.compute_capabilities:
+            require(
+                number in RTX_COMPUTE_CAPABILITIES,
+                f"TensorRT-RTX does not build for SM {number}; expected some of: "
+                f"{', '.join(map(str, RTX_COMPUTE_CAPABILITIES))}. For other GPUs use --target trt on such a machine",
+            )
+
+    def _trt_only(self) -> dict[str, object]:
+        names = ("timing_cache", "version_compatible", "hardware_compatibility", "refittable")
+        return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+
+    def options(self) -> dict[str, Any]:
+        """What shaped the engine besides its profiles, ready for JSON."""
+        values = {name: getattr(self, name) for name in (field.name for field in fields(self))}
+        del values["target"], values["profiles"]
+        values["compute_capabilities"] = list(self.compute_capabilities)
+        values["timing_cache"] = str(self.timing_cache) if self.timing_cache else None
+        return values
+
+
+def check_target(target: str) -> None:
+    require(
+        target in PRODUCTS,
+        f"unknown target {target!r}{did_you_mean(target, (*PRODUCTS, 'none'))} Expected: {', '.join(PRODUCTS)} or none",
+    )

@@ -1,0 +1,114 @@
+"""The TensorRT plugin of `effexport::IterativePinv`: its CUDA kernel as PTX, which the engine carries along.
+
+TensorRT reads annotations when it registers a plugin, so this file does not postpone their evaluation.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from effexport.plugins import DOMAIN, OPS
+from effexport.plugins.ptx import ptx_from_source
+
+OP = OPS["IterativePinv"]
+ELEMENT_TYPES = ("float32", "float16")
+# as in kernel_cuda.cu; a test compares the launches
+MAX_M = 64
+TILE = 4
+WARP_SIZE = 32
+INT32_MAX = 2**31 - 1
+
+
+def why_body(
+    dtypes: Sequence[str], dims: Sequence[Sequence[int | str | None]], attributes: Mapping[str, Any]
+) -> str | None:
+    """Why a node must run as its function body, as a sentence for the user; None when the plugin serves it.
+
+    dtypes, dims: of the node's inputs A [N, m, m] and scale [N, 1, 1]. Types as NumPy calls them; a dimension that is
+    not fixed is a name or None.
+    """
+    others = [dtype for dtype in dtypes if dtype not in ELEMENT_TYPES]
+    if others or len(set(dtypes)) != 1:
+        return (
+            f"Its inputs are {' and '.join(dtypes)}; the TensorRT plugin takes {' or '.join(ELEMENT_TYPES)} for both."
+        )
+    m = dims[0][-1] if dims[0] else None
+    if not isinstance(m, int):
+        return f"The size of its matrices is {m or 'not known'}; the TensorRT plugin needs a fixed number."
+    if not 1 <= m <= MAX_M:
+        return (
+            f"Its matrices are {m} × {m}; the TensorRT plugin keeps each in the shared memory of one block, which has "
+            f"room for 1 × 1 to {MAX_M} × {MAX_M}."
+        )
+    if "iterations" not in attributes:
+        return "The node does not say `iterations`; TensorRT's plugins have no default values."
+    if not 1 <= attributes["iterations"] <= INT32_MAX:
+        return f"`iterations` is {attributes['iterations']}; the TensorRT plugin takes 1 to {INT32_MAX}."
+    return None
+
+
+def tiles_per_row(m: int) -> int:
+    return (m + TILE - 1) // TILE
+
+
+def block_threads(m: int) -> int:
+    """A thread for each tile of an m × m matrix, in whole warps."""
+    warps = (tiles_per_row(m) ** 2 + WARP_SIZE - 1) // WARP_SIZE
+    return warps * WARP_SIZE
+
+
+def shared_bytes(m: int) -> int:
+    """Three m × m matrices of float32, padded to whole tiles."""
+    return 3 * (tiles_per_row(m) * TILE) ** 2 * 4
+
+
+@functools.cache
+def register() -> None:
+    """Make the plugin known to TensorRT, once per process. Raises LibraryError where its PTX cannot be made."""
+    import numpy as np
+    import tensorrt as trt
+    import tensorrt.plugin as trtp
+
+    # before anything else: TensorRT calls the functions below from within a build, where an error loses its remedy
+    ptx = ptx_from_source(OP)
+    types = {trt.DataType.FLOAT: ("FP32", "float32"), trt.DataType.HALF: ("FP16", "float16")}
+
+    # the attribute is an array of one: TensorRT 10 fails to make it an int with NumPy 2.4 or later
+    def describe(
+        a: trtp.TensorDesc, scale: trtp.TensorDesc, iterations: np.ndarray[Any, np.dtype[np.int64]]
+    ) -> trtp.TensorDesc:
+        return a.like()
+
+    def formats(
+        a: trtp.TensorDesc, scale: trtp.TensorDesc, outputs: tuple[trtp.TensorDesc]
+    ) -> list[trtp.AutoTuneCombination]:
+        if a.dtype not in types:
+            raise TypeError(f"IterativePinv: its inputs are {a.dtype.name}; expected FLOAT or HALF")
+        # only the type that the network has: networks are strongly typed
+        name, _ = types[a.dtype]
+        return [trtp.AutoTuneCombination(f"{name}, {name}, {name}", "LINEAR")]
+
+    def kernel(
+        a: trtp.TensorDesc,
+        scale: trtp.TensorDesc,
+        iterations: np.ndarray[Any, np.dtype[np.int64]],
+        outputs: tuple[trtp.TensorDesc],
+        tactic: int,
+    ) -> tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]:
+        count, m, _ = a.shape_expr
+        size: Any = m.constant_value() if m.is_constant else None
+        steps = iterations.item()
+        if reason := why_body([types[a.dtype][1]] * 2, [[None, size, size], [None, 1, 1]], {"iterations": steps}):
+            raise ValueError(f"IterativePinv: {reason}")
+        launch = trtp.KernelLaunchParams(
+            grid_x=trtp.max(count, 1),  # a grid of no blocks cannot be launched
+            block_x=block_threads(size),
+            shared_mem=shared_bytes(size),
+        )
+        scalars = trtp.SymIntExprs.from_tuple(tuple(map(trtp.SymInt32, (count, size, steps))))
+        return f"effexport_iterative_pinv_{types[a.dtype][1]}", ptx, launch, scalars
+
+    plugin_id = f"{DOMAIN}::{OP.onnx_name}"
+    trtp.register(plugin_id)(describe)
+    trtp.autotune(plugin_id)(formats)
+    trtp.aot_impl(plugin_id)(kernel)

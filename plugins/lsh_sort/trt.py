@@ -1,0 +1,95 @@
+"""The TensorRT plugin of `effexport::LSHSort`: its CUDA kernel as PTX, which the engine carries along.
+
+TensorRT reads annotations when it registers a plugin, so this file does not postpone their evaluation.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from effexport.plugins import DOMAIN, OPS
+from effexport.plugins.ptx import ptx_from_source
+
+OP = OPS["LSHSort"]
+# as in kernel_cuda.cu; a test compares the launches
+WARPS = 32
+BLOCK_THREADS = 32 * WARPS
+MAX_RADIX = 352
+MAX_RADIX_BITS = 8
+INT32_MAX = 2**31 - 1
+
+
+def why_body(
+    dtypes: Sequence[str], dims: Sequence[Sequence[int | str | None]], attributes: Mapping[str, Any]
+) -> str | None:
+    """Why a node must run as its function body, as a sentence for the user; None when the plugin serves it.
+
+    dtypes, dims: of the node's input buckets [N, n]. Types as NumPy calls them; a dimension that is not fixed is a name
+    or None.
+    """
+    if list(dtypes) != ["int32"]:
+        return f"Its buckets are {' and '.join(dtypes)}; the TensorRT plugin takes int32."
+    # the kernel counts rows, tokens and buckets in int32 and computes addresses in int64
+    if too_large := [dim for dim in dims[0] if isinstance(dim, int) and dim > INT32_MAX]:
+        return f"Its buckets have a dimension of {too_large[0]}; the TensorRT plugin takes at most {INT32_MAX}."
+    if "num_buckets" not in attributes:
+        return "The node does not say `num_buckets`; TensorRT's plugins have no default values."
+    if not 1 <= attributes["num_buckets"] <= INT32_MAX:
+        return f"`num_buckets` is {attributes['num_buckets']}; the TensorRT plugin takes 1 to {INT32_MAX}."
+    return None
+
+
+def shared_bytes(num_buckets: int) -> int:
+    """A counter for each warp and value of a digit, and a total for each warp."""
+    radix = num_buckets
+    if num_buckets > MAX_RADIX:
+        bits = (num_buckets - 1).bit_length()
+        passes = -(-bits // MAX_RADIX_BITS)
+        radix = 1 << -(-bits // passes)
+    return 4 * WARPS * (radix + 1)
+
+
+@functools.cache
+def register() -> None:
+    """Make the plugin known to TensorRT, once per process. Raises LibraryError where its PTX cannot be made."""
+    import numpy as np
+    import tensorrt as trt
+    import tensorrt.plugin as trtp
+
+    # before anything else: TensorRT calls the functions below from within a build, where an error loses its remedy
+    ptx = ptx_from_source(OP)
+
+    # the attribute is an array of one: TensorRT 10 fails to make it an int with NumPy 2.4 or later
+    def describe(
+        buckets: trtp.TensorDesc, num_buckets: np.ndarray[Any, np.dtype[np.int64]]
+    ) -> tuple[trtp.TensorDesc, trtp.TensorDesc]:
+        return buckets.like(), buckets.like()
+
+    def formats(
+        buckets: trtp.TensorDesc, outputs: tuple[trtp.TensorDesc, trtp.TensorDesc]
+    ) -> list[trtp.AutoTuneCombination]:
+        if buckets.dtype != trt.DataType.INT32:
+            raise TypeError(f"LSHSort: buckets are {buckets.dtype.name}; expected INT32")
+        return [trtp.AutoTuneCombination("INT32, INT32, INT32", "LINEAR")]
+
+    def kernel(
+        buckets: trtp.TensorDesc,
+        num_buckets: np.ndarray[Any, np.dtype[np.int64]],
+        outputs: tuple[trtp.TensorDesc, trtp.TensorDesc],
+        tactic: int,
+    ) -> tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]:
+        rows, length = buckets.shape_expr
+        if reason := why_body(["int32"], [[None, None]], {"num_buckets": num_buckets.item()}):
+            raise ValueError(f"LSHSort: {reason}")
+        launch = trtp.KernelLaunchParams(
+            grid_x=trtp.max(rows, 1),  # a grid of no blocks cannot be launched
+            block_x=BLOCK_THREADS,
+            shared_mem=shared_bytes(num_buckets.item()),
+        )
+        scalars = trtp.SymIntExprs.from_tuple(tuple(map(trtp.SymInt32, (rows, length, num_buckets.item()))))
+        return "effexport_lsh_sort", ptx, launch, scalars
+
+    plugin_id = f"{DOMAIN}::{OP.onnx_name}"
+    trtp.register(plugin_id)(describe)
+    trtp.autotune(plugin_id)(formats)
+    trtp.aot_impl(plugin_id)(kernel)

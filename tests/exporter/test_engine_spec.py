@@ -1,0 +1,181 @@
+"""What may be asked of an engine: profiles, options, and the sentences that refuse the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from effexport.commands._engine_options import EngineRequest, bytes_from_text, numbers_from_text
+from effexport.engines.profile import (
+    Profile,
+    Range,
+    default_profile,
+    parse_profile,
+    profile_remarks,
+    profiles_from_texts,
+)
+from effexport.engines.spec import EngineSpec
+from effexport.models.validation import SpecError
+from effexport.spec import BuildSpec, TensorInfo, build_spec_from_options
+
+Specs = Callable[..., BuildSpec]
+ANY = (Profile({"batch": Range(1, 1, 1), "seq": Range(1, 8, 8)}),)
+
+
+def nystrom_of_fixed_length() -> BuildSpec:
+    return build_spec_from_options({"variant": "nystrom", "seq_len": 1024, "segment_means_seq_len": 1024}, None)
+
+
+def test_a_profile_names_its_dimensions_and_one_number_stands_for_all_three() -> None:
+    assert parse_profile("batch=1:4:16, seq=512") == {"batch": Range(1, 4, 16), "seq": Range(512, 512, 512)}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1:4:16", "expected dimension=min:opt:max"),
+        ("seq=1:4", "expected min:opt:max, such as 1:4:16, or one number"),
+        ("seq=1:-4:16", "expected min:opt:max"),
+        ("seq=16:4:1", "out of order"),
+        ("seq=0:4:16", "expected at least 1"),
+        ("sec=1:4:16", "did you mean 'seq'"),
+        ("seq=1,seq=2", "names seq twice"),
+        ("", "expected dimension=min:opt:max"),
+    ],
+)
+def test_a_profile_that_cannot_be_read_is_answered_with_what_can(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        parse_profile(text)
+
+
+def test_the_default_profile_covers_every_length_of_the_model_and_a_small_batch(small_spec: Specs) -> None:
+    assert str(default_profile(small_spec("lsh", batch=2))) == "batch=1:2:4,seq=1:64:64"
+    # no limit on the length: half as much again
+    assert str(default_profile(small_spec("linear", "attention", batch=8))) == "batch=1:8:8,seq=1:64:96"
+    assert str(default_profile(nystrom_of_fixed_length())) == "batch=1:1:4"
+
+
+def test_a_dimension_that_is_named_again_begins_another_profile(small_spec: Specs) -> None:
+    spec = small_spec("lsh")
+    texts = ["batch=1:2:3", "seq=16:32:64", "seq=8", "batch=7"]
+    assert [str(profile) for profile in profiles_from_texts(texts, spec)] == [
+        "batch=1:2:3,seq=16:32:64",
+        "batch=7:7:7,seq=8:8:8",
+    ]
+    assert profiles_from_texts([], spec) == (default_profile(spec),)
+
+
+def test_a_profile_beyond_the_positions_of_the_model_is_refused(small_spec: Specs) -> None:
+    with pytest.raises(SpecError, match=r"positions for 64 tokens; expected a maximum of at most 64"):
+        profiles_from_texts(["seq=1:64:65"], small_spec("lsh"))
+
+
+def test_a_profile_that_breaks_the_segments_of_landmarks_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"1024 tokens and no others, because its 64 landmarks are means of exactly 16"):
+        profiles_from_texts(["seq=1000"], nystrom_of_fixed_length())
+
+
+def test_a_profile_of_a_dimension_that_the_model_lacks_is_refused(small_spec: Specs) -> None:
+    with pytest.raises(SpecError, match=r"sets choices, but the dynamic dimensions of this model are: batch, seq"):
+        profiles_from_texts(["choices=4"], small_spec("softmax"))
+
+
+def test_a_length_that_is_no_multiple_of_the_chunk_works_and_is_remarked_on(small_spec: Specs) -> None:
+    spec = small_spec("lsh")
+    (remark,) = profile_remarks(profiles_from_texts(["seq=1:50:64"], spec), spec)
+    assert "tuned for 50 tokens, which lsh pads to 64, a multiple of its chunk of 16" in remark
+    assert not profile_remarks(profiles_from_texts(["seq=1:48:64"], spec), spec)
+    assert not profile_remarks(profiles_from_texts(["seq=1:50:64"], spec), small_spec("linear"))
+
+
+def test_shapes_follow_the_names_of_the_dimensions() -> None:
+    profile = Profile({"batch": Range(1, 2, 3), "seq": Range(4, 5, 6)})
+    inputs = [TensorInfo("x", "float32", ("batch", "seq", 256)), TensorInfo("m", "int64", ("batch", 7))]
+    assert profile.shapes(inputs) == {
+        "x": ((1, 4, 256), (2, 5, 256), (3, 6, 256)),
+        "m": ((1, 7), (2, 7), (3, 7)),
+    }
+    with pytest.raises(SpecError, match=r"'rows' of b int32 .* has no range"):
+        profile.shapes([TensorInfo("b", "int32", ("rows",))])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"target": "tensorrt"}, "unknown target 'tensorrt'; did you mean 'trt'"),
+        ({"profiles": ()}, "at least one profile"),
+        ({"optimization_level": 6}, "expected 0 to 5"),
+        ({"workspace_bytes": 0}, "expected at least 1"),
+        ({"hardware_compatibility": "all"}, "none, ampere\\+, same-compute-capability"),
+        ({"compute_capabilities": (90,)}, "does not build for SM 90; expected some of: 75, 80"),
+        ({"timing_cache": Path("x")}, "--timing-cache has no meaning with target trt-rtx"),
+        ({"version_compatible": True}, "--version-compatible has no meaning with target trt-rtx"),
+        ({"hardware_compatibility": "ampere+"}, "--hardware-compatibility has no meaning with target trt-rtx"),
+        ({"refittable": True}, "--refittable has no meaning with target trt-rtx"),
+        ({"target": "trt", "compute_capabilities": (89,)}, "built for the GPU of this machine"),
+    ],
+)
+def test_an_engine_that_cannot_be_built_is_refused_before_tensorrt_is_asked(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        EngineSpec(**{"target": "trt-rtx", "profiles": ANY, **fields})
+
+
+def test_tf32_is_off_by_default_so_that_fp32_parity_holds() -> None:
+    assert EngineSpec(target="trt", profiles=ANY).options()["tf32"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4096", 4096), ("64K", 2**16), ("512M", 2**29), ("4G", 2**32), ("4GiB", 2**32), ("1 G", None)]
+)
+def test_sizes_are_bytes_or_have_a_unit(text: str, size: int | None) -> None:
+    if size is not None:
+        assert bytes_from_text(text) == size
+        return
+    with pytest.raises(SpecError, match="expected bytes, such as 4294967296, or 4G"):
+        bytes_from_text(text)
+
+
+@pytest.mark.parametrize("text", ["G", "", "-5", "4T", "1.5G"])
+def test_sizes_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="expected bytes"):
+        bytes_from_text(text)
+
+
+def test_compute_capabilities_may_be_written_in_any_usual_way() -> None:
+    assert numbers_from_text("86, 8.9,sm_120") == (86, 89, 120)
+    with pytest.raises(SpecError, match="expected numbers such as 86,89"):
+        numbers_from_text("ampere")
+
+
+def request(**given: Any) -> EngineRequest:
+    nothing: dict[str, Any] = {
+        "targets": (),
+        "profiles": (),
+        "optimization_level": None,
+        "workspace": None,
+        "tf32": False,
+        "compute_capabilities": None,
+        "timing_cache": None,
+        "version_compatible": False,
+        "hardware_compatibility": "none",
+        "weight_streaming": False,
+        "refittable": False,
+    }
+    assert given.keys() <= nothing.keys()
+    return EngineRequest(**nothing | given)
+
+
+def test_each_target_is_built_once_and_none_is_none(small_spec: Specs) -> None:
+    spec = small_spec("softmax")
+    assert request(targets=("none",)).resolve(spec) == ()
+    targets = request(targets=("trt-rtx", "none", "trt", "trt-rtx")).resolve(spec)
+    assert [engine.target for engine in targets] == ["trt-rtx", "trt"]
+
+
+@pytest.mark.parametrize("given", [{"profiles": ("seq=8",)}, {"workspace": "1G"}, {"tf32": True}])
+def test_options_of_an_engine_without_a_target_are_an_error(small_spec: Specs, given: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"^--\w+: for an engine, and none was asked for; add --target trt-rtx"):
+        request(**given).resolve(small_spec("softmax"))
