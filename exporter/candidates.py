@@ -35,6 +35,9 @@ class RunnerCandidate:
         self._values = tuple(values)
         self.implementation = dict(runner.implementation)
 
+    def accepts(self, inputs: Mapping[str, Array]) -> bool:
+        return True
+
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return self._runner.run(inputs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,13 @@ from effexport.hash_injection import hash_values, with_given_buckets
 from effexport.models.spec import LSHSpec
 from effexport.onnx_graph import external_locations, load_graph
 from effexport.parity import Check, run_checks
-from effexport.runners import limits_from_spec
+from effexport.runners import Runner, limits_from_spec
 from effexport.spec import BuildSpec
 from effexport.verification import Verification
 
 if TYPE_CHECKING:
     from effexport.reference import Case
+    from effexport.runners import Array
 
 
 def verify_engine_if_possible(
@@ -39,7 +40,7 @@ def verify_engine_if_possible(
         open_cuda(PRODUCTS[target].extra)
     except UserError as error:
         reason = f"the engine was built and not run: {error}. Where there is a GPU, prove it with: effexport verify "
-        return not_run(target, "all cases", f"{reason}ARTIFACT --runtime {target}")
+        return not_run(target, f"{reason}ARTIFACT --runtime {target}")
     verification = verify_engine(engine, model, cases, spec, hashes)
     # what ran the custom operators of the engine is in its sidecar; the report's is of model.onnx
     return Verification(verification.checks)
@@ -54,38 +55,38 @@ def verify_engine(
     """
     info = read_sidecar(engine)
     with engine_candidate(engine, info, model, spec, hashes) as candidate:
-        inside = [case for case in cases if covers(info, case)]
-        result = Verification(
-            [dataclasses.replace(c, name=f"{info.target}: {c.name}") for c in run_checks(candidate, inside, spec)],
-            candidate.implementation,
+        checks = [dataclasses.replace(c, name=f"{info.target}: {c.name}") for c in run_checks(candidate, cases, spec)]
+    return Verification(checks, candidate.implementation)
+
+
+def not_run(target: str, reason: str) -> Verification:
+    return Verification([Check(f"{target}: parity", "all cases", "not measured", "not run", reason=reason)])
+
+
+class EngineCandidate(RunnerCandidate):
+    """An engine under the parity check, which takes the shapes of its profiles."""
+
+    def __init__(
+        self, info: EngineInfo, runner: Runner, given: Runner | None, hashes: Sequence[str], values: Sequence[str]
+    ) -> None:
+        super().__init__(runner, given, hashes, values)
+        self._profiles = info.profiles
+
+    def accepts(self, inputs: Mapping[str, Array]) -> bool:
+        return any(
+            all(
+                low <= size <= high
+                for name, array in inputs.items()
+                for low, size, high in zip(profile[name][0], array.shape, profile[name][2], strict=True)
+            )
+            for profile in self._profiles
         )
-    for case in cases:
-        if not covers(info, case):
-            result += not_run(info.target, case.title, "its shape is outside the profiles of the engine")
-    return result
-
-
-def not_run(target: str, case: str, reason: str) -> Verification:
-    return Verification([Check(f"{target}: parity", case, "not measured", "not run", reason=reason)])
-
-
-def covers(info: EngineInfo, case: Case) -> bool:
-    """Whether some profile takes the shapes of a case, and those of its samples on their own."""
-    return any(
-        all(
-            low <= size <= high
-            for name, (smallest, _, largest) in profile.items()
-            if name in case.inputs
-            for low, size, high in zip(smallest, case.inputs[name].shape, largest, strict=True)
-        )
-        for profile in info.profiles
-    )
 
 
 @contextlib.contextmanager
 def engine_candidate(
     engine: Path, info: EngineInfo, model: Path, spec: BuildSpec, hashes: Sequence[str]
-) -> Iterator[RunnerCandidate]:
+) -> Iterator[EngineCandidate]:
     """An engine under the parity check; where the model hashes, with a second engine that takes the buckets.
 
     The second one is built here, from the same model with the same options: one flipped bucket moves a third of all
@@ -94,6 +95,7 @@ def engine_candidate(
     from effexport.runners.trt import TrtRunner
 
     limits = limits_from_spec(spec)
+    # the temporary folder goes last, after the engine in it is closed
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(TrtRunner(engine, limits=limits, onnx_sha256=model_digest(model)))
         values = hash_values(model, hashes) if hashes else []
@@ -102,7 +104,7 @@ def engine_candidate(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-")))
             second = engine_with_given_buckets(model, values, info, spec, folder)
             given = stack.enter_context(TrtRunner(second, limits=limits))
-        yield RunnerCandidate(runner, given, hashes, values)
+        yield EngineCandidate(info, runner, given, hashes, values)
 
 
 def engine_with_given_buckets(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Status = Literal["passed", "failed", "not run"]
 METRIC = "max |error| / RMS"
+OUTSIDE = "is outside the shapes that the model was built for"
 
 Arrays = Mapping[str, "Array"]
 RunWithBuckets = Callable[[Arrays, Arrays], tuple[dict[str, "Array"], dict[str, "Array"]]]
@@ -44,7 +45,10 @@ class Check:
 
 class Candidate(Protocol):
     """A model under test. `run` is free; `run_with_buckets` takes the buckets of every hash by value name and also
-    returns the buckets it would have chosen; it is None when the model does not show them."""
+    returns the buckets it would have chosen; it is None when the model does not show them. `accepts` tells whether the
+    model takes inputs of these shapes: an engine is built for a range of them."""
+
+    def accepts(self, inputs: Mapping[str, Array]) -> bool: ...
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]: ...
 
@@ -57,6 +61,9 @@ class Candidate(Protocol):
 def run_checks(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> Iterator[Check]:
     """Every check that applies, case by case."""
     for case in cases:
+        if not candidate.accepts(case.inputs):
+            yield Check("shapes", case.title, "not measured", "not run", reason=f"this case {OUTSIDE}")
+            continue
         outputs = candidate.run(case.inputs)
         yield check_signature(case, outputs, spec)
         if set(outputs) != set(case.outputs) or any(outputs[n].shape != case.outputs[n].shape for n in outputs):
@@ -199,6 +206,8 @@ def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[st
         if spec.attention.fixed_seq_len is not None:
             length = keep.size
         alone = {key: value[row : row + 1, :length] for key, value in case.inputs.items()}
+        if not candidate.accepts(alone):
+            return Check(name, case.title, metric, "not run", reason=f"sample {row} on its own {OUTSIDE}")
         if run_with_buckets is not None:
             given = {key: sample_buckets(value, row, length, spec) for key, value in case.buckets.items()}
             result, _ = run_with_buckets(alone, given)

@@ -37,12 +37,14 @@ PRODUCTS: dict[str, Product] = {
 }
 
 
-class SeverityValues(Protocol):
+class ILogger(Protocol):
+    """Severities; `builder_log.make_logger` overrides its `log`."""
+
     INTERNAL_ERROR: Any
     ERROR: Any
     WARNING: Any
-    INFO: Any
-    VERBOSE: Any
+
+    def log(self, severity: Any, message: str) -> None: ...
 
 
 class BuilderFlagValues(Protocol):
@@ -124,6 +126,16 @@ class EngineInvalidityDiagnosticsValues(Protocol):
     INSUFFICIENT_GPU_MEMORY: Any
     MALFORMED_ENGINE: Any
     CUDA_ERROR: Any
+
+
+class IProgressMonitor(Protocol):
+    """What `builder_log.make_monitor` overrides."""
+
+    def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None: ...
+
+    def step_complete(self, phase_name: str, step: int) -> bool: ...
+
+    def phase_finish(self, phase_name: str) -> None: ...
 
 
 class IHostMemory(Protocol):

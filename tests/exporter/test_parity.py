@@ -40,6 +40,9 @@ class Faulty:
     real: OrtCandidate
     fault: Fault
 
+    def accepts(self, inputs: Arrays) -> bool:
+        return self.real.accepts(inputs)
+
     def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
         return self.fault(inputs, self.real.run(inputs))
 
