@@ -39,8 +39,12 @@ def verify_engine_if_possible(
     try:
         open_cuda(PRODUCTS[target].extra)
     except UserError as error:
-        reason = f"the engine was built and not run: {error}. Where there is a GPU, prove it with: effexport verify "
-        return not_run(target, f"{reason}ARTIFACT --runtime {target}")
+        missing = str(error).split(";")[0]
+        return not_run(
+            target,
+            f"the engine was built and not run: {missing}. Prove it where there is a GPU, with: effexport verify "
+            f"ARTIFACT --runtime {target}",
+        )
     verification = verify_engine(engine, model, cases, spec, hashes)
     # what ran the custom operators of the engine is in its sidecar; the report's is of model.onnx
     return Verification(verification.checks)
@@ -126,7 +130,9 @@ def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec) -> EngineSpec:
     and sequences padded to whole chunks."""
     attention = spec.attention
     assert isinstance(attention, LSHSpec)
-    chunk, rows = attention.chunk_length, attention.heads * attention.num_hashes
+    # a checkpoint whose layers have different chunks pads to a multiple of all
+    chunk = getattr(spec.model, "pad_multiple", attention.chunk_length)
+    rows = attention.heads * attention.num_hashes
     profiles = []
     for profile in info.profiles:
         batch, seq = (Range(*(shape[axis] for shape in profile["attention_mask"])) for axis in range(2))

@@ -58,7 +58,8 @@ def implementation_text(implementation: Mapping[str, str], verb: str = "ran as")
     """What ran the custom operators, as the end of a sentence; nothing for a model without any."""
     if not implementation:
         return ""
-    return ", " + ", ".join(f"effexport::{op} {verb} {what}" for op, what in implementation.items())
+    said = [f"effexport::{op} {'was' if what == 'not run' else verb} {what}" for op, what in implementation.items()]
+    return f", {', '.join(said)}"
 
 
 def stderr_console() -> Console:

@@ -66,6 +66,15 @@ class StandIn(OrtRunner):
         return (value + StandIn.damage * np.sqrt(np.mean(np.square(value)))).astype(value.dtype)
 
 
+class InBuild(StandIn):
+    """For an engine inside an artifact, which has a temporary name during its build."""
+
+    def __init__(self, engine: Path, **options: Any) -> None:
+        if engine.parent.name == "engine":
+            StandIn.model_of_artifact = engine.parent.parent / "model.onnx"
+        super().__init__(engine, **options)
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     """As if this machine had a GPU."""
@@ -121,6 +130,39 @@ def test_the_second_engine_takes_one_row_per_sample_head_and_round_in_whole_chun
     assert str(profile) == "batch=1:2:3,seq=1:50:64,rows=4:8:12,padded=16:64:64"
 
 
+@pytest.mark.requires("transformers")
+def test_a_reformer_with_chunks_of_two_sizes_gets_its_second_engine_too(
+    cli: Callable[..., Any], stand_in: type[StandIn], tmp_path: Path
+) -> None:
+    import torch
+    from transformers import ReformerConfig, ReformerModel
+
+    torch.manual_seed(0)
+    config = ReformerConfig(
+        attn_layers=["lsh", "local"],
+        hidden_size=32,
+        num_attention_heads=2,
+        attention_head_size=16,
+        feed_forward_size=32,
+        axial_pos_shape=(8, 16),
+        axial_pos_embds_dim=(16, 16),
+        num_buckets=8,
+        num_hashes=2,
+        lsh_attn_chunk_length=16,
+        local_attn_chunk_length=32,
+        is_decoder=False,
+        vocab_size=50,
+        max_position_embeddings=128,
+        hash_seed=0,
+    )
+    ReformerModel(config).save_pretrained(tmp_path / "checkpoint")
+    sys.modules["effexport.runners.trt"].TrtRunner = InBuild  # type: ignore[attr-defined]
+    result = cli("build", "--checkpoint", tmp_path / "checkpoint", "--target", "trt-rtx", "-o", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert "trt-rtx: arithmetic with identical buckets" in result.err
+    assert stand_in.opened == ["trt-rtx.engine", "given.engine"]
+
+
 def test_an_engine_that_computes_something_else_fails(built: Built, stand_in: type[StandIn], tmp_path: Path) -> None:
     artifact = built("softmax", "encoder")
     engine = engine_of(artifact, tmp_path)
@@ -161,15 +203,6 @@ def test_verify_on_the_command_line_runs_the_engine(
     cli: Callable[..., Any], stand_in: type[StandIn], tmp_path: Path
 ) -> None:
     small = ("--dim", "32", "--heads", "2", "--layers", "1", "--seq-len", "64")
-    stand_in.model_of_artifact = tmp_path / "out" / "model.onnx"
-
-    class InBuild(StandIn):
-        """During the build the artifact has a temporary name."""
-
-        def __init__(self, engine: Path, **options: Any) -> None:
-            StandIn.model_of_artifact = engine.parent.parent / "model.onnx"
-            super().__init__(engine, **options)
-
     sys.modules["effexport.runners.trt"].TrtRunner = InBuild  # type: ignore[attr-defined]
     built = cli("build", "--variant", "nystrom", *small, "--target", "trt-rtx", "-o", tmp_path / "out")
     assert built.code == 0, built.err
