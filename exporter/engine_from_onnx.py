@@ -115,17 +115,17 @@ def compute_capabilities(spec: EngineSpec) -> tuple[int, ...]:
     """The GPUs that the engine is for. Raises UserError where target trt finds no GPU to build on."""
     if spec.target == "trt-rtx":
         return spec.compute_capabilities
-    from effexport.runners.cuda import open_cuda
+    from effexport.runners.cuda import current_compute_capability
 
-    return (open_cuda(PRODUCTS[spec.target].extra).compute_capability,)
+    return (current_compute_capability(PRODUCTS[spec.target].extra),)
 
 
 def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, str]) -> EngineInfo:
     """With what the engine says of itself, where a GPU can load it: its own layers, tactics and memory."""
-    from effexport.runners.cuda import open_cuda
+    from effexport.runners.cuda import current_compute_capability
 
     try:
-        open_cuda(PRODUCTS[info.target].extra)
+        current_compute_capability(PRODUCTS[info.target].extra)
     except UserError:
         return info  # no GPU: the network that it was built from has to do
     log = BuildLog(api)

@@ -6,7 +6,9 @@ the GPU's arithmetic or memory allows at best. Kernels run inside ONNX Runtime's
 effexport and its kernel library are installed; and by themselves where there is nvcc to compile them, launched by CuPy
 or the CUDA driver. One of the two ways is enough; both need PyTorch with CUDA.
 
-Exit status: 0 all right, 1 a result differs, 2 no GPU or a tool is missing.
+With --tensorrt, TensorRT engines are checked and timed instead: see gpu_checks_tensorrt.py.
+
+Exit status: 0 all right, 1 a result differs or a step failed, 2 no GPU or a tool is missing.
 """
 
 from __future__ import annotations
@@ -51,6 +53,19 @@ TIMED_SORT = ((16, 8192, 256), (256, 16384, 256))
 ROUNDS = 31
 CALLS_PER_ROUND = 10
 COPY_BYTES = 1 << 30
+
+EXAMPLES = """TensorRT on a machine without a network, whose Python is 3.12: fetch the wheels where there is one,
+  version=1.7.1.116
+  pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d wheels \\
+    tensorrt-rtx-cu13-libs==$version tensorrt-rtx-cu13-bindings==$version
+  pip wheel --no-deps -w wheels tensorrt-rtx-cu13==$version
+cut what is too large to be carried at once,
+  (cd wheels && for wheel in tensorrt_rtx_cu13_libs-*.whl; do split -b 48M $wheel $wheel.part && rm $wheel; done)
+carry all files, in several turns if need be, into one folder of that machine, and there
+  pip install --no-deps --no-build-isolation .
+  python scripts/gpu_checks.py --tensorrt --wheels wheels --output-json tensorrt.json
+Eight variants in two precisions take long; --variants softmax,lsh --precisions fp16 does a part of them.
+"""
 
 
 class SetupError(Exception):
@@ -710,11 +725,24 @@ def timing_lines(results: Results) -> list[str]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all results as JSON")
     parser.add_argument("--output-markdown", type=Path, metavar="FILE", help="write a table, as docs/gpu-results.md")
     parser.add_argument("--no-timing", action="store_true", help="only compare results")
-    return parser.parse_args(arguments)
+    engines = parser.add_argument_group("TensorRT")
+    engines.add_argument("--tensorrt", action="store_true", help="check TensorRT engines, and no kernels by themselves")
+    engines.add_argument("--variants", metavar="NAME,…", help="attention variants; default: all")
+    engines.add_argument("--precisions", default="fp32,fp16", metavar="NAME,…", help="default: %(default)s")
+    engines.add_argument("--soak-runs", type=int, default=2000, metavar="N", help="default: %(default)s")
+    engines.add_argument("--wheels", type=Path, metavar="FOLDER", help="first install the wheels in it, for this run")
+    options = parser.parse_args(arguments)
+    names = ("variants", "precisions", "soak_runs", "wheels")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != parser.get_default(name)]
+    if given and not options.tensorrt:
+        parser.error(f"{', '.join(given)}: for TensorRT engines; add --tensorrt")
+    return options
 
 
 def run(timing: bool) -> Results:
@@ -732,6 +760,10 @@ def run(timing: bool) -> Results:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    if options.tensorrt:
+        import gpu_checks_tensorrt
+
+        return gpu_checks_tensorrt.main(options)
     try:
         results = run(timing=not options.no_timing)
     except SetupError as error:

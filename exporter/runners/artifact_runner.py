@@ -8,8 +8,8 @@ from effexport.engines.api import PRODUCTS
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
 from effexport.runners import Runner, limits_from_spec
+from effexport.runners.ort_session import IMPLEMENTATIONS, OrtSettings
 from effexport.runners.ort_session import RUNTIMES as ORT_RUNTIMES
-from effexport.runners.ort_session import OrtSettings
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -20,10 +20,12 @@ RUNTIMES = (*ORT_RUNTIMES, *PRODUCTS)
 
 def check_runtime(runtime: str, implementation: str) -> None:
     """Raises UserError for a name that is unknown, or an implementation that an engine cannot choose any more."""
-    if runtime not in RUNTIMES:
-        raise UserError(
-            f"unknown --runtime {runtime!r}{did_you_mean(runtime, RUNTIMES)} Expected: {', '.join(RUNTIMES)}"
-        )
+    for option, value, known in (
+        ("--runtime", runtime, RUNTIMES),
+        ("--implementation", implementation, IMPLEMENTATIONS),
+    ):
+        if value not in known:
+            raise UserError(f"unknown {option} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
     if runtime in PRODUCTS and implementation != "auto":
         raise UserError(
             f"--implementation {implementation} has no meaning with --runtime {runtime}: whether plugins or bodies run "

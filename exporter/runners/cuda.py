@@ -119,3 +119,13 @@ def open_cuda(extra: str) -> Cuda:
         name = getattr(status, "name", status)
         raise UserError(f"CUDA finds no GPU that it can use ({name}); {NEEDS}")
     return CudaPython(runtime)
+
+
+def current_compute_capability(extra: str) -> int:
+    """Of the device that `open_cuda` would take, such as 90. Raises as `open_cuda` does."""
+    cuda = open_cuda(extra)
+    with cuda.selected():
+        try:
+            return cuda.compute_capability
+        finally:
+            cuda.close()

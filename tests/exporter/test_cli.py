@@ -463,11 +463,23 @@ def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
     assert "everything works" in cli("doctor").err
 
 
+def test_doctor_takes_optional_parts_that_are_missing_for_no_problem(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("tensorrt", "tensorrt_rtx", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr("effexport.environment.Part.version", property(lambda part: None if part.optional else "1.0"))
+    result = cli("doctor", "--json")
+    assert result.code == 0, result.err
+    optional = {part["name"]: part for part in result.json["parts"] if part["optional"]}
+    assert optional.keys() == {"tensorrt", "tensorrt_rtx", "cuda.bindings"}
+    assert all(part["problem"] == "missing" for part in optional.values())
+    assert optional["tensorrt_rtx"]["remedy"] == "pip install 'effexport[rtx]'"
+
+
 def test_doctor_of_a_machine_without_a_runtime(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     result = cli("doctor", "--json")
     assert result.code == 1
-    (part,) = [part for part in result.json["parts"] if not part["works"]]
+    (part,) = [part for part in result.json["parts"] if not part["works"] and not part["optional"]]
     assert part["name"] == "onnxruntime"
     assert part["remedy"] == "pip install 'effexport[cpu]'"
     text = cli("doctor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from effexport.artifact import Artifact
 from effexport.engine_from_onnx import engine_from_onnx, model_digest
 from effexport.engine_verification import spec_with_given_buckets, verify_engine, verify_engine_if_possible
 from effexport.engines.profile import profiles_from_texts
-from effexport.engines.sidecar import check_model, read_sidecar
+from effexport.engines.sidecar import check_model, check_runs_here, read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
 from effexport.parity import passed
@@ -80,7 +81,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     """As if this machine had a GPU."""
     module: Any = SimpleNamespace(TrtRunner=StandIn)
     monkeypatch.setitem(sys.modules, "effexport.runners.trt", module)
-    monkeypatch.setattr("effexport.runners.cuda.open_cuda", lambda extra: None)
     monkeypatch.setattr("effexport.engine_from_onnx.inspected", lambda api, info, engine, expected: info)
     monkeypatch.setattr(StandIn, "damage", 0.0)
     monkeypatch.setattr(StandIn, "opened", [])
@@ -197,6 +197,23 @@ def test_a_build_without_a_gpu_says_that_the_engine_was_not_run(built: Built, tm
     (check,) = verify_engine_if_possible(engine, artifact.model_path, [], artifact.spec, []).checks
     assert (check.name, check.status) == ("trt-rtx: parity", "not run")
     assert "effexport verify ARTIFACT --runtime trt-rtx" in check.reason
+
+
+def test_a_build_on_a_gpu_that_the_engine_is_not_for_says_so_and_goes_on(
+    built: Built, stand_in: type[StandIn], tmp_path: Path
+) -> None:
+    artifact = built("softmax", "encoder")
+    engine = engine_of(artifact, tmp_path)
+
+    class OfAnotherGpu(StandIn):
+        def __init__(self, engine: Path, **options: Any) -> None:
+            check_runs_here(engine, replace(read_sidecar(engine), compute_capabilities=(89,)), "1.7.1.116", 90)
+
+    sys.modules["effexport.runners.trt"].TrtRunner = OfAnotherGpu  # type: ignore[attr-defined]
+    (check,) = verify_engine_if_possible(engine, artifact.model_path, [], artifact.spec, []).checks
+    assert check.status == "not run"
+    assert "not run: it was built for SM 89, and this GPU is SM 90" in check.reason
+    assert str(tmp_path) not in check.reason
 
 
 def test_verify_on_the_command_line_runs_the_engine(
