@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Status = Literal["passed", "failed", "not run"]
 METRIC = "max |error| / RMS"
+# Relative errors from 1e-9 to 1, one decade each.
+HISTOGRAM_EDGES = tuple(10.0**exponent for exponent in range(-9, 1))
 OUTSIDE = "is outside the shapes that the model was built for"
 
 Arrays = Mapping[str, "Array"]
@@ -26,9 +28,25 @@ RunWithBuckets = Callable[[Arrays, Arrays], tuple[dict[str, "Array"], dict[str, 
 
 
 @dataclass(frozen=True)
+class Worst:
+    """The element of an output that is furthest from what was expected, relative to the scale of its sample."""
+
+    output: str
+    index: tuple[int, ...]
+    actual: float
+    expected: float
+
+
+@dataclass(frozen=True)
 class Check:
-    """One result. value and limit are numbers where the metric has them; `reason` explains the limit, `detail` adds
-    what helps to find a failure."""
+    """One result: what was compared (`name`, `case`), by which metric, and whether it passed.
+
+    value and limit are numbers where the metric has them; `reason` explains the limit, or why it was not run; `detail`
+    adds what helps to find a failure.
+    measures: other figures of the same comparison, by name: max_abs, rms_error (relative), cosine.
+    seq_len: tokens of the case. histogram: how many elements have a relative error in each of HISTOGRAM_EDGES' decades,
+    below the first edge and beyond the last included.
+    """
 
     name: str
     case: str
@@ -38,6 +56,10 @@ class Check:
     limit: float | None = None
     reason: str = ""
     detail: str = ""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    worst: Worst | None = None
+    seq_len: int | None = None
+    histogram: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
