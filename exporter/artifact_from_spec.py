@@ -38,6 +38,7 @@ from effexport.runners.ort_session import OrtSettings, import_onnxruntime
 from effexport.spec import BuildSpec
 from effexport.verification import (
     REFERENCE_SEED_OFFSET,
+    case_to_trace,
     verify_bodies,
     verify_candidate,
     verify_decode_step,
@@ -71,6 +72,7 @@ def artifact_from_spec(
     engines: Sequence[EngineSpec] = (),
     notes: Sequence[str] = (),
     settings: OrtSettings | None = None,
+    trace: bool = False,
     force: bool = False,
     on_stage: Callable[[str], None] = lambda name: None,
     on_progress: OnProgress = lambda phase, share: None,
@@ -80,6 +82,8 @@ def artifact_from_spec(
     source: where the module comes from; None draws its weights from the seed.
     engines: TensorRT engines to build as well; they are run only where there is a GPU, and the report says so.
     notes: sentences on the model that the report repeats.
+    trace: also compare the intermediate values of the graph, for the errors of each layer in the report. A build that
+    fails is traced in any case.
     settings: how ONNX Runtime runs the model for the parity check; nothing of it gets into the artifact.
     on_stage, on_progress: hear which stage begins, and how far the build of an engine is.
     Raises UserError when `output` cannot be written or TensorRT is not installed, and StageError when a stage or the
@@ -94,6 +98,7 @@ def artifact_from_spec(
             for engine in engines:
                 import_api(engine.target)
             require_core()
+            from effexport.bisect import trace_or_reason
             from effexport.onnx_from_module import onnx_from_module
             from effexport.reference import hash_modules, load_reference, reference_from_module, save_reference
         with watch.stage(f"making the {spec.title} module"):
@@ -130,6 +135,14 @@ def artifact_from_spec(
                 infos.append(info)
             with watch.stage(f"checking parity of the {engine.target} engine"):
                 verification += verify_engine_if_possible(path, folder / MODEL, cases, spec, hashes)
+        layers, divergence = [], ""
+        case = case_to_trace(verification.checks, cases, wanted=trace)
+        if case is not None:
+            with watch.stage("tracing the values of the graph"):
+                found = trace_or_reason(
+                    folder / MODEL, Artifact(folder, {"spec": spec.to_dict()}), module, case, settings
+                )
+                layers, divergence = ([] if isinstance(found, str) else found.layers()), str(found)
         report = Report(
             title=spec.title,
             spec=spec.to_dict(),
@@ -141,9 +154,11 @@ def artifact_from_spec(
             notes=list(notes),
             implementation=verification.implementation,
             engines=[summary_of_engine(info) for info in infos],
+            weights_from=source.origin,
+            layers=layers,
         )
         if report.verdict == "failed":
-            raise StageError("parity", failure_message(report.checks))
+            raise StageError("parity", f"{failure_message(report.checks)}\n  {divergence}")
         (folder / REPORT_JSON).write_text(json_from_report(report), encoding="utf-8")
         (folder / REPORT_HTML).write_text(html_from_report(report), encoding="utf-8")
         write_manifest(folder, manifest_contents(spec, module, hashes, report, source.origin))

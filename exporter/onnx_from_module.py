@@ -45,7 +45,7 @@ def write_graph(
     module: nn.Module, example: tuple[torch.Tensor, ...], promise: GraphPromise, spec: BuildSpec, path: Path
 ) -> None:
     """Trace `module` on `example`, finish the graph, save it and check what it promises."""
-    model = program_from_module(module, example, promise, spec.opset)
+    model = program_from_module(module, example, promise, spec.opset).model
     mark_custom_nodes(model)
     attach_function_bodies(model, spec.opset)
     strip_metadata(model)
@@ -78,8 +78,8 @@ def at_precision(module: nn.Module, precision: str) -> nn.Module:
 
 def program_from_module(
     module: nn.Module, example: tuple[torch.Tensor, ...], promise: GraphPromise, opset: int
-) -> ir.Model:
-    """The traced graph, with the names and dynamic dimensions of the promise."""
+) -> torch.onnx.ONNXProgram:
+    """The traced graph, with the names and dynamic dimensions of the promise: for ONNX, and as PyTorch's program."""
     import torch
 
     dynamic = [{i: dim for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in promise.inputs]
@@ -108,7 +108,7 @@ def program_from_module(
             raise StageError(STAGE, message) from error
     if program is None:
         raise StageError(STAGE, "torch.onnx returned no program")
-    return program.model
+    return program
 
 
 def takes_star_args(module: nn.Module) -> bool:

@@ -128,7 +128,8 @@ def load_graph(path: Path) -> onnx.ModelProto:
     from google.protobuf.message import DecodeError
 
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        # a name such as model.json would make onnx read it as text
+        model = onnx.load(str(path), format="protobuf", load_external_data=False)
     except FileNotFoundError:
         raise UserError(f"no model file at {path}") from None
     except (DecodeError, OSError, ValueError) as error:

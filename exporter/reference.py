@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effexport.adversarial import adversarial_inputs
 from effexport.errors import UserError
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.spec import EncoderSpec, LSHSpec
 from effexport.onnx_from_module import at_precision
 from effexport.spec import BuildSpec
+from effexport.tolerances import UNIT_ROUNDOFF
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +41,8 @@ class Case:
     seq]: the bucket of every token and how close it came to another one.
     seed_noise: RMS-relative change of the output under other rotations; None without hashing.
     precision_noise: likewise, when PyTorch itself runs at the precision of the spec; 0 in float32.
+    own_error: of an adversarial case, the largest relative change of the output when every weight is rounded anew at
+    the precision of the spec: what no runtime can be expected to undercut. 0 elsewhere.
     """
 
     name: str
@@ -47,6 +52,7 @@ class Case:
     margins: Mapping[str, Array] = field(default_factory=dict)
     seed_noise: float | None = None
     precision_noise: float = 0.0
+    own_error: float = 0.0
 
     @property
     def keep(self) -> Array:
@@ -108,6 +114,28 @@ def random_inputs(
     return {"hidden_states": hidden.astype(numpy_dtype(spec.dtype)), "attention_mask": mask}
 
 
+def padding_of_other_content(case: Case, spec: BuildSpec) -> dict[str, Array]:
+    """The inputs of a case with other, valid content where its mask is 0."""
+    rng = np.random.default_rng(NOISE_SEED_OFFSET)
+    limits: Mapping[str, int] = {}
+    if isinstance(spec.model, CheckpointSpec):
+        limits = spec.model.input_limits
+    elif isinstance(spec.model, EncoderSpec):
+        limits = {"input_ids": spec.model.vocab_size}
+    changed: dict[str, Array] = {}
+    for name, array in case.inputs.items():
+        if name == "attention_mask":
+            changed[name] = array
+            continue
+        if array.dtype.kind in "iu":
+            other = rng.integers(0, limits[name], array.shape, dtype=array.dtype)
+        else:
+            other = (3 * rng.standard_normal(array.shape)).astype(array.dtype)
+        kept = case.keep.reshape(case.keep.shape + (1,) * (array.ndim - case.keep.ndim))
+        changed[name] = np.where(kept, array, other)
+    return changed
+
+
 def checkpoint_inputs(spec: BuildSpec, rng: np.random.Generator, mask: Array) -> dict[str, Array]:
     """Random indices within their limits, with the padding token where the mask says so. mask: [batch, seq]."""
     model = spec.model
@@ -144,11 +172,16 @@ def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int) -> list
     cases = []
     hashed = isinstance(spec.attention, LSHSpec)
     rounded = at_precision(module, spec.precision) if hashed else module
-    for name, inputs in case_inputs(spec, seed).items():
+    hostile = adversarial_inputs(module, spec)
+    for name, inputs in (case_inputs(spec, seed) | hostile).items():
         with recorded_hashes(module) as (buckets, margins):
             outputs = run_module(module, spec, inputs)
         case = Case(name, inputs, outputs, dict(buckets), dict(margins))
-        cases.append(with_hash_noise(case, module, rounded, spec) if hashed else case)
+        if hashed:
+            case = with_hash_noise(case, module, rounded, spec)
+        elif name in hostile:
+            case = dataclasses.replace(case, own_error=change_by_rounding(case, module, spec))
+        cases.append(case)
     return cases
 
 
@@ -158,6 +191,27 @@ def with_hash_noise(case: Case, module: nn.Module, rounded: nn.Module, spec: Bui
         by_seed = rms_change(case, run_module(module, spec, case.inputs))
     by_precision = 0.0 if rounded is module else rms_change(case, run_module(rounded, spec, case.inputs))
     return dataclasses.replace(case, seed_noise=by_seed, precision_noise=by_precision)
+
+
+def change_by_rounding(case: Case, module: nn.Module, spec: BuildSpec) -> float:
+    """Largest relative change of the outputs when every weight is off by one rounding at the spec's precision."""
+    import torch
+
+    from effexport.checks.arithmetic import relative_error
+
+    other = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(NOISE_SEED_OFFSET)
+    with torch.no_grad():
+        for weight in other.parameters():
+            noise = torch.rand(weight.shape, generator=generator) * 2 - 1
+            weight.mul_(1 + UNIT_ROUNDOFF[spec.precision] * noise)
+    outputs = run_module(other, spec, case.inputs)
+    changes = [
+        relative_error(case.kept(outputs[name], row), case.kept(expected, row))[0]
+        for name, expected in case.outputs.items()
+        for row in range(len(expected))
+    ]
+    return float(np.max(changes))
 
 
 def rms_change(case: Case, outputs: Mapping[str, Array]) -> float:
@@ -248,8 +302,13 @@ def save_reference(cases: list[Case], path: Path) -> None:
         for kind in ("inputs", "outputs", "buckets", "margins"):
             for name, array in getattr(case, kind).items():
                 tensors[f"{case.name}/{kind}/{name}"] = np.ascontiguousarray(array)
-    noise = {case.name: [case.seed_noise, case.precision_noise] for case in cases}
+    noise = {case.name: [case.seed_noise, case.precision_noise, case.own_error] for case in cases}
     path.write_bytes(save(tensors, metadata={"noise": json.dumps(noise)}))
+
+
+def own_error(noise: list[Any]) -> float:
+    """Of a stored case; files from before there were adversarial cases have two figures."""
+    return float(noise[2]) if len(noise) > 2 else 0.0
 
 
 def load_reference(path: Path) -> list[Case]:
@@ -266,7 +325,13 @@ def load_reference(path: Path) -> list[Case]:
                 case, kind, name = key.split("/", 2)
                 parts[case][kind][name] = file.get_tensor(key)
         return [
-            Case(name, **kinds, seed_noise=noise[name][0], precision_noise=noise[name][1])
+            Case(
+                name,
+                **kinds,
+                seed_noise=noise[name][0],
+                precision_noise=noise[name][1],
+                own_error=own_error(noise[name]),
+            )
             for name, kinds in parts.items()
         ]
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:

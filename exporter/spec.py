@@ -96,6 +96,11 @@ class BuildSpec:
         return f"{self.variant} {self.scope}"
 
     @property
+    def is_causal(self) -> bool:
+        """Whether later tokens are hidden from earlier ones, layer by layer."""
+        return not isinstance(self.model, CheckpointSpec) and self.attention.causal
+
+    @property
     def has_decode_step(self) -> bool:
         """Whether a decode step is exported beside the model."""
         return not isinstance(self.model, CheckpointSpec) and self.attention.has_decode_step

@@ -48,12 +48,26 @@ SEED_NOISE_SHARE = 0.25
 PRECISION_NOISE_FACTOR = 1.5
 
 
+# Adversarial cases amplify rounding: a near-singular iteration, or exp of a large key. One rounding of every weight
+# shows by how much; a runtime rounds each intermediate too, a handful of times along a path.
+OWN_ERROR_FACTOR = 4
+
+
 def arithmetic_limit(spec: BuildSpec) -> Limit:
     """The limit of one precision and scope; beyond two layers, rounding adds up like a random walk."""
     limit = ARITHMETIC[spec.precision, spec.scope]
     if spec.layers <= 2:
         return limit
     return Limit(limit.value * (spec.layers / 2) ** 0.5, f"{limit.reason}; × √(layers / 2)")
+
+
+def case_limit(spec: BuildSpec, own_error: float) -> Limit:
+    """The limit of the arithmetic in one case. own_error: how far rounding takes PyTorch itself there; see Case."""
+    limit = arithmetic_limit(spec)
+    own = OWN_ERROR_FACTOR * own_error
+    if own <= limit.value:
+        return limit
+    return Limit(own, f"{OWN_ERROR_FACTOR} × the change when PyTorch's own weights are rounded anew ({own_error:.2g})")
 
 
 def bucket_flip_limit(spec: BuildSpec, tokens: int) -> Limit:

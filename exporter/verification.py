@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,31 +86,35 @@ def not_run(name: str, spec: BuildSpec, error: RuntimeUnsupportedError) -> Check
     return Check(name, "all cases", "not measured", "not run", reason=reason)
 
 
-def verify_against_module(
-    artifact: Artifact, weights: Path | None, verify: Callable[[Sequence[Case]], Verification]
-) -> Verification:
-    """Check a candidate against the PyTorch module itself, made again, on inputs of a new seed.
+def module_again(artifact: Artifact, weights: Path | None) -> nn.Module | str:
+    """The PyTorch module of an artifact, float32 and in evaluation mode, or a sentence on why it cannot be made.
 
     weights: where they came from, a checkpoint folder or a file; None where they were drawn from the seed.
-    verify: compares the candidate with reference cases.
+    Raises SpecError for weights that do not fit.
     """
     from effexport.module_source import SEED, source_from_path
-    from effexport.reference import reference_from_module
 
     spec = artifact.spec
     origin = artifact.manifest["weights_from"]
-    reason = ""
     if isinstance(spec.model, ModuleSpec):
-        reason = f"the module came from {origin}, code that an artifact does not hold: build again to compare"
-    elif origin != SEED and weights is None:
-        reason = f"the weights came from {origin}: name it with --weights to compare with PyTorch on new inputs"
-    else:
-        module = source_from_path(weights).make(spec)
-        if weights_digest(module) != artifact.manifest["weights_sha256"]:
-            reason = "these are not the weights that the artifact was built with" if weights else OTHER_DRAW
-    if reason:
-        return Verification([Check("PyTorch module", "all cases", "not measured", "not run", reason=reason)])
-    return verify(reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET + 1))
+        return f"the module came from {origin}, code that an artifact does not hold: build again to compare"
+    if origin != SEED and weights is None:
+        return f"the weights came from {origin}: name it with --weights to compare with PyTorch on new inputs"
+    module = source_from_path(weights).make(spec)
+    if weights_digest(module) != artifact.manifest["weights_sha256"]:
+        return "these are not the weights that the artifact was built with" if weights else OTHER_DRAW
+    return module
+
+
+def case_to_trace(checks: Sequence[Check], cases: Sequence[Case], *, wanted: bool) -> Case | None:
+    """The case of the first failed check. If none has failed but a trace is wanted, a padded one, which uses most of
+    a graph, or else the first."""
+    for check in checks:
+        if check.status == "failed":
+            return next((case for case in cases if case.title == check.case), cases[0] if cases else None)
+    if not wanted or not cases:
+        return None
+    return next((case for case in cases if not case.keep.all()), cases[0])
 
 
 def weights_digest(module: nn.Module) -> str:

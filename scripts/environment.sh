@@ -103,6 +103,9 @@ has_tool() {
   "$VENV/bin/python" -c "from effexport.plugins import toolchain; raise SystemExit(toolchain.find_$1() is None)"
 }
 
+# has_browser: whether a browser is there that tests can drive, by the names of tests/conftest.py.
+has_browser() { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
+
 # ensure_build_tools: cmake in .venv and the system's C++ compiler, where they are missing and can be added.
 ensure_build_tools() {
   if ! has_tool cmake; then
@@ -214,6 +217,7 @@ required_parts() {
     return
   fi
   if has_tool nvcc; then parts+=,nvcc; fi
+  if has_browser; then parts+=,browser; fi
   if can_have_tensorrt; then parts+=,tensorrt,rtx; fi
   printf '%s\n' "$parts"
 }

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -113,6 +114,23 @@ class CudaCompiler:
         return str(find_nvcc())
 
 
+class Browser:
+    """Chromium, or Chrome, which shares its protocol."""
+
+    name = "Chromium (chromium, chromium-browser or google-chrome on PATH)"
+
+    @staticmethod
+    def path() -> str | None:
+        found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+        return next((path for path in found if path), None)
+
+    def is_present(self) -> bool:
+        return self.path() is not None
+
+    def version(self) -> str:
+        return str(self.path())
+
+
 class TensorRTBindings:
     """TensorRT's own Python packages, in the environments that scripts/conformance.sh makes of the present files."""
 
@@ -146,6 +164,7 @@ PARTS: dict[str, Part] = {
     "transformers": Package("transformers", ("transformers",)),
     "native": KernelLibrary(),
     "nvcc": CudaCompiler(),
+    "browser": Browser(),
     "tensorrt": TensorRTBindings(),
     "rtx": Packages(
         (Package("tensorrt_rtx", ("tensorrt-rtx-cu13",)), Package("cuda.bindings.runtime", ("cuda-bindings",)))

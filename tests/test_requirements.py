@@ -187,9 +187,10 @@ def test_environments_for_tensorrt_of_earlier_files_count_as_missing(tensorrt_tr
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
 
 
-def required_parts(folder: Path, *, uname: str, variables: dict[str, str]) -> str:
+def required_parts(folder: Path, *, uname: str, variables: dict[str, str], browser: bool = False) -> str:
     """What scripts/environment.sh requires on a machine that calls itself so, where there is no nvcc."""
-    script = f'source "{HERE.parent}/scripts/environment.sh"; has_tool() {{ false; }}; required_parts'
+    stubs = f"has_tool() {{ false; }}; has_browser() {{ {'true' if browser else 'false'}; }}"
+    script = f'source "{HERE.parent}/scripts/environment.sh"; {stubs}; required_parts'
     (folder / "uname").write_text(f"#!/bin/sh\necho {uname}\n")
     (folder / "uname").chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name != "EFFEXPORT_REQUIRE"}
@@ -204,3 +205,18 @@ def test_tensorrt_is_required_where_its_packages_exist(tmp_path: Path) -> None:
     assert required_parts(tmp_path, uname="Darwin arm64", variables={}) == everywhere
     given = {"EFFEXPORT_REQUIRE": "torch, onnx"}
     assert required_parts(tmp_path, uname="Linux x86_64", variables=given) == "torch, onnx"
+
+
+def test_a_browser_is_required_where_there_is_one(tmp_path: Path) -> None:
+    parts = required_parts(tmp_path, uname="Darwin arm64", variables={}, browser=True)
+    assert parts == "torch,onnx,ort,transformers,native,browser"
+
+
+@pytest.mark.parametrize("name", ["chromium", "chromium-browser", "google-chrome"])
+def test_the_script_finds_the_browsers_that_the_tests_find(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch(mode=0o755)
+    # sourced with the usual PATH, which it needs
+    script = f'source "{HERE.parent}/scripts/environment.sh"; PATH="{tmp_path}"; has_browser'
+    assert subprocess.run(["bash", "-c", script], check=False).returncode == 0
+    script = f'source "{HERE.parent}/scripts/environment.sh"; PATH="{tmp_path / "empty"}"; has_browser'
+    assert subprocess.run(["bash", "-c", script], check=False).returncode == 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from effexport.parity import Check, summary
-from effexport.report import number
+from effexport.report.text import number, status_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,7 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
     for title in ("worst", "limit", "cases"):
         table.add_column(title, justify="right")
     for name, entry in summary(checks).items():
-        status = "failed" if entry["failed"] else "passed" if entry["passed"] else "not run"
+        status = status_of(entry)
         cases = entry["passed"] + entry["failed"] + entry["not run"]
         table.add_row(
             name,

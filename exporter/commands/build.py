@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 @runtime_options(ORT_HELP)
 @engine_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default artifacts/VARIANT.")
+@click.option(
+    "--trace", is_flag=True, help="Also compare the values inside the graph: the report gets errors by layer."
+)
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
 @json_option
 @debug_option
@@ -63,6 +66,7 @@ def command(
     runtime: str,
     implementation: str,
     output: Path | None,
+    trace: bool,
     force: bool,
     as_json: bool,
     debug: bool,
@@ -94,6 +98,7 @@ def command(
             engines=engines,
             notes=notes,
             settings=settings,
+            trace=trace,
             force=force,
             on_stage=progress,
             on_progress=progress.step,

@@ -10,7 +10,6 @@ import click
 
 from effexport.commands._options import (
     ENGINE_HELP,
-    check_choice,
     debug_option,
     implementation_text,
     json_option,
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
     from effexport.artifact import Artifact
     from effexport.reference import Case
+    from effexport.reference_choice import ReferenceChoice
+    from effexport.trace import Trace
     from effexport.verification import Verification
 
 
@@ -38,7 +39,13 @@ if TYPE_CHECKING:
     "--reference",
     default="auto",
     show_default=True,
-    help="golden: the stored answers, without PyTorch. torch: the module, on new inputs. auto: both if torch is there.",
+    help="golden: the stored answers, without PyTorch. torch: the module, on new inputs. auto: both if torch is there. "
+    "transformers: the original model of --weights DIR. FILE.safetensors: the answers stored elsewhere. PATH@RUNTIME: "
+    "what another artifact or ONNX file answers, such as other/artifact@ort.",
+)
+@click.option("--case", "cases", multiple=True, help="Only this case, by its name in the report; may be repeated.")
+@click.option(
+    "--trace", is_flag=True, help="Find the first value inside the graph that differs; a failed check does so anyway."
 )
 @json_option
 @debug_option
@@ -49,6 +56,8 @@ def command(
     runtime: str,
     implementation: str,
     reference: str,
+    cases: tuple[str, ...],
+    trace: bool,
     as_json: bool,
     debug: bool,
 ) -> None:
@@ -57,9 +66,10 @@ def command(
     Exit status 1 when a check fails.
     """
     from effexport.cli import print_json
+    from effexport.reference_choice import parse_choice
     from effexport.runners.artifact_runner import check_runtime
 
-    check_choice("--reference", reference, ("auto", "golden", "torch"))
+    choice = parse_choice(reference)
     check_runtime(runtime, implementation)
     from effexport.artifact import open_artifact
     from effexport.commands._checks import print_checks
@@ -70,7 +80,7 @@ def command(
     console = stderr_console()
     with stage_progress(console) as on_stage:
         candidate = Candidate(opened, runtime, implementation, model)
-        verification = verify_artifact(candidate, weights, reference, on_stage)
+        verification, found = verify_artifact(candidate, weights, choice, cases, trace, on_stage)
     checks = verification.checks
     ok = passed(checks)
     if as_json:
@@ -78,17 +88,21 @@ def command(
             {
                 "artifact": str(artifact),
                 "model": str(candidate.path),
+                "reference": reference,
                 "passed": ok,
                 "runtime": runtime,
                 "implementation": verification.implementation,
                 "environment": versions(),
                 "summary": summary(checks),
                 "checks": [check.to_dict() for check in checks],
+                "trace": {"not_run": found} if isinstance(found, str) else found and found.to_dict(),
             }
         )
     print_checks(console, checks)
+    if found is not None:
+        console.print(str(found), markup=False, soft_wrap=True)
     count = sum(check.status == "passed" for check in checks)
-    verdict = "equal to PyTorch" if ok else "NOT proven equal to PyTorch"
+    verdict = f"{'equal' if ok else 'NOT proven equal'} to {choice.title}"
     ran = implementation_text(verification.implementation)
     console.print(
         f"{model or artifact}: {verdict}, {count} of {len(checks)} checks passed{ran}", markup=False, soft_wrap=True
@@ -136,27 +150,42 @@ class Candidate:
         settings = settings_from_options(self.runtime, self.implementation)
         return verify_candidate(self.path, cases, spec, hashes, settings)
 
+    def trace(self, weights: Path | None, case: Case) -> Trace | str:
+        """Where it leaves the module, on the inputs of one case, or a sentence on why that cannot be found."""
+        from effexport.bisect import trace_if_possible
+        from effexport.commands._options import settings_from_options
+
+        if self.is_engine:
+            return f"no trace: a {self.runtime} engine keeps no intermediate values; trace its model with --runtime ort"
+        settings = settings_from_options(self.runtime, self.implementation)
+        return trace_if_possible(self.path, self.artifact, weights, case, settings)
+
 
 def verify_artifact(
-    candidate: Candidate, weights: Path | None, reference: str, on_stage: Callable[[str], None]
-) -> Verification:
-    """Checks against the golden file, the PyTorch module, or both."""
-    import importlib.util
-
+    candidate: Candidate,
+    weights: Path | None,
+    choice: ReferenceChoice,
+    names: Sequence[str],
+    trace: bool,
+    on_stage: Callable[[str], None],
+) -> tuple[Verification, Trace | str | None]:
+    """Checks against the chosen references; and a trace, if it is asked for or a check has failed."""
     from effexport.commands._options import settings_from_options
-    from effexport.reference import load_reference
-    from effexport.verification import Verification, verify_against_module, verify_decode_step
+    from effexport.reference_choice import references_from_choice
+    from effexport.verification import Verification, case_to_trace, verify_decode_step
 
     artifact, spec = candidate.artifact, candidate.artifact.spec
-    result = Verification()
-    if reference in ("auto", "golden"):
-        on_stage("comparing with the golden file")
-        cases = load_reference(artifact.reference_path)
-        result += candidate.verify(cases)
-        if candidate.path == artifact.model_path and spec.has_decode_step:
+    result, cases = Verification(), []
+    for reference in references_from_choice(choice, artifact, weights, names, on_stage):
+        if reference.cases:
+            result += candidate.verify(reference.cases)
+            cases += reference.cases
+        result.checks += reference.missing
+        if reference.kind == "golden" and candidate.path == artifact.model_path and spec.has_decode_step:
             settings = settings_from_options(candidate.runtime, candidate.implementation)
-            result += verify_decode_step(artifact.decode_step_path, cases, spec, settings)
-    if reference == "torch" or (reference == "auto" and importlib.util.find_spec("torch") is not None):
-        on_stage("comparing with PyTorch on new inputs")
-        result += verify_against_module(artifact, weights, candidate.verify)
-    return result
+            result += verify_decode_step(artifact.decode_step_path, reference.cases, spec, settings)
+    case = case_to_trace(result.checks, cases, wanted=trace)
+    if case is None:
+        return result, None
+    on_stage("tracing the values of the graph")
+    return result, candidate.trace(weights, case)

@@ -287,7 +287,12 @@ def test_a_wide_margin_may_not_flip(built: Built) -> None:
 def test_too_many_near_ties_may_not_flip(built: Built) -> None:
     artifact = built("lsh", "attention")
     assert BUCKET_FLIPS["fp32"].value * 256 < 1
-    assert with_flips(artifact, 2, 0.0)["bucket agreement"].status == "failed"
+    assert with_flips(artifact, 2, near_tie_limit(artifact.spec).value / 2)["bucket agreement"].status == "failed"
+
+
+def test_which_of_two_equal_projections_wins_is_for_the_runtime_to_say(built: Built) -> None:
+    checks = with_flips(built("lsh", "attention"), 5, 0.0)
+    assert [check.status for check in checks.values()] == ["passed", "passed"]
 
 
 def test_a_margin_that_is_nan_fails(built: Built) -> None:

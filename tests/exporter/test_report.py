@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
 from effexport.artifact import Artifact
 from effexport.parity import Check
 from effexport.report import Report, flat_fields, html_from_report, json_from_report, number
+from effexport.report.figures import bench_figures, error_figures
+from effexport.report.svg import Axis, Point, Series, histogram, scatter
 
 GOOD = Check("arithmetic", "export: 1 × 64", "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums")
 BAD = Check("finite", "short: 2 × 7", "NaN or Inf elements", "failed", 3, 0, "no NaN", "worst at x[0, 1, 2]")
@@ -59,7 +63,7 @@ def test_the_page_is_self_contained_and_well_formed(checks: tuple[Check, ...]) -
     page = Page(text)
     assert page.open == []
     assert not page.tags & {"script", "link", "img", "iframe", "object"}
-    assert page.references == []
+    assert [reference for reference in page.references if not reference.startswith("#")] == []
 
 
 @pytest.mark.requires("torch", "onnx", "ort")
@@ -69,7 +73,7 @@ def test_a_real_page_shows_verdict_checks_and_versions(built: Callable[..., Arti
     text = (artifact.path / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert not page.tags & {"script", "link", "img"}
-    assert page.references == []
+    assert all(reference.startswith("#") for reference in page.references)
     assert "Passed: the exported model computes what PyTorch computes" in text
     report = json.loads((artifact.path / "report.json").read_text())
     assert {"signature", "finite", "repeatable", "batch invariance", "bucket agreement"} <= report["summary"].keys()
@@ -122,11 +126,11 @@ def test_every_text_is_escaped(hostile: str) -> None:
 def test_the_json_report_holds_everything() -> None:
     report = report_of(GOOD, BAD, NOT_RUN)
     read = json.loads(json_from_report(report))
-    assert [Check(**check) for check in read["checks"]] == [GOOD, BAD, NOT_RUN]
+    assert Report.from_dict(read) == dataclasses.replace(report, seconds={"exporting to ONNX": 1.235})
     assert read["spec"] == report.spec
     assert read["environment"] == report.environment
     assert read["seconds"] == {"exporting to ONNX": 1.235}
-    assert read["report_version"] == 1
+    assert read["report_version"] == 2
     assert read["summary"]["arithmetic"] == {
         "passed": 1,
         "failed": 0,
@@ -170,3 +174,96 @@ def test_numbers_are_for_people(value: float | None, text: str) -> None:
 
 def test_a_nested_spec_becomes_one_table() -> None:
     assert flat_fields({"a": 1, "model": {"attention": {"dim": 2}, "layers": 3}}) == {"a": 1, "dim": 2, "layers": 3}
+
+
+# ---- plots
+
+
+def parsed(svg: str) -> ElementTree.Element:
+    """A plot, which must be well-formed and have a name and a description."""
+    root = ElementTree.fromstring(svg)
+    assert root.tag == "svg"
+    assert root.get("role") == "img"
+    assert root.find("title") is not None
+    assert root.find("desc") is not None
+    return root
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in root.iter("text")]
+
+
+@pytest.mark.parametrize("values", [[1e-6], [0.0], [0.0, 0.0], [math.nan], [math.inf, 1.0], [1e-30, 1e30], [-1.0, 2.0]])
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_any_values_can_be_plotted(values: list[float], logarithmic: bool) -> None:
+    points = [Point(n + 1, value, "<&>") for n, value in enumerate(values)]
+    root = parsed(scatter("k", "a < b", "c & d", Axis("x", True), Axis("y", logarithmic), [Series("s", points)]))
+    for element in root.iter():
+        for name, value in element.items():
+            assert "nan" not in value, (name, value)
+            assert "inf" not in value, (name, value)
+    assert ("NaN or infinite" in texts(root)) == (not all(map(math.isfinite, values)))
+
+
+def test_a_larger_value_is_higher_up() -> None:
+    points = [Point(1, 0.0), Point(2, 1e-7), Point(4, 1e-3)]
+    root = parsed(scatter("k", "t", "d", Axis("x", True), Axis("y", True), [Series("s", points, "marks")]))
+    heights = [float(circle.get("cy", "")) for circle in root.iter("circle")][: len(points)]
+    assert heights == sorted(heights, reverse=True)
+    assert len(set(heights)) == len(points)
+    assert "0" in texts(root)
+
+
+def test_series_differ_in_more_than_colour() -> None:
+    series = [Series(f"s{n}", [Point(1, n + 1), Point(2, n + 2)]) for n in range(12)]
+    root = parsed(
+        scatter("k", "t", "d", Axis("x"), Axis("y"), [*series, Series("softmax", [Point(1, 1)], "yardstick")])
+    )
+    looks = set()
+    for group in root.iter("g"):
+        line = group.find("path[@class='line']")
+        if line is not None and group.get("class", "").startswith("s"):
+            mark = next(element for element in group.iter() if element.tag in ("circle", "rect", "path"))
+            looks.add((group.get("class"), line.get("stroke-dasharray"), mark.tag))
+    assert len(looks) == 12
+
+
+def test_a_histogram_has_a_bar_for_each_decade_with_elements() -> None:
+    root = parsed(histogram("k", "t", "d", "x", ["1e-1", "1"], [5, 0, 1_200_000], 1.5))
+    assert len(list(root.iter("rect"))) == 2
+    assert {"5", "1.2M", "limit", "1e-1"} <= set(texts(root))
+
+
+def measured_check(seq_len: int, value: float, **fields: object) -> Check:
+    return dataclasses.replace(GOOD, case=f"c: 1 × {seq_len}", seq_len=seq_len, value=value, **fields)  # type: ignore[arg-type]
+
+
+def test_plots_are_made_of_what_is_there() -> None:
+    assert error_figures(report_of(GOOD, BAD, NOT_RUN)) == []
+    # one length is no curve, and no error at all is no plot
+    assert error_figures(report_of(measured_check(64, 1e-6))) == []
+    assert error_figures(report_of(measured_check(64, 0.0), measured_check(128, 0.0))) == []
+    (figure,) = error_figures(report_of(measured_check(64, 1e-6), measured_check(128, math.nan)))
+    assert "Largest: nan in arithmetic (c: 1 × 128), limit 2e-05" in figure.caption
+    counts = (0,) * 4 + (7, 0, 2) + (0,) * 4
+    (figure,) = error_figures(report_of(measured_check(64, 1e-6, histogram=counts)))
+    assert "9 elements of all cases; the 2 with the largest errors are below 0.001" in figure.caption.replace(
+        "1e-3", "0.001"
+    )
+    report = dataclasses.replace(report_of(GOOD), layers=[{"layer": "a.b", "op_type": "Add", "error": 1e-6}])
+    (figure,) = error_figures(report)
+    assert "Largest: 1e-06 in a.b (Add)" in figure.caption
+    assert "<code>a.b</code>" in html_from_report(report)
+
+
+def test_measurements_are_drawn_against_the_yardstick() -> None:
+    def row(variant: str, seq_len: int, peak_mb: float | None = None) -> dict[str, object]:
+        return {"variant": variant, "runtime": "ort", "seq_len": seq_len, "latency_ms": seq_len / 8, "peak_mb": peak_mb}
+
+    (latency,) = bench_figures([row("lsh", 512), row("lsh", 2048)])
+    assert "softmax was not measured" in latency.caption
+    latency, memory = bench_figures([row("lsh", 512, 3), row("softmax", 512), row("softmax", 2048)])
+    assert "softmax, ort (yardstick) 256" in latency.caption
+    assert 'class="yardstick"' in latency.svg
+    assert "lsh, ort 3" in memory.caption
+    assert bench_figures([]) == []

@@ -1,0 +1,228 @@
+"""Where does a model file leave its PyTorch module? Intermediate values compared in the order of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.errors import StageError
+from effexport.hash_injection import GIVEN_SUFFIX, hash_values
+from effexport.onnx_graph import load_graph
+from effexport.runners import limits_from_spec
+from effexport.runners.ort_session import OrtSettings, RuntimeFailedError, RuntimeUnsupportedError
+from effexport.spec import BuildSpec
+from effexport.tolerances import bucket_flip_limit, case_limit
+from effexport.trace import Suspect, Trace, TracedValue
+from effexport.traced_file import TracedFile
+from effexport.value_error import value_error
+
+if TYPE_CHECKING:
+    import onnx
+    from torch import nn
+
+    from effexport.artifact import Artifact
+    from effexport.reference import Case
+    from effexport.runners import Array
+    from effexport.traced_module import Origin, TracedModule
+
+# Where `onnx_from_module` keeps the path of a node's module.
+MODULE_KEY = "effexport.module"
+# Intermediate values of one run of the model: more values take more runs, not more memory.
+BATCH_BYTES = 256 * 2**20
+# In low precision both sides round: PyTorch as far as its own run shows, the candidate up to three times as far. Its
+# worst element was up to 1.9 times as far as PyTorch's in all cases of 15 float16 models.
+ROUNDING_FACTOR = 4.0
+# No rounding makes an error as large as the values themselves acceptable.
+LARGEST_LIMIT = 1.0
+
+
+def trace_if_possible(
+    model: Path, artifact: Artifact, weights: Path | None, case: Case, settings: OrtSettings
+) -> Trace | str:
+    """As `trace_from_model` with the module made again from the seed or `weights`; a sentence where that cannot be."""
+    import importlib.util
+
+    from effexport.verification import module_again
+
+    if importlib.util.find_spec("torch") is None:
+        return "no trace: PyTorch is not installed"
+    if settings.provider == "tensorrt":
+        return "no trace: TensorRT keeps no intermediate values; trace the file with --runtime ort"
+    module = module_again(artifact, weights)
+    if isinstance(module, str):
+        return f"no trace: {module}"
+    return trace_or_reason(model, artifact, module, case, settings)
+
+
+def trace_or_reason(
+    model: Path, artifact: Artifact, module: nn.Module, case: Case, settings: OrtSettings | None = None
+) -> Trace | str:
+    """As `trace_from_model`; a sentence where the module or the model does not run."""
+    try:
+        return trace_from_model(model, artifact, module, case, settings)
+    except (StageError, RuntimeUnsupportedError, RuntimeFailedError) as error:
+        return f"no trace: {str(error).splitlines()[0]}"
+
+
+def trace_from_model(
+    model: Path, artifact: Artifact, module: nn.Module, case: Case, settings: OrtSettings | None = None
+) -> Trace:
+    """Compare the intermediate values of a model file in ONNX Runtime with those of `module` on the inputs of `case`.
+
+    model: the artifact's own, or one that a tool has made from it. The graph is run as it is written, without the
+    optimisations that would fuse values away, and custom operators as their settings say. Where the model hashes, both
+    sides go on with PyTorch's buckets. The values of one run take BATCH_BYTES at most, or one value if that is larger.
+    Raises StageError where the module cannot be exported again, RuntimeUnsupportedError and RuntimeFailedError where
+    the model does not run.
+    """
+    from effexport.traced_module import TracedModule
+
+    return trace_from_traced(model, artifact, TracedModule(module, artifact.spec), case, settings)
+
+
+def trace_from_traced(
+    model: Path, artifact: Artifact, traced: TracedModule, case: Case, settings: OrtSettings | None = None
+) -> Trace:
+    """As `trace_from_model`, for a module that has been exported again: that takes longer than the trace."""
+    spec = artifact.spec
+    pairable = same_origins(traced.origins, load_graph(artifact.model_path))
+    proto = load_graph(model)
+    nodes = [(node, value) for node in proto.graph.node for value in node.output if value]
+    paired = {value: node for node, value in nodes if value in pairable}
+    file = TracedFile(model, settings or OrtSettings(), limits_from_spec(spec))
+    judge = Judge(spec, case, traced.may_flip)
+    compare(traced, file, list(paired), case, judge, exact=traced.is_rounded)
+    if not traced.is_rounded:
+        # a second look, at PyTorch's own rounding, for what float32 may have made of an ill-conditioned value
+        compare(traced, file, [n for n, (error, limit) in judge.results.items() if not error <= limit], case, judge)
+    values = tuple(
+        TracedValue(name, pairable[name].module, node.op_type, *judge.results[name]) for name, node in paired.items()
+    )
+    trace = Trace(str(model), case.title, values, len(pairable), len(nodes) - len(paired))
+    if trace.first_divergence is None:
+        return trace
+    suspects = suspects_of(trace.first_divergence.name, proto, paired.keys())
+    return Trace(trace.model, trace.case, values, trace.pairable, trace.not_paired, suspects)
+
+
+def same_origins(origins: Mapping[str, Origin], model: onnx.ModelProto) -> dict[str, Origin]:
+    """The values that the artifact's own model makes as this export does.
+
+    Names are numbered by the exporter: another release of PyTorch may give them to other values.
+    """
+    made = {value: (node.op_type, module_of_node(node)) for node in model.graph.node for value in node.output}
+    return {
+        value: origin
+        for value, origin in origins.items()
+        # the file keeps a path for every node that has one, and the exporter's word for those that have none
+        if value in made and made[value][0] == origin.op_type and origin.module in (made[value][1], "")
+    }
+
+
+def module_of_node(node: onnx.NodeProto) -> str:
+    return next((entry.value for entry in node.metadata_props if entry.key == MODULE_KEY), "")
+
+
+class Judge:
+    """Takes values beside PyTorch's and keeps their errors and limits.
+
+    The limit of a float value is that of the outputs. It is raised where PyTorch's own rounding moves the value
+    further: an exponential makes 3 % of the 0.03 by which float16 rounds a logit of 60, and the inverse of a matrix
+    that is nearly singular moves by more than float32's limit.
+    """
+
+    def __init__(self, spec: BuildSpec, case: Case, may_flip: Collection[str]) -> None:
+        self._spec, self._may_flip = spec, may_flip
+        self._limit = case_limit(spec, case.own_error).value
+        self.results: dict[str, tuple[float, float]] = {}
+
+    def __call__(self, name: str, actual: Array, expected: Array, exact: Array | None) -> None:
+        """exact: what PyTorch computes in a wider type, None where that is not known."""
+        if expected.dtype.kind in "biu":
+            flips = bucket_flip_limit(self._spec, expected.size).value if name in self._may_flip else 0.0
+            limit = flips / max(1, expected.size)
+        else:
+            rounding = 0.0 if exact is None else value_error(expected, exact)
+            limit = max(self._limit, min(ROUNDING_FACTOR * rounding, LARGEST_LIMIT))
+        self.results[name] = (value_error(actual, expected), limit)
+
+
+def compare(
+    traced: TracedModule, file: TracedFile, names: Sequence[str], case: Case, judge: Judge, *, exact: bool = True
+) -> None:
+    """Judge every value. The module and the model run once per batch of values, and exactly once more if need be."""
+    if not names:
+        return
+    sizes: dict[str, int] = {}
+    buckets: dict[str, Array] = {}
+
+    def measure(name: str, array: Array) -> None:
+        sizes[name] = array.nbytes
+        if name in traced.hashes:
+            buckets[name] = np.ascontiguousarray(array)
+
+    traced.run(case.inputs, measure)
+    hashes = hash_values(file.path, traced.hashes) if traced.hashes else []
+    given = {value + GIVEN_SUFFIX: buckets[name] for name, value in zip(traced.hashes, hashes, strict=False)}
+    for batch in batches(names, sizes):
+        actual = file.run(batch, case.inputs, hashes, given)
+        compare_batch(traced, case, actual, buckets, judge, exact=exact)
+
+
+def compare_batch(
+    traced: TracedModule,
+    case: Case,
+    actual: dict[str, Array],
+    buckets: Mapping[str, Array],
+    judge: Judge,
+    *,
+    exact: bool,
+) -> None:
+    """Judge the values of one run, `actual`, which is emptied: each goes as soon as it is judged."""
+    if not exact:
+        traced.run(case.inputs, lambda n, expected: judge(n, actual.pop(n), expected, None) if n in actual else None)
+        return
+    rounded: dict[str, Array] = {}
+    traced.run(case.inputs, lambda name, array: rounded.update({name: array}) if name in actual else None)
+    traced.run(
+        case.inputs,
+        lambda n, wide: judge(n, actual.pop(n), rounded.pop(n), wide) if n in actual else None,
+        buckets=buckets,
+        exact=True,
+    )
+
+
+def batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names in their order, in groups of at most BATCH_BYTES."""
+    batch: list[str] = []
+    total = 0
+    for name in names:
+        if batch and total + sizes[name] > BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(name)
+        total += sizes[name]
+    if batch:
+        yield batch
+
+
+def suspects_of(name: str, model: onnx.ModelProto, agreeing: Collection[str]) -> tuple[Suspect, ...]:
+    """The node of a value and the nodes of unpaired values that it is computed from, in the order of the graph."""
+    maker = {value: node for node in model.graph.node for value in node.output if value}
+    weights = {tensor.name for tensor in model.graph.initializer}
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        value = waiting.pop()
+        if value in found or value not in maker or (value in agreeing and value != name):
+            continue
+        found.add(value)
+        waiting.extend(maker[value].input)
+    return tuple(
+        Suspect(value, node.op_type, module_of_node(node), tuple(i for i in node.input if i in weights))
+        for value, node in maker.items()
+        if value in found
+    )

@@ -1,0 +1,1 @@
+"""The checks of the parity report: independent functions with one result type."""

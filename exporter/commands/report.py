@@ -1,0 +1,159 @@
+"""`effexport report`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from effexport.commands._options import check_choice, debug_option, json_option, stderr_console
+
+if TYPE_CHECKING:
+    from effexport.report.compare import Comparison, Side
+
+FORMATS = ("html", "json", "markdown", "junit")
+_FORMAT_OF_SUFFIX = {".html": "html", ".htm": "html", ".json": "json", ".md": "markdown", ".xml": "junit"}
+
+
+@click.command("report")
+@click.argument("artifact", required=False, type=click.Path(path_type=Path))
+@click.argument("other", required=False, type=click.Path(path_type=Path))
+@click.option("--format", "form", help="html, json, markdown or junit; default: as -o ends, else markdown.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; default: stdout.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option("--schema", "wants_schema", is_flag=True, help="Print the JSON Schema of report.json.")
+@json_option
+@debug_option
+def command(
+    artifact: Path | None,
+    other: Path | None,
+    form: str | None,
+    output: Path | None,
+    force: bool,
+    wants_schema: bool,
+    as_json: bool,
+    debug: bool,
+) -> None:
+    """Show the report of an artifact again, in another format, or compare two artifacts side by side.
+
+    Nothing is measured anew: this is what report.json says; effexport verify checks a model again. The exit status is
+    that of the rendering, not the verdict.
+    """
+    from effexport.cli import print_json
+    from effexport.errors import UserError
+
+    if output is not None:
+        check_output_file(output, force=force)
+    if wants_schema:
+        if artifact is not None or form is not None:
+            raise UserError("--schema is of all reports; leave the artifact and --format out")
+        from effexport.report.schema import schema_text
+
+        text, said = schema_text(), {"schema": "report.json"}
+    else:
+        if artifact is None:
+            raise UserError("no artifact given; expected the folder of one, such as: effexport report artifacts/lsh")
+        form = chosen_format(form, output, as_json=as_json)
+        text, said = rendering(artifact, other, form)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    write_file(output, text)
+    if as_json:
+        print_json({"output": str(output), **said})
+    stderr_console().print(f"{output}: written", markup=False, soft_wrap=True)
+
+
+def chosen_format(form: str | None, output: Path | None, *, as_json: bool) -> str:
+    """What --format says, or the name of the file. Raises UserError for an unknown one, or two objects for stdout."""
+    from effexport.errors import UserError
+
+    if form is not None:
+        check_choice("--format", form, FORMATS)
+    if as_json and output is None:
+        if form not in (None, "json"):
+            raise UserError(f"--json prints one JSON object on stdout, where --format {form} would go too; add -o FILE")
+        return "json"
+    if form is not None:
+        return form
+    return "markdown" if output is None else _FORMAT_OF_SUFFIX.get(output.suffix.lower(), "markdown")
+
+
+def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[str, Any]]:
+    """The text of one report or of a comparison, and what --json says of it."""
+    from effexport.artifact import open_artifact
+    from effexport.report.compare import Comparison
+    from effexport.report.reading import side_of_artifact
+
+    sides = [side_of_artifact(open_artifact(path), name) for path, name in named(first, second)]
+    said: dict[str, Any] = {
+        "format": form,
+        "artifacts": [str(path) for path in (first, second) if path is not None],
+        "verdicts": [side.report.verdict for side in sides],
+    }
+    if form == "junit":
+        from effexport.report.junit import junit_from_reports
+
+        return junit_from_reports([(side.name, side.report) for side in sides]), said
+    if len(sides) == 1:
+        return one_report(sides[0], form), said
+    return comparison_text(Comparison(*sides), form), said
+
+
+def named(first: Path, second: Path | None) -> list[tuple[Path, str]]:
+    """Each artifact with the name that commands and tables have for it: its path, as it was given."""
+    return [(path, str(path)) for path in (first, second) if path is not None]
+
+
+def one_report(side: Side, form: str) -> str:
+    from effexport.report import html_from_report, json_from_report
+    from effexport.report.markdown import markdown_from_report
+
+    if form == "json":
+        return json_from_report(side.report)
+    if form == "html":
+        return html_from_report(side.report, side.name)
+    return markdown_from_report(side.report, side.name)
+
+
+def comparison_text(comparison: Comparison, form: str) -> str:
+    from effexport.json_text import json_text
+    from effexport.report.html import html_from_comparison
+    from effexport.report.markdown import markdown_from_comparison
+
+    if form == "json":
+        return json_text(comparison.to_dict()) + "\n"
+    return html_from_comparison(comparison) if form == "html" else markdown_from_comparison(comparison)
+
+
+def check_output_file(output: Path, *, force: bool) -> None:
+    """Refuse what must not be replaced. A file inside an artifact would damage it."""
+    from effexport.artifact import MANIFEST
+    from effexport.errors import UserError
+
+    if output.is_dir():
+        raise UserError(f"{output} is a folder; expected the path of a file to write")
+    if (output.parent / MANIFEST).is_file():
+        raise UserError(f"{output} would change the artifact {output.parent}; choose a file outside of it with -o")
+    if output.exists() and not force:
+        raise UserError(f"{output} exists; choose another file with -o, or replace it with --force")
+
+
+def write_file(output: Path, text: str) -> None:
+    """Write a file at once: it is complete, or it is as it was."""
+    from effexport.errors import UserError
+
+    temporary = output.parent / f".{output.name}.writing-{os.getpid()}"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(output)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}; choose another file with -o") from error
+    finally:
+        # gone when it has taken its place, and never there under a parent that is no folder
+        with contextlib.suppress(OSError):
+            temporary.unlink()

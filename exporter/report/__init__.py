@@ -1,0 +1,18 @@
+"""The report of a build: `report.json` is the truth; the page, Markdown and JUnit XML are its renderings."""
+
+from __future__ import annotations
+
+from effexport.report.html import html_from_report
+from effexport.report.model import REPORT_VERSION, RUNTIME_NAMES, Report, json_from_report
+from effexport.report.text import flat_fields, number, sizes
+
+__all__ = [
+    "REPORT_VERSION",
+    "RUNTIME_NAMES",
+    "Report",
+    "flat_fields",
+    "html_from_report",
+    "json_from_report",
+    "number",
+    "sizes",
+]

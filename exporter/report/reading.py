@@ -1,0 +1,70 @@
+"""The report of an artifact, read again."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from effexport.artifact import REPORT_JSON
+from effexport.errors import UserError
+from effexport.report.compare import Side
+from effexport.report.model import REPORT_VERSION, Report
+from effexport.report.schema import first_problem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from effexport.artifact import Artifact
+
+_REMEDY = "build the artifact again, or copy it again from its source"
+
+
+def report_of_artifact(artifact: Artifact) -> Report:
+    """The report of an artifact whose files were checked. Where the weights came from is as the manifest says.
+
+    Raises UserError where there is no report, where it is damaged, or where a newer effexport wrote it.
+    """
+    if REPORT_JSON not in artifact.manifest["files"]:
+        raise UserError(f"{artifact.path} has no {REPORT_JSON}; {_REMEDY}")
+    file = artifact.path / REPORT_JSON
+    values = _values_of_file(file)
+    values["weights_from"] = artifact.manifest["weights_from"]
+    problem = first_problem(values)
+    if problem is not None:
+        raise UserError(f"{file} is damaged: {problem}; {_REMEDY}")
+    return Report.from_dict(values)
+
+
+def side_of_artifact(artifact: Artifact, name: str) -> Side:
+    """A report and the sizes of the models and engines, for a comparison."""
+    sizes = {
+        file: entry["bytes"]
+        for file, entry in artifact.manifest["files"].items()
+        if file.endswith((".onnx", ".onnx.data", ".engine"))
+    }
+    return Side(name, report_of_artifact(artifact), sizes)
+
+
+def _values_of_file(file: Path) -> dict[str, Any]:
+    """The fields of a report of any version that this effexport reads, as the newest version has them."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{file} is damaged: {error}; {_REMEDY}") from error
+    if not isinstance(values, dict) or type(values.get("report_version")) is not int:
+        raise UserError(f"{file} is not a report of effexport: it has no report_version; {_REMEDY}")
+    version = values["report_version"]
+    if version > REPORT_VERSION:
+        raise UserError(
+            f"{file} has report version {version}; this effexport reads up to {REPORT_VERSION}: upgrade effexport"
+        )
+    return _upgraded(values) if version < REPORT_VERSION else values
+
+
+def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 had no layers, no measurements, and less of each check."""
+    values = {"layers": [], "bench": [], "weights_from": "", **values, "report_version": REPORT_VERSION}
+    added: dict[str, Any] = {"measures": {}, "worst": None, "seq_len": None, "histogram": []}
+    if isinstance(values.get("checks"), list):
+        values["checks"] = [added | check if isinstance(check, dict) else check for check in values["checks"]]
+    return values

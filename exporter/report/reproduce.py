@@ -1,0 +1,147 @@
+"""Commands that repeat what a report says: the build, and every row of its checks."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from effexport.engines.api import PRODUCTS
+from effexport.models.spec import EncoderSpec, attention_spec, spec_to_dict
+from effexport.module_source import SEED
+from effexport.parity import Check
+from effexport.report.model import Report
+from effexport.report.text import flat_fields
+from effexport.spec import BuildSpec
+
+# What `effexport build` has a flag for; other fields go into a file for --spec.
+_FLAGS = ("dim", "heads", "layers", "seq_len", "batch", "precision", "opset", "seed", "num_hashes", "pinv_init")
+_SWITCHES = ("causal", "external_data")
+# They are the subjects of other flags.
+_IDENTITY = ("scope", "variant")
+# Checks of inputs that are made on the spot, or of another model than model.onnx.
+_WITHOUT_CASE = ("decode step", "long sequence")
+MODULE_FAMILY = "module"
+# Where a build is repeated: beside the artifact, not in its place.
+REBUILT = "rebuilt"
+
+
+def verify_command(check: Check, report: Report, artifact: str) -> str:
+    """Repeats one check of an artifact: its case, on the runtime and with the implementation that it is about."""
+    words = ["effexport", "verify", artifact]
+    case = check.case.partition(":")[0]
+    prefix = check.name.partition(": ")[0]
+    runtime = prefix if prefix in PRODUCTS else report.runtime
+    if check.name == "PyTorch module":
+        words += ["--reference", "torch"]
+    elif case == "all cases" or check.name in _WITHOUT_CASE:
+        words += ["--reference", "golden"]
+    else:
+        words += ["--case", case]
+    if runtime != "ort":
+        words += ["--runtime", runtime]
+    if check.name == "function bodies":
+        words += ["--implementation", "body"]
+    return " ".join(map(quoted, words))
+
+
+def build_command(report: Report, output: str) -> str:
+    """Builds the artifact of a report again, into `output`; with a spec file where flags do not reach."""
+    spec = report.spec
+    if spec.get("scope") == "checkpoint":
+        return _checkpoint_command(report, output)
+    changed = _changed_fields(spec)
+    if None in changed.values():
+        return _python_command(spec, output)
+    words = ["effexport", "build", "--variant", _variant(spec)]
+    if "attention" not in spec["model"]:
+        words += ["--scope", "attention"]
+    if report.weights_from not in ("", SEED):
+        words += ["--weights", report.weights_from]
+    words += _flags(changed)
+    rest = {name: value for name, value in changed.items() if name not in _FLAGS + _SWITCHES}
+    if rest:
+        words += ["--spec", "spec.toml"]
+    command = " ".join(map(quoted, [*words, *_targets(report), "-o", output]))
+    if not rest:
+        return command
+    return "\n".join(["cat > spec.toml <<'END'", *(f"{n} = {_toml(v)}" for n, v in rest.items()), "END", command])
+
+
+def _checkpoint_command(report: Report, output: str) -> str:
+    """Flags are those of the build and what may be chosen for a checkpoint: config.json has said the rest."""
+    model = report.spec["model"]
+    is_module = model.get("family") == MODULE_FAMILY
+    words = ["effexport", "build", "--module" if is_module else "--checkpoint"]
+    words.append(report.weights_from or ("MODULE" if is_module else "CHECKPOINT"))
+    build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}
+    words += _flags({n: v for n, v in build.items() if v != _build_defaults()[n]})
+    chosen = ("seq_len",) if is_module else ("seq_len", "task", "num_hashes", "pinv_init")
+    for name in chosen:
+        if name in model:
+            words += [f"--{name.replace('_', '-')}", str(model[name])]
+    return " ".join(map(quoted, [*words, *_targets(report), "-o", output]))
+
+
+def _python_command(spec: dict[str, Any], output: str) -> str:
+    """Neither flags nor TOML can unset a field; only Python can have built this."""
+    return "\n".join(
+        [
+            "python - <<'END'",
+            "from pathlib import Path",
+            "from effexport.artifact_from_spec import artifact_from_spec",
+            "from effexport.spec import BuildSpec",
+            f"artifact_from_spec(BuildSpec.from_dict({spec!r}), Path({output!r}))",
+            "END",
+        ]
+    )
+
+
+def _changed_fields(spec: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a variant's spec that are not at their default, flat. A field that this release does not know stays."""
+    attention = attention_spec(_variant(spec))
+    model = EncoderSpec(attention=attention) if "attention" in spec["model"] else attention
+    default: dict[str, Any] = flat_fields(spec_to_dict(model)) | _build_defaults()
+    fields = flat_fields({k: v for k, v in spec.items() if k != "model"}) | flat_fields(spec["model"])
+    missing = object()
+    return {n: v for n, v in fields.items() if n not in _IDENTITY and _listed(default.get(n, missing)) != _listed(v)}
+
+
+def _build_defaults() -> dict[str, Any]:
+    return {k: v for k, v in BuildSpec(model=attention_spec("softmax")).to_dict().items() if k != "model"}
+
+
+def _variant(spec: dict[str, Any]) -> str:
+    return str(spec["model"].get("attention", spec["model"])["variant"])
+
+
+def _flags(changed: dict[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in changed.items():
+        flag = name.replace("_", "-")
+        if name in _SWITCHES:
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif name in _FLAGS:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def _targets(report: Report) -> list[str]:
+    return [word for engine in report.engines for word in ("--target", str(engine["target"]))]
+
+
+def _listed(value: Any) -> Any:
+    """JSON has lists where Python had tuples."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _toml(value: Any) -> str:
+    # JSON's booleans, numbers, strings and lists are TOML's too
+    return json.dumps(value)
+
+
+def quoted(word: str) -> str:
+    """For any shell: in double quotes where that is enough, which is easier to read and works on Windows too."""
+    if word == shlex.quote(word) or set(word) & set('"$`\\!'):
+        return shlex.quote(word)
+    return f'"{word}"'

@@ -1,0 +1,58 @@
+"""How far an intermediate value is from what it should be, whatever its axes mean."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+# Elements that a comparison works on at once: its float64 temporaries are a few times 8 bytes each.
+SLICE_ELEMENTS = 2**20
+# Logits of hidden keys are −1e9 or −3e38: they must agree too, and say nothing about the scale of the others.
+MASK_CONSTANT = 1e8
+
+
+def value_error(actual: Array, expected: Array) -> float:
+    """max |actual − expected| / RMS, as in `parity.relative_error`: a row of the last axis that is larger than the
+    RMS of the whole has a scale of its own. Of integers and booleans, the share that differs."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    if expected.size == 0:
+        return 0.0
+    if expected.dtype.kind in "biu":
+        return float(np.mean(actual != expected))
+    width = expected.shape[-1] if expected.ndim else 1
+    actual, expected = actual.reshape(-1, width), expected.reshape(-1, width)
+    step = max(1, SLICE_ELEMENTS // width)
+    slices = [slice(start, start + step) for start in range(0, len(expected), step)]
+    sums = np.sum([square_sums(expected[rows]).sum(axis=1) for rows in slices], axis=0)
+    whole = mean_root(*sums)
+    errors = [slice_error(actual[rows], expected[rows], whole) for rows in slices]
+    return float(np.max(errors))  # not the built-in max, which may drop NaN
+
+
+def square_sums(x: Array) -> Array:
+    """Sum of the squares and number of the elements that are no mask constants, float64 [2, rows]."""
+    x = x.astype(np.float64)
+    ordinary = np.abs(x) < MASK_CONSTANT  # NaN is not ordinary
+    squares = np.square(x, where=ordinary, out=np.zeros(x.shape))
+    return np.stack([squares.sum(axis=1), ordinary.sum(axis=1)])
+
+
+def mean_root(total: Any, count: Any) -> Any:
+    return np.sqrt(total / np.maximum(count, 1))
+
+
+def slice_error(actual: Array, expected: Array, whole: float) -> float:
+    """max |error| / scale of some rows; `whole` is the RMS of all."""
+    own = mean_root(*square_sums(expected))[:, None]
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    scale = np.maximum(np.maximum(own, whole), np.finfo(np.float32).tiny)
+    scale = np.where(np.abs(expected) < MASK_CONSTANT, scale, np.abs(expected))
+    with np.errstate(invalid="ignore"):  # inf − inf, where both are equal
+        error = np.abs(actual - expected) / scale
+    same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+    return float(np.where(same, 0.0, error).max())

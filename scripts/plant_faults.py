@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Plants every fault of tests/planted_faults.py into small artifacts, and shows which checks catch it.
+
+Each artifact is first verified as it is: a healthy model that fails is an error too. Exit status 1 when a fault escapes
+or a healthy model fails.
+
+    .venv/bin/python scripts/plant_faults.py                                 # everything
+    .venv/bin/python scripts/plant_faults.py --variant lsh --fault "chunk off by one"
+    .venv/bin/python scripts/plant_faults.py --markdown faults.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+# the conftest of the exporter's tests has the sizes of small models
+sys.path[:0] = [str(ROOT / "tests" / "exporter"), str(ROOT / "tests")]
+
+from conftest import spec_of  # noqa: E402
+from planted_faults import CONFIGURATIONS, FAULTS, VARIANTS, Fault, plant  # noqa: E402
+
+from effexport.artifact import Artifact  # noqa: E402
+from effexport.artifact_from_spec import artifact_from_spec  # noqa: E402
+from effexport.candidates import OrtCandidate  # noqa: E402
+from effexport.errors import EffexportError  # noqa: E402
+from effexport.parity import Check, relative_error  # noqa: E402
+from effexport.reference import Case, load_reference, rms  # noqa: E402
+from effexport.runners import limits_from_spec  # noqa: E402
+from effexport.runners.ort_session import OrtSettings  # noqa: E402
+from effexport.verification import verify_candidate  # noqa: E402
+
+SETTINGS = OrtSettings(memory_arena=False)
+REFUSED = "does not run"
+# The columns of the table of measures, each the worst over the cases.
+MEASURES = ("max error / RMS", "RMS error / RMS", "1 − cosine")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one model. fault: None for the healthy one.
+
+    failed: names of the checks that objected. share: the largest value of a check relative to its limit. measures: as
+    MEASURES; None where the model gave no answers of the right shape.
+    """
+
+    variant: str
+    configuration: str
+    fault: Fault | None
+    failed: tuple[str, ...]
+    share: float
+    measures: tuple[float, ...] | None
+
+    @property
+    def reason_for_no_op(self) -> str:
+        return "" if self.fault is None else self.fault.no_ops.get(self.variant, "")
+
+    @property
+    def as_expected(self) -> bool:
+        """A fault is caught; a healthy model and an edit that changes nothing pass. A known escape is an escape."""
+        passes = self.fault is None or bool(self.reason_for_no_op)
+        return bool(self.failed) != passes
+
+
+def outcomes(variants: Sequence[str], faults: Sequence[Fault], folder: Path) -> Iterator[Outcome]:
+    for variant in variants:
+        for configuration, (scope, fields) in CONFIGURATIONS.items():
+            if configuration == "causal" and variant == "nystrom":
+                continue
+            spec = spec_of(variant, scope, **fields)
+            artifact, _ = artifact_from_spec(spec, folder / f"{variant}-{configuration}")
+            yield examine(artifact, artifact.model_path, variant, configuration, None)
+            for index, fault in enumerate(faults):
+                if not fault.applies(variant, configuration):
+                    continue
+                path = plant(fault, artifact, folder / f"{variant}-{configuration}-{index}")
+                if path is None:
+                    raise SystemExit(f"{fault.name} found nothing to damage in {variant} {configuration}")
+                yield examine(artifact, path, variant, configuration, fault)
+
+
+def examine(artifact: Artifact, model: Path, variant: str, configuration: str, fault: Fault | None) -> Outcome:
+    """Verify a model as `effexport verify --model` does, and measure its errors besides."""
+    cases = load_reference(artifact.reference_path)
+    hashes = artifact.manifest["hash_values"]
+    try:
+        checks = verify_candidate(model, cases, artifact.spec, hashes, SETTINGS).checks
+        failed = tuple(dict.fromkeys(check.name for check in checks if check.status == "failed"))
+        candidate = OrtCandidate(model, hashes, limits_from_spec(artifact.spec), SETTINGS)
+        measures = None if "signature" in failed else measured(candidate, cases)
+    except EffexportError:
+        return Outcome(variant, configuration, fault, (REFUSED,), math.inf, None)
+    return Outcome(variant, configuration, fault, failed, max(map(share_of_limit, checks)), measures)
+
+
+def share_of_limit(check: Check) -> float:
+    if check.value is None or not check.limit:
+        return 0.0
+    return check.value / check.limit if check.value == check.value else math.inf
+
+
+def measured(candidate: OrtCandidate, cases: Sequence[Case]) -> tuple[float, ...]:
+    """The worst of MEASURES over all samples; a model that hashes gets the buckets of the reference."""
+    worst = np.zeros(len(MEASURES))
+    for case in cases:
+        given = candidate.run_with_buckets
+        outputs = candidate.run(case.inputs) if given is None else given(case.inputs, case.buckets)[0]
+        for name, expected in case.outputs.items():
+            for sample in range(len(expected)):
+                pair = case.kept(outputs[name], sample), case.kept(expected, sample)
+                worst = np.maximum(worst, distances(*(array.astype(np.float64) for array in pair)))
+    return tuple(map(float, worst))
+
+
+def distances(actual: np.ndarray, expected: np.ndarray) -> tuple[float, float, float]:
+    if not np.isfinite(actual).all():
+        return (math.inf,) * 3
+    product = float(np.vdot(actual, expected))
+    cosine = product / max(float(np.linalg.norm(actual) * np.linalg.norm(expected)), 1e-300)
+    return relative_error(actual, expected)[0], rms(actual - expected) / rms(expected), 1 - cosine
+
+
+def number(value: float) -> str:
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else "∞"
+    return f"{value:.1e}" if value < 0.1 or value >= 1e4 else f"{value:.3g}"
+
+
+def fault_table(results: Sequence[Outcome]) -> Iterator[str]:
+    """Fault × variant: the least share of a limit over the configurations, and all checks that objected."""
+    yield "| fault | " + " | ".join(VARIANTS) + " | caught by |"
+    yield "|---|" + "---|" * (len(VARIANTS) + 1)
+    for fault in FAULTS:
+        own = [result for result in results if result.fault is fault]
+        if not own:
+            continue
+        cells = [cell([result for result in own if result.variant == variant]) for variant in VARIANTS]
+        names = dict.fromkeys(name for result in own for name in result.failed)
+        yield f"| **{fault.name}**: {fault.description} | {' | '.join(cells)} | {', '.join(names)} |"
+
+
+def cell(own: Sequence[Outcome]) -> str:
+    if not own:
+        return "·"
+    if own[0].reason_for_no_op:
+        return "no-op" if all(result.as_expected for result in own) else "**alarm**"
+    escaped = [result for result in own if not result.failed]
+    if escaped:
+        return "**escapes** " + ", ".join(f"{result.configuration} {number(result.share)}" for result in escaped)
+    smallest = min(result.share for result in own)
+    # signatures, bits and refusals have no limit to be compared with
+    return number(smallest) if 1 < smallest < math.inf else "caught"
+
+
+def healthy_table(results: Sequence[Outcome]) -> Iterator[str]:
+    """Errors of the undamaged models."""
+    yield f"| variant | configuration | {' | '.join(MEASURES)} |"
+    yield "|---|---|" + "---|" * len(MEASURES)
+    for result in results:
+        if result.fault is None and result.measures is not None:
+            yield f"| {result.variant} | {result.configuration} | {' | '.join(map(number, result.measures))} |"
+
+
+def smallest_table(results: Sequence[Outcome]) -> Iterator[str]:
+    """The same errors of each fault in float32, the smallest among the models that it was planted into."""
+    yield f"| fault | {' | '.join(MEASURES)} |"
+    yield "|---|" + "---|" * len(MEASURES)
+    for fault in FAULTS:
+        measures = [
+            result.measures
+            for result in results
+            if result.fault is fault and result.configuration != "fp16" and not result.reason_for_no_op
+            if result.measures is not None
+        ]
+        if measures:
+            yield f"| {fault.name} | {' | '.join(map(number, np.min(measures, axis=0)))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this one; may be repeated")
+    parser.add_argument("--fault", action="append", choices=[fault.name for fault in FAULTS], metavar="NAME")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this file")
+    options = parser.parse_args()
+    logging.getLogger("torch.__trace").propagate = False
+    faults = [fault for fault in FAULTS if not options.fault or fault.name in options.fault]
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for result in outcomes(options.variant or VARIANTS, faults, Path(folder)):
+            results.append(result)
+            print(line(result), flush=True)
+    wrong = [result for result in results if not result.as_expected]
+    if options.markdown:
+        tables = [*fault_table(results), "", *healthy_table(results), "", *smallest_table(results)]
+        options.markdown.write_text("\n".join(tables) + "\n", encoding="utf-8")
+    kinds = {result.fault.name for result in results if result.fault is not None}
+    planted = sum(result.fault is not None for result in results)
+    print(f"{len(kinds)} kinds of faults, planted {planted} times; {len(wrong)} results are not as they should be")
+    sys.exit(1 if wrong else 0)
+
+
+def line(result: Outcome) -> str:
+    name = "healthy" if result.fault is None else result.fault.name
+    verdict = "as it should be" if result.as_expected else "WRONG"
+    measures = "" if result.measures is None else " ".join(map(number, result.measures))
+    failed = ", ".join(result.failed) or "passes"
+    start = f"{result.variant:10} {result.configuration:9} {name:34} {verdict:15} {number(result.share):>8}"
+    return f"{start} [{measures}] {failed}"
+
+
+if __name__ == "__main__":
+    main()
