@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 LENGTH = 200
 # Between the largest and the smallest key: where float16 gives 0 / 0, where float32 loses e^k, where it overflows.
 KEY_GAPS = (20, 60, 110)
-# φ(k) = e^k for k < 0: keys around this value make denominators as small as float16 cannot hold.
-SMALL_KEY = -12.0
+# φ(k) = e^k for k < 0: keys around this value make denominators of the size of eps, and far below float16's smallest.
+SMALL_KEY = -16.0
 TOKEN = 3
 
 
@@ -44,9 +44,10 @@ def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str
     if isinstance(spec.attention, LSHSpec):
         found["zero tokens"] = np.where(np.arange(length)[:, None] % 3 == 0, 0.0, plain)
     if spec.variant.startswith("aft-"):
+        # from zero up, where exp overflows if the largest key is not subtracted
         for gap in KEY_GAPS:
-            signs = np.where(rng.random((length, 1)) < 0.5, -0.5, 0.5)
-            found[f"key gap {gap}"] = plain + hidden_for_keys(module, gap * signs)
+            places = (rng.random((length, 1)) < 0.5).astype(np.float64)
+            found[f"key gap {gap}"] = plain + hidden_for_keys(module, gap * places)
     if isinstance(spec.attention, LinearSpec):
         found["small denominators"] = plain + hidden_for_keys(module, np.full((length, 1), SMALL_KEY))
     return {name: hidden_inputs(hidden, spec) for name, hidden in found.items()}

@@ -136,11 +136,11 @@ def artifact_from_spec(
             with watch.stage(f"checking parity of the {engine.target} engine"):
                 verification += verify_engine_if_possible(path, folder / MODEL, cases, spec, hashes)
         layers, divergence = [], ""
-        case = case_to_trace(verification.checks, cases, wanted=trace)
-        if case is not None:
+        traced = case_to_trace(verification.checks, cases, wanted=trace)
+        if traced is not None:
             with watch.stage("tracing the values of the graph"):
                 found = trace_or_reason(
-                    folder / MODEL, Artifact(folder, {"spec": spec.to_dict()}), module, case, settings
+                    folder / MODEL, Artifact(folder, {"spec": spec.to_dict()}), module, traced, settings
                 )
                 layers, divergence = ([] if isinstance(found, str) else found.layers()), str(found)
         report = Report(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from effexport.checks.arithmetic import (
     check_arithmetic,
     check_finite,
+    check_overall,
     check_repeatable,
     check_signature,
     relative_error,
@@ -19,7 +20,7 @@ from effexport.checks.result import HISTOGRAM_EDGES, METRIC, OUTSIDE, Check, Wor
 from effexport.models.spec import LSHSpec
 from effexport.reference import Case
 from effexport.spec import BuildSpec
-from effexport.tolerances import case_limit
+from effexport.tolerances import case_limit, overall_limit
 
 __all__ = [
     "HISTOGRAM_EDGES",
@@ -53,7 +54,9 @@ def run_checks(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> 
         if isinstance(spec.attention, LSHSpec):
             yield from check_hashed(candidate, case, outputs, spec)
         else:
-            yield check_arithmetic(case, outputs, case_limit(spec, case.own_error))
+            check = check_arithmetic(case, outputs, case_limit(spec, case.own_error))
+            yield check
+            yield from check_overall(case, check, overall_limit(spec, case.own_error))
         if len(case.keep) > 1:
             yield check_batch_invariance(candidate, case, outputs, spec)
         if not case.keep.all():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.checks.islands import check_islands
 from effexport.models.module_spec import ModuleSpec
 from effexport.onnx_graph import custom_ops_of_model
 from effexport.parity import METRIC, Check, run_checks
@@ -52,7 +53,8 @@ def verify_candidate(
         candidate = OrtCandidate(model, hashes, limits_from_spec(spec), settings)
     except RuntimeUnsupportedError as error:
         return Verification([not_run("parity", spec, error)], dict.fromkeys(custom_ops_of_model(model), "not run"))
-    return Verification(list(run_checks(candidate, cases, spec)), candidate.implementation)
+    checks = [*run_checks(candidate, cases, spec), *check_islands(model, spec)]
+    return Verification(checks, candidate.implementation)
 
 
 def verify_bodies(

@@ -178,6 +178,9 @@ def block_from_spec(spec: EncoderSpec, layer: int) -> ResidualBlock | Reversible
     return (ReversibleBlock if spec.block == "reversible" else ResidualBlock)(spec, attention)
 
 
+QUIET_ROW, QUIET_ROW_STEP, QUIET_SCALE = 3, 4, 2.0**-4
+
+
 def module_from_spec(spec: AttentionSpec | EncoderSpec, seed: int) -> AttentionLayer | Encoder:
     """The module of a spec in evaluation mode, with weights drawn from `seed`; the same on every call.
 
@@ -191,6 +194,9 @@ def module_from_spec(spec: AttentionSpec | EncoderSpec, seed: int) -> AttentionL
         for name, parameter in module.named_parameters():
             value = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(value * weight_scale(name, parameter) + weight_mean(name))
+            if name.endswith("embedding.weight"):
+                # rows that normalisations feel their epsilon at, as quiet tokens of trained models do
+                parameter[QUIET_ROW::QUIET_ROW_STEP] *= QUIET_SCALE
     return module.eval()
 
 

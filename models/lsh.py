@@ -144,16 +144,19 @@ class LSHHash(nn.Module):
         return [projected[..., start:end] for start, end in itertools.pairwise(ends)]
 
     def margins(self, qk: Tensor) -> Tensor:
-        """How close every token came to another bucket: (top1 − top2) / ‖projection‖∞, the least over the factors.
+        """How close every token came to another bucket: (top1 − top2) / scale, the least over the factors.
 
+        The scale is ‖projection‖∞, or ‖qk‖, what a projection has on average, where that is larger: of a single
+        projection, whose sign is the bucket, the maximum is as small as the margin.
         Returns float32 [batch · heads · rounds, seq]. Used to tell rounding from bugs when two runtimes disagree.
         """
         margins = []
+        average = torch.linalg.vector_norm(qk.float(), dim=-1)[..., None]
         for projection in self.project(qk):
             both = torch.cat([projection, -projection], dim=-1)
             top = both.topk(2, dim=-1).values
-            norm = projection.abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-            margins.append((top[..., 0] - top[..., 1]) / norm)
+            scale = torch.maximum(projection.abs().amax(dim=-1), average).clamp(min=torch.finfo(torch.float32).tiny)
+            margins.append((top[..., 0] - top[..., 1]) / scale)
         return torch.stack(margins).amin(dim=0).transpose(2, 3).flatten(0, 2)
 
 

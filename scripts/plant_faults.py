@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def as_expected(self) -> bool:
-        """A fault is caught; a healthy model and an edit that changes nothing pass. A known escape is an escape."""
+        """A fault is caught; a healthy model and an edit that changes nothing pass."""
         passes = self.fault is None or bool(self.reason_for_no_op)
         return bool(self.failed) != passes
 

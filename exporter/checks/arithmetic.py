@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,12 @@ def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, nam
         detail = f"worst at {worst.output}[{place}]: {worst.actual:.6g}, reference {worst.expected:.6g}"
     check = judged(name, case, METRIC, value, limit, detail)
     return replace(check, measures=figures.measures(), histogram=figures.histogram(), worst=worst)
+
+
+def check_overall(case: Case, check: Check, limit: Limit | None) -> Iterator[Check]:
+    """The RMS error that an arithmetic check has found, against a limit much sharper than that of one element."""
+    if limit is not None:
+        yield judged("overall error", case, "RMS error / RMS", check.measures["rms_error"], limit)
 
 
 class Figures:

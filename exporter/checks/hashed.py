@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.checks.arithmetic import check_arithmetic
+from effexport.checks.arithmetic import check_arithmetic, check_overall
 from effexport.checks.candidate import Candidate
 from effexport.checks.result import Check, judged
 from effexport.models.spec import LSHSpec
 from effexport.reference import Case, rms_change
 from effexport.spec import BuildSpec
-from effexport.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit
+from effexport.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit, overall_limit
 
 if TYPE_CHECKING:
     from effexport.runners import Array
@@ -32,7 +32,10 @@ def check_hashed(
         yield check_arithmetic(case, free_outputs, case_limit(spec, case.own_error), "arithmetic (buckets not visible)")
     else:
         outputs, own_buckets = candidate.run_with_buckets(case.inputs, case.buckets)
-        yield check_arithmetic(case, outputs, case_limit(spec, case.own_error), "arithmetic with identical buckets")
+        limit = case_limit(spec, case.own_error)
+        check = check_arithmetic(case, outputs, limit, "arithmetic with identical buckets")
+        yield check
+        yield from check_overall(case, check, overall_limit(spec, case.own_error))
         yield from check_buckets(case, own_buckets, spec)
     assert case.seed_noise is not None
     limit = free_run_limit(spec, case.seed_noise, case.precision_noise)

@@ -176,7 +176,9 @@ def test_key_gaps_and_small_denominators_are_what_they_say() -> None:
         keys = keys_of("aft-simple", f"key gap {gap}")
         spread = np.quantile(keys, 0.9) - np.quantile(keys, 0.1)
         assert gap * 0.9 < spread < gap * 1.1 + 12  # keys of plain tokens lie within about 6 of their centre
-    assert np.median(keys_of("linear", "small denominators")) == pytest.approx(-12, abs=1)
+        # and the larger ones are where exp overflows in float32
+        assert np.quantile(keys, 0.9) > gap * 0.9
+    assert np.median(keys_of("linear", "small denominators")) == pytest.approx(-16, abs=1)
 
 
 def keys_of(variant: str, name: str) -> np.ndarray:
@@ -196,7 +198,7 @@ def test_the_limit_of_an_adversarial_case_follows_what_rounding_does_to_pytorch_
     assert case_limit(spec, plain.value / 4) == plain
     raised = case_limit(spec, 1e-3)
     assert raised.value == 4e-3
-    assert "PyTorch's own weights are rounded anew (0.001)" in raised.reason
+    assert raised.reason == "4 × what rounding changes in PyTorch itself (0.001)"
 
 
 def test_only_adversarial_cases_have_an_error_of_their_own(built: Built) -> None:
