@@ -189,7 +189,8 @@ def test_the_worst_element_is_named(built: Built) -> None:
         return outputs
 
     checks = run_checks(Faulty(candidate_of(artifact), fault), cases, artifact.spec)
-    (failed,) = [check for check in checks if check.status == "failed"]
+    failed, overall = (check for check in checks if check.status == "failed")
+    assert (failed.name, overall.name) == ("arithmetic", "overall error")
     assert failed.detail.startswith("worst at last_hidden_state[0, 17, 5]: 99, reference ")
 
 
