@@ -44,7 +44,7 @@ def check_hashed(
 
 def check_buckets(case: Case, own: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
     """Buckets that the candidate chose for the reference's inputs: few may differ, and only near-ties."""
-    flips, tokens, widest = 0, 0, 0.0
+    flips, tokens, widest, by_layer = 0, 0, 0.0, []
     for name, expected in case.buckets.items():
         if own[name].shape != expected.shape:
             detail = f"{name} is {list(own[name].shape)}; expected {list(expected.shape)}"
@@ -53,10 +53,13 @@ def check_buckets(case: Case, own: Mapping[str, Array], spec: BuildSpec) -> Iter
         # which of two equal projections is the largest is for each runtime to say
         differs = (own[name] != expected) & (case.margins[name] != 0)
         flips += int(differs.sum())
+        by_layer.append(f"{name.removesuffix('.buckets')}: {int(differs.sum())} of {expected.size}")
         tokens += expected.size
         # not the built-in max, which drops NaN
         widest = float(np.maximum(widest, case.margins[name][differs].max(initial=0.0)))
-    yield judged("bucket agreement", case, "buckets that differ", flips, bucket_flip_limit(spec, tokens))
+    yield judged(
+        "bucket agreement", case, "buckets that differ", flips, bucket_flip_limit(spec, tokens), "; ".join(by_layer)
+    )
     yield judged("bucket near-ties", case, "widest margin of a differing bucket", widest, near_tie_limit(spec))
 
 
