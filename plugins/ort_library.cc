@@ -3,10 +3,28 @@
 #include "ort_op.h"
 
 namespace effexport {
+namespace aft_simple_attention {
+void add_to(Ort::CustomOpDomain& domain);
+}
 namespace iterative_pinv {
 void add_to(Ort::CustomOpDomain& domain);
 }
+namespace linear_attention {
+void add_to(Ort::CustomOpDomain& domain);
+}
+namespace lsh_attention {
+void add_to(Ort::CustomOpDomain& domain);
+}
 namespace lsh_sort {
+void add_to(Ort::CustomOpDomain& domain);
+}
+namespace masked_attention {
+void add_to(Ort::CustomOpDomain& domain);
+}
+namespace segment_means {
+void add_to(Ort::CustomOpDomain& domain);
+}
+namespace sequence_conv {
 void add_to(Ort::CustomOpDomain& domain);
 }
 }  // namespace effexport
@@ -27,8 +45,14 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
     // sessions refer to the domain for as long as they live
     static Ort::CustomOpDomain* domain = [] {
       auto* made = new Ort::CustomOpDomain("effexport");
+      effexport::aft_simple_attention::add_to(*made);
       effexport::iterative_pinv::add_to(*made);
+      effexport::linear_attention::add_to(*made);
       effexport::lsh_sort::add_to(*made);
+      effexport::lsh_attention::add_to(*made);
+      effexport::masked_attention::add_to(*made);
+      effexport::segment_means::add_to(*made);
+      effexport::sequence_conv::add_to(*made);
       return made;
     }();
     Ort::UnownedSessionOptions(options).Add(*domain);

@@ -30,7 +30,10 @@ def why_body(
     op_name: the ONNX name, a key of OPS. dtypes and dims are those of the node's inputs: types as NumPy calls them
     ("float32", "bfloat16"), and a name or None for a dimension that is not fixed. attributes: the node's own, by name.
     """
-    reason: str | None = OPS[op_name].load_trt().why_body(dtypes, dims, attributes)
+    op = OPS[op_name]
+    if op.trt_module is None:
+        return "TensorRT fuses the operators of this body by itself"
+    reason: str | None = op.load_trt().why_body(dtypes, dims, attributes)
     return reason
 
 

@@ -60,7 +60,7 @@ Ort::Status iterate_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x
 #ifdef EFFEXPORT_CUDA
 template <class T>
 Ort::Status iterate_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x, std::int64_t iterations) {
-  const CudaScratch scratch(context, cuda_scratch_bytes(x.count, x.m));
+  const Scratch scratch(context, cuda_scratch_bytes(x.count, x.m));
   const int error = launch_cuda(x.a, x.scale, x.count, x.m, iterations, scratch.get(), x.z, context.GetGPUComputeStream());
   return error == 0 ? Ort::Status{nullptr} : cuda_failure("IterativePinv", error);
 }

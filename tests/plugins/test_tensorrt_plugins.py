@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "tensorrt"
 ENVIRONMENTS = ROOT / ".venv-tensorrt"
 MAJORS = ("11", "10")
+# the others run as their function bodies in engines
+PLUGINS = {name: op for name, op in OPS.items() if op.trt_module}
 INT32_MAX = 2**31 - 1
 # the most that a block may have on every GPU without opting in
 SHARED_BYTES = 48 * 1024
@@ -100,7 +102,7 @@ def run_in(major: str, script: str, request: dict[str, Any], cache: Path, folder
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By major version of TensorRT. The older one is given the PTX that NVRTC made beside the newer."""
     folder = tmp_path_factory.mktemp("conformance")
-    request = {"ops": list(OPS), "cases": list(CASES.values()), "ptx": None}
+    request = {"ops": list(PLUGINS), "cases": list(CASES.values()), "ptx": None}
     newer = run_in("11", "conformance.py", request, folder / "cache", folder)
     cases = dict(zip(CASES, newer["cases"], strict=True))
     given = {"IterativePinv": cases["pinv float32 4"]["ptx"], "LSHSort": cases["sort 65"]["ptx"]}
@@ -140,13 +142,13 @@ def test_the_plugins_need_neither_torch_nor_onnx(answers: dict[str, Any], major:
 
 @real_tensorrt
 def test_the_creators_are_in_tensorrts_registry(answers: dict[str, Any], major: str) -> None:
-    assert answers[major]["registered"] == sorted([name, DOMAIN, "1"] for name in OPS)
+    assert answers[major]["registered"] == sorted([name, DOMAIN, "1"] for name in PLUGINS)
 
 
 @real_tensorrt
 @pytest.mark.requires("onnx", "torch")
 def test_the_fields_are_the_attributes_of_the_onnx_operator(answers: dict[str, Any], major: str) -> None:
-    for name, op in OPS.items():
+    for name, op in PLUGINS.items():
         attributes = op.load().onnx_schema().attributes
         assert {str(attributes[attribute].type).split(".")[-1] for attribute in attributes} == {"INT", "STRING"}
         # plugin_namespace is for the parser
@@ -374,6 +376,11 @@ def test_the_sort_says_why_it_runs_as_its_body(
     dtype: str, dims: list[int | str | None], attributes: dict[str, Any], message: str
 ) -> None:
     assert message in why_sort([dtype], [dims], attributes)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name not in PLUGINS])
+def test_an_operator_without_a_plugin_runs_as_its_body_whatever_its_inputs(name: str) -> None:
+    assert "TensorRT fuses the operators of this body" in tensorrt_plugins.why_body(name, [], [], {})
 
 
 def test_no_operators_need_no_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ struct Settings {
 };
 inline Settings settings;
 
-inline cudaLaunchConfig_t last_launch;
+inline std::vector<cudaLaunchConfig_t> launches;  // all so far
 
 // What a fiber waits for: everyone in its group to arrive at the same line of source.
 struct Meeting {
@@ -275,7 +275,7 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
   using namespace cuda_on_cpu;
-  last_launch = *launch;
+  launches.push_back(*launch);
   const unsigned threads = launch->blockDim.x;
   if (threads == 0 || threads > kMaxThreads || threads % kWarpSize != 0 || launch->gridDim.x == 0 ||
       launch->gridDim.x > 0x7fffffffu || launch->dynamicSmemBytes > kMaxSharedBytes) {
@@ -296,6 +296,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(
 #define __syncwarp() cuda_on_cpu::block.wait_for_warp(0, cuda_on_cpu::kAllLanes, __LINE__)
 #define __match_any_sync(mask, value) cuda_on_cpu::match_any(mask, value, __LINE__)
 #define __shfl_up_sync(mask, value, distance) cuda_on_cpu::shuffle_up(mask, value, distance, __LINE__)
+#define __shfl_xor_sync(mask, value, distance) cuda_on_cpu::shuffle_xor(mask, value, distance, __LINE__)
 
 namespace cuda_on_cpu {
 
@@ -312,6 +313,11 @@ inline int shuffle_up(unsigned mask, int value, int distance, int line) {
   const std::uint32_t* given = block.wait_for_warp(static_cast<std::uint32_t>(value), mask, line);
   const int source = static_cast<int>(threadIdx.x) % kWarpSize - distance;
   return source < 0 ? value : static_cast<int>(given[source]);
+}
+
+inline float shuffle_xor(unsigned mask, float value, int distance, int line) {
+  const std::uint32_t* given = block.wait_for_warp(effexport::bits_of(value), mask, line);
+  return effexport::float_of_bits(given[static_cast<int>(threadIdx.x) % kWarpSize ^ distance]);
 }
 
 }  // namespace cuda_on_cpu

@@ -1,0 +1,139 @@
+"""`effexport::AFTSimpleAttention`: torch operator, obvious reference, ONNX schema, translation and function body.
+
+The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
+them, so that models can use the torch operator without either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """σ(q) ⊙ Σ softmax(k) ⊙ v, per channel over the visible tokens; in float32, or in float64 if q is."""
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    key, infinite = k.to(exact), float("inf")
+    # a visible key of −∞ has no weight either, and a channel may have no other
+    present = keep[:, None, :, None] & (key != -infinite)
+    weights = torch.softmax(torch.where(present, key, -infinite), dim=2)
+    context = torch.where(present, weights * v.to(exact), 0.0).sum(dim=2, keepdim=True)
+    return (torch.sigmoid(q.to(exact)) * context).to(q.dtype)
+
+
+@torch.library.custom_op("effexport::aft_simple_attention", mutates_args=())
+def aft_simple_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """AFT-simple without projections, not causal (arXiv 2105.14103, eq. 5).
+
+    q, k, v [batch, heads, seq, channels], same dtype; keep boolean [batch, seq], False for padding, whose content does
+    not matter. Returns the shape and dtype of v. It has no gradient. Raises ValueError for other shapes and dtypes.
+    """
+    check_shapes(q, k, v, keep)
+    return reference(q, k, v, keep).contiguous()
+
+
+@aft_simple_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    check_shapes(q, k, v, keep)
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> None:
+    if q.dim() != 4:
+        raise ValueError(f"aft_simple_attention: q has shape {tuple(q.shape)}; expected [batch, heads, seq, channels]")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != q.shape:
+            raise ValueError(
+                f"aft_simple_attention: {name} has shape {tuple(x.shape)}; expected that of q, {tuple(q.shape)}"
+            )
+        if x.dtype != q.dtype:
+            raise ValueError(f"aft_simple_attention: {name} is {x.dtype} but q is {q.dtype}; expected one dtype")
+    if keep.dim() != 2 or keep.shape[0] != q.shape[0] or keep.shape[1] != q.shape[2]:
+        raise ValueError(
+            f"aft_simple_attention: keep has shape {tuple(keep.shape)}; expected {(q.shape[0], q.shape[2])}, "
+            f"batch and seq of q {tuple(q.shape)}"
+        )
+    if keep.dtype != torch.bool:
+        raise ValueError(f"aft_simple_attention: keep is {keep.dtype}; expected torch.bool")
+
+
+def onnx_schema() -> onnx.defs.OpSchema:
+    """Schema of the ONNX operator, with type and shape inference."""
+    import onnx
+
+    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
+    schema = onnx.defs.OpSchema(
+        "AFTSimpleAttention",
+        DOMAIN,
+        OPSET_VERSION,
+        doc="out = σ(q) ⊙ Σ softmax(k) ⊙ v, per channel over the visible tokens of a sequence.",
+        inputs=[
+            parameter("q", "T", "[batch, heads, seq, channels]"),
+            parameter("k", "T", "[batch, heads, seq, channels]"),
+            parameter("v", "T", "[batch, heads, seq, channels]"),
+            parameter("keep", "tensor(bool)", "[batch, seq], false for padding"),
+        ],
+        outputs=[parameter("out", "T", "[batch, heads, seq, channels]")],
+        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
+        attributes=[attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False)],
+    )
+
+    def infer(context: onnx.shape_inference.InferenceContext) -> None:
+        context.set_output_type(0, context.get_input_type(2))
+
+    schema.set_type_and_shape_inference_function(infer)
+    return schema
+
+
+def onnx_translation(q: Any, k: Any, v: Any, keep: Any) -> Any:
+    """What torch.onnx.export emits for one call: one node."""
+    from onnxscript import values
+
+    return values.Opset(DOMAIN, OPSET_VERSION).AFTSimpleAttention(q, k, v, keep)
+
+
+def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
+    """The operator in standard operators, any number of nodes.
+
+    Absent keys are −1e30 and a maximum is at least −1e29: finite, and so far apart that e^(difference) is 0.
+    """
+    import onnx.parser
+
+    return onnx.parser.parse_function(f"""
+    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
+    AFTSimpleAttention (q, k, v, keep) => (out) {{
+        zero = Constant <value_float = 0.0> ()
+        one = Constant <value_float = 1.0> ()
+        absent = Constant <value_float = -1e30> ()
+        floor = Constant <value_float = -1e29> ()
+        seq_axis = Constant <value_ints = [2]> ()
+        other_axes = Constant <value_ints = [1, 3]> ()
+        q_exact = Cast <to = 1> (q)
+        k_exact = Cast <to = 1> (k)
+        v_exact = Cast <to = 1> (v)
+        visible = Unsqueeze (keep, other_axes)
+        key = Where (visible, k_exact, absent)
+        value = Where (visible, v_exact, zero)
+        largest = ReduceMax <keepdims = 1> (key, seq_axis)
+        stabiliser = Max (largest, floor)
+        exponent = Sub (key, stabiliser)
+        weight = Exp (exponent)
+        weighted = Mul (weight, value)
+        n = ReduceSum <keepdims = 1> (weighted, seq_axis)
+        d = ReduceSum <keepdims = 1> (weight, seq_axis)
+        none = Equal (d, zero)
+        divisor = Where (none, one, d)
+        context = Div (n, divisor)
+        gate = Sigmoid (q_exact)
+        out_exact = Mul (gate, context)
+        out = CastLike (out_exact, v)
+    }}
+    """)

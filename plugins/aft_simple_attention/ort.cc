@@ -1,0 +1,136 @@
+// effexport::AFTSimpleAttention for ONNX Runtime: checks its inputs and forwards them to the kernels.
+
+#include "ort_op.h"
+
+#include <utility>
+
+#include "aft_simple_attention/kernel.h"
+
+namespace effexport::aft_simple_attention {
+namespace {
+
+// Arrays of `heads` sequences: of all heads of all samples, `heads_per_sample` of which share a row of keep.
+template <class T>
+struct Arrays {
+  const T* q;
+  const T* k;
+  const T* v;
+  const bool* keep;
+  T* out;
+  std::int64_t heads;
+  std::int64_t heads_per_sample;
+  std::int64_t seq;
+  std::int64_t channels;
+};
+
+template <class T>
+Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x) {
+  const std::int64_t slices = (x.seq + kSliceRows - 1) / kSliceRows;
+  const auto partial_floats = static_cast<std::int64_t>(cpu_partial_floats(x.channels));
+  const std::int64_t all_partials = x.heads * slices * partial_floats;
+  const Scratch scratch(context, static_cast<std::size_t>(all_partials + x.heads * x.channels) * sizeof(float));
+  const auto partial = [&](std::int64_t i) { return static_cast<float*>(scratch.get()) + i * partial_floats; };
+  float* const contexts = partial(x.heads * slices);
+  parallel_ranges(context, x.heads * slices, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) {
+      const std::int64_t head = i / slices;
+      const std::int64_t row = i % slices * kSliceRows;
+      const std::int64_t at = (head * x.seq + row) * x.channels;
+      sum_slice_cpu(x.k + at, x.v + at, x.keep + head / x.heads_per_sample * x.seq + row,
+                    std::min(kSliceRows, x.seq - row), x.channels, partial(i));
+    }
+  });
+  parallel_ranges(context, x.heads, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) {
+      merge_slices_cpu(partial(i * slices), slices, x.channels, contexts + i * x.channels);
+    }
+  });
+  parallel_ranges(context, x.heads * x.seq, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t row = first; row < last;) {
+      const std::int64_t head = row / x.seq;
+      const std::int64_t end = std::min(last, (head + 1) * x.seq);
+      const std::int64_t at = row * x.channels;
+      gate_cpu(x.q + at, contexts + head * x.channels, end - row, x.channels, x.out + at);
+      row = end;
+    }
+  });
+  return Ort::Status{nullptr};
+}
+
+#ifdef EFFEXPORT_CUDA
+template <class T>
+Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x) {
+  const CudaShape shape{x.heads, x.heads_per_sample, x.seq, x.channels};
+  const Scratch scratch(context, cuda_scratch_bytes(shape));
+  const int error = launch_cuda(x.q, x.k, x.v, x.keep, shape, scratch.get(), x.out, context.GetGPUComputeStream());
+  return error == 0 ? Ort::Status{nullptr} : cuda_failure("AFTSimpleAttention", error);
+}
+#endif
+
+template <class T, Device kOn>
+class Kernel {
+ public:
+  using Element = T;
+  static constexpr const char* kName = "AFTSimpleAttention";
+  static constexpr Device kDevice = kOn;
+  static constexpr std::size_t kInputs = 4;
+  static constexpr std::size_t kOutputs = 1;
+  static constexpr std::size_t kShapeOf = 2;  // v
+  static ONNXTensorElementDataType input_type(std::size_t input) {
+    return input == 3 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL : kElementType<T>;
+  }
+
+  explicit Kernel(Ort::ConstKernelInfo) {}
+
+  Ort::Status compute(const Ort::KernelContext& context) {
+    const auto shape_of = [&](std::size_t i) { return context.GetInput(i).GetTensorTypeAndShapeInfo().GetShape(); };
+    const std::vector<std::int64_t> shape = shape_of(0);
+    if (shape.size() != 4) {
+      return invalid("AFTSimpleAttention: q has shape ", shape_text(shape), "; expected [batch, heads, seq, channels]");
+    }
+    for (const auto& [name, i] : {std::pair("k", 1), std::pair("v", 2)}) {
+      if (shape_of(static_cast<std::size_t>(i)) == shape) continue;
+      return invalid("AFTSimpleAttention: ", name, " has shape ", shape_text(shape_of(static_cast<std::size_t>(i))),
+                     "; expected that of q, ", shape_text(shape));
+    }
+    if (shape_of(3) != std::vector<std::int64_t>{shape[0], shape[2]}) {
+      return invalid("AFTSimpleAttention: keep has shape ", shape_text(shape_of(3)), "; expected ",
+                     shape_text({shape[0], shape[2]}), ", batch and seq of q ", shape_text(shape));
+    }
+    const auto input = [&](std::size_t i) { return context.GetInput(i).template GetTensorData<T>(); };
+    const Arrays<T> arrays{input(0),
+                           input(1),
+                           input(2),
+                           context.GetInput(3).template GetTensorData<bool>(),
+                           context.GetOutput(0, shape).template GetTensorMutableData<T>(),
+                           shape[0] * shape[1],
+                           shape[1],
+                           shape[2],
+                           shape[3]};
+    if (arrays.heads == 0 || arrays.seq == 0 || arrays.channels == 0) return Ort::Status{nullptr};
+#ifdef EFFEXPORT_CUDA
+    if constexpr (kOn == Device::kCuda) return attend_on_cuda(context, arrays);
+#endif
+    return attend_on_cpu(context, arrays);
+  }
+};
+
+template <class T>
+void add_type_to(Ort::CustomOpDomain& domain) {
+  static const CustomOp<Kernel<T, Device::kCpu>> cpu;
+  domain.Add(&cpu);
+#ifdef EFFEXPORT_CUDA
+  static const CustomOp<Kernel<T, Device::kCuda>> cuda;
+  domain.Add(&cuda);
+#endif
+}
+
+}  // namespace
+
+void add_to(Ort::CustomOpDomain& domain) {
+  add_type_to<float>(domain);
+  add_type_to<Half>(domain);
+  add_type_to<BFloat16>(domain);
+}
+
+}  // namespace effexport::aft_simple_attention

@@ -1,0 +1,212 @@
+// The three steps of the CPU kernel. kernel_cpu.cc includes this file once for every instruction set, each time inside
+// a namespace of its own and with the macro REGISTER_BYTES (of a vector register); hence no include guard.
+//
+// Channels never meet, so a vector register holds neighbouring channels of one row, and what happens in a lane does not
+// depend on how many there are: AVX2 and AVX-512 give the same bits.
+
+template <class Scalar, int kBytes>
+struct VectorOf {
+  typedef Scalar type __attribute__((vector_size(kBytes)));
+};
+
+constexpr std::int64_t kLanes = REGISTER_BYTES / sizeof(float);
+using Floats = VectorOf<float, REGISTER_BYTES>::type;
+using Words = VectorOf<std::int32_t, REGISTER_BYTES>::type;
+using Unsigned = VectorOf<std::uint32_t, REGISTER_BYTES>::type;
+using HalfWords = VectorOf<std::uint16_t, REGISTER_BYTES / 2>::type;
+
+inline Words bits_of_all(Floats values) { return reinterpret_cast<Words>(values); }
+inline Floats floats_of_bits(Words bits) { return reinterpret_cast<Floats>(bits); }
+
+inline Floats widen(const float* values) {
+  Floats all;
+  std::memcpy(&all, values, sizeof all);
+  return all;
+}
+
+inline Words read_half_words(const void* values) {
+  HalfWords words;
+  std::memcpy(&words, values, sizeof words);
+  return __builtin_convertvector(words, Words);
+}
+
+inline Floats widen(const BFloat16* values) { return floats_of_bits(read_half_words(values) << 16); }
+
+// As to_float(Half).
+inline Floats widen(const Half* values) {
+  const Words words = read_half_words(values);
+  const Words sign = (words & 0x8000) << 16;
+  const Words exponent = words & 0x7c00;
+  const Words shifted = (words & 0x7fff) << 13;
+  const Words normal = shifted + (112 << 23);
+  const Words special = shifted | 0x7f800000;
+  // subnormal: fraction · 2⁻²⁴, exact in float32
+  const Words subnormal = bits_of_all(__builtin_convertvector(words & 0x3ff, Floats) * 0x1p-24f);
+  return floats_of_bits(sign | (exponent == 0 ? subnormal : exponent == 0x7c00 ? special : normal));
+}
+
+inline void narrow(Floats all, float* values) { std::memcpy(values, &all, sizeof all); }
+
+inline void write_half_words(Words all, void* values) {
+  const HalfWords words = __builtin_convertvector(all, HalfWords);
+  std::memcpy(values, &words, sizeof words);
+}
+
+// As from_float<BFloat16>.
+inline void narrow(Floats all, BFloat16* values) {
+  const Words bits = bits_of_all(all);
+  // unsigned, because the sum may run into the sign
+  const Unsigned given = reinterpret_cast<Unsigned>(bits);
+  const Words rounded = reinterpret_cast<Words>((given + 0x7fffu + (given >> 16 & 1u)) >> 16);
+  write_half_words((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 | 0x40) : rounded, values);
+}
+
+// As from_float<Half>.
+inline void narrow(Floats all, Half* values) {
+  const Words bits = bits_of_all(all);
+  const Words sign = bits >> 16 & 0x8000;
+  const Words magnitude = bits & 0x7fffffff;
+  const Words subnormal = bits_of_all(floats_of_bits(magnitude) + 0.5f) - 0x3f000000;
+  const Words normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  const Words finite = magnitude < 0x38800000 ? subnormal : normal;
+  const Words large = magnitude > 0x7f800000 ? Words{} + 0x7e00 : Words{} + 0x7c00;
+  write_half_words(sign | (magnitude >= 0x477ff000 ? large : finite), values);
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// e^x for x ≤ 0 within 2 units in the last place (1 with fused multiply-adds); 0 below −87, where float32 ends its
+// normal numbers; NaN stays NaN.
+inline Floats exp_of(Floats x) {
+  // adding 1.5 · 2²³ leaves the nearest integer of x / ln 2 in the lowest bits
+  const Floats shifted = x * 1.44269504f + 12582912.0f;
+  const Floats whole = shifted - 12582912.0f;
+  // ln 2 in two parts: the product with the first one is exact
+  const Floats rest = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  // e^rest ≈ 1 + rest + rest² · (…), fitted to |rest| ≤ ln 2 / 2: a relative error of 3e-9
+  Floats sum = rest * 1.38145986e-3f + 8.36871669e-3f;
+  sum = sum * rest + 4.16683880e-2f;
+  sum = sum * rest + 1.66665206e-1f;
+  sum = sum * rest + 4.99999934e-1f;
+  sum = sum * rest + 1.0f;
+  sum = sum * rest + 1.0f;
+  // a product, unlike an addition to the exponent, keeps NaN
+  const Unsigned power = (reinterpret_cast<Unsigned>(shifted) << 23) + (127u << 23);
+  return x < -87.0f ? Floats{} : sum * reinterpret_cast<Floats>(power);
+}
+
+// Where the vectors of a row begin. The last one ends with the row and may overlap the one before it; a row shorter
+// than a vector is copied into one.
+struct Groups {
+  std::int64_t channels;
+
+  std::int64_t count() const { return (channels + kLanes - 1) / kLanes; }
+  std::int64_t begin(std::int64_t group) const {
+    return channels < kLanes ? 0 : std::min(group * kLanes, channels - kLanes);
+  }
+  template <class T>
+  Floats read(const T* row, std::int64_t group) const {
+    if (channels >= kLanes) return widen(row + begin(group));
+    T few[kLanes] = {};
+    std::memcpy(few, row, static_cast<std::size_t>(channels) * sizeof(T));
+    return widen(few);
+  }
+  template <class T>
+  void write(Floats all, T* row, std::int64_t group) const {
+    if (channels >= kLanes) return narrow(all, row + begin(group));
+    T few[kLanes];
+    narrow(all, few);
+    std::memcpy(row, few, static_cast<std::size_t>(channels) * sizeof(T));
+  }
+};
+
+// The maximum and the sums of e^(k − maximum) · v and e^(k − maximum), group by group.
+struct Partial {
+  float* values;
+
+  static constexpr std::int64_t kGroupFloats = 3 * kLanes;
+  Floats read(std::int64_t group, int part) const { return widen(values + group * kGroupFloats + part * kLanes); }
+  void write(std::int64_t group, int part, Floats all) const {
+    narrow(all, values + group * kGroupFloats + part * kLanes);
+  }
+};
+
+// Adds kRows rows, which lie at `offsets` from k and v.
+template <int kRows, class T>
+inline void add_rows(const T* k, const T* v, const std::int64_t* offsets, Groups groups, Partial partial) {
+  for (std::int64_t group = 0; group < groups.count(); ++group) {
+    Floats keys[kRows];
+    const Floats before = partial.read(group, 0);
+    Floats top = before;
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      keys[row] = groups.read(k + offsets[row], group);
+      top = larger(keys[row], top);
+    }
+    // the rows are added up by themselves first: fewer roundings of the large sums
+    Floats n{}, d{};
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const Floats weight = exp_of(keys[row] - top);
+      n += weight * groups.read(v + offsets[row], group);
+      d += weight;
+    }
+    const Floats scale = exp_of(before - top);
+    partial.write(group, 0, top);
+    partial.write(group, 1, scale * partial.read(group, 1) + n);
+    partial.write(group, 2, scale * partial.read(group, 2) + d);
+  }
+}
+
+template <class T>
+void sum_slice(const T* k, const T* v, const bool* keep, std::int64_t rows, std::int64_t channels, float* values) {
+  constexpr int kRows = 8;
+  const Groups groups{channels};
+  const Partial partial{values};
+  for (std::int64_t group = 0; group < groups.count(); ++group) {
+    partial.write(group, 0, Floats{} + kFloor);
+    partial.write(group, 1, Floats{});
+    partial.write(group, 2, Floats{});
+  }
+  // padding is not even read
+  std::int64_t offsets[kSliceRows];
+  std::int64_t visible = 0;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    offsets[visible] = row * channels;
+    visible += keep[row];
+  }
+  std::int64_t done = 0;
+  for (; done + kRows <= visible; done += kRows) add_rows<kRows>(k, v, offsets + done, groups, partial);
+  for (; done < visible; ++done) add_rows<1>(k, v, offsets + done, groups, partial);
+}
+
+inline void merge_slices(const float* partials, std::int64_t slices, std::int64_t channels, float* context) {
+  const Groups groups{channels};
+  const auto size = static_cast<std::int64_t>(cpu_partial_floats(channels));
+  const auto partial = [&](std::int64_t slice) { return Partial{const_cast<float*>(partials + slice * size)}; };
+  for (std::int64_t group = 0; group < groups.count(); ++group) {
+    Floats top = partial(0).read(group, 0);
+    for (std::int64_t slice = 1; slice < slices; ++slice) top = larger(partial(slice).read(group, 0), top);
+    Floats n{}, d{};
+    for (std::int64_t slice = 0; slice < slices; ++slice) {
+      const Floats scale = exp_of(partial(slice).read(group, 0) - top);
+      n += scale * partial(slice).read(group, 1);
+      d += scale * partial(slice).read(group, 2);
+    }
+    groups.write(d == 0.0f ? Floats{} : n / d, context, group);
+  }
+}
+
+template <class T>
+void gate(const T* q, const float* context, std::int64_t rows, std::int64_t channels, T* out) {
+  const Groups groups{channels};
+  for (std::int64_t row = 0; row < rows; ++row, q += channels, out += channels) {
+    for (std::int64_t group = 0; group < groups.count(); ++group) {
+      const Floats query = groups.read(q, group);
+      // σ(q) is 1 / (1 + e^−q), or e^q / (1 + e^q): with the exponent that cannot overflow
+      const Floats small = exp_of(query < 0.0f ? query : -query);
+      const Floats share = query < 0.0f ? small : Floats{} + 1.0f;
+      groups.write(share * groups.read(context, group) / (1.0f + small), out, group);
+    }
+  }
+}

@@ -1,0 +1,268 @@
+"""`effexport::EluLinearAttention`: torch operator, obvious reference, ONNX schema, translation and function body.
+
+The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
+them, so that models can use the torch operator without either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, causal: bool) -> Tensor:
+    """out_i = φ(q_i)ᵀ S / (φ(q_i)·z + eps) by way of all weights φ(q_i)·φ(k_j): O(seq²), in float32 or float64."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    q, k, values = (x.to(exact) for x in (q, k, v))
+    q = q.clamp(min=0) + q.clamp(max=0).exp()
+    k = (k.clamp(min=0) + k.clamp(max=0).exp()) * keep[:, None, :, None].to(exact)
+    weights = q @ k.transpose(-1, -2)
+    if causal:
+        weights = weights.tril()
+    return (weights @ values / (weights.sum(dim=-1, keepdim=True) + eps)).to(v.dtype)
+
+
+@torch.library.custom_op("effexport::linear_attention", mutates_args=())
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, causal: bool = False, chunk_length: int = 128
+) -> Tensor:
+    """Linear attention with φ(x) = elu(x) + 1 (arXiv 2006.16236, eq. 4 to 12), of values that are not mapped yet.
+
+    q, k [batch, heads, seq, head_dim]; v [batch, heads, seq, value_dim]; one float dtype; keep boolean [batch, seq].
+    chunk_length says how the function body cuts a causal sequence. Returns the shape and dtype of v. No gradient.
+    Raises ValueError for other shapes, dtypes or attributes.
+    """
+    check_shapes(q, k, v, keep, eps, chunk_length)
+    return reference(q, k, v, keep, eps, causal)
+
+
+@linear_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, causal: bool = False, chunk_length: int = 128
+) -> Tensor:
+    check_shapes(q, k, v, keep, eps, chunk_length)
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, chunk_length: int) -> None:
+    if q.dim() != 4:
+        raise ValueError(f"linear_attention: q has shape {tuple(q.shape)}; expected [batch, heads, seq, head_dim]")
+    if k.shape != q.shape:
+        raise ValueError(f"linear_attention: k has shape {tuple(k.shape)}; expected that of q, {tuple(q.shape)}")
+    if v.dim() != 4 or v.shape[:3] != q.shape[:3]:
+        expected = [*q.shape[:3], "value_dim"]
+        raise ValueError(f"linear_attention: v has shape {tuple(v.shape)}; expected {expected}")
+    if keep.dim() != 2 or keep.shape[0] != q.shape[0] or keep.shape[1] != q.shape[2]:
+        expected = [q.shape[0], q.shape[2]]
+        raise ValueError(f"linear_attention: keep has shape {tuple(keep.shape)}; expected {expected}, [batch, seq]")
+    if not q.dtype.is_floating_point or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"linear_attention: q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; expected one float dtype")
+    if keep.dtype != torch.bool:
+        raise ValueError(f"linear_attention: keep is {keep.dtype}; expected torch.bool")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"linear_attention: eps is {eps}; expected a finite number that is not negative")
+    if chunk_length < 1:
+        raise ValueError(f"linear_attention: chunk_length is {chunk_length}; expected at least 1")
+
+
+def onnx_schema() -> onnx.defs.OpSchema:
+    """Schema of the ONNX operator, with type and shape inference."""
+    import onnx
+
+    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
+    schema = onnx.defs.OpSchema(
+        "EluLinearAttention",
+        DOMAIN,
+        OPSET_VERSION,
+        doc="φ(q_i)ᵀ S / (φ(q_i)·z + eps) with φ(x) = elu(x) + 1, S = Σ φ(k_j) v_jᵀ, z = Σ φ(k_j) over kept j.",
+        inputs=[
+            parameter("q", "T", "[batch, heads, seq, head_dim]"),
+            parameter("k", "T", "[batch, heads, seq, head_dim]"),
+            parameter("v", "T", "[batch, heads, seq, value_dim]"),
+            parameter("keep", "tensor(bool)", "[batch, seq], false for positions without weight"),
+        ],
+        outputs=[parameter("out", "T", "[batch, heads, seq, value_dim]")],
+        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
+        attributes=[
+            attribute("eps", onnx.defs.OpSchema.AttrType.FLOAT, required=True),
+            attribute("causal", onnx.helper.make_attribute("causal", 0), ""),
+            attribute("chunk_length", onnx.helper.make_attribute("chunk_length", 128), ""),
+            attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False),
+        ],
+    )
+
+    def infer(context: onnx.shape_inference.InferenceContext) -> None:
+        context.set_output_type(0, context.get_input_type(2))
+
+    schema.set_type_and_shape_inference_function(infer)
+    return schema
+
+
+def onnx_translation(
+    q: Any, k: Any, v: Any, keep: Any, eps: float, causal: bool = False, chunk_length: int = 128
+) -> Any:
+    """What torch.onnx.export emits for one call: one node."""
+    from onnxscript import values
+
+    opset = values.Opset(DOMAIN, OPSET_VERSION)
+    return opset.EluLinearAttention(q, k, v, keep, eps=eps, causal=int(causal), chunk_length=chunk_length)
+
+
+def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
+    """The operator in standard operators.
+
+    A function is found by name alone, so one body serves every node of a model: they may differ in `eps`, which the
+    body refers to, and must agree on `causal` and, where causal, on `chunk_length`. Raises ValueError when they do not.
+    Axes count from the front: ONNX Runtime takes others for none in an empty tensor.
+    """
+    import onnx.parser
+
+    causal, chunk_length = _common_attributes(nodes)
+    sums = _causal_sums(chunk_length) if causal else _SUMS
+    return onnx.parser.parse_function(f"""
+    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
+    EluLinearAttention <eps, causal, chunk_length> (q, k, v, keep) => (out) {{
+        zero = Constant <value_float = 0.0> ()
+        eps_float = Constant <value_float: float = @eps> ()
+        keep_axes = Constant <value_ints = [1, 3]> ()
+        q_float = Cast <to = 1> (q)
+        k_float = Cast <to = 1> (k)
+        v_float = Cast <to = 1> (v)
+        q_above = Relu (q_float)
+        q_below = Min (q_float, zero)
+        q_exp = Exp (q_below)
+        q_features = Add (q_above, q_exp)
+        k_above = Relu (k_float)
+        k_below = Min (k_float, zero)
+        k_exp = Exp (k_below)
+        k_mapped = Add (k_above, k_exp)
+        keep_float = Cast <to = 1> (keep)
+        keep_column = Unsqueeze (keep_float, keep_axes)
+        k_features = Mul (k_mapped, keep_column)
+        {sums}
+        out = CastLike (result, v)
+    }}
+    """)
+
+
+def _common_attributes(nodes: Sequence[onnx.NodeProto]) -> tuple[bool, int]:
+    """`causal` and `chunk_length` of all nodes, absent ones being the schema's defaults."""
+    import onnx
+
+    found = {
+        (bool(values.get("causal", 0)), values.get("chunk_length", 128) if values.get("causal", 0) else 0)
+        for values in ({a.name: onnx.helper.get_attribute_value(a) for a in node.attribute} for node in nodes)
+    }
+    if len({causal for causal, _ in found}) > 1:
+        raise ValueError("EluLinearAttention nodes, some of them causal and others not, cannot share one body")
+    if len(found) > 1:
+        lengths = sorted(chunk_length for _, chunk_length in found)
+        raise ValueError(f"causal EluLinearAttention nodes with different chunk_length {lengths} cannot share one body")
+    return found.pop()
+
+
+_SUMS = """
+        k_transposed = Transpose <perm = [0, 1, 3, 2]> (k_features)
+        s = MatMul (k_transposed, v_float)
+        axis2 = Constant <value_ints = [2]> ()
+        axis3 = Constant <value_ints = [3]> ()
+        z = ReduceSum <keepdims = 0> (k_features, axis2)
+        z_column = Unsqueeze (z, axis3)
+        numerator = MatMul (q_features, s)
+        weight = MatMul (q_features, z_column)
+        denominator = Add (weight, eps_float)
+        result = Div (numerator, denominator)
+"""
+
+
+def _causal_sums(chunk_length: int) -> str:
+    """Block by block: triangular products inside a block, prefix sums between blocks as products with a triangle.
+
+    At least one block, so that an empty sequence needs no empty dimension in a Reshape. The triangle between blocks has
+    the batch as a dimension: ONNX Runtime does not broadcast two dimensions along an empty one. And `flat_shape` is no
+    Concat, whose last dimension it would replace by -1, which an empty batch leaves open.
+    """
+    return f"""
+        one = Constant <value_int = 1> ()
+        chunk = Constant <value_int = {chunk_length}> ()
+        chunk_1d = Constant <value_ints = [{chunk_length}]> ()
+        axis0 = Constant <value_ints = [0]> ()
+        axis1 = Constant <value_ints = [1]> ()
+        axis2 = Constant <value_ints = [2]> ()
+        axis3 = Constant <value_ints = [3]> ()
+        axis4 = Constant <value_ints = [4]> ()
+        zeros2 = Constant <value_ints = [0, 0]> ()
+        zeros5 = Constant <value_ints = [0, 0, 0, 0, 0]> ()
+        zeros3 = Constant <value_ints = [0, 0, 0]> ()
+        zero_int = Constant <value_int = 0> ()
+        one_1d = Constant <value_ints = [1]> ()
+        batch = Shape <start = 0, end = 1> (q)
+        length_1d = Shape <start = 2, end = 3> (q)
+        head_dim = Shape <start = 3, end = 4> (q)
+        value_dim = Shape <start = 3, end = 4> (v)
+        length = Squeeze (length_1d)
+        rounding = Constant <value_int = {chunk_length - 1}> ()
+        spread = Add (length, rounding)
+        blocks_or_none = Div (spread, chunk)
+        blocks = Max (blocks_or_none, one)
+        padded_length = Mul (blocks, chunk)
+        pad_end = Sub (padded_length, length)
+        pad_end_1d = Unsqueeze (pad_end, axis0)
+        blocks_1d = Unsqueeze (blocks, axis0)
+        padded_1d = Unsqueeze (padded_length, axis0)
+        zero_1d = Constant <value_ints = [0]> ()
+        pads = Concat <axis = 0> (zeros5, zero_1d, pad_end_1d, zero_1d)
+        key_shape = Concat <axis = 0> (zeros2, blocks_1d, chunk_1d, head_dim)
+        value_shape = Concat <axis = 0> (zeros2, blocks_1d, chunk_1d, value_dim)
+        state_size = Mul (head_dim, value_dim)
+        last_of_four = Constant <value_ints = [0, 0, 0, 1]> ()
+        flat_shape = Mul (last_of_four, state_size)
+        state_shape = Concat <axis = 0> (zeros3, head_dim, value_dim)
+        padded_shape = Concat <axis = 0> (zeros2, padded_1d, value_dim)
+        q_padded = Pad (q_features, pads)
+        k_padded = Pad (k_features, pads)
+        v_padded = Pad (v_float, pads)
+        q_blocks = Reshape (q_padded, key_shape)
+        k_blocks = Reshape (k_padded, key_shape)
+        v_blocks = Reshape (v_padded, value_shape)
+        lane = Range (zero_int, chunk, one)
+        lane_row = Unsqueeze (lane, axis0)
+        lane_column = Unsqueeze (lane, axis1)
+        lane_seen = LessOrEqual (lane_row, lane_column)
+        within_triangle = Cast <to = 1> (lane_seen)
+        block_index = Range (zero_int, blocks, one)
+        block_row = Unsqueeze (block_index, axis0)
+        block_column = Unsqueeze (block_index, axis1)
+        block_before = Less (block_row, block_column)
+        between_float = Cast <to = 1> (block_before)
+        triangle_shape = Concat <axis = 0> (batch, one_1d, blocks_1d, blocks_1d)
+        between_triangle = Expand (between_float, triangle_shape)
+        k_transposed = Transpose <perm = [0, 1, 2, 4, 3]> (k_blocks)
+        all_weights = MatMul (q_blocks, k_transposed)
+        weights = Mul (all_weights, within_triangle)
+        s_blocks = MatMul (k_transposed, v_blocks)
+        s_flat = Reshape (s_blocks, flat_shape)
+        s_before_flat = MatMul (between_triangle, s_flat)
+        s_before = Reshape (s_before_flat, state_shape)
+        z_blocks = ReduceSum <keepdims = 0> (k_blocks, axis3)
+        z_before = MatMul (between_triangle, z_blocks)
+        z_column = Unsqueeze (z_before, axis4)
+        inside = MatMul (weights, v_blocks)
+        before = MatMul (q_blocks, s_before)
+        numerator = Add (inside, before)
+        weight_inside = ReduceSum <keepdims = 1> (weights, axis4)
+        weight_before = MatMul (q_blocks, z_column)
+        weight = Add (weight_inside, weight_before)
+        denominator = Add (weight, eps_float)
+        quotient = Div (numerator, denominator)
+        joined = Reshape (quotient, padded_shape)
+        result = Slice (joined, zero_1d, length_1d, axis2)
+    """

@@ -1,0 +1,74 @@
+// Kernels of effexport::LSHAttention; the contract is in README.md beside this file.
+// Pointers, sizes and a stream: no framework types. Arrays are dense and row-major; T is float, Half or BFloat16,
+// and everything is computed in float32.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "element_types.h"
+
+namespace effexport::lsh_attention {
+
+// Sizes and attributes of one call. groups: batch · heads; padded: a multiple of chunk_length, at least seq.
+struct Problem {
+  std::int64_t groups;
+  std::int64_t heads;
+  std::int64_t seq;
+  std::int64_t padded;
+  std::int64_t rounds;
+  std::int64_t head_dim;
+  std::int64_t value_dim;
+  std::int64_t chunk_length;
+  std::int64_t chunks_before;
+  std::int64_t chunks_after;
+  bool causal;
+  bool circular;
+  bool rounded;
+
+  std::int64_t chunks() const { return padded / chunk_length; }
+  std::int64_t window() const { return chunks_before + 1 + chunks_after; }
+};
+
+// Arrays of the first step. qk [groups, seq, head_dim]; v [groups, seq, value_dim]; order [groups, rounds, padded], each
+// row a permutation of [0, padded); kept [batch]: how many tokens of each sample are no padding.
+// contexts [groups, rounds, seq, value_dim] and lses [groups, rounds, seq]: what each round gives a token, and its weight.
+template <class T>
+struct Arrays {
+  const T* qk;
+  const T* v;
+  const std::int32_t* order;
+  const std::int64_t* kept;
+  float* contexts;
+  float* lses;
+};
+
+// On the CPU the work of the first step is cut into units of neighbouring chunks, which are independent: callers may
+// share them out among threads, each with cpu_workspace_bytes(problem) bytes at an address that is a multiple of 64.
+std::int64_t cpu_units(const Problem& problem);
+std::size_t cpu_workspace_bytes(const Problem& problem);
+
+template <class T>
+void attend_cpu(const Problem& problem, const Arrays<T>& arrays, std::int64_t first_unit, std::int64_t last_unit,
+                void* workspace);
+
+// The second step: rows [first, last) of out [groups · seq, value_dim], the rounds combined.
+template <class T>
+void combine_cpu(const Problem& problem, const float* contexts, const float* lses, std::int64_t first,
+                 std::int64_t last, T* out);
+
+// attend_cpu uses the best instructions of the machine it runs on. This makes it use "avx512", "avx2" or "baseline"
+// instead, so that tests reach all of them; returns whether the machine has them. Not while attend_cpu runs.
+bool select_cpu_instructions(const char* name);
+
+// On the GPU: enqueues three launches on `stream` (a cudaStream_t) and returns at once. All pointers are to device
+// memory; keep [batch, seq]; `scratch` has cuda_scratch_bytes(problem) bytes at an address that is a multiple of 4.
+// A token of `order` that does not exist is taken for padding: a check would have to stop the device.
+// Returns a cudaError_t, 0 for success.
+template <class T>
+int launch_cuda(const Problem& problem, const T* qk, const T* v, const std::int32_t* order, const bool* keep,
+                void* scratch, T* out, void* stream);
+
+std::size_t cuda_scratch_bytes(const Problem& problem);
+
+}  // namespace effexport::lsh_attention

@@ -1,0 +1,177 @@
+"""`effexport::SegmentMeans`: torch operator, obvious reference, ONNX schema, translation and function body.
+
+The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
+them, so that models can use the torch operator without either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def reference(x: Tensor, keep: Tensor, num_segments: int) -> Tensor:
+    """Segment by segment, the mean of its kept tokens. Shapes as `segment_means`; float32, or float64 if x is."""
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    means = x.new_zeros((*x.shape[:2], num_segments, x.shape[3]), dtype=exact)
+    for sample, kept in enumerate(keep):
+        tokens = kept.nonzero().flatten()
+        length = 0 if len(tokens) == 0 else int(tokens[-1]) + 1
+        segment = -(-length // num_segments)
+        for j in range(num_segments):
+            inside = tokens[(tokens >= j * segment) & (tokens < (j + 1) * segment)]
+            if len(inside) > 0:
+                means[sample, :, j] = x[sample, :, inside].to(exact).mean(dim=1)
+    return means.to(x.dtype)
+
+
+@torch.library.custom_op("effexport::segment_means", mutates_args=())
+def segment_means(x: Tensor, keep: Tensor, num_segments: int) -> Tensor:
+    """Means of x over segments of its tokens: the landmarks of Nyströmformer (section 3.2).
+
+    x [batch, heads, seq, channels], of a floating-point type. keep: boolean [batch, seq]. A segment is
+    ceil(length / num_segments) tokens, where length is one past the sample's last kept token; the mean is over kept
+    tokens, and zero where there is none. Returns [batch, heads, num_segments, channels]. It has no gradient; the layers
+    of `effexport.models` use plain formulas except while they are exported.
+    Raises ValueError for other shapes and dtypes, and for num_segments below 1.
+    """
+    check_shapes(x, keep, num_segments)
+    return reference(x, keep, num_segments).contiguous()
+
+
+@segment_means.register_fake
+def _(x: Tensor, keep: Tensor, num_segments: int) -> Tensor:
+    check_shapes(x, keep, num_segments)
+    return x.new_empty((*x.shape[:2], num_segments, x.shape[3]))
+
+
+def check_shapes(x: Tensor, keep: Tensor, num_segments: int) -> None:
+    if x.dim() != 4:
+        raise ValueError(f"segment_means: x has shape {tuple(x.shape)}; expected [batch, heads, seq, channels]")
+    if not x.is_floating_point():
+        raise ValueError(f"segment_means: x is {x.dtype}; expected a floating-point type")
+    if keep.dtype != torch.bool or keep.dim() != 2 or keep.shape[0] != x.shape[0] or keep.shape[1] != x.shape[2]:
+        raise ValueError(
+            f"segment_means: keep is {keep.dtype} {tuple(keep.shape)}; expected torch.bool {(x.shape[0], x.shape[2])}"
+        )
+    if num_segments < 1:
+        raise ValueError(f"segment_means: num_segments is {num_segments}; expected at least 1")
+
+
+def onnx_schema() -> onnx.defs.OpSchema:
+    """Schema of the ONNX operator, with type and shape inference."""
+    import onnx
+
+    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
+    schema = onnx.defs.OpSchema(
+        "SegmentMeans",
+        DOMAIN,
+        OPSET_VERSION,
+        doc="Means of the kept tokens of x over num_segments segments of each sample.",
+        inputs=[
+            parameter("x", "T", "[batch, heads, seq, channels]"),
+            parameter("keep", "tensor(bool)", "[batch, seq]"),
+        ],
+        outputs=[parameter("means", "T", "[batch, heads, num_segments, channels]")],
+        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
+        attributes=[
+            attribute("num_segments", onnx.defs.OpSchema.AttrType.INT, required=True),
+            attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False),
+        ],
+    )
+
+    def infer(context: onnx.shape_inference.InferenceContext) -> None:
+        x, segments = context.get_input_type(0), context.get_attribute("num_segments")
+        if not x:
+            return  # an input of a type that is not known
+        means = onnx.TypeProto()
+        means.CopyFrom(x)
+        dims = means.tensor_type.shape.dim
+        if len(dims) == 4:
+            dims[2].Clear()
+            if segments:
+                dims[2].dim_value = segments.i
+        context.set_output_type(0, means)
+
+    schema.set_type_and_shape_inference_function(infer)
+    return schema
+
+
+def onnx_translation(x: Any, keep: Any, num_segments: int) -> Any:
+    """What torch.onnx.export emits for one call: one node."""
+    from onnxscript import values
+
+    return values.Opset(DOMAIN, OPSET_VERSION).SegmentMeans(x, keep, num_segments=num_segments)
+
+
+def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
+    """The operator in standard operators: one product with the weights of the tokens, in float32.
+
+    A function is found by name alone, so one body serves every node of a model: they must agree on `num_segments`.
+    Raises ValueError when they do not.
+    """
+    import onnx.parser
+
+    counts = {int(onnx.helper.get_node_attr_value(node, "num_segments")) for node in nodes}
+    if len(counts) != 1:
+        raise ValueError(f"SegmentMeans nodes with different num_segments {sorted(counts)} cannot share one body")
+    count = counts.pop()
+    # Integers are not negative, so Div rounds down. A sample without any kept token has segments of no length; the
+    # leading zero is for sequences of no tokens, which have no largest one, and the last Expand for empty products, of
+    # which ONNX Runtime forgets the number of heads.
+    return onnx.parser.parse_function(f"""
+    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
+    SegmentMeans <num_segments> (x, keep) => (means) {{
+        zero = Constant <value_int = 0> ()
+        one = Constant <value_int = 1> ()
+        count = Constant <value_int = {count}> ()
+        nearly = Constant <value_int = {count - 1}> ()
+        one_1d = Constant <value_ints = [1]> ()
+        zero_2d = Constant <value = int64[1, 1] {{0}}> ()
+        axis1 = Constant <value_ints = [1]> ()
+        axis2 = Constant <value_ints = [2]> ()
+        axes02 = Constant <value_ints = [0, 2]> ()
+        one_float = Constant <value_float = 1.0> ()
+
+        batch_1d = Shape <start = 0, end = 1> (keep)
+        length_1d = Shape <start = 1, end = 2> (keep)
+        length = Squeeze (length_1d)
+        position = Range (zero, length, one)
+        next_position = Add (position, one)
+        keep_int = Cast <to = 7> (keep)
+        kept_ends = Mul (keep_int, next_position)
+        zeros_shape = Concat <axis = 0> (batch_1d, one_1d)
+        zeros = Expand (zero_2d, zeros_shape)
+        ends = Concat <axis = 1> (zeros, kept_ends)
+        end = ReduceMax <keepdims = 1> (ends, axis1)
+        rounding = Add (end, nearly)
+        segment = Div (rounding, count)
+        divisor = Max (segment, one)
+        owner = Div (position, divisor)
+        owner_row = Unsqueeze (owner, axis1)
+        segment_index = Range (zero, count, one)
+        segment_column = Unsqueeze (segment_index, axes02)
+        owned = Equal (owner_row, segment_column)
+        keep_row = Unsqueeze (keep, axis1)
+        used = And (owned, keep_row)
+        used_float = Cast <to = 1> (used)
+        used_tokens = ReduceSum <keepdims = 1> (used_float, axis2)
+        denominator = Max (used_tokens, one_float)
+        weights = Div (used_float, denominator)
+        weights_head = Unsqueeze (weights, axis1)
+        x_float = Cast <to = 1> (x)
+        means_float = MatMul (weights_head, x_float)
+        heads_1d = Shape <start = 1, end = 2> (x)
+        heads_shape = Concat <axis = 0> (heads_1d, one_1d, one_1d)
+        means_heads = Expand (means_float, heads_shape)
+        means = CastLike (means_heads, x)
+    }}
+    """)

@@ -1,0 +1,194 @@
+"""`effexport::SequenceConv`: torch operator, obvious reference, ONNX schema, translation and function body.
+
+The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
+them, so that models can use the torch operator without either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+
+if TYPE_CHECKING:
+    import onnx
+
+# Tokens of a block in the function body: products then are large enough to be fast, and little of their factor is zero.
+BLOCK = 64
+
+
+def reference(x: Tensor, weight: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
+    """residual[t] + Σ_j weight[j] x[t + j − taps // 2] over kept tokens. Shapes as `sequence_conv`; float32, or float64
+    if x is."""
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    seq_len, taps = x.shape[2], weight.shape[2]
+    kept = torch.where(keep[:, None, :, None], x.to(exact), 0.0)
+    padded = F.pad(kept, (0, 0, taps // 2, taps // 2))
+    total = residual.to(exact)
+    for j in range(taps):
+        total = total + weight[:, :, j].to(exact) * padded[:, :, j : j + seq_len]
+    return total.to(x.dtype)
+
+
+@torch.library.custom_op("effexport::sequence_conv", mutates_args=())
+def sequence_conv(x: Tensor, weight: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
+    """A sum of `residual` and a convolution of x along its tokens, one filter per head (Nyströmformer, section 3.5).
+
+    x, residual [batch, heads, seq, channels]; weight [heads, 1, taps, 1], taps odd; one floating-point type. keep:
+    boolean [batch, seq]; other tokens, and those beyond both ends, count as zeros. Returns the shape of x. It has no
+    gradient; the layers of `effexport.models` use plain formulas except while they are exported.
+    Raises ValueError for other shapes and dtypes.
+    """
+    check_shapes(x, weight, keep, residual)
+    return reference(x, weight, keep, residual).contiguous()
+
+
+@sequence_conv.register_fake
+def _(x: Tensor, weight: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
+    check_shapes(x, weight, keep, residual)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def check_shapes(x: Tensor, weight: Tensor, keep: Tensor, residual: Tensor) -> None:
+    if x.dim() != 4 or residual.shape != x.shape:
+        raise ValueError(
+            f"sequence_conv: x and residual have shapes {tuple(x.shape)} and {tuple(residual.shape)}; "
+            "expected [batch, heads, seq, channels] twice"
+        )
+    filters = (x.shape[1], 1, weight.shape[2] if weight.dim() == 4 else 1, 1)
+    if tuple(weight.shape) != filters or filters[2] % 2 != 1:
+        raise ValueError(
+            f"sequence_conv: weight has shape {tuple(weight.shape)}; expected [{x.shape[1]}, 1, taps, 1] "
+            "with an odd number of taps"
+        )
+    if not x.is_floating_point() or weight.dtype != x.dtype or residual.dtype != x.dtype:
+        raise ValueError(
+            f"sequence_conv: x, weight and residual are {x.dtype}, {weight.dtype} and {residual.dtype}; "
+            "expected one floating-point type"
+        )
+    if keep.dtype != torch.bool or keep.dim() != 2 or keep.shape[0] != x.shape[0] or keep.shape[1] != x.shape[2]:
+        raise ValueError(
+            f"sequence_conv: keep is {keep.dtype} {tuple(keep.shape)}; expected torch.bool {(x.shape[0], x.shape[2])}"
+        )
+
+
+def onnx_schema() -> onnx.defs.OpSchema:
+    """Schema of the ONNX operator, with type and shape inference."""
+    import onnx
+
+    parameter = onnx.defs.OpSchema.FormalParameter
+    schema = onnx.defs.OpSchema(
+        "SequenceConv",
+        DOMAIN,
+        OPSET_VERSION,
+        doc="residual plus a depth-wise convolution of x along its tokens, one filter per head.",
+        inputs=[
+            parameter("x", "T", "[batch, heads, seq, channels]"),
+            parameter("weight", "T", "[heads, 1, taps, 1], taps odd"),
+            parameter("keep", "tensor(bool)", "[batch, seq]"),
+            parameter("residual", "T", "[batch, heads, seq, channels]"),
+        ],
+        outputs=[parameter("out", "T", "[batch, heads, seq, channels]")],
+        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
+        attributes=[onnx.defs.OpSchema.Attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False)],
+    )
+
+    def infer(context: onnx.shape_inference.InferenceContext) -> None:
+        context.set_output_type(0, context.get_input_type(0))
+
+    schema.set_type_and_shape_inference_function(infer)
+    return schema
+
+
+def onnx_translation(x: Any, weight: Any, keep: Any, residual: Any) -> Any:
+    """What torch.onnx.export emits for one call: one node."""
+    from onnxscript import values
+
+    return values.Opset(DOMAIN, OPSET_VERSION).SequenceConv(x, weight, keep, residual)
+
+
+def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
+    """The operator in standard operators: one product of a banded Toeplitz matrix with blocks of tokens.
+
+    A block has at least as many tokens as the filter reaches beyond one, so its sums depend on itself and the next one.
+    Products are in T, their sum with `residual` in float32.
+    """
+    import onnx.parser
+
+    return onnx.parser.parse_function(f"""
+    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
+    SequenceConv (x, weight, keep, residual) => (out) {{
+        zero = Constant <value_int = 0> ()
+        one = Constant <value_int = 1> ()
+        zero_1d = Constant <value_ints = [0]> ()
+        one_1d = Constant <value_ints = [1]> ()
+        two_1d = Constant <value_ints = [2]> ()
+        axis0 = Constant <value_ints = [0]> ()
+        axis1 = Constant <value_ints = [1]> ()
+        axis2 = Constant <value_ints = [2]> ()
+        axes13 = Constant <value_ints = [1, 3]> ()
+        least_block = Constant <value_ints = [{BLOCK}]> ()
+        zero_float = Constant <value_float = 0.0> ()
+        zero_like = CastLike (zero_float, x)
+
+        batch_1d = Shape <start = 0, end = 1> (x)
+        heads_1d = Shape <start = 1, end = 2> (x)
+        length_1d = Shape <start = 2, end = 3> (x)
+        channels_1d = Shape <start = 3, end = 4> (x)
+        taps_1d = Shape <start = 2, end = 3> (weight)
+        reach_1d = Sub (taps_1d, one_1d)
+        before_1d = Div (reach_1d, two_1d)
+        block_1d = Max (reach_1d, least_block)
+        window_1d = Mul (block_1d, two_1d)
+        nearly_1d = Sub (block_1d, one_1d)
+        enough_1d = Add (length_1d, nearly_1d)
+        whole_1d = Div (enough_1d, block_1d)
+        blocks_1d = Max (whole_1d, one_1d)
+        blocks_next_1d = Add (blocks_1d, one_1d)
+
+        block = Squeeze (block_1d)
+        window = Squeeze (window_1d)
+        row_index = Range (zero, block, one)
+        column_index = Range (zero, window, one)
+        row = Unsqueeze (row_index, axis1)
+        column = Unsqueeze (column_index, axis0)
+        tap = Sub (column, row)
+        not_before = GreaterOrEqual (tap, zero_1d)
+        not_after = Less (tap, taps_1d)
+        in_band = And (not_before, not_after)
+        nearest_tap = Where (in_band, tap, zero_1d)
+        filters = Squeeze (weight, axes13)
+        band = Gather <axis = 1> (filters, nearest_tap)
+        toeplitz = Where (in_band, band, zero_like)
+        toeplitz_head = Unsqueeze (toeplitz, axis1)
+        samples = Concat <axis = 0> (batch_1d, one_1d, one_1d, one_1d, one_1d)
+        toeplitz_batch = Expand (toeplitz_head, samples)
+
+        keep_column = Unsqueeze (keep, axes13)
+        kept = Where (keep_column, x, zero_like)
+        padded_1d = Mul (blocks_next_1d, block_1d)
+        beyond_1d = Sub (padded_1d, length_1d)
+        after_1d = Sub (beyond_1d, before_1d)
+        ends = Concat <axis = 0> (zero_1d, zero_1d, before_1d, zero_1d, zero_1d, zero_1d, after_1d, zero_1d)
+        padded = Pad (kept, ends, zero_like)
+        blocks_shape = Concat <axis = 0> (batch_1d, heads_1d, blocks_next_1d, block_1d, channels_1d)
+        all_blocks = Reshape <allowzero = 1> (padded, blocks_shape)
+        these = Slice (all_blocks, zero_1d, blocks_1d, axis2)
+        next = Slice (all_blocks, one_1d, blocks_next_1d, axis2)
+        windows = Concat <axis = 3> (these, next)
+        sums = MatMul (toeplitz_batch, windows)
+        covered_1d = Mul (blocks_1d, block_1d)
+        sums_shape = Concat <axis = 0> (batch_1d, heads_1d, covered_1d, channels_1d)
+        sum_rows = Reshape <allowzero = 1> (sums, sums_shape)
+        convolved = Slice (sum_rows, zero_1d, length_1d, axis2)
+        convolved_float = Cast <to = 1> (convolved)
+        residual_float = Cast <to = 1> (residual)
+        total = Add (residual_float, convolved_float)
+        out = CastLike (total, x)
+    }}
+    """)

@@ -1,0 +1,62 @@
+// Vectors of floats for the CPU kernels. Kernels include this file once for every instruction set, each time inside a
+// namespace of its own and with the macro REGISTER_BYTES (of a vector register); hence no include guard.
+//
+// The including file has <algorithm>, <cstdint> and <cstring>.
+
+template <class Scalar, int kBytes>
+struct VectorOf {
+  typedef Scalar type __attribute__((vector_size(kBytes), may_alias));
+};
+
+using Floats = VectorOf<float, REGISTER_BYTES>::type;
+using Ints = VectorOf<std::int32_t, REGISTER_BYTES>::type;
+
+constexpr std::int64_t kLanes = REGISTER_BYTES / sizeof(float);
+
+inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+inline Ints load(const std::int32_t* from) { return *reinterpret_cast<const Ints*>(from); }
+
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+
+template <int kBytes>
+inline float sum_of_lanes(typename VectorOf<float, kBytes>::type v) {
+  if constexpr (kBytes == 16) {
+    return (v[0] + v[1]) + (v[2] + v[3]);
+  } else {
+    typename VectorOf<float, kBytes / 2>::type halves[2];
+    std::memcpy(halves, &v, sizeof v);
+    return sum_of_lanes<kBytes / 2>(halves[0] + halves[1]);
+  }
+}
+
+template <int kBytes>
+inline float maximum_of_lanes(typename VectorOf<float, kBytes>::type v) {
+  if constexpr (kBytes == 16) {
+    return std::max(std::max(v[0], v[1]), std::max(v[2], v[3]));
+  } else {
+    typename VectorOf<float, kBytes / 2>::type halves[2];
+    std::memcpy(halves, &v, sizeof v);
+    return maximum_of_lanes<kBytes / 2>(halves[0] > halves[1] ? halves[0] : halves[1]);
+  }
+}
+
+// e^x for x up to about 1, within 2 units in the last place; 0 below −87; NaN for NaN. The polynomial is Cephes's
+// (S. L. Moshier).
+inline Floats exponential(Floats x) {
+  constexpr float kLowest = -87.0f;
+  constexpr float kRoundToInteger = 12582912.0f;  // 1.5 · 2²³: adding it leaves no bits for a fraction
+  const Floats lowest = Floats{} + kLowest;
+  const Floats clipped = x < lowest ? lowest : x;  // keeps NaN, as maximum would not
+  const Floats n = (clipped * 1.44269504f + kRoundToInteger) - kRoundToInteger;
+  const Floats r = (clipped - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  Floats scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return x < lowest ? Floats{} : p * scale;
+}

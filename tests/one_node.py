@@ -1,0 +1,87 @@
+"""Models of one custom node, and how tests run them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, get_library_path
+
+
+def one_node_model(
+    op: str, feeds: Mapping[str, np.ndarray], *, body: bool, opset: int = 20, **attributes: Any
+) -> bytes:
+    """A model of one custom node with these inputs, all of whose dimensions are dynamic, and one output, "out".
+
+    The element type of the output is that of the first input.
+    """
+    from onnx import helper
+
+    node = helper.make_node(op, list(feeds), ["out"], domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes)
+    types = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feeds.items()}
+    graph = helper.make_graph(
+        [node],
+        "one",
+        [
+            helper.make_tensor_value_info(name, types[name], [f"{name}{i}" for i in range(array.ndim)])
+            for name, array in feeds.items()
+        ],
+        [helper.make_tensor_value_info("out", types[next(iter(feeds))], None)],
+    )
+    model = helper.make_model(
+        graph,
+        functions=[OPS[op].load().onnx_function_body([node], opset)] if body else [],
+        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, OPSET_VERSION)],
+        ir_version=10,
+    )
+    return bytes(model.SerializeToString())
+
+
+def session(model: bytes, *, library: bool, threads: int = 2) -> Any:
+    """library: whether the kernel library runs custom nodes; otherwise their function bodies do."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    if library:
+        options.register_custom_ops_library(str(get_library_path()))
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def ort_value(array: np.ndarray) -> Any:
+    import onnxruntime
+    from onnx import TensorProto
+
+    if array.dtype == ml_dtypes.bfloat16:
+        bits = array.view(np.uint16)
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, TensorProto.BFLOAT16)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+
+
+def run_poisoned(session: Any, feeds: Mapping[str, np.ndarray], shape: Sequence[int]) -> np.ndarray:
+    """Run into an output that holds NaN, so that nothing unwritten goes unseen."""
+    out = np.full(shape, np.nan, next(iter(feeds.values())).dtype)
+    binding = session.io_binding()
+    for name, array in feeds.items():
+        binding.bind_ortvalue_input(name, ort_value(array))
+    binding.bind_ortvalue_output("out", ort_value(out))
+    session.run_with_iobinding(binding)
+    return out
+
+
+def run_kernel(
+    op: str, feeds: Mapping[str, np.ndarray], shape: Sequence[int], *, threads: int = 2, **attributes: Any
+) -> np.ndarray:
+    model = one_node_model(op, feeds, body=False, **attributes)
+    return run_poisoned(session(model, library=True, threads=threads), feeds, shape)
+
+
+def run_body(
+    op: str, feeds: Mapping[str, np.ndarray], shape: Sequence[int], *, opset: int = 20, **attributes: Any
+) -> np.ndarray:
+    model = one_node_model(op, feeds, body=True, opset=opset, **attributes)
+    return run_poisoned(session(model, library=False), feeds, shape)

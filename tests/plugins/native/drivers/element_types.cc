@@ -1,0 +1,35 @@
+#include "element_types.h"
+
+#include "checks.h"
+
+namespace {
+
+// Every number of the type survives the way to float and back; halfway between neighbours the even one wins.
+template <class T>
+void check_rounding(const char* type, std::uint16_t infinity) {
+  const auto back = [](float value) { return effexport::from_float<T>(value).bits; };
+  for (std::uint16_t bits = 0; bits < infinity; ++bits) {
+    const float value = effexport::to_float(T{bits});
+    const auto next = static_cast<std::uint16_t>(bits + 1);
+    // after the largest number comes infinity, as if it were one step away
+    const float step = next < infinity ? effexport::to_float(T{next}) - value
+                                       : value - effexport::to_float(T{static_cast<std::uint16_t>(bits - 1)});
+    const float middle = value + step / 2;
+    const bool right = back(value) == bits && back(-value) == (bits | 0x8000u) &&
+                       back(middle) == (bits % 2 ? next : bits) &&
+                       back(std::nextafter(middle, 0.0f)) == bits &&
+                       back(std::nextafter(middle, std::numeric_limits<float>::infinity())) == next;
+    if (!right) return fail("%s: %g (bits %04x) is not rounded to nearest even", type, static_cast<double>(value), bits);
+  }
+  const float huge = std::numeric_limits<float>::infinity();
+  const bool special = back(huge) == infinity && effexport::to_float(T{infinity}) == huge &&
+                       std::isnan(effexport::to_float(effexport::from_float<T>(std::numeric_limits<float>::quiet_NaN())));
+  if (!special) fail("%s: infinity or NaN does not survive", type);
+}
+
+}  // namespace
+
+void check_element_types() {
+  check_rounding<effexport::Half>("float16", 0x7c00);
+  check_rounding<effexport::BFloat16>("bfloat16", 0x7f80);
+}

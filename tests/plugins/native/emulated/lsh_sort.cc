@@ -1,0 +1,15 @@
+#include "emulation.h"
+
+#include "lsh_sort/kernel_cuda.cu"
+
+std::int32_t shared_counters[cuda_on_cpu::kMaxSharedBytes / sizeof(std::int32_t)];
+
+extern "C" {
+
+int lsh_sort(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, std::int64_t num_buckets,
+             std::int32_t* order, std::int32_t* rank) {
+  cuda_on_cpu::settings.shared = shared_counters;
+  return effexport::lsh_sort::launch_cuda(buckets, rows, n, num_buckets, order, rank, nullptr);
+}
+
+}  // extern "C"

@@ -1,0 +1,31 @@
+#include "emulated/iterative_pinv.cc"
+#include "sanitized.h"
+
+namespace {
+
+// `offset` elements before the first matrix make its address less aligned than the kernel would like.
+template <class T>
+void iterate(std::int64_t count, std::int64_t m, std::size_t offset = 0) {
+  const auto size = static_cast<std::size_t>(count * m * m);
+  std::vector<T> a(offset + size, effexport::from_float<T>(1.0f / static_cast<float>(m)));
+  std::vector<T> scale(static_cast<std::size_t>(count), effexport::from_float<T>(1.0f));
+  std::vector<T> z(size);
+  std::vector<unsigned char> scratch(iterative_pinv_scratch_bytes(count, m), kPoison);
+  std::memset(static_cast<void*>(z.data()), kPoison, z.size() * sizeof(T));
+  const int error = run_iterative_pinv<T>(a.data() + offset, scale.data(), count, m, 2, scratch.data(), z.data());
+  check(error, "iterative_pinv", m, static_cast<std::int64_t>(sizeof(T)));
+}
+
+}  // namespace
+
+int main() {
+  for (const std::int64_t m : {1, 2, 3, 31, 63, 64, 65, 68, 100}) {
+    iterate<float>(2, m);
+    iterate<effexport::Half>(2, m);
+    iterate<effexport::BFloat16>(2, m);
+  }
+  iterate<float>(2, 8, 1);
+  iterate<effexport::Half>(2, 8, 1);
+  iterate<effexport::BFloat16>(2, 8, 1);
+  return 0;
+}

@@ -1,0 +1,23 @@
+#include "emulated/lsh_sort.cc"
+#include "sanitized.h"
+
+namespace {
+
+void sort(std::int64_t rows, std::int64_t n, std::int64_t num_buckets) {
+  const auto size = static_cast<std::size_t>(rows * n);
+  std::vector<std::int32_t> buckets(size), order(size), rank(size);
+  std::mt19937 generator(0);
+  for (std::int32_t& bucket : buckets) bucket = static_cast<std::int32_t>(generator());  // most are out of range
+  std::memset(order.data(), kPoison, size * sizeof(std::int32_t));
+  std::memset(rank.data(), kPoison, size * sizeof(std::int32_t));
+  check(lsh_sort(buckets.data(), rows, n, num_buckets, order.data(), rank.data()), "lsh_sort", n, num_buckets);
+}
+
+}  // namespace
+
+int main() {
+  for (const std::int64_t n : {1, 33, 1000, 1025, 2100}) {
+    for (const std::int64_t num_buckets : {1, 33, 352, 353, 70000, 0x7fffffff}) sort(2, n, num_buckets);
+  }
+  return 0;
+}

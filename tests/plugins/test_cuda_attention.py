@@ -1,0 +1,61 @@
+"""The CUDA kernels of MaskedAttention, SegmentMeans and SequenceConv: run on the CPU by cuda_on_cpu.h, and compiled."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import effexport.plugins
+from effexport.plugins.toolchain import find_compiler, find_nvcc
+
+PLUGINS = Path(effexport.plugins.__file__).parent
+NATIVE = Path(__file__).parent / "native"
+OPS = ("masked_attention", "segment_means", "sequence_conv")
+POINTER, INTEGER, NUMBER = "u64", "u32", "f32"
+# inputs, int32 scalars, the scale, outputs
+PARAMETERS = {
+    "masked_attention": [POINTER] * 4 + [INTEGER] * 7 + [NUMBER, POINTER],
+    "segment_means": [POINTER] * 2 + [INTEGER] * 5 + [POINTER],
+    "sequence_conv": [POINTER] * 4 + [INTEGER] * 5 + [POINTER],
+}
+
+
+def run(*command: str | Path) -> str:
+    """What a command prints. Its failure shows all of it."""
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
+
+
+@pytest.mark.requires("native")
+def test_emulated_kernels_give_the_results_of_the_cpu_kernels_within_their_arrays(tmp_path: Path) -> None:
+    for header in ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h"):
+        (tmp_path / header).touch()
+    includes = [f"-I{path}" for path in (PLUGINS, NATIVE, tmp_path)]
+    strict = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    sanitizers = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    sources = [NATIVE / "emulated_attention.cc", *(PLUGINS / op / "kernel_cpu.cc" for op in OPS)]
+    program = tmp_path / "emulated_attention"
+    run(*find_compiler(), "-std=c++17", *strict, *sanitizers, *includes, *sources, "-o", program)
+    assert run(program).splitlines()[-1] == "0 failures"
+
+
+@pytest.mark.requires("nvcc")
+@pytest.mark.xdist_group("nvcc")
+@pytest.mark.parametrize("op", OPS)
+def test_the_kernels_compile_without_warnings_to_entries_of_every_type(op: str, tmp_path: Path) -> None:
+    ptx = tmp_path / "kernel.ptx"
+    strict = ["-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror"]
+    source = PLUGINS / op / "kernel_cuda.cu"
+    run(find_nvcc(), "-std=c++17", *strict, "-ptx", "-arch=compute_80", "-I", PLUGINS, source, "-o", ptx)
+    text = ptx.read_text(encoding="utf-8")
+    found = {
+        entry: re.findall(r"\.param \.(\w+) ", parameters)
+        for entry, parameters in re.findall(r"\.visible \.entry (\w+)\(([^)]*)\)", text)
+    }
+    assert found == {f"effexport_{op}_{dtype}": PARAMETERS[op] for dtype in ("float32", "float16", "bfloat16")}
+    # TF32 would round the factors to 10 bits
+    assert not re.search(r"\b(mma|wmma|wgmma)\b|tf32", text)

@@ -1,0 +1,210 @@
+"""The CUDA kernels of effexport::IterativePinv, emulated."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_kernels import ALL_BLOCKS, DTYPES, ENTRIES, Emulated, assert_guard_is_intact, guarded, load_gpu_checks
+
+from effexport.plugins.iterative_pinv import trt as trt_pinv
+
+
+class EmulatedPinv(Emulated):
+    op = "iterative_pinv"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        self.library.iterative_pinv_scratch_bytes.argtypes = [integer, integer]
+        self.library.iterative_pinv_scratch_bytes.restype = ctypes.c_size_t
+        for name in DTYPES.values():
+            function = getattr(self.library, f"iterative_pinv_{name}")
+            function.argtypes = [pointer, pointer, integer, integer, integer, pointer, pointer]
+
+    def pinv(
+        self, a: np.ndarray, scale: np.ndarray, iterations: int = 6, *, seed: int = 0, max_blocks: int = ALL_BLOCKS
+    ) -> np.ndarray:
+        count, m, _ = a.shape
+        z, whole = guarded(a.shape, a.dtype)
+        scratch_bytes = self.library.iterative_pinv_scratch_bytes(count, m)
+        scratch, whole_scratch = guarded((scratch_bytes // 4,), np.dtype(np.float32))
+        self.library.set_schedule(seed, max_blocks)
+        function = getattr(self.library, f"iterative_pinv_{DTYPES[a.dtype]}")
+        inputs = (np.ascontiguousarray(a), np.ascontiguousarray(scale))
+        error = function(*(x.ctypes.data for x in inputs), count, m, iterations, scratch.ctypes.data, z.ctypes.data)
+        assert error == 0
+        assert_guard_is_intact(whole)
+        assert_guard_is_intact(whole_scratch)
+        return z
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedPinv:
+    return EmulatedPinv(tmp_path_factory.mktemp("emulated"))
+
+
+def exact_pinv(a: np.ndarray, scale: np.ndarray, iterations: int = 6) -> np.ndarray:
+    """Z0 = Aᵀ / c, Z ← Z/4 (13 I − P (15 I − P (7 I − P))), P = A Z, in float64."""
+    a = a.astype(np.float64)
+    identity = np.eye(a.shape[-1])
+    z = a.swapaxes(1, 2) / scale.astype(np.float64)
+    for _ in range(iterations):
+        p = a @ z
+        z = z / 4 @ (13 * identity - p @ (15 * identity - p @ (7 * identity - p)))
+    return z
+
+
+def softmax_matrices(count: int, m: int, dtype: type = np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """What Nyströmformer hands over: rows that add up to one, and the largest column sum of each matrix."""
+    logits = 2 * np.random.default_rng(m).standard_normal((count, m, m))
+    a = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    a /= a.sum(axis=-1, keepdims=True)
+    return a.astype(dtype), a.sum(axis=1).max(axis=-1).reshape(count, 1, 1).astype(dtype)
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference as a fraction of the largest value."""
+    actual = actual.astype(np.float64)
+    assert np.isfinite(actual).all()
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+SIZES = [1, 2, 3, 31, 63, 64, 65, 100, 128]
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("m", SIZES)
+def test_the_iteration_computes_the_formula(emulated: EmulatedPinv, m: int) -> None:
+    a, scale = softmax_matrices(3, m)
+    for iterations in (1, 6):
+        # float32 products of at most 128 terms; later steps shrink the roundings of earlier ones
+        assert relative_error(emulated.pinv(a, scale, iterations), exact_pinv(a, scale, iterations)) <= 1e-5
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize(("dtype", "rounding"), [(np.float16, 2**-11), (ml_dtypes.bfloat16, 2**-8)])
+@pytest.mark.parametrize("m", [1, 2, 31, 63, 64, 100])
+def test_half_precision_is_rounded_only_at_the_end(
+    emulated: EmulatedPinv, m: int, dtype: type, rounding: float
+) -> None:
+    a, scale = softmax_matrices(2, m, dtype)
+    z = emulated.pinv(a, scale)
+    assert z.dtype == a.dtype
+    assert relative_error(z, exact_pinv(a, scale)) <= rounding + 1e-5
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("m", [5, 64, 65])
+def test_the_start_divides_before_it_multiplies(emulated: EmulatedPinv, m: int) -> None:
+    # the steps of a diagonal matrix are those of its entries, and adding zeros does not round: all bits are known
+    sigma = np.float32(0.7) + np.arange(m, dtype=np.float32) / np.float32(3 * m)
+    scale = np.full((1, 1, 1), 3, np.float32)
+    z0 = (np.float32(1) / scale[0, 0, 0]) * sigma
+    p = sigma * z0
+    u = np.float32(13) - p * (np.float32(15) - p * (np.float32(7) - p))
+    z = emulated.pinv(np.diag(sigma)[None], scale, iterations=1)[0]
+    np.testing.assert_array_equal(z, np.diag(np.float32(0.25) * z0 * u))
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("case", ["equal rows", "nearly equal rows", "one large column", "zero", "identity"])
+@pytest.mark.parametrize("m", [31, 64, 100])
+def test_near_singular_matrices_stay_finite(emulated: EmulatedPinv, m: int, case: str) -> None:
+    a = {
+        "equal rows": np.full((m, m), 1 / m),
+        "nearly equal rows": 1 / m + 1e-6 * softmax_matrices(1, m)[0][0],
+        "one large column": np.eye(m)[np.zeros(m, int)],
+        "zero": np.zeros((m, m)),
+        "identity": np.eye(m),
+    }[case].astype(np.float32)[None]
+    scale = a.sum(axis=1).max(axis=-1).clip(np.finfo(np.float32).tiny).reshape(1, 1, 1)
+    z, expected = emulated.pinv(a, scale), exact_pinv(a, scale)
+    assert np.isfinite(z).all()
+    # fp32 unit roundoff 6e-8 times the largest gain of six steps from the start value, (13/4)^6 = 1178
+    assert np.abs(z - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("m", [2, 31, 64, 100])
+def test_a_matrix_has_the_same_bits_alone_and_among_others(emulated: EmulatedPinv, m: int) -> None:
+    a, scale = softmax_matrices(5, m)
+    together = emulated.pinv(a, scale)
+    # other schedules, and blocks that take several matrices in turn
+    for seed, max_blocks in [(1, ALL_BLOCKS), (2, 2), (3, 1)]:
+        np.testing.assert_array_equal(emulated.pinv(a, scale, seed=seed, max_blocks=max_blocks), together)
+    for i in range(5):
+        np.testing.assert_array_equal(emulated.pinv(a[i : i + 1], scale[i : i + 1]), together[i : i + 1])
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("m", [2, 31, 64, 100])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_matrix(emulated: EmulatedPinv, m: int, poison: float) -> None:
+    a, scale = softmax_matrices(4, m)
+    # one block after the other, so that remains of the poisoned matrix would be found
+    clean = emulated.pinv(a, scale, max_blocks=1)
+    a[1, m // 2, m - 1] = poison
+    scale[2] = 0
+    z = emulated.pinv(a, scale, max_blocks=1)
+    np.testing.assert_array_equal(z[[0, 3]], clean[[0, 3]])
+    assert not np.isfinite(z[1]).any()
+    assert not np.isfinite(z[2]).all()
+
+
+@pytest.mark.requires("native")
+def test_unaligned_matrices_are_read_element_by_element(emulated: EmulatedPinv) -> None:
+    for dtype in DTYPES:
+        a, scale = softmax_matrices(2, 8, dtype)
+        moved = np.empty(a.size + 1, dtype)[1:].reshape(a.shape)
+        moved[:] = a
+        assert moved.ctypes.data % (4 * dtype.itemsize) != 0
+        np.testing.assert_array_equal(emulated.pinv(moved, scale), emulated.pinv(a, scale))
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize(("count", "m"), [(0, 8), (3, 0), (0, 0)])
+def test_the_iteration_accepts_empty_inputs(emulated: EmulatedPinv, count: int, m: int) -> None:
+    assert emulated.library.iterative_pinv_float32(None, None, count, m, 6, None, None) == 0
+    assert emulated.library.iterative_pinv_scratch_bytes(count, m) == 0
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("arguments", [(2**31, 4, 6), (1, 46341, 6), (1, 4, 0), (1, 4, 2**31), (-1, 4, 6)])
+def test_the_iteration_refuses_what_its_kernel_cannot_count(
+    emulated: EmulatedPinv, arguments: tuple[int, int, int]
+) -> None:
+    assert emulated.library.iterative_pinv_float32(None, None, *arguments, None, None) == 1
+
+
+@pytest.mark.requires("native")
+def test_scratch_memory_does_not_grow_with_the_batch(emulated: EmulatedPinv) -> None:
+    scratch_bytes = emulated.library.iterative_pinv_scratch_bytes
+    assert scratch_bytes(1000, 64) == 0
+    assert scratch_bytes(1, 65) == 4 * 68 * 68 * 4  # four buffers, padded to a multiple of 4
+    assert scratch_bytes(256, 128) == scratch_bytes(100_000, 128) == 256 * scratch_bytes(1, 128)
+    assert scratch_bytes(1, 46340) == 4 * 46340**2 * 4
+
+
+@pytest.mark.requires("native")
+def test_gpu_checks_launches_the_iteration_as_its_source_does(emulated: EmulatedPinv) -> None:
+    gpu_checks = load_gpu_checks()
+    for m in [*range(1, 70), 100, 128]:
+        how = gpu_checks.pinv_launch(3, m, "float32")
+        assert how.entry in ENTRIES
+        emulated.pinv(*softmax_matrices(3, m), iterations=1, max_blocks=1)
+        assert emulated.launch() == [how.grid, how.block, how.shared_bytes]
+        assert emulated.library.iterative_pinv_scratch_bytes(3, m) == how.scratch_bytes
+
+
+@pytest.mark.requires("native")
+def test_the_tensorrt_plugin_launches_the_iteration_as_its_source_does(emulated: EmulatedPinv) -> None:
+    for m in range(1, trt_pinv.MAX_M + 1):
+        emulated.pinv(*softmax_matrices(3, m), iterations=1, max_blocks=1)
+        assert emulated.launch() == [3, trt_pinv.block_threads(m), trt_pinv.shared_bytes(m)]
+    # the next larger matrix is the first that needs scratch memory, which plugins cannot have
+    assert emulated.library.iterative_pinv_scratch_bytes(1, trt_pinv.MAX_M) == 0
+    assert emulated.library.iterative_pinv_scratch_bytes(1, trt_pinv.MAX_M + 1) > 0
