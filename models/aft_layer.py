@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.exp_sums import ExpSums, average, block_count, sums_of_tokens
-from effexport.models.layers import AttentionLayer, merge_heads, split_heads
+from effexport.models.layers import AttentionLayer, split_heads
 from effexport.models.spec import AFTFullSpec, AttentionSpec, SpecError
 
 
@@ -25,16 +25,15 @@ class AFTLayer(AttentionLayer):
         self.key = nn.Linear(spec.dim, key_dim, bias=spec.bias)
         self.value = nn.Linear(spec.dim, inner_dim, bias=spec.bias)
 
-    def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.query(hidden_states))
-        context = average(self.sums(self.tokens(hidden_states, keep)))
-        return gate * merge_heads(context).to(hidden_states.dtype)
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Query, key and value, each [batch, heads, seq, channels]; a key may have a single channel."""
+        layers = (self.query, self.key, self.value)
+        return tuple(split_heads(layer(hidden_states), self.heads) for layer in layers)
 
-    def tokens(self, hidden_states: Tensor, keep: Tensor) -> ExpSums:
-        """Keys and values as triples, [batch, heads, seq, channels]."""
-        key = split_heads(self.key(hidden_states), self.heads)
-        value = split_heads(self.value(hidden_states), self.heads)
-        return sums_of_tokens(key, value, keep)
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        query, key, value = projected
+        context = average(self.sums(sums_of_tokens(key, value, keep)))
+        return torch.sigmoid(query) * context.to(query.dtype)
 
     def sums(self, keys: ExpSums) -> ExpSums:
         """The sums of each query, [batch, heads, seq, channels]; seq is 1 where all queries see the same."""
@@ -57,9 +56,9 @@ class AFTPositionLayer(AFTLayer):
         nn.init.normal_(self.position_query, std=0.01)
         nn.init.normal_(self.position_key, std=0.01)
 
-    def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
-        self.check_length(hidden_states.shape[1])
-        return super().attend(hidden_states, keep)
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        self.check_length(keep.shape[1])
+        return super().mix(projected, keep)
 
     def check_length(self, seq_len: int | torch.SymInt) -> None:
         """A symbolic length is not checked: that would tie an exported graph to the length of its example."""

@@ -11,18 +11,27 @@ from effexport.models.aft_layer import AFTLayer
 from effexport.models.exp_sums import ABSENT, ExpSums, average, merge, prefix_sums, total
 from effexport.models.layers import State
 from effexport.models.spec import AFTSimpleSpec
+from effexport.plugins.aft_simple_attention.op import aft_simple_attention
 
 
 class AFTSimpleAttention(AFTLayer):
     """out_t = σ(q_t) ⊙ Σ_t' softmax_t'(k) ⊙ v_t': one context for all t, or causal, summed over t' ≤ t.
 
-    O(seq · dim) time and memory. The causal form also runs token by token, with a state of constant size.
+    O(seq · dim) time and memory. The fused operator does all but the causal form in two passes. The causal form also
+    runs token by token, with a state of constant size.
     """
 
     spec: AFTSimpleSpec
 
     def __init__(self, spec: AFTSimpleSpec) -> None:
         super().__init__(spec, spec.dim, heads=1, key_dim=spec.dim)
+
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        if self.fused and not self.spec.causal:
+            query, key, value = projected
+            fused: Tensor = aft_simple_attention(query, key, value, keep)
+            return fused
+        return super().mix(projected, keep)
 
     def sums(self, keys: ExpSums) -> ExpSums:
         return simple_sums(keys, self.spec.causal)

@@ -7,11 +7,15 @@ subtraction: e^w − 1 cancels when a strongly negative bias meets the largest k
 
 from __future__ import annotations
 
+import functools
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.exp_sums import (
     ABSENT,
+    FLOOR,
     ExpSums,
     causal_pair_sums,
     join_blocks,
@@ -78,12 +82,39 @@ def banded_sums(keys: ExpSums, bias: Tensor, reach: int) -> ExpSums:
     """
     seq_len, size = keys.m.shape[-2], bias.shape[-2]
     blocks = split_blocks(keys, size)
-    near = weighted_sums(neighbours(blocks, -reach, reach), bias)
-    totals = total(blocks)
+    top = blocks.m.amax(dim=-2, keepdim=True).clamp(min=FLOOR)
+    scale = torch.exp(blocks.m - top)
+    blocks = ExpSums(top, scale * blocks.n, scale * blocks.d)
+    near = near_sums(blocks, bias, reach)
+    totals = ExpSums(top.squeeze(-2), blocks.n.sum(dim=-2), blocks.d.sum(dim=-2))
     index = torch.arange(totals.m.shape[-2], device=bias.device)
     is_far = (index[:, None] - index[None, :]).abs() > reach
     far = weighted_sums(totals, torch.where(is_far, 0.0, ABSENT))
     return join_blocks(merge(near, far.each(lambda x: x.unsqueeze(-2))), seq_len)
+
+
+def near_sums(blocks: ExpSums, bias: Tensor, reach: int) -> ExpSums:
+    """Σ of e^(key + bias) over the keys of the `reach` blocks before that of a query, its own and those after it.
+
+    blocks: m [batch, heads, blocks, 1, channels], one stabiliser for a block; n and d [..., blocks, size, channels].
+    Returns [..., blocks, size, channels], with the m of a block and query. One product for each neighbour: a window of
+    several blocks is never laid out, which would take as many times the memory.
+    """
+    count, size, channels = blocks.n.shape[-3:]
+    top_bias = bias.amax(dim=-1, keepdim=True).clamp(min=FLOOR)
+    weights = torch.exp(bias - top_bias)
+    columns = F.pad(torch.cat([blocks.n, blocks.d], dim=-1), (0, 0, 0, 0, reach, reach))
+    tops = F.pad(blocks.m, (0, 0, 0, 0, reach, reach), value=ABSENT)
+    around = [tops[:, :, i : count + i] for i in range(2 * reach + 1)]
+    top = functools.reduce(torch.maximum, around)
+    parts = []
+    for i, m in enumerate(around):
+        scale = torch.exp(m - top)
+        # n has the channels of v, d those of m
+        scales = torch.cat([scale.expand(*scale.shape[:-1], channels), scale], dim=-1)
+        parts.append(weights[..., i * size : (i + 1) * size] @ (scales * columns[:, :, i : count + i]))
+    products = functools.reduce(torch.add, parts)
+    return ExpSums(top + top_bias, products[..., :channels], products[..., channels:])
 
 
 def causal_banded_sums(keys: ExpSums, bias: Tensor, reach: int) -> ExpSums:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from effexport.models.spec import AttentionSpec
+from effexport.models.spec import AttentionSpec, counted
 from effexport.models.validation import check_field_types, require
 
 
@@ -51,10 +51,9 @@ class CheckpointSpec:
     def layers(self) -> int:
         raise NotImplementedError
 
-    @property
-    def custom_ops(self) -> dict[str, int]:
-        """How many nodes of each custom operator the graph has."""
-        raise NotImplementedError
+    def custom_ops(self, fused: bool) -> dict[str, int]:
+        """How many nodes of each custom operator the graph has, with or without fused operators."""
+        return counted([self.attention] * self.layers, fused)
 
     @property
     def max_seq_len(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -81,8 +84,13 @@ class DepthwiseConv(nn.Module):
 class AttentionLayer(nn.Module):
     """An attention variant with its output projection.
 
-    A subclass builds its input projections and implements `attend`.
+    A subclass builds its input projections and implements `project` and `mix`.
+
+    fused: whether `mix` calls the fused operator of its variant, where `effexport.plugins` has one. Set while exporting
+    (`fused_operators`); otherwise PyTorch runs the formulas as they are written, which have gradients.
     """
+
+    fused: bool = False
 
     def __init__(self, spec: AttentionSpec, inner_dim: int) -> None:
         super().__init__()
@@ -97,6 +105,17 @@ class AttentionLayer(nn.Module):
 
     def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
         """Everything before the output projection: [batch, seq, dim], boolean [batch, seq] → [batch, seq, inner]."""
+        return merge_heads(self.mix(self.project(hidden_states), keep))
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """What `mix` works on: [batch, seq, dim] → some tensors [batch, heads, seq, channels]."""
+        raise NotImplementedError
+
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        """The attention itself, without projections. keep: boolean [batch, seq].
+
+        Returns [batch, heads, seq, head_dim] in the dtype of `projected`.
+        """
         raise NotImplementedError
 
     def initial_state(self, batch: int) -> State:
@@ -106,6 +125,20 @@ class AttentionLayer(nn.Module):
     def step(self, hidden_states: Tensor, state: State) -> tuple[Tensor, State]:
         """One token of the causal form: [batch, 1, dim] → [batch, 1, dim] and the next state."""
         raise SpecError(f"{self.spec.variant} attention keeps no state of constant size")
+
+
+@contextlib.contextmanager
+def fused_operators(module: nn.Module, enabled: bool) -> Iterator[None]:
+    """Have the attention layers of a module call fused operators, or not, for the length of a `with` block."""
+    layers = [layer for layer in module.modules() if isinstance(layer, AttentionLayer)]
+    before = [layer.fused for layer in layers]
+    try:
+        for layer in layers:
+            layer.fused = enabled
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.fused = value
 
 
 class MultiHeadAttention(AttentionLayer):

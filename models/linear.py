@@ -8,6 +8,7 @@ from torch import Tensor
 
 from effexport.models.layers import MultiHeadAttention, State, causal_mask, merge_heads, split_heads
 from effexport.models.spec import LinearSpec
+from effexport.plugins.linear_attention.op import linear_attention as fused_linear_attention
 
 
 class LinearAttention(MultiHeadAttention):
@@ -22,15 +23,19 @@ class LinearAttention(MultiHeadAttention):
     def __init__(self, spec: LinearSpec) -> None:
         super().__init__(spec)
 
-    def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
-        q, k, v = (x.float() for x in self.project(hidden_states))
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        if self.fused:
+            spec = self.spec
+            fused: Tensor = fused_linear_attention(*projected, keep, spec.eps, spec.causal, spec.chunk_length)
+            return fused
+        q, k, v = (x.float() for x in projected)
         # the mask multiplies φ(k), not k: φ(0) is 1
         q, k = feature_map(q), feature_map(k) * keep[:, None, :, None].to(k.dtype)
         if self.spec.causal:
             context = causal_linear_attention(q, k, v, self.spec.eps, self.spec.chunk_length)
         else:
             context = linear_attention(q, k, v, self.spec.eps)
-        return merge_heads(context).to(hidden_states.dtype)
+        return context.to(projected[0].dtype)
 
     def initial_state(self, batch: int) -> State:
         """The state before the first token: S [batch, heads, head_dim, head_dim] and z [batch, heads, head_dim]."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.models.layers import MultiHeadAttention, merge_heads
+from effexport.models.layers import MultiHeadAttention
 from effexport.models.look_around import chunk_count, look_around, window_attention
 from effexport.models.spec import LocalSpec
 
@@ -25,13 +25,13 @@ class LocalAttention(MultiHeadAttention):
     def __init__(self, spec: LocalSpec) -> None:
         super().__init__(spec)
 
-    def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
         spec = self.spec
-        batch, seq_len, _ = hidden_states.shape
+        batch, seq_len = keep.shape
         chunks = chunk_count(seq_len, spec.chunk_length)
         pad = chunks * spec.chunk_length - seq_len
         chunked = (batch * spec.heads, 1, chunks, spec.chunk_length)
-        q, k, v = (F.pad(x, (0, 0, 0, pad)).reshape(*chunked, spec.head_size) for x in self.project(hidden_states))
+        q, k, v = (F.pad(x, (0, 0, 0, pad)).reshape(*chunked, spec.head_size) for x in projected)
         k = look_around(k / math.sqrt(spec.head_size), spec)
         visible = look_around(
             F.pad(keep, (0, pad)).reshape(batch, 1, chunks, spec.chunk_length), spec
@@ -42,5 +42,4 @@ class LocalAttention(MultiHeadAttention):
             position = position.reshape(1, 1, chunks, spec.chunk_length)
             visible = visible & (position.unsqueeze(4) >= look_around(position, spec, fill=-1).unsqueeze(3))
         context, _ = window_attention(q, k, look_around(v, spec), visible, None)
-        context = context.reshape(batch, spec.heads, -1, spec.head_size)[:, :, :seq_len]
-        return merge_heads(context)
+        return context.reshape(batch, spec.heads, -1, spec.head_size)[:, :, :seq_len]

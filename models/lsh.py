@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.layers import AttentionLayer, merge_heads, split_heads, take_rows
+from effexport.models.layers import AttentionLayer, split_heads, take_rows
 from effexport.models.look_around import chunk_count, look_around, window_attention
 from effexport.models.spec import LSHSpec
+from effexport.plugins.lsh_attention.op import lsh_attention
 from effexport.plugins.lsh_sort.op import lsh_sort
 
 
@@ -35,19 +36,29 @@ class LSHAttention(AttentionLayer):
         self.value = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
         self.hash = LSHHash(spec)
 
-    def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Shared query and key, and value, each [batch, heads, seq, head_dim]."""
+        heads = self.spec.heads
+        return split_heads(self.query_key(hidden_states), heads), split_heads(self.value(hidden_states), heads)
+
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
         spec = self.spec
-        batch, seq_len, _ = hidden_states.shape
+        qk, v = projected
+        batch, seq_len = keep.shape
         chunks = chunk_count(seq_len, spec.chunk_length)
         padded_len = chunks * spec.chunk_length
         pad = padded_len - seq_len
+        rounded = spec.mask_constants == "hf"
+        order, rank = lsh_sort(self.hash(qk, keep), spec.total_buckets + 1)
+        if self.fused:
+            around = (spec.num_chunks_before, spec.num_chunks_after)
+            fused: Tensor = lsh_attention(
+                qk, v, order, rank, keep, spec.chunk_length, *around, spec.causal, spec.circular, rounded
+            )
+            return fused
+
         keep = F.pad(keep, (0, pad))
-        qk = F.pad(split_heads(self.query_key(hidden_states), spec.heads), (0, 0, 0, pad))
-        v = F.pad(split_heads(self.value(hidden_states), spec.heads), (0, 0, 0, pad))
-
-        buckets = self.hash(qk, keep)
-        order, rank = lsh_sort(buckets, spec.total_buckets + 1)
-
+        qk, v = (F.pad(x, (0, 0, 0, pad)) for x in projected)
         groups = batch * spec.heads
         chunked = (groups, spec.num_hashes, chunks, spec.chunk_length)
         rows = flat_rows(order, groups, padded_len)
@@ -55,7 +66,6 @@ class LSHAttention(AttentionLayer):
         v_window = look_around(take_rows(v.flatten(0, 2), rows).reshape(*chunked, spec.head_size), spec)
         k_window = look_around(unit_keys(q), spec)
         visible, is_self = self.window_masks(order.reshape(chunked), keep)
-        rounded = spec.mask_constants == "hf"
         context, lse = window_attention(q, k_window, v_window, visible, is_self, rounded=rounded)
 
         # undo the sort: `rank` says where each token went
@@ -65,7 +75,7 @@ class LSHAttention(AttentionLayer):
         lse = take_rows(lse.reshape(-1, 1), places).reshape(rounds)[:, :, :seq_len]
         weights = self.round_weights(lse).unsqueeze(-1)
         combined = (weights * context.float()).sum(dim=1).to(v.dtype)
-        return merge_heads(combined.reshape(batch, spec.heads, seq_len, spec.head_size))
+        return combined.reshape(batch, spec.heads, seq_len, spec.head_size)
 
     def window_masks(self, positions: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         """Which keys of its window each token sees, and which of them are the token itself.
@@ -123,7 +133,8 @@ class LSHHash(nn.Module):
     def forward(self, qk: Tensor, keep: Tensor) -> Tensor:
         """qk [batch, heads, seq, head_dim]; keep boolean [batch, seq].
 
-        Returns int32 [batch · heads · rounds, seq]: buckets in [0, total_buckets), or total_buckets for padding.
+        Returns int32 [batch · heads · rounds, padded seq]: buckets in [0, total_buckets), or total_buckets for padding,
+        which fills the last chunk.
         """
         bucket = torch.zeros((), dtype=torch.int64, device=qk.device)
         stride = 1
@@ -134,7 +145,12 @@ class LSHHash(nn.Module):
         # [batch, heads, seq, rounds] → [batch, heads, rounds, seq]
         bucket = bucket.transpose(2, 3).to(torch.int32)
         bucket = torch.where(keep[:, None, None, :], bucket, self.spec.total_buckets)
-        return bucket.flatten(0, 2)
+        return F.pad(bucket.flatten(0, 2), (0, self.missing(qk)), value=self.spec.total_buckets)
+
+    def missing(self, qk: Tensor) -> int:
+        """How many tokens the last chunk lacks."""
+        seq_len, chunk_length = qk.shape[2], self.spec.chunk_length
+        return chunk_count(seq_len, chunk_length) * chunk_length - seq_len
 
     def project(self, qk: Tensor) -> list[Tensor]:
         """Rotated vectors in float32, one tensor [batch, heads, seq, rounds, factor / 2] for each bucket factor."""
@@ -148,7 +164,8 @@ class LSHHash(nn.Module):
 
         The scale is ‖projection‖∞, or ‖qk‖, what a projection has on average, where that is larger: of a single
         projection, whose sign is the bucket, the maximum is as small as the margin.
-        Returns float32 [batch · heads · rounds, seq]. Used to tell rounding from bugs when two runtimes disagree.
+        Returns float32 [batch · heads · rounds, padded seq], 0 for padding. Used to tell rounding from bugs when two
+        runtimes disagree.
         """
         margins = []
         average = torch.linalg.vector_norm(qk.float(), dim=-1)[..., None]
@@ -157,7 +174,7 @@ class LSHHash(nn.Module):
             top = both.topk(2, dim=-1).values
             scale = torch.maximum(projection.abs().amax(dim=-1), average).clamp(min=torch.finfo(torch.float32).tiny)
             margins.append((top[..., 0] - top[..., 1]) / scale)
-        return torch.stack(margins).amin(dim=0).transpose(2, 3).flatten(0, 2)
+        return F.pad(torch.stack(margins).amin(dim=0).transpose(2, 3).flatten(0, 2), (0, self.missing(qk)))
 
 
 def flat_rows(order: Tensor, groups: int, seq_len: int) -> Tensor:

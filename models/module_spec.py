@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.spec import AttentionSpec, LSHSpec, NystromSpec, attention_from_dict, spec_to_dict
+from effexport.models.spec import AttentionSpec, LSHSpec, attention_from_dict, counted, spec_to_dict
 from effexport.models.validation import SpecError, require
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class ModuleSpec(CheckpointSpec):
     module: str
     attention_fields: Mapping[str, Any]
     attention_layers: int
-    op_counts: Mapping[str, int]
+    fused_op_counts: Mapping[str, int]
+    unfused_op_counts: Mapping[str, int]
     input_dims: Mapping[str, Any]
     output_dims: Mapping[str, Any]
     longest: int
@@ -48,9 +49,8 @@ class ModuleSpec(CheckpointSpec):
     def layers(self) -> int:
         return self.attention_layers
 
-    @property
-    def custom_ops(self) -> dict[str, int]:
-        return dict(self.op_counts)
+    def custom_ops(self, fused: bool) -> dict[str, int]:
+        return dict(self.fused_op_counts if fused else self.unfused_op_counts)
 
     @property
     def max_seq_len(self) -> int:
@@ -89,15 +89,14 @@ def spec_from_module(module: nn.Module, name: str, seq_len: int | None = None) -
     inputs = input_dims(module, name, attention.dim)
     vocab_size = vocabulary(module) if "input_ids" in inputs else 2
     outputs = probe(module, name, inputs, min(PROBE_SEQ_LEN, longest))
-    nystrom = [spec for spec in specs if isinstance(spec, NystromSpec) and not spec.is_plain_softmax]
-    counts = {"LSHSort": sum(isinstance(spec, LSHSpec) for spec in specs), "IterativePinv": len(nystrom)}
     return ModuleSpec(
         vocab_size=vocab_size,
         seq_len=longest,
         module=name,
         attention_fields=spec_to_dict(attention),
         attention_layers=len(layers),
-        op_counts={op: count for op, count in counts.items() if count},
+        fused_op_counts=counted(specs, fused=True),
+        unfused_op_counts=counted(specs, fused=False),
         input_dims=inputs,
         output_dims=outputs,
         longest=longest,

@@ -11,13 +11,13 @@ from effexport.models.layers import (
     DepthwiseConv,
     MultiHeadAttention,
     masked_softmax,
-    merge_heads,
-    split_heads,
-    take_rows,
 )
 from effexport.models.softmax import softmax_attention
 from effexport.models.spec import NystromSpec, SpecError
 from effexport.plugins.iterative_pinv.op import iterative_pinv
+from effexport.plugins.masked_attention.op import masked_attention
+from effexport.plugins.segment_means.op import segment_means
+from effexport.plugins.sequence_conv.op import sequence_conv
 
 
 class NystromAttention(MultiHeadAttention):
@@ -38,8 +38,10 @@ class NystromAttention(MultiHeadAttention):
         size = spec.conv_kernel_size
         self.conv = None if size is None else DepthwiseConv(spec.heads, size)
 
-    def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
-        q, k, v = self.project(hidden_states)
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        q, k, v = projected
+        if self.fused:
+            return self.fused_mix(q, k, v, keep)
         divisor = math.sqrt(math.sqrt(q.shape[-1]))
         if self.spec.is_plain_softmax:
             context = softmax_attention(q, k, v, keep[:, None, None, :])
@@ -49,25 +51,48 @@ class NystromAttention(MultiHeadAttention):
             # published checkpoints let padding reach its neighbours through the filter
             masked = torch.where(keep[:, None, :, None], v, 0.0) if self.spec.mask_landmarks else v
             context = context + self.conv(masked)
-        return merge_heads(context)
+        return context
+
+    def fused_mix(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        """The same in fused operators, which scale logits by 1/√d. F (Z(A) (G V)) in this order is two attentions: of
+        the landmarks over the tokens, and of the tokens over the landmarks."""
+        scale = 1 / math.sqrt(q.shape[-1])
+        if self.spec.is_plain_softmax:
+            context: Tensor = masked_attention(q, k, v, keep, scale)
+        else:
+            q_landmarks, k_landmarks, present = self.landmarks(q, k, keep)
+            inverse = self.pseudo_inverse(landmark_kernel(scale * q_landmarks, k_landmarks, present))
+            values = masked_attention(q_landmarks.to(k.dtype), k, v, keep, scale)
+            landmark_values = (inverse @ values.float()).to(v.dtype)
+            context = masked_attention(q, k_landmarks.to(q.dtype), landmark_values, present, scale)
+        if self.conv is None:
+            return context
+        kept = keep if self.spec.mask_landmarks else torch.ones_like(keep)
+        summed: Tensor = sequence_conv(v, self.conv.weight, kept, context)
+        return summed
 
     def landmark_attention(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
         """The approximation itself, on scaled q and k. All [batch, heads, seq, head_dim]."""
-        if self.spec.mask_landmarks:
-            rows, weights = landmark_rows(keep, self.spec.num_landmarks)
-            q_landmarks, k_landmarks = landmark_means(q, rows, weights), landmark_means(k, rows, weights)
-            present = weights.sum(dim=-1) > 0
-        else:
-            q_landmarks, k_landmarks = self.fixed_segment_means(q), self.fixed_segment_means(k)
-            present = torch.ones_like(keep[:, : self.spec.num_landmarks])
-        present_keys = present[:, None, None, :]
-        landmark_keys = k_landmarks.transpose(-1, -2)
-        kernel_f = masked_softmax(q @ landmark_keys.to(q.dtype), present_keys)
-        # rows of absent landmarks are zeroed: the pseudo-inverse then acts on the present ones alone
-        kernel_a = masked_softmax(q_landmarks @ landmark_keys, present_keys) * present[:, None, :, None]
+        q_landmarks, k_landmarks, present = self.landmarks(q, k, keep)
+        kernel_f = masked_softmax(q @ k_landmarks.transpose(-1, -2).to(q.dtype), present[:, None, None, :])
         kernel_g = masked_softmax(q_landmarks.to(k.dtype) @ k.transpose(-1, -2), keep[:, None, None, :])
-        inverse = self.pseudo_inverse(kernel_a)
+        inverse = self.pseudo_inverse(landmark_kernel(q_landmarks, k_landmarks, present))
         return (kernel_f @ inverse).to(v.dtype) @ (kernel_g.to(v.dtype) @ v)
+
+    def landmarks(self, q: Tensor, k: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the queries and of the keys, float32 [batch, heads, landmarks, head_dim], and boolean [batch, landmarks]:
+        which of them stand for any token."""
+        if self.spec.mask_landmarks:
+            count = self.spec.num_landmarks
+            if self.fused:
+                means = (segment_means(x.float(), keep, count) for x in (q, k))
+                return *means, present_landmarks(keep, count)
+            # means as one product: tokens that are gathered first would be copied first
+            weights = landmark_weights(keep, count)
+            q_landmarks, k_landmarks = (weights.unsqueeze(1) @ x.float() for x in (q, k))
+            return q_landmarks, k_landmarks, weights.sum(dim=-1) > 0
+        present = torch.ones_like(keep[:, : self.spec.num_landmarks])
+        return self.fixed_segment_means(q), self.fixed_segment_means(k), present
 
     def pseudo_inverse(self, kernel_a: Tensor) -> Tensor:
         """Z(A) of every matrix. kernel_a: float32 [batch, heads, m, m]."""
@@ -92,29 +117,32 @@ class NystromAttention(MultiHeadAttention):
         return torch.unflatten(x.float(), 2, (landmarks, expected // landmarks)).mean(dim=3)
 
 
-def landmark_rows(keep: Tensor, num_landmarks: int) -> tuple[Tensor, Tensor]:
-    """Which tokens each landmark averages over.
+def landmark_kernel(q_landmarks: Tensor, k_landmarks: Tensor, present: Tensor) -> Tensor:
+    """A of scaled landmarks, float32 [batch, heads, m, m]."""
+    weights = masked_softmax(q_landmarks @ k_landmarks.transpose(-1, -2), present[:, None, None, :])
+    # rows of absent landmarks are zeroed: the pseudo-inverse then acts on the present ones alone
+    return weights * present[:, None, :, None]
 
-    keep: boolean [batch, seq]. Returns (rows, weights), both [batch, landmarks, segment]: the token's row in the
-    flattened [batch · seq] axis, and float32 weights that add up to one, or to zero for a landmark without tokens.
+
+def landmark_weights(keep: Tensor, num_landmarks: int) -> Tensor:
+    """Which tokens each landmark averages over, as float32 weights [batch, landmarks, seq].
+
+    keep: boolean [batch, seq]. The weights of a landmark add up to one, or to zero where it has no kept token.
     """
-    batch, seq_len = keep.shape
-    device = keep.device
-    position = torch.arange(seq_len, device=device)
-    length = (keep * (position + 1)).amax(dim=1)
+    position = torch.arange(keep.shape[1], device=keep.device)
+    length = (keep * (position + 1)).amax(dim=1, keepdim=True)
     segment = (length + num_landmarks - 1) // num_landmarks
-    longest_segment = (seq_len + num_landmarks - 1) // num_landmarks
-    offset = torch.arange(longest_segment, device=device)
-    token = torch.arange(num_landmarks, device=device)[None, :, None] * segment[:, None, None] + offset
-    rows = token.clamp(max=seq_len - 1) + seq_len * torch.arange(batch, device=device)[:, None, None]
-    used = (offset < segment[:, None, None]) & (token < seq_len) & keep.flatten()[rows]
-    weights = used.float()
-    return rows, weights / weights.sum(dim=-1, keepdim=True).clamp(min=1.0)
+    # a sample without any kept token has segments of no length
+    # trunc: both are positive, and ONNX has no division that rounds down
+    owner = torch.div(position, segment.clamp(min=1), rounding_mode="trunc")
+    landmark = torch.arange(num_landmarks, device=keep.device)[:, None]
+    used = ((owner[:, None, :] == landmark) & keep[:, None, :]).float()
+    return used / used.sum(dim=-1, keepdim=True).clamp(min=1.0)
 
 
-def landmark_means(x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """[batch, heads, seq, head_dim] → float32 [batch, heads, landmarks, head_dim]."""
-    tokens = take_rows(merge_heads(x).flatten(0, 1), rows).float()
-    # (batch, landmarks, 1, segment) @ (batch, landmarks, segment, dim)
-    means = (weights.unsqueeze(2) @ tokens).squeeze(2)
-    return split_heads(means, x.shape[1])
+def present_landmarks(keep: Tensor, num_landmarks: int) -> Tensor:
+    """Which landmarks stand for any kept token, boolean [batch, landmarks]: those whose mean of ones is one. Costs
+    little: no matrix of weights, and no scatter, for which TensorRT wants fewer tokens than landmarks."""
+    ones = torch.ones_like(keep, dtype=torch.float32)[:, None, :, None]
+    means: Tensor = segment_means(ones, keep, num_landmarks)
+    return means[:, 0, :, 0] > 0

@@ -138,10 +138,6 @@ class NystromformerSpec(CheckpointSpec):
         return self.num_hidden_layers
 
     @property
-    def custom_ops(self) -> dict[str, int]:
-        return {} if self.is_plain_softmax else {"IterativePinv": self.num_hidden_layers}
-
-    @property
     def max_seq_len(self) -> int:
         if self.is_plain_softmax:
             return self.max_position_embeddings

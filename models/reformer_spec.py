@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from effexport.models.checkpoint_spec import CheckpointSpec, config_value
-from effexport.models.spec import AttentionSpec, LocalSpec, LSHSpec, automatic_num_buckets
+from effexport.models.spec import AttentionSpec, LocalSpec, LSHSpec, automatic_num_buckets, counted
 from effexport.models.validation import did_you_mean, require
 
 KINDS = ("lsh", "local")
@@ -159,10 +159,8 @@ class ReformerSpec(CheckpointSpec):
     def attention(self) -> AttentionSpec:
         return self.attention_of_kind("lsh" if "lsh" in self.attn_layers else "local")
 
-    @property
-    def custom_ops(self) -> dict[str, int]:
-        lsh_layers = self.attn_layers.count("lsh")
-        return {"LSHSort": lsh_layers} if lsh_layers else {}
+    def custom_ops(self, fused: bool) -> dict[str, int]:
+        return counted([self.attention_of_kind(kind) for kind in self.attn_layers], fused)
 
     @property
     def max_seq_len(self) -> int:

@@ -12,9 +12,10 @@ from effexport.models.layers import (
     MultiHeadAttention,
     causal_mask,
     masked_softmax,
-    merge_heads,
 )
 from effexport.models.spec import SoftmaxSpec
+from effexport.plugins.masked_attention.op import masked_attention
+from effexport.plugins.sequence_conv.op import sequence_conv
 
 
 class SoftmaxAttention(MultiHeadAttention):
@@ -28,8 +29,11 @@ class SoftmaxAttention(MultiHeadAttention):
         size = spec.conv_kernel_size
         self.conv = None if size is None else DepthwiseConv(spec.heads, size)
 
-    def attend(self, hidden_states: Tensor, keep: Tensor) -> Tensor:
-        q, k, v = self.project(hidden_states)
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        q, k, v = projected
+        if self.fused and not self.spec.causal:
+            context: Tensor = masked_attention(q, k, v, keep, 1 / math.sqrt(q.shape[-1]))
+            return context if self.conv is None else sequence_conv(v, self.conv.weight, keep, context)
         visible = keep[:, None, None, :]
         if self.spec.causal:
             visible = visible & causal_mask(q.shape[2], q.device)
@@ -37,7 +41,7 @@ class SoftmaxAttention(MultiHeadAttention):
         if self.conv is not None:
             # padding must not reach its neighbours through the filter
             context = context + self.conv(torch.where(keep[:, None, :, None], v, 0.0))
-        return merge_heads(context)
+        return context
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:

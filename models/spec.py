@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -40,6 +41,7 @@ __all__ = [
     "attention_from_dict",
     "attention_spec",
     "automatic_num_buckets",
+    "counted",
     "encoder_from_dict",
     "field_names",
     "spec_to_dict",
@@ -97,6 +99,10 @@ class AttentionSpec:
         """heads × head_size, the width between the projections."""
         return self.heads * self.head_size
 
+    def operators(self, fused: bool) -> tuple[str, ...]:
+        """Custom operators that one layer becomes in a graph, by their ONNX names, with or without fused ones."""
+        return ()
+
     @property
     def max_seq_len(self) -> int | None:
         """The longest sequence the layer itself accepts; None when any length works."""
@@ -129,6 +135,11 @@ class SoftmaxSpec(AttentionSpec):
             "a causal layer cannot have a convolution, whose centred filter looks ahead; leave conv_kernel_size out",
         )
 
+    def operators(self, fused: bool) -> tuple[str, ...]:
+        if not fused or self.causal:
+            return ()
+        return ("MaskedAttention",) if self.conv_kernel_size is None else ("MaskedAttention", "SequenceConv")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpec(AttentionSpec):
@@ -144,6 +155,9 @@ class LinearSpec(AttentionSpec):
         super().__post_init__()
         require(self.eps >= 0, f"eps is {self.eps}; expected a number >= 0")
         require(self.chunk_length >= 1, f"chunk_length is {self.chunk_length}; expected at least 1")
+
+    def operators(self, fused: bool) -> tuple[str, ...]:
+        return ("EluLinearAttention",) if fused else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +212,15 @@ class NystromSpec(AttentionSpec):
     def is_plain_softmax(self) -> bool:
         """True for the configurations that transformers runs as softmax attention (a well-known trap)."""
         return self.num_landmarks == self.segment_means_seq_len
+
+    def operators(self, fused: bool) -> tuple[str, ...]:
+        exact = () if self.is_plain_softmax else ("IterativePinv",)
+        if not fused:
+            return exact
+        attentions = ("MaskedAttention",) if self.is_plain_softmax else ("MaskedAttention", "MaskedAttention")
+        landmarks = self.mask_landmarks and not self.is_plain_softmax
+        means = ("SegmentMeans", "SegmentMeans") if landmarks else ()  # of the queries and of the keys
+        return exact + attentions + means + (() if self.conv_kernel_size is None else ("SequenceConv",))
 
     @property
     def fixed_seq_len(self) -> int | None:
@@ -274,6 +297,14 @@ class LSHSpec(LookAroundSpec):
         """Number of buckets of one round, without the extra one for padding."""
         return math.prod(self.bucket_factors)
 
+    def operators(self, fused: bool) -> tuple[str, ...]:
+        return ("LSHSort", "LSHAttention") if fused else ("LSHSort",)
+
+
+def counted(layers: Iterable[AttentionSpec], fused: bool) -> dict[str, int]:
+    """How many nodes of each custom operator a model of these layers becomes."""
+    return dict(Counter(op for spec in layers for op in spec.operators(fused)))
+
 
 def automatic_num_buckets(seq_len: int, chunk_length: int, max_seq_len: int | None = None) -> tuple[int, ...]:
     """Bucket factors for a sequence length, by the rule of transformers' Reformer.
@@ -295,6 +326,9 @@ class AFTSimpleSpec(AttentionSpec):
     variant: ClassVar[str] = "aft-simple"
     causal_state_is_constant: ClassVar[bool] = True
     has_heads: ClassVar[bool] = False
+
+    def operators(self, fused: bool) -> tuple[str, ...]:
+        return ("AFTSimpleAttention",) if fused and not self.causal else ()
 
 
 @dataclass(frozen=True, kw_only=True)

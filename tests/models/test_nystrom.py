@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.encoder import module_from_spec
-from effexport.models.nystrom import NystromAttention, landmark_rows
+from effexport.models.nystrom import NystromAttention, landmark_weights
 from effexport.models.spec import NystromSpec, SpecError
 
 # Two fp32 evaluations whose matrix products are cut into different blocks differ in the last bits, 6e-8
@@ -307,23 +307,20 @@ def test_the_iteration_count_is_part_of_the_model() -> None:
 
 @pytest.mark.parametrize("num_landmarks", [1, 2, 8, 64])
 @pytest.mark.parametrize("seq_len", [1, 2, 7, 63, 64, 65, 100])
-def test_landmark_rows_are_segments_of_equal_length(seq_len: int, num_landmarks: int) -> None:
+def test_landmark_weights_cover_segments_of_equal_length(seq_len: int, num_landmarks: int) -> None:
     generator = torch.Generator().manual_seed(seq_len)
     keep = torch.rand(5, seq_len, generator=generator) < 0.7
     keep[0] = True
     keep[1] = False
     keep[2] = torch.arange(seq_len) < (seq_len + 1) // 2
-    rows, weights = landmark_rows(keep, num_landmarks)
-    assert rows.shape == weights.shape == (5, num_landmarks, math.ceil(seq_len / num_landmarks))
+    weights = landmark_weights(keep, num_landmarks)
+    assert weights.shape == (5, num_landmarks, seq_len)
     assert weights.dtype == torch.float32
-    assert rows.min() >= 0
-    assert rows.max() < keep.numel()
     for b in range(5):
         for landmark, segment in enumerate(naive_segments(keep[b].tolist(), num_landmarks)):
-            used = weights[b, landmark] > 0
-            assert (rows[b, landmark][used] - b * seq_len).tolist() == segment
+            assert torch.nonzero(weights[b, landmark]).flatten().tolist() == segment
             share = torch.full((len(segment),), 1 / max(1, len(segment)))
-            torch.testing.assert_close(weights[b, landmark][used], share, rtol=1e-6, atol=0)  # one division
+            torch.testing.assert_close(weights[b, landmark, segment], share, rtol=1e-6, atol=0)  # one division
 
 
 def test_gradients_reach_every_parameter() -> None:

@@ -309,11 +309,11 @@ def test_the_spec_describes_the_graph() -> None:
     assert spec.outputs == {"logits": ("batch", "choices")}
     assert spec.input_limits == {"input_ids": 41, "token_type_ids": 3}
     assert spec.layers == 2
-    assert spec.custom_ops == {"IterativePinv": 2}
+    assert spec.custom_ops(fused=False) == {"IterativePinv": 2}
     assert (spec.seq_len, spec.attention.seq_len, spec.max_seq_len) == (SEGMENT, SEGMENT, SEGMENT)
     assert spec_of("base", {"seq_len": 9}).attention.seq_len == SEGMENT
     plain = spec_of("base", {"seq_len": 9}, **SOFTMAX)
-    assert plain.custom_ops == {}
+    assert plain.custom_ops(fused=False) == {}
     assert plain.attention.is_plain_softmax
     assert (plain.seq_len, plain.attention.seq_len, plain.max_seq_len) == (9, 9, 20)
     assert spec_of(**SOFTMAX).seq_len == 20
