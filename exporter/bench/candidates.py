@@ -1,0 +1,221 @@
+"""What is timed: one object per case, with its inputs bound beforehand, so that a call computes and copies nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from effexport.bench.floor import synchronize
+from effexport.bench.grid import spec_from_case
+from effexport.bench.models import module_from_case, signature_of_case, tensors_from_arrays
+from effexport.bench.results import Case
+from effexport.bench.runtimes import RUNTIMES
+from effexport.errors import EffexportError, RuntimeUnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+    from effexport.runners import Array
+
+# A compiler, and a runtime, say at length what they could not do; the first lines name it.
+LONGEST_MESSAGE = 300
+
+
+class Candidate(Protocol):
+    """A loaded model. bind: put inputs in place, once, before the first run. run: one call, finished when it returns.
+
+    outputs: of the last call, by name, on the host. implementation: per custom operator, what runs it.
+    """
+
+    @property
+    def implementation(self) -> Mapping[str, str]: ...
+
+    def bind(self, feeds: Mapping[str, Array]) -> None: ...
+
+    def run(self) -> None: ...
+
+    def outputs(self) -> dict[str, Array]: ...
+
+    def close(self) -> None: ...
+
+
+class NotRunnableError(Exception):
+    """This machine cannot run the case; the message says why. It is no failure of the model."""
+
+
+class TorchCandidate:
+    """A module in eager PyTorch, or compiled. Raises NotRunnableError where torch.compile has no compiler."""
+
+    def __init__(self, case: Case, *, compiled: bool = False, device: str = "cpu") -> None:
+        import torch
+
+        from effexport.bench.machine import has_compiler
+        from effexport.onnx_from_module import at_precision
+
+        module = at_precision(module_from_case(case), case.precision).to(device)
+        self.implementation: dict[str, str] = {}
+        self._call: Any = module
+        if compiled:
+            if not has_compiler():
+                raise NotRunnableError("torch.compile needs a C++ compiler, and there is none on this machine")
+            # the lengths of a benchmark are known: each gets code of its own
+            self._call = torch.compile(module, dynamic=False)
+        self._case = case
+        self._device = device
+        self._given: tuple[torch.Tensor, ...] = ()
+        self._result: torch.Tensor | None = None
+
+    def bind(self, feeds: Mapping[str, Array]) -> None:
+        # copies, as the bound inputs of other runtimes are
+        self._given = tuple(x.clone() for x in tensors_from_arrays(self._case, feeds, self._device))
+
+    def run(self) -> None:
+        import torch
+
+        with torch.inference_mode():
+            self._result = self._call(*self._given)
+            synchronize(self._device)
+
+    def outputs(self) -> dict[str, Array]:
+        assert self._result is not None
+        (tensor,) = signature_of_case(self._case).outputs
+        return {tensor.name: array_from_tensor(self._result)}
+
+    def release(self) -> None:
+        """Let go of inputs and outputs."""
+        self._given, self._result = (), None
+
+    def close(self) -> None:
+        self.release()
+        self._call = None
+
+
+class RunnerCandidate:
+    """A runner of ONNX Runtime or TensorRT."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._bound: Any = None
+        self.implementation: dict[str, str] = dict(runner.implementation)
+
+    def bind(self, feeds: Mapping[str, Array]) -> None:
+        self._bound = self._runner.bind(feeds)
+
+    def run(self) -> None:
+        self._bound.run()
+
+    def outputs(self) -> dict[str, Array]:
+        outputs: dict[str, Array] = self._bound.outputs()
+        return outputs
+
+    def close(self) -> None:
+        self._bound = None
+        self._runner.close()
+
+
+def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_arena: bool = True) -> Candidate:
+    """model: the ONNX file or engine, where the runtime reads one. memory_arena: see OrtSettings.
+
+    Raises NotRunnableError for what this machine cannot run, and EffexportError for a model that does not load.
+    """
+    runtime = RUNTIMES[case.runtime]
+    if not runtime.graph:
+        return TorchCandidate(case, compiled=case.runtime == "compile", device=runtime.device)
+    assert model is not None
+    if case.runtime in ("trt", "trt-rtx"):
+        from effexport.runners.trt import TrtRunner
+
+        return RunnerCandidate(TrtRunner(model))
+    return RunnerCandidate(ort_runner(case, model, threads, memory_arena))
+
+
+def ort_runner(case: Case, model: Path, threads: int, memory_arena: bool = True) -> Any:
+    from effexport.runners.ort import OrtRunner
+    from effexport.runners.ort_session import OrtSettings
+
+    runtime = RUNTIMES[case.runtime]
+    settings = OrtSettings(
+        provider=runtime.device,
+        implementation=runtime.implementation,
+        threads=threads,
+        memory_arena=memory_arena or runtime.device != "cpu",
+    )
+    return OrtRunner(model, settings)
+
+
+def reason_not_here(runtime: str) -> str | None:
+    """Why this machine cannot run a runtime; None where it can."""
+    if RUNTIMES[runtime].device == "cpu":
+        return None
+    if runtime == "torch-cuda":
+        import torch
+
+        return None if torch.cuda.is_available() else "PyTorch sees no NVIDIA GPU here"
+    from effexport.runners.cuda import open_cuda
+
+    try:
+        open_cuda("rtx" if runtime == "trt-rtx" else "tensorrt").close()
+    except EffexportError as error:
+        return f"needs an NVIDIA GPU: {short(error).partition(';')[0]}"
+    return reason_without_runtime(runtime)
+
+
+def reason_without_runtime(runtime: str) -> str | None:
+    """Why a runtime that needs a GPU is not installed; None where it is."""
+    try:
+        if runtime == "ort-cuda":
+            from effexport.runners.ort_session import PROVIDERS, import_onnxruntime
+
+            if PROVIDERS["cuda"] not in import_onnxruntime().get_available_providers():
+                return "this onnxruntime is built without CUDA: pip install 'effexport[gpu]'"
+        else:
+            from effexport.engines.api import import_api
+
+            import_api(runtime)  # type: ignore[arg-type]
+    except EffexportError as error:
+        return short(error)
+    return None
+
+
+def engine_from_case(case: Case, model: Path, output: Path) -> None:
+    """A TensorRT engine for the one size of a case. Raises what `engine_from_onnx` raises."""
+    from effexport.engine_from_onnx import engine_from_onnx
+    from effexport.engines.profile import Profile, Range
+    from effexport.engines.spec import EngineSpec
+
+    sizes = {"batch": case.batch, "seq": case.seq_len}
+    profile = Profile({name: Range(size, size, size) for name, size in sizes.items()})
+    spec = EngineSpec(target=case.runtime, profiles=(profile,))  # type: ignore[arg-type]
+    engine_from_onnx(model, spec, output, precision=spec_from_case(case).precision)
+
+
+def array_from_tensor(tensor: torch.Tensor) -> Array:
+    """On the host, in the element type that the runners use."""
+    from effexport.reference import numpy_dtype
+
+    value = tensor.detach().cpu()
+    if str(value.dtype) == "torch.bfloat16":
+        return np.asarray(value.float().numpy()).astype(numpy_dtype("bfloat16"))
+    return np.asarray(value.numpy())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """PyTorch and ONNX Runtime say so in words only."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        words in text for words in ("can't allocate memory", "failed to allocate memory", "out of memory", "bad_alloc")
+    )
+
+
+def is_beyond_runtime(error: BaseException) -> bool:
+    """Whether the runtime has no kernel for an element type here, such as bfloat16 on a CPU: nobody's failure."""
+    return isinstance(error, RuntimeUnsupportedError) and "NOT_IMPLEMENTED" in str(error)
+
+
+def short(error: BaseException) -> str:
+    """The beginning of a message, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"

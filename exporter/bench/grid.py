@@ -1,0 +1,182 @@
+"""Which cases a benchmark has: models × lengths × batches × runtimes. Loads no framework."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from effexport.bench.results import Case
+from effexport.bench.runtimes import RUNTIMES
+from effexport.errors import UserError
+from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, EncoderSpec, attention_spec
+from effexport.models.validation import did_you_mean
+from effexport.spec import DTYPE_OF_PRECISION, BuildSpec
+
+SCOPES = ("core", "attention", "encoder")
+# What names a variant's options in labels, where the field's own name would be long.
+_SHORT_LABELS = {("nystrom", "num_landmarks"): "nystrom-{}", ("lsh", "num_hashes"): "lsh, {} rounds"}
+
+
+def label_of(variant: str, options: dict[str, Any]) -> str:
+    """ "nystrom-32", "lsh, 4 rounds", or the variant with its options as they were given."""
+    parts = [variant]
+    for name, value in options.items():
+        short = _SHORT_LABELS.get((variant, name))
+        if short is not None and len(options) == 1:
+            text = short.format(value)
+            return text.removesuffix("s") if text.endswith(" 1 rounds") else text
+        parts.append(f"{name}={value}")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A variant with some fields of its spec set, and what tables call it."""
+
+    variant: str
+    options: dict[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.label:
+            object.__setattr__(self, "label", label_of(self.variant, self.options))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Every combination of these is a case.
+
+    scope: "core" times attention on ready queries, keys and values, "attention" a layer with its projections, "encoder"
+    a whole encoder of the default depth.
+    """
+
+    models: tuple[Model, ...] = tuple(Model(variant) for variant in ("softmax", "linear", "nystrom", "lsh"))
+    seq_lens: tuple[int, ...] = (512, 2048, 8192)
+    batches: tuple[int, ...] = (1,)
+    precisions: tuple[str, ...] = ("fp32",)
+    runtimes: tuple[str, ...] = ("torch", "ort")
+    scope: str = "core"
+    heads: int = 8
+    head_dim: int = 64
+
+    def __post_init__(self) -> None:
+        check_names("--runtimes", self.runtimes, RUNTIMES)
+        check_names("--precision", self.precisions, DTYPE_OF_PRECISION)
+        check_names("--scope", (self.scope,), SCOPES)
+        for option, values in (
+            ("--seq-lens", self.seq_lens),
+            ("--batch", self.batches),
+            ("--heads", (self.heads,)),
+            ("--head-dim", (self.head_dim,)),
+        ):
+            check_distinct(option, values)
+            for value in values:
+                if value < 1:
+                    raise UserError(f"{option} has {value}; expected positive integers, the nearest is 1")
+        check_distinct("--variants", [model.label for model in self.models])
+        # a spec that cannot work is refused before anything is measured
+        for case in self.cases():
+            spec_from_case(case)
+
+    def cases(self) -> Iterator[Case]:
+        """Shorter sequences first; of one size, model by model."""
+        sizes = itertools.product(sorted(self.seq_lens), sorted(self.batches), self.precisions)
+        for (seq_len, batch, precision), model, runtime in itertools.product(sizes, self.models, self.runtimes):
+            yield Case(
+                label=model.label,
+                variant=model.variant,
+                runtime=runtime,
+                scope=self.scope,
+                seq_len=seq_len,
+                batch=batch,
+                precision=precision,
+                heads=self.heads,
+                head_dim=self.head_dim,
+                options=model.options,
+            )
+
+
+def models_from_text(text: str) -> tuple[Model, ...]:
+    """`softmax,nystrom:num_landmarks=32,lsh:num_hashes=4:chunk_length=32` → models.
+
+    Raises UserError for text of another form; an unknown variant or field is reported by Grid.
+    """
+    return tuple(model_from_text(part) for part in words(text, "--variants"))
+
+
+def model_from_text(text: str) -> Model:
+    variant, *settings = text.split(":")
+    if variant not in ATTENTION_SPECS:
+        raise UserError(
+            f"unknown variant {variant!r} in --variants{did_you_mean(variant, ATTENTION_SPECS)} "
+            f"Expected some of: {', '.join(ATTENTION_SPECS)}"
+        )
+    options: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise UserError(
+                f"cannot read {text!r} in --variants; expected VARIANT:FIELD=VALUE, such as lsh:num_hashes=4"
+            )
+        options[name.replace("-", "_")] = value_from_text(value)
+    return Model(variant, options)
+
+
+def value_from_text(text: str) -> Any:
+    """An integer, a number, true, false, none, or the text itself."""
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def words(text: str, option: str) -> tuple[str, ...]:
+    """The parts of a list with commas. Raises UserError for an empty one."""
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise UserError(f"{option} is {text!r}; expected a list with commas, without empty parts")
+    return parts
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    parts = words(text, option)
+    for part in parts:
+        if not part.lstrip("-").isdecimal():
+            raise UserError(f"{option} has {part!r}; expected integers with commas between them, such as 512,2048")
+    return tuple(int(part) for part in parts)
+
+
+def check_names(option: str, given: Collection[str], known: Collection[str]) -> None:
+    check_distinct(option, given)
+    for name in given:
+        if name not in known:
+            raise UserError(
+                f"unknown name {name!r} in {option}{did_you_mean(name, known)} Expected: {', '.join(known)}"
+            )
+
+
+def check_distinct(option: str, given: Collection[object]) -> None:
+    if not given:
+        raise UserError(f"{option} is empty; expected at least one value")
+    for value in given:
+        if list(given).count(value) > 1:
+            raise UserError(f"{option} has {value} twice")
+
+
+def spec_from_case(case: Case) -> BuildSpec:
+    """The model of a case as it is exported: seq_len is the measured length, and ours are fused where they can be.
+
+    Raises SpecError for options that cannot work.
+    """
+    attention = attention_of_case(case)
+    model = EncoderSpec(attention=attention) if case.scope == "encoder" else attention
+    return BuildSpec(model=model, batch=case.batch, precision=case.precision, fused=True)  # type: ignore[arg-type]
+
+
+def attention_of_case(case: Case) -> AttentionSpec:
+    sizes: dict[str, Any] = {"dim": case.heads * case.head_dim, "heads": case.heads, "seq_len": case.seq_len}
+    return attention_spec(case.variant, sizes | case.options)

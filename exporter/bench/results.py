@@ -1,0 +1,158 @@
+"""What a benchmark found: the truth behind its JSON, CSV and page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from effexport.errors import UserError
+from effexport.json_text import json_text
+
+FORMAT_VERSION = 1
+
+Status = Literal["measured", "failed", "not run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One cell of a benchmark: a model on a runtime.
+
+    label: what tables call the model: the variant, and what is special about it ("nystrom-32", "lsh, 4 rounds").
+    options: fields of the attention spec that differ from their defaults, apart from the sizes that have a field here.
+    scope: "core" is attention without projections, "attention" the layer with them, "encoder" a whole encoder.
+    """
+
+    label: str
+    variant: str
+    runtime: str
+    scope: str
+    seq_len: int
+    batch: int
+    precision: str
+    heads: int
+    head_dim: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """What was compared before timing. value and limit: of the metric; None where nothing could be compared."""
+
+    passed: bool
+    metric: str
+    value: float | None
+    limit: float | None
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Milliseconds of one call over all timed runs. spread_ms: half of the distance between the quartiles."""
+
+    runs: int
+    median_ms: float
+    mean_ms: float
+    deviation_ms: float
+    lowest_ms: float
+    highest_ms: float
+    spread_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """What no implementation of the same formula can do without, timed in turn with the candidates.
+
+    products_ms: the matrix products of the same shapes alone, in PyTorch, the median of the rounds in which the
+    candidates were timed. pass_ms: one pass over inputs and outputs, likewise.
+    """
+
+    products_ms: float
+    pass_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        return self.products_ms + self.pass_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A case and what was measured of it.
+
+    reason: why a case failed or was not run. implementation: per custom operator, what ran it: "kernel", "body", ….
+    peak_bytes: the most memory in use while it ran, beyond what was in use before its inputs were made.
+    times_softmax, times_torch: how many times faster than softmax on the same runtime, and than eager PyTorch on the
+    same model; the median over rounds of the ratio within a round; None without that row.
+    note: what a reader of the figures should know about how they came about.
+    """
+
+    case: Case
+    status: Status
+    reason: str = ""
+    parity: Parity | None = None
+    timing: Timing | None = None
+    floor: Floor | None = None
+    peak_bytes: int | None = None
+    implementation: dict[str, str] = field(default_factory=dict)
+    times_softmax: float | None = None
+    times_torch: float | None = None
+    note: str = ""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.timing is None else self.case.tokens / (self.timing.median_ms / 1e3)
+
+    @property
+    def times_floor(self) -> float | None:
+        return None if self.timing is None or self.floor is None else self.timing.median_ms / self.floor.total_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResults:
+    """complete: False when the run was interrupted; the rows are those finished by then.
+
+    preset: the name of the published experiment that was repeated, or "". environment: versions of what took part;
+    machine: the processor and its cores, the GPU if one took part, and the memory. command: how to repeat it.
+    """
+
+    rows: tuple[Row, ...]
+    created: str
+    command: str
+    rounds: int
+    threads: int
+    machine: dict[str, str]
+    environment: dict[str, str]
+    preset: str = ""
+    complete: bool = True
+
+    def to_json(self) -> str:
+        return json_text({"format_version": FORMAT_VERSION, **asdict(self)}) + "\n"
+
+
+def results_from_json(path: Path) -> BenchResults:
+    """Read what `BenchResults.to_json` wrote. Raises UserError for another kind of file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        version = values.pop("format_version")
+        if version != FORMAT_VERSION:
+            raise UserError(f"{path} has format version {version}; this effexport reads {FORMAT_VERSION}")
+        rows = tuple(row_from_dict(row) for row in values.pop("rows"))
+        return BenchResults(rows=rows, **values)
+    except FileNotFoundError:
+        raise UserError(f"no benchmark at {path}; expected the results.json of effexport bench") from None
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not the results.json of effexport bench: {error}") from error
+
+
+def row_from_dict(values: dict[str, Any]) -> Row:
+    """The inverse of `asdict`."""
+    nested: dict[str, Any] = {"case": Case, "parity": Parity, "timing": Timing, "floor": Floor}
+    read = {
+        name: nested[name](**value) if name in nested and value is not None else value for name, value in values.items()
+    }
+    return Row(**read)

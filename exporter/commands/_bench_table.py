@@ -1,0 +1,121 @@
+"""Tables of a benchmark for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from effexport.bench.advise import megabytes, ranking
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from effexport.bench.advise import Advice
+    from effexport.bench.results import BenchResults, Row
+
+BUSY = "most timings vary by more than a quarter of their median: something else is using this machine"
+BELOW_FLOOR = (
+    "some rows are below their floor (÷ floor below 1): it is made of PyTorch's products, which were slower here "
+    "than those of that runtime, or were disturbed in every round"
+)
+STYLES = {"failed": "bold red", "not run": "yellow"}
+# Numbers; the columns before them are words.
+FIGURES = ("tokens", "median ms", "± ms", "tokens/s", "× softmax", "× torch", "floor ms", "÷ floor", "peak")
+
+
+def print_rows(console: Console, results: BenchResults) -> None:
+    """One line per row that was measured; what failed or was not run below, with its reason."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("model", "runtime", "operators", "parity"):
+        table.add_column(title, no_wrap=True)
+    for title in FIGURES:
+        table.add_column(title, justify="right", no_wrap=True)
+    several = {name: len({getattr(row.case, name) for row in results.rows}) > 1 for name in ("batch", "precision")}
+    for row in results.rows:
+        if row.timing is not None:
+            table.add_row(*line(row, several))
+    if table.rows:
+        console.print(table)
+        console.print(
+            f"median of up to {results.rounds} runs in turns ± half the distance of the quartiles, {results.threads} "
+            "threads; × times faster; floor: the matrix products of the formula and one pass over the bytes that go in "
+            "and out; parity: the error that was found before timing",
+            style="dim",
+            markup=False,
+            soft_wrap=True,
+        )
+    for text, style in remarks(results):
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def line(row: Row, several: dict[str, bool]) -> list[str]:
+    case, timing = row.case, row.timing
+    assert timing is not None
+    model = case.label + (f", {case.precision}" if several["precision"] else "")
+    tokens = f"{case.batch} × {case.seq_len}" if several["batch"] or case.batch > 1 else str(case.seq_len)
+    return [
+        model,
+        case.runtime,
+        ", ".join(sorted(set(row.implementation.values()))) or "–",
+        "–" if row.parity is None or row.parity.value is None else f"{row.parity.value:.1e}",
+        tokens,
+        figure(timing.median_ms),
+        figure(timing.spread_ms),
+        figure(row.tokens_per_second),
+        figure(row.times_softmax),
+        figure(row.times_torch),
+        figure(None if row.floor is None else row.floor.total_ms),
+        figure(row.times_floor),
+        "–" if row.peak_bytes is None else megabytes(row.peak_bytes),
+    ]
+
+
+def figure(value: float | None) -> str:
+    """Three digits, or all of a large number."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def remarks(results: BenchResults) -> list[tuple[str, str]]:
+    """Text and style: what all timings suffer from; reasons, each said once for all rows that share it; and notes."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for row in results.rows:
+        where = f"{row.case.label} on {row.case.runtime}, {row.case.batch} × {row.case.seq_len}"
+        if row.status != "measured":
+            said.setdefault((f"{row.status}: {row.reason}", STYLES[row.status]), []).append(where)
+        if row.note:
+            said.setdefault((f"note: {row.note}", "dim"), []).append(where)
+    busy = [(BUSY, "yellow")] if is_busy(results) else []
+    if any(row.times_floor is not None and row.times_floor < 1 for row in results.rows):
+        busy.append((BELOW_FLOOR, "yellow"))
+    return busy + [(f"{text} ({'; '.join(shortened(wheres))})", style) for (text, style), wheres in said.items()]
+
+
+def is_busy(results: BenchResults) -> bool:
+    """Whether at least half of the timings vary by more than a quarter of their median."""
+    timings = [row.timing for row in results.rows if row.timing is not None]
+    wide = [timing for timing in timings if timing.spread_ms > 0.25 * timing.median_ms]
+    return bool(timings) and 2 * len(wide) >= len(timings)
+
+
+def shortened(wheres: list[str], most: int = 4) -> list[str]:
+    return wheres if len(wheres) <= most else [*wheres[:most], f"and {len(wheres) - most} more"]
+
+
+def print_advice(console: Console, advice: Advice) -> None:
+    from rich.table import Table
+
+    table: Any = Table("rank", "model", "runtime", box=None, pad_edge=False)
+    for title in ("median ms", "peak"):
+        table.add_column(title, justify="right")
+    for rank, row in ranking(advice):
+        peak = "unknown" if row.peak_bytes is None else megabytes(row.peak_bytes)
+        place = "over the limit" if rank is None else str(rank)
+        median = None if row.timing is None else row.timing.median_ms
+        table.add_row(place, row.case.label, row.case.runtime, figure(median), peak)
+    if table.rows:
+        console.print(table)
+    for sentence in advice.sentences:
+        console.print(sentence, markup=False, soft_wrap=True)

@@ -1,0 +1,321 @@
+#!/usr/bin/env python3
+"""Measures the speed that effexport promises on a CPU, claim by claim, each as a ratio within one run.
+
+Every contender is compared with PyTorch first (`effexport.bench`), contenders take turns, and medians are compared.
+Attention without projections, float32, unless said. docs/benchmarks.md shows what it printed.
+
+    .venv/bin/python scripts/bench_claims.py                          # everything, about ten minutes on two cores
+    .venv/bin/python scripts/bench_claims.py --claim nystrom --rounds 7
+    .venv/bin/python scripts/bench_claims.py --markdown claims.md --output claims.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from effexport import load_decoder
+from effexport.artifact_from_spec import artifact_from_spec
+from effexport.bench.grid import Grid, Model
+from effexport.bench.machine import describe_machine, usable_cores
+from effexport.bench.models import inputs_of_case, onnx_from_case
+from effexport.bench.results import BenchResults, Case, Row
+from effexport.bench.run import Settings, bench
+from effexport.bench.timing import Contender, Rotation
+from effexport.plugins import find_library
+from effexport.runners.ort import OrtRunner
+from effexport.runners.ort_session import OrtSettings
+from effexport.spec import build_spec_from_options
+
+LINEAR_SHAPE = {"seq_len": 6000, "batch": 32, "head_dim": 64}
+LEAN = ("linear", "nystrom", "lsh", "aft-simple", "aft-local", "aft-conv")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A ratio, what it should be, and the figures it was made of. at_least: whether a larger ratio is better."""
+
+    what: str
+    ratio: float
+    limit: float
+    at_least: bool
+    figures: str
+
+    @property
+    def holds(self) -> bool:
+        return self.ratio >= self.limit if self.at_least else self.ratio <= self.limit
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    library = find_library()
+    if library is None or library.outdated:
+        sys.exit("bench_claims.py: there is no up-to-date kernel library; build it with: effexport plugins build")
+    torch.set_num_threads(usable_cores())
+    claims: list[Claim] = []
+    for name in arguments.claim or CLAIMS:
+        for claim in CLAIMS[name](arguments.rounds):
+            print(line(claim), flush=True)
+            claims.append(claim)
+    if arguments.markdown:
+        arguments.markdown.write_text(markdown(claims), encoding="utf-8")
+    if arguments.output:
+        found = {"machine": describe_machine(), "claims": [asdict(claim) | {"holds": claim.holds} for claim in claims]}
+        arguments.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    missed = [claim.what for claim in claims if not claim.holds]
+    if missed:
+        print(f"missed: {'; '.join(missed)}")
+    sys.exit(1 if missed else 0)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--claim", action="append", choices=list(CLAIMS), help="repeatable; default: all of them")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each contender (default 15)")
+    parser.add_argument("--markdown", type=Path, help="file for a table")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    if arguments.rounds < 3:
+        parser.error("--rounds must be at least 3")
+    return arguments
+
+
+def measured(
+    variant: str, runtimes: Sequence[str], rounds: int, *, memory: bool = False, options: dict[str, Any], **sizes: Any
+) -> dict[str, Row]:
+    """Rows of one model by runtime. Fails where one was not timed."""
+    grid = Grid(models=(Model(variant, options),), runtimes=tuple(runtimes), **grid_sizes(**sizes))
+    return {row.case.runtime: checked(row) for row in run(grid, rounds, memory).rows}
+
+
+def grid_sizes(*, seq_len: int, batch: int = 1, **rest: Any) -> dict[str, Any]:
+    return {"seq_lens": (seq_len,), "batches": (batch,), **rest}
+
+
+def run(grid: Grid, rounds: int, memory: bool = False) -> BenchResults:
+    results = bench(grid, Settings(rounds=rounds, memory=memory, max_seconds=60))
+    if not results.complete:
+        raise KeyboardInterrupt
+    return results
+
+
+def checked(row: Row) -> Row:
+    if row.timing is None:
+        sys.exit(f"bench_claims.py: {row.case.label} on {row.case.runtime} was not timed: {row.status}, {row.reason}")
+    return row
+
+
+def ms(row: Row) -> float:
+    assert row.timing is not None
+    return row.timing.median_ms
+
+
+def above_floor(row: Row, limit: float, what: str) -> Claim:
+    floor, ratio = row.floor, row.times_floor
+    assert floor is not None
+    assert ratio is not None
+    parts = f"{ms(row):.1f} ms; products {floor.products_ms:.1f} ms, one pass {floor.pass_ms:.1f} ms"
+    return Claim(f"{what} ÷ its floor", ratio, limit, False, parts)
+
+
+def faster(slow_ms: float, fast_ms: float, limit: float, what: str) -> Claim:
+    return Claim(what, slow_ms / fast_ms, limit, True, f"{slow_ms:.1f} ms against {fast_ms:.1f} ms")
+
+
+def lsh(rounds: int) -> Iterator[Claim]:
+    rows = measured("lsh", ("naive", "ort"), rounds, options={}, seq_len=8192)
+    yield faster(ms(rows["naive"]), ms(rows["ort"]), 3, "lsh at 8192: times faster than the naive export")
+    yield above_floor(rows["ort"], 1.6, "lsh at 8192")
+    theirs, ours = transformers_layer(), layer_with_projections("lsh", 8192)
+    times = in_turns({"theirs": theirs, "ours": ours}, rounds)
+    what = "lsh layer with projections at 8192: times faster than transformers' LSHSelfAttention"
+    # theirs has no output projection, ours has one
+    yield faster(times["theirs"], times["ours"], 4, what)
+
+
+def transformers_layer() -> Callable[[], object]:
+    """transformers' layer with 8 heads × 64, chunks of 64 and two rounds, on 8192 tokens; it projects, but not out."""
+    from transformers import ReformerConfig
+    from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+    config = ReformerConfig(
+        hidden_size=512,
+        num_attention_heads=8,
+        attention_head_size=64,
+        lsh_attn_chunk_length=64,
+        num_hashes=2,
+        num_buckets=None,
+        hash_seed=0,
+        max_position_embeddings=8192,
+        axial_pos_shape=[64, 128],
+        axial_pos_embds_dim=[128, 384],
+        is_decoder=False,
+    )
+    layer = LSHSelfAttention(config).eval()
+    hidden = torch.randn(1, 8192, 512, generator=torch.Generator().manual_seed(0))
+
+    def call() -> None:
+        with torch.inference_mode():
+            layer(hidden)
+
+    return call
+
+
+def layer_with_projections(variant: str, seq_len: int) -> Callable[[], object]:
+    """Our layer in ONNX Runtime: 8 heads × 64, projections in and out."""
+    return bound_in_ort(case_of(variant, seq_len, scope="attention"))
+
+
+def case_of(variant: str, seq_len: int, *, scope: str = "core", options: dict[str, Any] | None = None) -> Case:
+    return Case(
+        label=variant,
+        variant=variant,
+        runtime="ort",
+        scope=scope,
+        seq_len=seq_len,
+        batch=1,
+        precision="fp32",
+        heads=8,
+        head_dim=64,
+        options=options or {},
+    )
+
+
+def bound_in_ort(case: Case) -> Callable[[], object]:
+    """The model of a case in ONNX Runtime, with its inputs in place."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx_from_case(case, path)
+        runner = OrtRunner(path, OrtSettings(threads=usable_cores()))
+    return runner.bind(inputs_of_case(case)).run
+
+
+def in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each."""
+    rotation = Rotation([Contender(name, call, name) for name, call in calls.items()], rounds, math.inf)
+    rotation.run()
+    if rotation.failures:
+        raise next(iter(rotation.failures.values()))
+    return {name: statistics.median(own.values()) * 1e3 for name, own in rotation.samples.items()}
+
+
+def nystrom(rounds: int) -> Iterator[Claim]:
+    rows = measured("nystrom", ("torch", "ort"), rounds, options={"num_landmarks": 64}, seq_len=8192)
+    yield above_floor(rows["ort"], 1.5, "nystrom-64 with convolution at 8192")
+    yield faster(ms(rows["torch"]), ms(rows["ort"]), 1.5, "nystrom-64 at 8192: times faster than eager PyTorch")
+    q, k, v = (torch.randn(1, 8, 8192, 64) for _ in range(3))
+
+    def attention() -> None:
+        with torch.inference_mode():
+            torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    seconds = in_turns({"attention": attention}, max(3, rounds // 3))["attention"]
+    what = "nystrom-64 at 8192: times faster than scaled_dot_product_attention"
+    yield faster(seconds, ms(rows["ort"]), 25, what)
+
+
+def linear(rounds: int) -> Iterator[Claim]:
+    row = measured("linear", ("ort",), rounds, options={}, heads=1, **LINEAR_SHAPE)["ort"]
+    causal = measured("linear", ("ort",), rounds, options={"causal": True}, heads=1, **LINEAR_SHAPE)["ort"]
+    yield above_floor(row, 1.6, "linear, 32 × 6000 × 64")
+    yield Claim(
+        "linear, causal ÷ not causal", ms(causal) / ms(row), 3, False, f"{ms(causal):.1f} ms against {ms(row):.1f} ms"
+    )
+    yield faster(
+        traditional_attention_ms(), ms(row), 60, "linear, 32 × 6000 × 64: times faster than softmax in PyTorch"
+    )
+
+
+def traditional_attention_ms() -> float:
+    """softmax(Q Kᵀ / √d) V as it is written, in eager PyTorch, 32 × 6000 × 64; it needs 10 GB."""
+    q, k, v = (torch.randn(LINEAR_SHAPE["batch"], LINEAR_SHAPE["seq_len"], LINEAR_SHAPE["head_dim"]) for _ in range(3))
+
+    def attention() -> None:
+        with torch.inference_mode():
+            weights = torch.softmax(torch.einsum("nld,nsd->nls", q, k) / math.sqrt(q.shape[-1]), dim=-1)
+            torch.einsum("nls,nsd->nld", weights, v)
+
+    return in_turns({"attention": attention}, 3)["attention"]
+
+
+def decode(rounds: int) -> Iterator[Claim]:
+    """A causal linear encoder, token by token."""
+    spec = build_spec_from_options({"variant": "linear", "causal": True, "seq_len": 8192}, None)
+    with tempfile.TemporaryDirectory() as folder:
+        artifact, _ = artifact_from_spec(spec, Path(folder) / "linear")
+        with load_decoder(artifact.path) as decoder:
+            token = np.zeros((1, 1), np.int64)
+            seconds = []
+            for _ in range(8100):
+                start = time.perf_counter()
+                decoder.step({"input_ids": token})
+                seconds.append(time.perf_counter() - start)
+    # the tokens around: one call alone is at the mercy of the machine
+    early, late = (statistics.median(seconds[at : at + 90]) * 1e6 for at in (10, 8000))
+    what = "linear decode step, token 8000 ÷ token 10"
+    yield Claim(what, late / early, 1.2, False, f"{late:.0f} µs against {early:.0f} µs")
+
+
+def aft(rounds: int) -> Iterator[Claim]:
+    row = measured("aft-simple", ("ort",), rounds, options={}, seq_len=8192)["ort"]
+    yield above_floor(row, 2, "aft-simple at 8192")
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (("aft-local", {"window": 128}), ("aft-conv", {}))
+    for variant, options in cases:
+        checked_once = measured(variant, ("ort",), 3, options=options, seq_len=8192)["ort"]
+        calls = {str(n): bound_in_ort(case_of(variant, n, options=options)) for n in (8192, 16384)}
+        times = in_turns(calls, rounds)
+        what = f"{checked_once.case.variant}, 16384 tokens ÷ 8192 tokens"
+        figures = f"{times['16384']:.1f} ms against {times['8192']:.1f} ms"
+        yield Claim(what, times["16384"] / times["8192"], 2.3, False, figures)
+
+
+def memory(rounds: int) -> Iterator[Claim]:
+    # at 16384 eager softmax needs 26 GB; its logits, and so its memory, grow with the square of the length
+    quarter = measured("softmax", ("torch",), 3, memory=True, options={}, seq_len=8192)["torch"].peak_bytes
+    assert quarter is not None
+    softmax = 4 * quarter
+    for variant in LEAN:
+        own = measured(variant, ("ort",), 3, memory=True, options={}, seq_len=16384)["ort"].peak_bytes
+        assert own is not None
+        what = f"{variant} at 16384: peak memory ÷ that of eager softmax (4 × 8192)"
+        yield Claim(what, own / softmax, 1 / 8, False, f"{own / 1e6:.0f} MB against {softmax / 1e6:.0f} MB")
+
+
+CLAIMS: dict[str, Callable[[int], Iterator[Claim]]] = {
+    "lsh": lsh,
+    "nystrom": nystrom,
+    "linear": linear,
+    "decode": decode,
+    "aft": aft,
+    "memory": memory,
+}
+
+
+def line(claim: Claim) -> str:
+    verdict, sign = "ok  " if claim.holds else "MISS", "≥" if claim.at_least else "≤"
+    return f"{verdict} {claim.what}: {claim.ratio:.3g} ({sign} {claim.limit:.3g}); {claim.figures}"
+
+
+def markdown(claims: Sequence[Claim]) -> str:
+    rows = [
+        f"| {claim.what} | {claim.ratio:.3g} | {'≥' if claim.at_least else '≤'} {claim.limit:.3g} | "
+        f"{'yes' if claim.holds else '**no**'} | {claim.figures} |"
+        for claim in claims
+    ]
+    return "\n".join(["| | measured | wanted | held | |", "|---|--:|--:|---|---|", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""`effexport bench` as its users meet it, and the engine below it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from effexport.bench import run as bench_run
+from effexport.bench.grid import Grid, models_from_text
+from effexport.bench.results import Parity, results_from_json
+from effexport.bench.run import Settings, bench
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+Cli = Callable[..., Any]
+SMALL = ["--heads", "2", "--head-dim", "16", "--rounds", "3", "--threads", "1"]
+
+
+def small_grid(variants: str = "softmax,linear", runtimes: tuple[str, ...] = ("torch", "ort")) -> Grid:
+    models = models_from_text(variants)
+    return Grid(models=models, seq_lens=(64, 128), runtimes=runtimes, heads=2, head_dim=16)
+
+
+@pytest.fixture
+def quick() -> Settings:
+    return Settings(rounds=3, threads=1, memory=False)
+
+
+def test_every_row_has_parity_timing_floor_and_ratios(cli: Cli, tmp_path: Path) -> None:
+    output = tmp_path / "deep" / "bench"
+    arguments = ["--variants", "softmax,lsh:chunk_length=16", "--seq-lens", "64", "--runtimes", "torch,ort", *SMALL]
+    result = cli("bench", *arguments, "-o", output, "--json")
+    assert result.code == 0, result.err
+    assert len(result.json["rows"]) == 4
+    for row in result.json["rows"]:
+        assert row["status"] == "measured"
+        assert row["parity"]["passed"] is True
+        assert row["timing"]["runs"] == 3
+        assert row["floor"]["products_ms"] > 0
+        assert row["times_softmax"] > 0
+        assert row["times_torch"] > 0
+        assert row["peak_bytes"] > 0
+    softmax = result.json["rows"][0]
+    assert (softmax["times_softmax"], softmax["times_torch"]) == (1, 1)
+    assert result.json["command"].startswith("effexport bench --variants softmax,lsh:chunk_length=16 --seq-lens 64")
+    assert result.json["complete"] is True
+    results = results_from_json(output / "results.json")
+    assert json.loads(results.to_json()) == result.json
+    assert len(list(csv.DictReader((output / "results.csv").read_text().splitlines()))) == 4
+    assert "… softmax, 64 tokens on torch: preparing" in result.err
+    assert "÷ floor" in result.err
+    assert (
+        "exists; choose another folder with -o, or replace it with --force"
+        in cli("bench", *arguments, "-o", output).error()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variants", "lhs"], "unknown variant 'lhs' in --variants; did you mean 'lsh'?"),
+        (["--runtimes", "trch"], "unknown name 'trch' in --runtimes; did you mean 'torch'?"),
+        (["--variants", "lsh:num_hash=4"], "lsh attention has no field 'num_hash'; did you mean 'num_hashes'?"),
+        (["--seq-lens", "many"], "--seq-lens has 'many'; expected integers"),
+        (["--seq-lens", "0"], "--seq-lens has 0; expected positive integers"),
+        (["--preset", "linear"], "unknown --preset 'linear'; did you mean 'linear-blog'?"),
+        (["--preset", "linear-blog", "--variants", "lsh"], "--variants was given with --preset linear-blog"),
+        (["--advise"], "--advise needs the length, such as --seq-len 8192"),
+        (["--seq-len", "64"], "--seq-len belongs to --advise; without it, use --seq-lens"),
+        (["--memory-limit", "2GB"], "--memory-limit belongs to --advise"),
+        (["--advise", "--seq-len", "64", "--memory-limit", "much"], "expected an amount such as 2GB"),
+        (["--advise", "--seq-len", "64", "--memory-limit", "2GB", "--no-memory"], "leave --no-memory out"),
+        (["--rounds", "0"], "--rounds is 0; expected at least 1"),
+        (["--threads", "0"], "--threads is 0; expected at least 1"),
+        (["--max-seconds", "-1"], "--max-seconds is -1"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_says_why_and_writes_nothing(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in cli("bench", *arguments).error()
+    assert cli("bench", *arguments, "--json").json["exit_code"] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_advice_ranks_and_writes_nothing_unasked(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--variants", "softmax,linear", "--runtimes", "torch", *SMALL, "--memory-limit", "1GB"]
+    result = cli("bench", "--advise", "--seq-len", "64", *arguments, "--json")
+    assert result.code == 0, result.err
+    assert {entry["label"] for entry in result.json["advice"]["ranking"]} == {"softmax", "linear"}
+    assert "Fastest within 1 GB for 1 × 64 tokens: " in result.err
+    assert "different models" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_that_is_not_there_is_said_and_is_no_failure(cli: Cli, tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    arguments = ["--variants", "softmax", "--seq-lens", "64", "--runtimes", "torch-cuda,ort-cuda", *SMALL]
+    result = cli("bench", *arguments, "-o", tmp_path / "out", "--json")
+    assert result.code == 0, result.err
+    assert {row["status"] for row in result.json["rows"]} == {"not run"}
+    assert "not run: PyTorch sees no NVIDIA GPU here (softmax on torch-cuda, 1 × 64)" in result.err
+
+
+def test_what_disagrees_is_not_timed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = bench_run.agreement
+
+    def damaged(candidate: Any, case: Any, reference: Any) -> Parity:
+        if case.runtime == "ort":
+            return Parity(passed=False, metric="max |error| / RMS", value=0.5, limit=2e-5)
+        return healthy(candidate, case, reference)
+
+    monkeypatch.setattr(bench_run, "agreement", damaged)
+    arguments = ["--variants", "linear", "--seq-lens", "64", "--runtimes", "torch,ort", *SMALL, "--no-memory"]
+    result = cli("bench", *arguments, "-o", tmp_path / "out", "--json")
+    assert result.code == 1
+    good, bad = result.json["rows"]
+    assert good["timing"] is not None
+    assert (bad["status"], bad["timing"], bad["times_torch"], bad["peak_bytes"]) == ("failed", None, None, None)
+    assert bad["parity"]["passed"] is False
+    assert "failed: parity: max |error| / RMS 0.5 > 2e-05" in result.err
+
+
+def test_an_exporter_that_fails_makes_a_failed_row_and_the_others_go_on(
+    quick: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from effexport.commands.bench import exit_code
+    from effexport.errors import StageError
+
+    def fail(case: Any, path: Path) -> None:
+        raise StageError("plain export", "no such operator")
+
+    monkeypatch.setattr(bench_run, "naive_onnx_from_case", fail)
+    results = bench(small_grid("linear", ("torch", "naive")), quick)
+    rows = results.rows
+    # that somebody else's exporter fails is a finding, not an error
+    assert exit_code(results) == 0
+    assert [row.status for row in rows] == ["measured", "failed"] * 2
+    assert rows[1].reason == "plain export: no such operator"
+
+
+def test_what_does_not_fit_into_memory_is_not_begun(quick: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("effexport.bench.memory.free_memory_bytes", lambda: 300_000)
+    rows = bench(small_grid(runtimes=("torch",)), quick).rows
+    assert [(row.case.label, row.case.seq_len, row.status) for row in rows] == [
+        ("softmax", 64, "measured"),
+        ("linear", 64, "measured"),
+        ("softmax", 128, "not run"),
+        ("linear", 128, "measured"),
+    ]
+    assert "this machine has 0.0 GB free" in rows[2].reason
+    # without softmax of this length there is nothing to be faster than
+    assert rows[3].times_softmax is None
+
+
+def interrupting(text: str, number: int = 1) -> Callable[[Any], None]:
+    """A listener that presses Ctrl-C when it hears `text` for the n-th time."""
+    heard = 0
+
+    def hear(step: Any) -> None:
+        nonlocal heard
+        heard += text in step.text
+        if heard == number:
+            heard = -(10**9)
+            raise KeyboardInterrupt
+
+    return hear
+
+
+def test_ctrl_c_keeps_the_rows_that_are_finished(quick: Settings) -> None:
+    results = bench(small_grid(runtimes=("torch",)), quick, interrupting("128 tokens on torch: preparing"))
+    assert not results.complete
+    assert [(row.case.label, row.case.seq_len) for row in results.rows] == [("softmax", 64), ("linear", 64)]
+    assert all(row.timing is not None for row in results.rows)
+
+
+def test_ctrl_c_while_timing_keeps_rows_with_enough_rounds(quick: Settings) -> None:
+    settings = Settings(rounds=10, threads=1, memory=False)
+    results = bench(small_grid(runtimes=("torch",)), settings, interrupting("round 5 of 10"))
+    assert [row.timing.runs for row in results.rows if row.timing] == [5, 5]
+    assert not results.complete
+    early = bench(small_grid(runtimes=("torch",)), settings, interrupting("round 2 of 10"))
+    assert early.rows == ()
+
+
+def test_ctrl_c_writes_what_was_measured_and_exits_130(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = bench_run.Bench.size
+
+    def interrupted(self: Any, cases: Any) -> None:
+        if self.rows:
+            raise KeyboardInterrupt
+        original(self, cases)
+
+    monkeypatch.setattr(bench_run.Bench, "size", interrupted)
+    arguments = ["--variants", "softmax", "--seq-lens", "64,128", "--runtimes", "torch", *SMALL, "--no-memory"]
+    result = cli("bench", *arguments, "-o", tmp_path / "out")
+    assert result.code == 130
+    results = results_from_json(tmp_path / "out" / "results.json")
+    assert [row.case.seq_len for row in results.rows] == [64]
+    assert not results.complete
+    assert "interrupted: what is above was measured by then" in result.err
+
+
+def test_progress_says_how_far_and_how_long() -> None:
+    from effexport.bench.progress import Pace, Step
+    from effexport.commands.bench import time_left
+
+    now: Iterator[float] = iter([0.0, 0.0, 10.0, 20.0])
+    steps: list[Step] = []
+    pace = Pace(4.0, steps.append, clock=lambda: next(now))
+    for text in ("first", "second", "third"):
+        pace.say(text)
+        pace.pay(1.0)
+    assert [(step.text, step.share, step.seconds_left) for step in steps] == [
+        ("first", 0.0, None),
+        ("second", 0.25, 30.0),
+        ("third", 0.5, 20.0),
+    ]
+    assert (time_left(None), time_left(42.2), time_left(90)) == ("", "about 42 s left", "about 2 min left")
+
+
+@pytest.mark.parametrize("preset", ["linear-blog", "nystrom-table1", "reformer-rounds", "aft-table"])
+def test_presets_run_in_part(cli: Cli, tmp_path: Path, preset: str) -> None:
+    arguments = ["--preset", preset, "--seq-lens", "64", "--batch", "1", "--runtimes", "torch", *SMALL, "--no-memory"]
+    result = cli("bench", *arguments, "-o", tmp_path / "out", "--json")
+    assert result.code == 0, result.err
+    assert result.json["preset"] == preset
+    assert {row["status"] for row in result.json["rows"]} == {"measured"}
+    assert result.json["rounds"] == 3

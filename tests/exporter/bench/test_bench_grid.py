@@ -1,0 +1,100 @@
+"""Which cases a benchmark has, and what it says about those that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from effexport.bench.grid import Grid, Model, models_from_text, numbers, spec_from_case, words
+from effexport.bench.presets import PRESETS
+from effexport.bench.published import PUBLISHED, TITLES
+from effexport.errors import UserError
+from effexport.models.spec import LSHSpec, SpecError
+
+
+def test_cases_are_every_combination_shorter_sequences_first() -> None:
+    grid = Grid(models=models_from_text("softmax,lsh"), seq_lens=(128, 64), batches=(2, 1), runtimes=("torch", "ort"))
+    cases = list(grid.cases())
+    assert len(cases) == 2 * 2 * 2 * 2
+    assert [(case.seq_len, case.batch, case.label, case.runtime) for case in cases[:5]] == [
+        (64, 1, "softmax", "torch"),
+        (64, 1, "softmax", "ort"),
+        (64, 1, "lsh", "torch"),
+        (64, 1, "lsh", "ort"),
+        (64, 2, "softmax", "torch"),
+    ]
+
+
+def test_the_spec_of_a_case_has_the_measured_length_and_the_options() -> None:
+    case = next(Grid(models=models_from_text("lsh:num_hashes=4"), seq_lens=(300,), heads=2, head_dim=16).cases())
+    spec = spec_from_case(case)
+    assert isinstance(spec.model, LSHSpec)
+    assert (spec.seq_len, spec.model.num_hashes, spec.model.dim, spec.fused) == (300, 4, 32, True)
+    # as `effexport build` makes it
+    assert spec.model.chunk_length == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("softmax", "softmax"),
+        ("nystrom:num_landmarks=32", "nystrom-32"),
+        ("lsh:num_hashes=4", "lsh, 4 rounds"),
+        ("lsh:num_hashes=1", "lsh, 1 round"),
+        ("lsh:num-hashes=4:chunk-length=32", "lsh, num_hashes=4, chunk_length=32"),
+        ("linear:eps=1e-5", "linear, eps=1e-05"),
+    ],
+)
+def test_labels_say_what_is_special(text: str, label: str) -> None:
+    assert models_from_text(text)[0].label == label
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lhs", "unknown variant 'lhs' in --variants; did you mean 'lsh'?"),
+        ("softmax,", "without empty parts"),
+        ("lsh:4", "expected VARIANT:FIELD=VALUE, such as lsh:num_hashes=4"),
+    ],
+)
+def test_variants_that_cannot_be_read_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("?", r"\?").replace("(", r"\(")):
+        models_from_text(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"runtimes": ("trch",)}, "unknown name 'trch' in --runtimes; did you mean 'torch'"),
+        ({"runtimes": ("ort", "ort")}, "--runtimes has ort twice"),
+        ({"precisions": ("fp8",)}, "unknown name 'fp8' in --precision"),
+        ({"scope": "layer"}, "unknown name 'layer' in --scope"),
+        ({"seq_lens": (64, 0)}, "--seq-lens has 0; expected positive integers"),
+        ({"batches": ()}, "--batch is empty"),
+        ({"heads": -1}, "--heads has -1"),
+        ({"models": (Model("lsh"), Model("lsh"))}, "--variants has lsh twice"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Grid(**fields)  # type: ignore[arg-type]
+
+
+def test_a_field_that_a_variant_does_not_have_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(SpecError, match=r"lsh attention has no field 'num_hash'; did you mean 'num_hashes'\?"):
+        Grid(models=models_from_text("lsh:num_hash=4"))
+
+
+def test_lists_of_numbers_are_read_or_refused() -> None:
+    assert numbers("512, 2048", "--seq-lens") == (512, 2048)
+    assert words("torch,ort", "--runtimes") == ("torch", "ort")
+    with pytest.raises(UserError, match="--seq-lens has 'many'; expected integers"):
+        numbers("512,many", "--seq-lens")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_a_grid_and_figures_to_compare_with(name: str) -> None:
+    preset = PRESETS[name]
+    assert preset.name == name
+    assert len(list(preset.grid.cases())) >= 10
+    assert name in TITLES
+    assert any(table.preset == name for table in PUBLISHED)

@@ -1,0 +1,110 @@
+"""Benchmarks as Markdown, and their plots as files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from bench_results import FAILED, LENGTHS, MODELS, results, row, without_timing
+from page_browser import Browser, complaints
+
+from effexport.bench.markdown import HEAD, markdown_from_results, plot_svg_from_results
+from effexport.bench.results import BenchResults, results_from_json
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def cells(text: str) -> list[list[str]]:
+    """The lines of the first table, without its head."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    table = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [line for line in table[2:] if len(line) == len(HEAD)]
+
+
+def test_a_row_is_a_line_with_its_figures() -> None:
+    text = markdown_from_results(results((row("softmax", 512), row("linear", 512))))
+    assert cells(text)[1] == [
+        "linear",
+        "512",
+        "ort",
+        "800 ± 16 µs",
+        "1.00",
+        "1.25",
+        "3.20",
+        "1.00 MB",
+        "2.5e-06 of 0.0002",
+    ]
+    assert "✅ All 2 candidates passed parity." in text
+    assert "core, fp32; medians over 5 rounds" in text
+
+
+def test_lines_are_in_order_of_length() -> None:
+    rows = tuple(row("linear", length) for length in reversed(LENGTHS))
+    assert [line[1] for line in cells(markdown_from_results(results(rows)))] == [f"{n:,}" for n in LENGTHS]
+
+
+def test_rows_without_a_timing_say_why_below_the_table() -> None:
+    rows = (
+        replace(row("linear", 512), status="failed", parity=FAILED, reason="parity failed"),
+        without_timing("not run", "there is no GPU", runtime="trt"),
+    )
+    text = markdown_from_results(results(rows, complete=False))
+    assert [line[3:] for line in cells(text)] == [
+        ["failed", "–", "–", "–", "–", "0.003 of 0.0002"],
+        ["not run", "–", "–", "–", "–", "–"],
+    ]
+    assert "* failed: parity failed; max \\|error\\| / RMS 0.003, limit 0.0002" in text
+    assert "* not run: there is no GPU. 1 row (linear on trt)" in text
+    assert "❌ 1 of 1 candidate failed parity: linear on ort. 1 row was not run." in text
+    assert "Interrupted: 2 rows were finished by then" in text
+
+
+def test_the_length_at_which_softmax_is_overtaken_is_in_a_table() -> None:
+    text = markdown_from_results(results())
+    assert "| lsh, 4 rounds | ort | faster from about 4,096 tokens on |" in text
+    assert "<details><summary>All 60 rows</summary>" in text
+
+
+def test_hostile_text_stays_text() -> None:
+    one = row("linear", 512)
+    bad = replace(one, case=replace(one.case, label="<img src=x> | @somebody `x`"))
+    text = markdown_from_results(results((bad,)))
+    assert "<img" not in text
+    assert "@somebody" not in text
+    assert len(cells(text.replace("\\|", "/"))) == 1
+
+
+@pytest.mark.parametrize("what", ["latency", "memory"])
+@pytest.mark.parametrize("rows", [None, (), tuple(row(label, n) for label in MODELS for n in LENGTHS)])
+def test_a_plot_is_a_file_for_light_and_dark(what: str, rows: tuple[object, ...] | None) -> None:
+    svg = plot_svg_from_results(results(rows), what)  # type: ignore[arg-type]
+    root = ElementTree.fromstring(svg)
+    assert root.tag == f"{SVG}svg"
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+    assert "prefers-color-scheme: dark" in (root.findtext(f"{SVG}style") or "")
+    assert root.find(f"{SVG}rect[@class='page']") is not None
+    assert len(root.findall(f"{SVG}svg")) == {None: 3, 0: 0, 20: 1}[None if rows is None else len(rows)]
+    assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_what_was_not_measured_has_a_plot_that_says_so() -> None:
+    rows = tuple(replace(row("linear", n), peak_bytes=None) for n in LENGTHS)
+    assert "No memory was measured." in plot_svg_from_results(results(rows), "memory")
+
+
+@pytest.mark.requires("browser")
+def test_a_plot_file_opens_without_complaint(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "plot.svg").write_text(plot_svg_from_results(results(), "latency"), encoding="utf-8")
+    for scheme, is_dark in (("light", False), ("dark", True)):
+        browser.open(tmp_path / "plot.svg", scheme=scheme)
+        assert complaints(browser) == []
+        fill = browser.evaluate("getComputedStyle(document.querySelector('.page')).fill")
+        assert (fill == "rgb(21, 25, 30)") == is_dark
+
+
+def test_renderings_are_the_same_after_a_trip_through_json(tmp_path: Path) -> None:
+    found: BenchResults = results()
+    (tmp_path / "results.json").write_text(found.to_json(), encoding="utf-8")
+    assert markdown_from_results(results_from_json(tmp_path / "results.json")) == markdown_from_results(found)

@@ -1,0 +1,162 @@
+"""What is exported for a benchmark computes what PyTorch computes, with our operators and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from effexport.bench.agreement import agreement, reference_of_case
+from effexport.bench.candidates import candidate_from_case
+from effexport.bench.grid import Grid, Model, spec_from_case
+from effexport.bench.models import core_axes, inputs_of_case, module_from_case, onnx_from_case, signature_of_case
+from effexport.bench.naive import naive_onnx_from_case
+from effexport.bench.results import Case
+from effexport.errors import StageError
+from effexport.models.spec import ATTENTION_SPECS
+from effexport.onnx_graph import all_nodes
+from effexport.plugins import DOMAIN
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+# Chunks, landmarks and windows shorter than the sequence, or most of the algorithm would be idle.
+SMALL_OPTIONS: dict[str, dict[str, Any]] = {
+    "nystrom": {"num_landmarks": 16, "conv_kernel_size": 5},
+    "lsh": {"chunk_length": 16},
+    "aft-full": {"position_dim": 8},
+    "aft-local": {"position_dim": 8, "window": 9},
+}
+
+
+def small_case(variant: str, runtime: str = "ort", seq_len: int = 100, scope: str = "core", batch: int = 2) -> Case:
+    grid = Grid(
+        models=(Model(variant, SMALL_OPTIONS.get(variant, {})),),
+        seq_lens=(seq_len,),
+        batches=(batch,),
+        runtimes=(runtime,),
+        scope=scope,
+        heads=2,
+        head_dim=16,
+    )
+    return next(grid.cases())
+
+
+def agrees(case: Case, model: Path | None) -> None:
+    feeds = inputs_of_case(case)
+    candidate = candidate_from_case(case, model, threads=1)
+    try:
+        candidate.bind(feeds)
+        candidate.run()
+        parity = agreement(candidate, case, reference_of_case(case, feeds))
+    finally:
+        candidate.close()
+    assert parity.passed, parity
+
+
+def test_a_core_export_agrees_with_pytorch(variant: str, tmp_path: Path) -> None:
+    case = small_case(variant)
+    onnx_from_case(case, tmp_path / "model.onnx")
+    agrees(case, tmp_path / "model.onnx")
+
+
+def test_a_naive_export_has_no_operator_of_ours_and_agrees_with_pytorch(variant: str, tmp_path: Path) -> None:
+    case = small_case(variant, "naive")
+    path = tmp_path / "model.onnx"
+    naive_onnx_from_case(case, path)
+    model = onnx.load(str(path))
+    assert {node.domain for node in all_nodes(model)} <= {"", "ai.onnx"}
+    assert DOMAIN not in {entry.domain for entry in model.opset_import}
+    agrees(case, path)
+    # batch and length are free
+    shorter = small_case(variant, "naive", seq_len=100, batch=1)
+    agrees(shorter, path)
+
+
+def test_a_naive_encoder_agrees_with_pytorch(tmp_path: Path) -> None:
+    case = small_case("nystrom", "naive", scope="encoder")
+    naive_onnx_from_case(case, tmp_path / "model.onnx")
+    agrees(case, tmp_path / "model.onnx")
+
+
+def test_signatures_are_those_of_the_modules(variant: str) -> None:
+    import torch
+
+    case = small_case(variant)
+    hidden = torch.zeros(case.batch, case.seq_len, case.heads * case.head_dim)
+    core = module_from_case(case)
+    projected = core.layer.project(hidden)  # type: ignore[operator, union-attr]
+    heads, channels = core_axes(spec_from_case(case))
+    assert [tuple(x.shape) for x in projected] == [(2, heads, 100, width) for width in channels.values()]
+    assert [x.shape for x in inputs_of_case(case).values()] == [tuple(x.shape) for x in projected]
+
+
+def test_attention_and_encoder_have_the_inputs_of_effexport_build() -> None:
+    for scope, name in (("attention", "hidden_states"), ("encoder", "input_ids")):
+        case = small_case("softmax", scope=scope)
+        assert [tensor.name for tensor in signature_of_case(case).inputs] == [name, "attention_mask"]
+        assert inputs_of_case(case)["attention_mask"].all()
+
+
+@pytest.mark.parametrize("runtime", ["torch", "compile"])
+def test_pytorch_agrees_with_itself(runtime: str) -> None:
+    agrees(small_case("linear", runtime), None)
+
+
+def test_half_precision_is_judged_by_its_own_limit() -> None:
+    case = Case(**{**vars(small_case("linear", "torch")), "precision": "fp16"})
+    agrees(case, None)
+    assert inputs_of_case(case)["q"].dtype == np.float16
+
+
+def test_an_export_that_fails_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from effexport.bench import naive
+
+    monkeypatch.setattr(naive, "reference_of_operator", dict)
+    with pytest.raises(StageError, match="plain export: "):
+        naive_onnx_from_case(small_case("lsh", "naive"), tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
+
+
+class FakeCandidate:
+    """Answers what it was told to."""
+
+    def __init__(self, outputs: dict[str, Any]) -> None:
+        self._outputs = outputs
+
+    def outputs(self) -> dict[str, Any]:
+        return self._outputs
+
+
+@pytest.mark.parametrize(
+    ("change", "metric"),
+    [
+        (lambda x: x * np.float32(1.001), "max |error| / RMS"),
+        (lambda x: np.where(np.arange(x.size).reshape(x.shape) == 5, np.nan, x).astype(np.float32), "NaN or Inf"),
+        (lambda x: x[:, :, :-1], "names, dtypes, shapes"),
+        (lambda x: x.astype(np.float64), "names, dtypes, shapes"),
+    ],
+)
+@pytest.mark.parametrize("model", ["linear", "lsh"])
+def test_a_planted_fault_is_found(model: str, change: Any, metric: str) -> None:
+    case = small_case(model, "torch")
+    feeds = inputs_of_case(case)
+    reference = reference_of_case(case, feeds)
+    candidate = candidate_from_case(case, None, threads=1)
+    candidate.bind(feeds)
+    candidate.run()
+    good = candidate.outputs()
+    assert agreement(FakeCandidate(good), case, reference).passed  # type: ignore[arg-type]
+    bad = FakeCandidate({name: change(array) for name, array in good.items()})
+    parity = agreement(bad, case, reference)  # type: ignore[arg-type]
+    if model == "lsh" and metric.startswith("max"):
+        # a free-running hash is judged by what other rotations would change, and by no more
+        assert parity.passed
+        return
+    assert not parity.passed
+    assert parity.metric.startswith(metric)
+
+
+def test_every_variant_is_covered() -> None:
+    assert set(SMALL_OPTIONS) <= set(ATTENTION_SPECS)

@@ -1,0 +1,126 @@
+"""Results survive JSON and CSV, and what to advise follows from them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from effexport.bench.advise import advice_from_results, bytes_from_text
+from effexport.bench.csv_text import COLUMNS, csv_from_results
+from effexport.bench.output import check_bench_output, write_results
+from effexport.bench.results import BenchResults, Case, Floor, Parity, Row, Timing, results_from_json
+from effexport.errors import UserError
+
+
+def row_of(label: str, runtime: str, median_ms: float, peak_bytes: int | None = None) -> Row:
+    case = Case(
+        label=label,
+        variant=label.split(",")[0],
+        runtime=runtime,
+        scope="core",
+        seq_len=128,
+        batch=2,
+        precision="fp32",
+        heads=2,
+        head_dim=16,
+        options={"num_hashes": 4} if label == "lsh, 4 rounds" else {},
+    )
+    timing = Timing(
+        runs=5,
+        median_ms=median_ms,
+        mean_ms=median_ms,
+        deviation_ms=0.5,
+        lowest_ms=median_ms / 2,
+        highest_ms=2 * median_ms,
+        spread_ms=0.25,
+    )
+    return Row(
+        case=case,
+        status="measured",
+        parity=Parity(passed=True, metric="max |error| / RMS", value=1e-7, limit=2e-5),
+        timing=timing,
+        floor=Floor(products_ms=0.5, pass_ms=0.5),
+        peak_bytes=peak_bytes,
+        implementation={"LSHSort": "kernel"},
+        times_softmax=2.0,
+    )
+
+
+def results_of(*rows: Row) -> BenchResults:
+    return BenchResults(
+        rows=rows,
+        created="2026-01-02T03:04:05+00:00",
+        command="effexport bench",
+        rounds=5,
+        threads=2,
+        machine={"processor": "x"},
+        environment={"torch": "2"},
+    )
+
+
+ROWS = (row_of("softmax", "torch", 8.0, 4_000_000), row_of("lsh, 4 rounds", "ort", 2.0, 9_000_000))
+NOT_RUN = Row(case=ROWS[0].case, status="not run", reason='needs a GPU, says "somebody"')
+
+
+def test_results_survive_json(tmp_path: Path) -> None:
+    results = results_of(*ROWS, NOT_RUN)
+    (tmp_path / "results.json").write_text(results.to_json())
+    assert results_from_json(tmp_path / "results.json") == results
+
+
+def test_csv_has_one_flat_line_per_row() -> None:
+    lines = list(csv.DictReader(io.StringIO(csv_from_results(results_of(*ROWS, NOT_RUN)))))
+    assert list(lines[0]) == list(COLUMNS)
+    measured, refused = lines[1], lines[2]
+    assert measured["label"] == "lsh, 4 rounds"
+    assert measured["options"] == "num_hashes=4"
+    assert measured["implementation"] == "LSHSort=kernel"
+    assert float(measured["median_ms"]) == 2.0
+    assert float(measured["tokens_per_second"]) == 128_000
+    assert float(measured["times_floor"]) == 2.0
+    assert (refused["status"], refused["reason"], refused["median_ms"]) == ("not run", NOT_RUN.reason, "")
+
+
+def test_advice_is_the_fastest_within_the_limit() -> None:
+    advice = advice_from_results(results_of(*ROWS, NOT_RUN))
+    assert [row.case.label for row in advice.ranked] == ["lsh, 4 rounds", "softmax"]
+    assert "lsh, 4 rounds on ort, 2 ms and 9 MB" in advice.sentences[0]
+    assert "different models" in advice.sentences[-1]
+    limited = advice_from_results(results_of(*ROWS), limit_bytes=5_000_000)
+    assert [row.case.label for row in limited.ranked] == ["softmax"]
+    assert [row.case.label for row in limited.beyond] == ["lsh, 4 rounds"]
+    assert advice_from_results(results_of(*ROWS), 1).sentences == ("Nothing that was measured runs within 1e-06 MB.",)
+
+
+def test_a_row_of_unknown_memory_is_not_within_a_limit() -> None:
+    assert advice_from_results(results_of(row_of("softmax", "torch", 1.0)), 10**12).ranked == ()
+
+
+def test_amounts_of_memory_are_read_or_refused() -> None:
+    assert bytes_from_text("2GB") == 2 * 10**9
+    assert bytes_from_text("1.5 GiB") == 3 * 2**29
+    assert bytes_from_text("500mb") == 500 * 10**6
+    for text in ("much", "0GB", "-1GB", "2 TB", ""):
+        with pytest.raises(UserError, match="expected an amount such as 2GB"):
+            bytes_from_text(text)
+
+
+def test_a_folder_is_replaced_only_by_force_and_only_if_it_is_a_benchmark(tmp_path: Path) -> None:
+    output = tmp_path / "deep" / "bench"
+    results = results_of(*ROWS)
+    written = write_results(results, output, force=False)
+    assert {path.name for path in written} >= {"results.json", "results.csv"}
+    assert list(output.parent.iterdir()) == [output]
+    with pytest.raises(UserError, match="exists; choose another folder with -o, or replace it with --force"):
+        check_bench_output(output, force=False)
+    write_results(results_of(ROWS[0]), output, force=True)
+    assert len(results_from_json(output / "results.json").rows) == 1
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "page").write_text("keep")
+    with pytest.raises(UserError, match="is not a benchmark, so --force does not replace it"):
+        check_bench_output(tmp_path / "thesis", force=True)
+    with pytest.raises(UserError, match="is a file"):
+        check_bench_output(tmp_path / "thesis" / "page", force=True)
