@@ -185,7 +185,6 @@ def failure_message(checks: list[Check]) -> str:
 def manifest_contents(
     spec: BuildSpec, module: nn.Module, hashes: list[str], report: Report, origin: str
 ) -> dict[str, Any]:
-    from effexport.onnx_from_module import expected_custom_ops
 
     def plain(tensors: Any) -> list[dict[str, Any]]:
         return [{"name": t.name, "dtype": t.dtype, "dims": list(t.dims)} for t in tensors]
@@ -198,7 +197,7 @@ def manifest_contents(
         "opset": spec.opset,
         "inputs": plain(spec.inputs),
         "outputs": plain(spec.outputs),
-        "custom_ops": expected_custom_ops(spec),
+        "custom_ops": spec.custom_ops,
         "hash_values": hashes,
         "weights_sha256": weights_digest(module),
         "weights_from": origin,

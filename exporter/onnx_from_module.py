@@ -7,13 +7,12 @@ import copy
 import inspect
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import StageError
-from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.spec import LSHSpec, NystromSpec
 from effexport.onnx_graph import GraphPromise, check_graph
 from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.runners import DEFAULTS
@@ -37,7 +36,7 @@ def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path) -> None:
     they exceed EXTERNAL_DATA_THRESHOLD_BYTES or the spec asks for it.
     Raises StageError when the exporter fails or the graph breaks a promise of the spec.
     """
-    promise = GraphPromise(spec.inputs, spec.outputs, expected_custom_ops(spec))
+    promise = GraphPromise(spec.inputs, spec.outputs, spec.custom_ops)
     write_graph(at_precision(module, spec.precision), example_inputs(spec), promise, spec, path)
 
 
@@ -45,23 +44,12 @@ def write_graph(
     module: nn.Module, example: tuple[torch.Tensor, ...], promise: GraphPromise, spec: BuildSpec, path: Path
 ) -> None:
     """Trace `module` on `example`, finish the graph, save it and check what it promises."""
-    model = program_from_module(module, example, promise, spec.opset).model
+    model = program_from_module(module, example, promise, spec).model
     mark_custom_nodes(model)
     attach_function_bodies(model, spec.opset)
     strip_metadata(model)
     save(model, spec, path)
     check_graph(path, promise)
-
-
-def expected_custom_ops(spec: BuildSpec) -> dict[str, int]:
-    """How many nodes of each custom operator the graph of this spec must contain."""
-    if isinstance(spec.model, CheckpointSpec):
-        return spec.model.custom_ops
-    if isinstance(spec.attention, LSHSpec):
-        return {"LSHSort": spec.layers}
-    if isinstance(spec.attention, NystromSpec) and not spec.attention.is_plain_softmax:
-        return {"IterativePinv": spec.layers}
-    return {}
 
 
 def at_precision(module: nn.Module, precision: str) -> nn.Module:
@@ -77,23 +65,25 @@ def at_precision(module: nn.Module, precision: str) -> nn.Module:
 
 
 def program_from_module(
-    module: nn.Module, example: tuple[torch.Tensor, ...], promise: GraphPromise, opset: int
+    module: nn.Module, example: tuple[torch.Tensor, ...], promise: GraphPromise, spec: BuildSpec
 ) -> torch.onnx.ONNXProgram:
     """The traced graph, with the names and dynamic dimensions of the promise: for ONNX, and as PyTorch's program."""
     import torch
+
+    from effexport.models.layers import fused_operators
 
     dynamic = [{i: dim for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in promise.inputs]
     register_schemas()
     table: dict[Any, Any] = {
         getattr(torch.ops.effexport, op.torch_name).default: op.load().onnx_translation for op in OPS.values()
     }
-    with quiet_exporter():
+    with quiet_exporter(), fused_operators(module, spec.fused):
         try:
             program = torch.onnx.export(
                 module,
                 example,
                 dynamo=True,
-                opset_version=opset,
+                opset_version=spec.opset,
                 input_names=[tensor.name for tensor in promise.inputs],
                 output_names=[tensor.name for tensor in promise.outputs],
                 # torch.export sees *inputs as one nested argument
@@ -166,11 +156,15 @@ def mark_custom_nodes(model: ir.Model) -> None:
     """Name custom nodes after their module, and mark them for TensorRT."""
     import onnx_ir as ir
 
+    seen: Counter[str] = Counter()
     for node in model.graph:
         if node.domain != DOMAIN:
             continue
         owner = module_path(node)
-        node.name = f"{owner}/{node.op_type}" if owner else node.op_type
+        name = f"{owner}/{node.op_type}" if owner else node.op_type
+        # a module may hold several of one operator
+        node.name = f"{name}_{seen[name]}" if seen[name] else name
+        seen[name] += 1
         node.attributes[PLUGIN_NAMESPACE] = ir.AttrString(PLUGIN_NAMESPACE, DOMAIN)
         if node.op_type == "LSHSort" and node.inputs[0] is not None:
             node.inputs[0].name = f"{owner}.{BUCKETS_SUFFIX}" if owner else BUCKETS_SUFFIX

@@ -17,6 +17,7 @@ from effexport.models.spec import (
     EncoderSpec,
     attention_from_dict,
     attention_spec,
+    counted,
     encoder_from_dict,
     field_names,
     spec_to_dict,
@@ -51,7 +52,12 @@ ModelSpec = AttentionSpec | EncoderSpec | CheckpointSpec
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSpec:
-    """A model and how to export it. batch: the batch size of the export case of the parity check."""
+    """A model and how to export it.
+
+    batch: the batch size of the export case of the parity check.
+    fused: attention as one operator of ours where there is one; False exports it as standard operators, for tools that
+    have neither our kernels nor a use for function bodies.
+    """
 
     model: ModelSpec
     batch: int = 1
@@ -59,6 +65,7 @@ class BuildSpec:
     opset: int = 20
     seed: int = 0
     external_data: bool = False
+    fused: bool = True
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -130,6 +137,13 @@ class BuildSpec:
         if isinstance(self.model, CheckpointSpec):
             return None  # where attention has a fixed length, the model pads to it
         return 1 if self.max_seq_len == 1 else self.attention.fixed_seq_len
+
+    @property
+    def custom_ops(self) -> dict[str, int]:
+        """How many nodes of each custom operator the graph contains."""
+        if isinstance(self.model, CheckpointSpec):
+            return self.model.custom_ops(self.fused)
+        return counted([self.attention] * self.layers, self.fused)
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:

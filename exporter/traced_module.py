@@ -12,7 +12,6 @@ from effexport.onnx_from_module import (
     BUCKETS_SUFFIX,
     at_precision,
     example_inputs,
-    expected_custom_ops,
     mark_custom_nodes,
     module_path,
     program_from_module,
@@ -53,8 +52,8 @@ class TracedModule:
     """
 
     def __init__(self, module: nn.Module, spec: BuildSpec) -> None:
-        promise = GraphPromise(spec.inputs, spec.outputs, expected_custom_ops(spec))
-        exported = program_from_module(at_precision(module, spec.precision), example_inputs(spec), promise, spec.opset)
+        promise = GraphPromise(spec.inputs, spec.outputs, spec.custom_ops)
+        exported = program_from_module(at_precision(module, spec.precision), example_inputs(spec), promise, spec)
         program = exported.exported_program
         assert program is not None
         mark_custom_nodes(exported.model)

@@ -46,10 +46,21 @@ PINV_KINDS = ("softmax", "nearly equal rows", "one large column", "zero")
 PINV_COUNT = 5
 SORT_LENGTHS = (0, 1, 2, 63, 100, 1000, 4096, 65536)
 SORT_BUCKETS = (1, 2, 31, 32, 33, 257, 352, 353, 1025, 4096)
+# (seq, chunk_length, head_dim): one token, chunks shorter and longer than a tile of 64, slices of 32 that are not whole
+ATTENTION_SHAPES = ((1, 1, 1), (63, 10, 24), (100, 64, 64), (1000, 100, 100), (1000, 64, 128))
+# before, after, causal, circular, rounded
+ATTENTION_KINDS = {
+    "one chunk before": (1, 0, False, False, False),
+    "both sides": (2, 1, False, False, False),
+    "causal": (1, 0, True, False, False),
+    "in a ring, rounded": (1, 1, True, True, True),
+}
 
-# (count, m) and (rows, n, num_buckets) that are timed
+# (count, m), (rows, n, num_buckets) that are timed
 TIMED_PINV = ((96, 64), (768, 64))
 TIMED_SORT = ((16, 8192, 256), (256, 16384, 256))
+# (batch, heads, seq, head_dim), of two rounds in chunks of 64, one before
+TIMED_ATTENTION = ((1, 8, 4096, 64), (8, 12, 8192, 64))
 ROUNDS = 31
 CALLS_PER_ROUND = 10
 COPY_BYTES = 1 << 30
@@ -106,8 +117,39 @@ class SortCase:
 
 
 @dataclass(frozen=True)
+class AttentionCase:
+    seq: int
+    chunk_length: int
+    head_dim: int
+    dtype: str
+    kind: str
+    batch: int = 2
+    heads: int = 2
+    rounds: int = 2
+
+    @property
+    def name(self) -> str:
+        shape = "×".join(map(str, (self.batch, self.heads, self.seq, self.head_dim)))
+        return f"LSHAttention {self.dtype} {shape}, chunks of {self.chunk_length}, {self.kind}"
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        names = ("chunks_before", "chunks_after", "causal", "circular", "rounded")
+        settings = zip(names, ATTENTION_KINDS[self.kind], strict=True)
+        return {"chunk_length": self.chunk_length, **{name: int(value) for name, value in settings}}
+
+    @property
+    def tolerance(self) -> float:
+        """Of the largest difference as a fraction of the largest value.
+
+        One rounding to the output's type, and float32 sums of up to 128 terms in logits of up to ‖q‖, about 14.
+        """
+        return {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}[self.dtype] + 2e-5
+
+
+@dataclass(frozen=True)
 class Check:
-    """One comparison. `error` is relative for IterativePinv and a count of differing elements for what is exact."""
+    """One comparison. `error` is relative where results are rounded, and a count of differing elements where not."""
 
     runner: str
     name: str
@@ -140,6 +182,12 @@ def sort_cases() -> Iterator[SortCase]:
     for n, num_buckets in itertools.product(SORT_LENGTHS, SORT_BUCKETS):
         yield SortCase(len(SORT_PATTERNS), n, num_buckets)
     yield SortCase(0, 100, 4)
+
+
+def attention_cases() -> Iterator[AttentionCase]:
+    for shape, dtype, kind in itertools.product(ATTENTION_SHAPES, DTYPES, ATTENTION_KINDS):
+        yield AttentionCase(*shape, dtype, kind)
+    yield AttentionCase(100, 10, 8, "float32", "causal", batch=0)
 
 
 def pinv_inputs(case: PinvCase, device: str = DEVICE) -> tuple[Tensor, Tensor]:
@@ -181,6 +229,70 @@ def sort_inputs(case: SortCase, device: str = DEVICE) -> Tensor:
     return buckets.to(device, torch.int32)
 
 
+# qk, v, order, rank, keep
+AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor] if TYPE_CHECKING else tuple
+
+
+def attention_inputs(case: AttentionCase, device: str = DEVICE) -> AttentionInputs:
+    """As a layer hands them over: tokens sorted by random buckets, the last quarter of the last sample is padding."""
+    import torch
+
+    generator = torch.Generator().manual_seed(case.seq)
+    shape = (case.batch, case.heads, case.seq, case.head_dim)
+    qk, v = (torch.randn(shape, generator=generator) for _ in range(2))
+    keep = torch.ones(case.batch, case.seq, dtype=torch.bool)
+    keep[-1:, case.seq - case.seq // 4 :] = False
+    padded = -(-case.seq // case.chunk_length) * case.chunk_length
+    buckets = torch.full((case.batch, case.heads * case.rounds, padded), 8)
+    drawn = torch.randint(8, (case.batch, case.heads * case.rounds, case.seq), generator=generator)
+    buckets[..., : case.seq] = torch.where(keep[:, None], drawn, 8)
+    order, rank = torch_sort(buckets.flatten(0, 1))
+    dtype = getattr(torch, case.dtype)
+    return qk.to(device, dtype), v.to(device, dtype), order.to(device), rank.to(device), keep.to(device)
+
+
+def torch_attention(inputs: AttentionInputs, attributes: dict[str, int]) -> Tensor:
+    """The plain formulas, windows and scores in memory: what PyTorch runs without our kernel.
+
+    `rounded` is about float32, so the log-sum-exps are of that type then.
+    """
+    import torch
+
+    qk, v, order, rank, keep = inputs
+    batch, heads, seq, head_dim = qk.shape
+    groups, padded, chunk_length = batch * heads, order.shape[1], attributes["chunk_length"]
+    rounds, chunks = order.shape[0] // groups, padded // chunk_length
+    q, values = (torch.nn.functional.pad(x, (0, 0, 0, padded - seq)).flatten(0, 1) for x in (qk, v))
+    keys = q * torch.rsqrt(q.square().mean(dim=-1, keepdim=True) + 1e-6) / head_dim**0.5
+    index = torch.arange(rounds * chunks, device=qk.device)[:, None]
+    near = index + torch.arange(-attributes["chunks_before"], attributes["chunks_after"] + 1, device=qk.device)
+    exists = (near.div(chunks, rounding_mode="floor") == index // chunks) | bool(attributes["circular"])
+    near = near % (rounds * chunks)
+    tokens = order.long().reshape(groups, rounds * chunks, chunk_length)
+    place = torch.arange(padded, device=qk.device).reshape(chunks, chunk_length).repeat(rounds, 1)
+    seen = tokens[:, near].flatten(2)
+    rows = torch.arange(groups, device=qk.device)[:, None, None]
+    logits = q[rows, tokens] @ keys[rows, seen].transpose(-1, -2)
+    kept = keep.sum(dim=1).repeat_interleave(heads)
+    absent = ~exists[:, :, None].expand(-1, -1, chunk_length).flatten(1)
+    hidden = ((place[near].flatten(1) >= kept[:, None, None]) | absent)[:, :, None]
+    own, other = tokens[..., None], seen.masked_fill(absent, -1)[:, :, None]
+    if attributes["causal"]:
+        hidden = hidden | (own < other)
+    logits = logits.masked_fill(hidden, -1e9).masked_fill(own == other, -1e5)
+    if attributes["rounded"]:
+        logits = logits.float()
+    highest = logits.amax(dim=-1, keepdim=True)
+    lse = highest + (logits - highest).exp().sum(dim=-1, keepdim=True).log()
+    context = (logits - lse).exp().to(v.dtype) @ values[rows, seen]
+    places = rank.long().reshape(groups, rounds, padded, 1)
+    lse = lse.reshape(groups, rounds, padded, 1).gather(2, places)
+    context = context.reshape(groups, rounds, padded, -1).gather(2, places.expand(-1, -1, -1, v.shape[-1]))
+    highest = lse.amax(dim=1, keepdim=True)
+    weights = (lse - (highest + (lse - highest).exp().sum(dim=1, keepdim=True).log())).exp()
+    return (weights * context).sum(dim=1)[:, :seq].reshape(v.shape).to(v.dtype)
+
+
 def torch_pinv(a: Tensor, scale: Tensor) -> Tensor:
     """Z0 = Aᵀ / scale, Z ← Z/4 (13 I − P (15 I − P (7 I − P))) with P = A Z: what PyTorch runs without our kernel."""
     import torch
@@ -211,6 +323,8 @@ class Runner(Protocol):
     def pinv(self, a: Tensor, scale: Tensor, z: Tensor) -> None: ...
 
     def sort(self, buckets: Tensor, num_buckets: int, order: Tensor, rank: Tensor) -> None: ...
+
+    def attend(self, inputs: AttentionInputs, attributes: dict[str, int], out: Tensor) -> None: ...
 
 
 Argument = ctypes.c_void_p | ctypes.c_int32
@@ -325,6 +439,27 @@ def sort_shared_bytes(num_buckets: int) -> int:
     return 4 * 32 * ((1 << -(-bucket_bits // passes)) + 1)
 
 
+@dataclass(frozen=True)
+class Launch:
+    entry: str
+    grid: int
+    block: int
+    shared_bytes: int
+
+
+def attention_launches(case: AttentionCase) -> tuple[Launch, Launch, Launch]:
+    """How plugins/lsh_attention/kernel_cuda.cu wants its three kernels to be launched."""
+    chunks = -(-case.seq // case.chunk_length)
+    groups = case.batch * case.heads
+    tiles = -(-case.chunk_length // 64) * -(-case.head_dim // 128)
+    entry = "effexport_lsh_attention"
+    return (
+        Launch(f"{entry}_kept", case.batch, 256, 4),
+        Launch(f"{entry}_{case.dtype}", groups * case.rounds * chunks * tiles, 256, 34560),
+        Launch(f"{entry}_combine_{case.dtype}", -(-groups * case.seq // 8), 256, 0),
+    )
+
+
 class LaunchRunner:
     """The kernels by themselves, compiled by nvcc for this GPU."""
 
@@ -355,6 +490,33 @@ class LaunchRunner:
         arguments = [*pointers(buckets), *integers(rows, n, num_buckets), *pointers(order, rank)]
         self.launcher.launch("effexport_lsh_sort", rows, 1024, sort_shared_bytes(num_buckets), arguments)
 
+    def attend(self, inputs: AttentionInputs, attributes: dict[str, int], out: Tensor) -> None:
+        import torch
+
+        qk, v, order, _, keep = inputs
+        if out.numel() == 0:
+            return
+        batch, heads, seq, head_dim = qk.shape
+        groups, (rows, padded) = batch * heads, order.shape
+        rounds, value_dim = rows // groups, v.shape[3]
+        dtype = str(qk.dtype).removeprefix("torch.")
+        case = AttentionCase(seq, attributes["chunk_length"], head_dim, dtype, "", batch, heads, rounds)
+        # memory that PyTorch reuses on the same stream only, hence not before the kernels are done with it
+        contexts, lses = (torch.full((rows * seq * n,), float("nan"), device=qk.device) for n in (value_dim, 1))
+        kept = torch.full((batch,), -1, dtype=torch.int32, device=qk.device)
+        sizes = (groups, heads, seq, padded, rounds, head_dim, value_dim, *attributes.values())
+        arguments = (
+            [*pointers(keep), *integers(batch, seq), *pointers(kept)],
+            [*pointers(qk, v, order, kept), *integers(*sizes), *pointers(contexts, lses)],
+            [
+                *pointers(contexts, lses),
+                *integers(groups, seq, rounds, value_dim, attributes["rounded"]),
+                *pointers(out),
+            ],
+        )
+        for how, given in zip(attention_launches(case), arguments, strict=True):
+            self.launcher.launch(how.entry, how.grid, how.block, how.shared_bytes, given)
+
 
 def pointers(*tensors: Tensor) -> list[Argument]:
     return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
@@ -373,7 +535,7 @@ class OrtRunner:
         self.name = f"ONNX Runtime with {library.name}"
         self.library = library
         self.device = device
-        self.sessions: dict[tuple[str, int, int], Any] = {}
+        self.sessions: dict[tuple[str | int, ...], Any] = {}
         self.nowhere = torch.zeros(1, device=device)
 
     def pinv(self, a: Tensor, scale: Tensor, z: Tensor) -> None:
@@ -382,19 +544,20 @@ class OrtRunner:
     def sort(self, buckets: Tensor, num_buckets: int, order: Tensor, rank: Tensor) -> None:
         self.run("LSHSort", {"num_buckets": num_buckets}, {"buckets": buckets}, {"order": order, "rank": rank})
 
+    def attend(self, inputs: AttentionInputs, attributes: dict[str, int], out: Tensor) -> None:
+        named = dict(zip(("qk", "v", "order", "rank", "keep"), inputs, strict=True))
+        self.run("LSHAttention", attributes, named, {"out": out})
+
     def run(self, op: str, attributes: dict[str, int], inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        element = onnx_element(next(iter(inputs.values())))
-        key = (op, next(iter(attributes.values())), element)
+        key = (op, *attributes.values(), onnx_element(next(iter(inputs.values()))))
         if key not in self.sessions:
-            ranks = {name: tensor.dim() for name, tensor in (inputs | outputs).items()}
-            model = one_node_model(op, attributes, element, list(inputs), list(outputs), ranks)
-            self.sessions[key] = self.session(model)
+            self.sessions[key] = self.session(one_node_model(op, attributes, inputs, outputs))
         binding = self.sessions[key].io_binding()
         for bind, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
             for name, tensor in tensors.items():
                 # an empty tensor has no address, and none is not accepted
                 address = tensor.data_ptr() or self.nowhere.data_ptr()
-                bind(name, self.device, 0, element, list(tensor.shape), address)
+                bind(name, self.device, 0, onnx_element(tensor), list(tensor.shape), address)
         self.sessions[key].run_with_iobinding(binding)
 
     def session(self, model: bytes) -> Any:
@@ -412,20 +575,23 @@ class OrtRunner:
 
 def onnx_element(tensor: Tensor) -> int:
     """The number of the tensor's type in ONNX."""
-    return {"float32": 1, "int32": 6, "float16": 10, "bfloat16": 16}[str(tensor.dtype).removeprefix("torch.")]
+    return {"float32": 1, "int32": 6, "bool": 9, "float16": 10, "bfloat16": 16}[
+        str(tensor.dtype).removeprefix("torch.")
+    ]
 
 
-def one_node_model(
-    op: str, attributes: dict[str, Any], element: int, inputs: list[str], outputs: list[str], ranks: dict[str, int]
-) -> bytes:
+def one_node_model(op: str, attributes: dict[str, Any], inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> bytes:
+    """A model of one node for tensors of these types and ranks."""
     from onnx import helper
 
-    def value(name: str) -> Any:
-        dims = [f"{name}_{axis}" for axis in range(ranks[name])]
-        return helper.make_tensor_value_info(name, element, dims)
+    def values(tensors: dict[str, Tensor]) -> list[Any]:
+        return [
+            helper.make_tensor_value_info(name, onnx_element(x), [f"{name}_{axis}" for axis in range(x.dim())])
+            for name, x in tensors.items()
+        ]
 
-    node = helper.make_node(op, inputs, outputs, domain="effexport", **attributes)
-    graph = helper.make_graph([node], op, [value(name) for name in inputs], [value(name) for name in outputs])
+    node = helper.make_node(op, list(inputs), list(outputs), domain="effexport", **attributes)
+    graph = helper.make_graph([node], op, values(inputs), values(outputs))
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("effexport", 1)]
     model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
     return model
@@ -496,7 +662,7 @@ def compile_kernels(nvcc: str, folder: Path) -> list[Path]:
 
     major, minor = torch.cuda.get_device_capability(0)
     cubins = []
-    for kernel in ("iterative_pinv", "lsh_sort"):
+    for kernel in ("iterative_pinv", "lsh_attention", "lsh_sort"):
         cubin = folder / f"{kernel}.cubin"
         source = PLUGINS / kernel / "kernel_cuda.cu"
         command = [nvcc, "-std=c++17", "-cubin", f"-arch=sm_{major}{minor}", "-I", str(PLUGINS), str(source)]
@@ -584,11 +750,26 @@ def check_sort(runner: Runner, case: SortCase, device: str = DEVICE) -> Check:
     return Check(runner.name, case.name, int((order != expected_order).sum() + (rank != expected_rank).sum()), 0)
 
 
+def check_attention(runner: Runner, case: AttentionCase, device: str = DEVICE) -> Check:
+    import torch
+
+    inputs = attention_inputs(case, device)
+    out = torch.full_like(inputs[1], float("nan"))
+    runner.attend(inputs, case.attributes, out)
+    if case.batch == 0:
+        return Check(runner.name, case.name, 0.0, case.tolerance)
+    qk, v, *others = inputs
+    expected = torch_attention((qk.double(), v.double(), *others), case.attributes)
+    error = (out.double() - expected).abs().max() / expected.abs().max()
+    return Check(runner.name, case.name, float(error), case.tolerance)
+
+
 def run_checks(runner: Runner, device: str = DEVICE) -> list[Check]:
     return [
         *(check_pinv(runner, case, device) for case in pinv_cases()),
         *(check_pinv_independence(runner, m, device) for m in PINV_SIZES),
         *(check_sort(runner, case, device) for case in sort_cases()),
+        *(check_attention(runner, case, device) for case in attention_cases()),
     ]
 
 
@@ -656,6 +837,24 @@ def time_sort(runner: Runner, rows: int, n: int, num_buckets: int, peak: float, 
     return Timing(f"LSHSort {rows}×{n}, {num_buckets} buckets", kernel, eager, least, limited_by)
 
 
+def time_attention(
+    runner: Runner, batch: int, heads: int, seq: int, head_dim: int, peak: float, bandwidth: float
+) -> Timing:
+    import torch
+
+    case = AttentionCase(seq, 64, head_dim, "float32", "one chunk before", batch, heads)
+    inputs = attention_inputs(case)
+    out = torch.empty_like(inputs[1])
+    kernel, eager = interleaved_medians(
+        [lambda: runner.attend(inputs, case.attributes, out), lambda: torch_attention(inputs, case.attributes)]
+    )
+    tokens = batch * heads * seq
+    # two products over windows of 128 keys; queries, values and results once, and the order of every round
+    operations = 2 * 2 * 128 * head_dim * tokens * case.rounds
+    least, limited_by = floor_us(operations, 4 * tokens * (3 * head_dim + case.rounds), peak, bandwidth)
+    return Timing(case.name, kernel, eager, least, limited_by)
+
+
 def run_timings(runner: Runner) -> tuple[list[Timing], dict[str, float]]:
     """The timings, and the two limits of this GPU that their floors were computed from."""
     import torch
@@ -667,6 +866,7 @@ def run_timings(runner: Runner) -> tuple[list[Timing], dict[str, float]]:
     timings = [
         *(time_pinv(runner, *shape, peak, bandwidth) for shape in TIMED_PINV),
         *(time_sort(runner, *shape, peak, bandwidth) for shape in TIMED_SORT),
+        *(time_attention(runner, *shape, peak, bandwidth) for shape in TIMED_ATTENTION),
     ]
     return timings, {"float32_tflops": peak / 1e12, "copy_gb_per_s": bandwidth / 1e9}
 

@@ -44,6 +44,12 @@ class ReferenceRunner:
             output.copy_(result)
         self.spoil(order, rank)
 
+    def attend(self, inputs, attributes, out) -> None:
+        if out.numel():
+            qk, v, *others = inputs
+            out.copy_(gpu_checks.torch_attention((qk.double(), v.double(), *others), attributes))
+        self.spoil(out)
+
 
 class SilentRunner:
     """Writes nothing."""
@@ -54,6 +60,8 @@ class SilentRunner:
 
     def sort(self, *_) -> None: ...
 
+    def attend(self, *_) -> None: ...
+
 
 def test_the_cases_cover_the_sizes_at_which_kernels_change_course() -> None:
     pinv, sort = list(gpu_checks.pinv_cases()), list(gpu_checks.sort_cases())
@@ -63,7 +71,11 @@ def test_the_cases_cover_the_sizes_at_which_kernels_change_course() -> None:
     assert {case.n for case in sort} >= {0, 1, 2, 63, 100, 1000, 4096, 65536}
     assert {case.num_buckets for case in sort} >= {1, 2, 257, 352, 353, 4096}
     assert any(case.rows == 0 for case in sort)
-    names = [case.name for case in (*pinv, *sort)]
+    attention = list(gpu_checks.attention_cases())
+    assert {case.dtype for case in attention} == {"float32", "float16", "bfloat16"}
+    assert {case.chunk_length for case in attention} >= {1, 10, 64, 100}
+    assert any(case.batch == 0 for case in attention)
+    names = [case.name for case in (*pinv, *sort, *attention)]
     assert len(set(names)) == len(names)
 
 
@@ -124,6 +136,36 @@ def test_a_matrix_that_depends_on_its_neighbours_fails() -> None:
     assert not gpu_checks.check_pinv_independence(ReferenceRunner(spoil), 31, "cpu").passed
 
 
+@pytest.mark.parametrize("kind", gpu_checks.ATTENTION_KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_one_wrong_element_of_the_attention_fails(dtype: str, kind: str) -> None:
+    case = gpu_checks.AttentionCase(63, 10, 24, dtype, kind)
+
+    def spoil_by(value: float):
+        def spoil(out) -> None:
+            out[-1, -1, -1, -1] = value
+
+        return ReferenceRunner(spoil)
+
+    assert gpu_checks.check_attention(ReferenceRunner(), case, "cpu").passed
+    for value in (float("nan"), float("inf"), 1e4):
+        assert not gpu_checks.check_attention(spoil_by(value), case, "cpu").passed
+
+
+def test_the_plain_formulas_of_the_attention_are_those_of_the_operator() -> None:
+    from effexport.plugins.lsh_attention.op import reference
+
+    for case in gpu_checks.attention_cases():
+        if case.dtype == "float32" and case.batch and case.seq <= 100:
+            qk, v, order, rank, keep = gpu_checks.attention_inputs(case, "cpu")
+            if not case.attributes["rounded"]:  # which is about float32
+                qk, v = qk.double(), v.double()
+            plain = gpu_checks.torch_attention((qk, v, order, rank, keep), case.attributes)
+            expected = reference(qk, v, order, keep, **case.attributes)
+            # the same sums in another order
+            torch.testing.assert_close(plain, expected, rtol=0, atol=case.tolerance * float(expected.abs().max()))
+
+
 def test_two_swapped_equals_fail_the_sort() -> None:
     def swap(order, rank) -> None:
         order[1, :2] = order[1, :2].flip(0)
@@ -159,6 +201,10 @@ def test_kernels_are_launched_with_inputs_then_integers_then_outputs() -> None:
     buckets = torch.zeros(7, 100, dtype=torch.int32)
     runner.sort(buckets, 257, torch.empty_like(buckets), torch.empty_like(buckets))
     runner.sort(buckets[:0], 257, buckets[:0], buckets[:0])
+    case = gpu_checks.AttentionCase(100, 64, 24, "bfloat16", "causal")
+    inputs = gpu_checks.attention_inputs(case, "cpu")
+    runner.attend(inputs, case.attributes, torch.empty_like(inputs[1]))
+    runner.attend(tuple(x[:0] for x in inputs), case.attributes, inputs[1][:0])
     pointer, integer = "c_void_p", "c_int"
     assert launcher.loaded == [Path("a.cubin"), Path("b.cubin")]
     pinv_arguments = [pointer, pointer, integer, integer, integer, pointer]
@@ -166,6 +212,9 @@ def test_kernels_are_launched_with_inputs_then_integers_then_outputs() -> None:
         ("effexport_iterative_pinv_float16", 5, 256, 49152, pinv_arguments),
         ("effexport_iterative_pinv_scratch_float16", 5, 512, 0, [*pinv_arguments, pointer]),
         ("effexport_lsh_sort", 7, 1024, 4 * 32 * 258, [pointer, integer, integer, integer, pointer, pointer]),
+        ("effexport_lsh_attention_kept", 2, 256, 4, [pointer, integer, integer, pointer]),
+        ("effexport_lsh_attention_bfloat16", 16, 256, 34560, [pointer] * 4 + [integer] * 13 + [pointer] * 2),
+        ("effexport_lsh_attention_combine_bfloat16", 50, 256, 0, [pointer] * 2 + [integer] * 5 + [pointer]),
     ]
 
 
@@ -181,6 +230,11 @@ def test_onnx_runtime_runs_the_kernels_on_bound_tensors() -> None:
     assert gpu_checks.check_pinv(runner, gpu_checks.PinvCase(8, "float32", "softmax", count=0), "cpu").passed
     for case in [(5, 100, 33), (5, 0, 33), (0, 100, 33)]:
         assert gpu_checks.check_sort(runner, gpu_checks.SortCase(*case), "cpu").passed
+    for dtype in ("float32", "float16", "bfloat16"):
+        case = gpu_checks.AttentionCase(63, 10, 24, dtype, "in a ring, rounded")
+        assert gpu_checks.check_attention(runner, case, "cpu").passed
+    empty = gpu_checks.AttentionCase(63, 10, 24, "float32", "causal", batch=0)
+    assert gpu_checks.check_attention(runner, empty, "cpu").passed
 
 
 def test_floors_are_set_by_arithmetic_or_memory() -> None:

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 @click.option("--opset", type=int, help="ONNX opset, 18 to 24.")
 @click.option("--seed", type=int, help="Seed of the weights.")
 @click.option("--external-data/--no-external-data", default=None, help="Keep weights in model.onnx.data.")
+@click.option(
+    "--fused/--unfused", default=None, help="Attention as one operator where there is one (default), or as many."
+)
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder with config.json and weights to export.")
 @click.option("--task", help="With --checkpoint: its head, where config.json does not say or another is wanted.")
 @click.option("--num-hashes", type=int, help="Hash rounds of LSH attention; a checkpoint may run with more.")

@@ -11,7 +11,6 @@ from effexport.commands._options import debug_option, json_option, stderr_consol
 
 if TYPE_CHECKING:
     from effexport.engines.sidecar import EngineInfo
-    from effexport.spec import BuildSpec
 
 
 @click.command("inspect")
@@ -79,18 +78,11 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         "max_seq_len": spec.max_seq_len,
         "inputs": [str(tensor) for tensor in spec.inputs],
         "outputs": [str(tensor) for tensor in spec.outputs],
-        "custom_ops": expected_custom_ops_of(spec),
+        "custom_ops": spec.custom_ops,
         "spec": spec.to_dict()["model"],
         "notes": list(notes),
         "build": f"effexport build --checkpoint {folder}",
     }
-
-
-def expected_custom_ops_of(spec: BuildSpec) -> dict[str, int]:
-    from effexport.models.checkpoint_spec import CheckpointSpec
-
-    assert isinstance(spec.model, CheckpointSpec)
-    return spec.model.custom_ops
 
 
 def print_checkpoint(described: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from effexport.parity import HISTOGRAM_EDGES, Check
+from effexport.report.axes import Axis, power
 from effexport.report.model import Report
-from effexport.report.svg import Axis, Point, Series, histogram, power, scatter
+from effexport.report.svg import Point, Series, histogram, scatter
 from effexport.report.text import measured, number
 
 YARDSTICK = "softmax"

@@ -11,6 +11,7 @@ from effexport.report.compare import Comparison, case_text, result_text
 from effexport.report.figures import bench_figures, error_figures
 from effexport.report.model import RUNTIME_NAMES, Report, counted
 from effexport.report.reproduce import REBUILT, build_command, verify_command
+from effexport.report.templates import template_environment
 from effexport.report.text import (
     explanation,
     field_text,
@@ -68,15 +69,6 @@ def bucket_rows(checks: Sequence[Check]) -> list[tuple[Check, Check | None]]:
 
 
 def _environment() -> jinja2.Environment:
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("effexport", "report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     filters: dict[str, Any] = {
         "number": number,
         "measured": measured,
@@ -93,5 +85,4 @@ def _environment() -> jinja2.Environment:
         "css": lambda status: status.replace(" ", "-"),
         "counted": lambda entry: counted(entry["passed"], entry["failed"], entry["not run"]),
     }
-    environment.filters.update(filters)
-    return environment
+    return template_environment(("report",), filters)

@@ -10,24 +10,24 @@ from effexport.report.model import RUNTIME_NAMES, Report
 from effexport.report.reproduce import REBUILT, build_command, quoted, verify_command
 from effexport.report.text import explanation, moment, number, share_of_limit, status_of
 
-_SIGNS = {"passed": "✅", "failed": "❌", "not run": "⚠️"}
+SIGNS = {"passed": "✅", "failed": "❌", "not run": "⚠️"}
 
 
 def markdown_from_report(report: Report, artifact: str) -> str:
     """The verdict, a table of checks, every failure in full, notes. artifact: how its commands name the artifact."""
     parts = [
-        f"### {_SIGNS[report.verdict]} {_escaped(report.title)}, {_escaped(report.spec['precision'])}",
-        _escaped(report.sentence),
-        _escaped(_facts(report)),
+        f"### {SIGNS[report.verdict]} {escaped(report.title)}, {escaped(report.spec['precision'])}",
+        escaped(report.sentence),
+        escaped(_facts(report)),
         _check_table(report.checks),
     ]
     problems = [check for check in report.checks if check.status != "passed"]
     parts += ["\n".join(_problem(check, report, artifact) for check in problems)] if problems else []
-    parts += ["\n".join(f"* {_escaped(note)}" for note in report.notes)] if report.notes else []
+    parts += ["\n".join(f"* {escaped(note)}" for note in report.notes)] if report.notes else []
     commands = f"effexport verify {quoted(artifact)}\n\n{build_command(report, REBUILT)}"
-    parts.append(_folded("Check it again, build it again", _fenced(commands)))
+    parts.append(folded("Check it again, build it again", fenced(commands)))
     versions = [(name, version or "not installed") for name, version in report.environment.items()]
-    parts.append(_folded("Environment", _table(("part", "version"), versions)))
+    parts.append(folded("Environment", table(("part", "version"), versions)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -45,15 +45,15 @@ def markdown_from_comparison(comparison: Comparison) -> str:
     ]
     cases = [(name, case, case_text(first), case_text(second)) for name, case, first, second in comparison.cases]
     parts = [
-        f"### {_escaped(names[0])} and {_escaped(names[1])}",
-        "\n".join(f"* {_SIGNS[s.report.verdict]} {_escaped(s.name)}: {_escaped(s.report.sentence)}" for s in sides),
+        f"### {escaped(names[0])} and {escaped(names[1])}",
+        "\n".join(f"* {SIGNS[s.report.verdict]} {escaped(s.name)}: {escaped(s.report.sentence)}" for s in sides),
         _pairs("differs in the spec", names, comparison.spec)
         if comparison.spec
         else "Both were built from the same spec.",
-        _table(("check", *names, "ratio"), checks),
-        _folded("Every case", _table(("check", "case", *names), cases)),
+        table(("check", *names, "ratio"), checks),
+        folded("Every case", table(("check", "case", *names), cases)),
         _pairs("size", names, comparison.files),
-        _folded("Build times", _pairs("stage", names, comparison.seconds)),
+        folded("Build times", _pairs("stage", names, comparison.seconds)),
     ]
     if comparison.environment:
         parts.append(_pairs("differs in the environment", names, comparison.environment))
@@ -76,28 +76,28 @@ def _check_table(checks: Sequence[Check]) -> str:
         cases = f"{entry['passed']} of {entry['passed'] + entry['failed'] + entry['not run']}"
         worst, limit = entry["worst"], entry["limit"]
         figures = (number(worst), number(limit), share_of_limit(worst, limit), cases)
-        rows.append((name, f"{_SIGNS[status]} {status}", entry["metric"], *figures))
-    return _table(("check", "result", "metric", "worst", "limit", "of limit", "passed"), rows, right=4)
+        rows.append((name, f"{SIGNS[status]} {status}", entry["metric"], *figures))
+    return table(("check", "result", "metric", "worst", "limit", "of limit", "passed"), rows, right=4)
 
 
 def _problem(check: Check, report: Report, artifact: str) -> str:
-    head = f"{_SIGNS[check.status]} **{check.status}**: {_escaped(check.name)} ({_escaped(check.case)})"
-    return f"* {head}: {_escaped(explanation(check))}\n{_indented(_fenced(verify_command(check, report, artifact)))}"
+    head = f"{SIGNS[check.status]} **{check.status}**: {escaped(check.name)} ({escaped(check.case)})"
+    return f"* {head}: {escaped(explanation(check))}\n{_indented(fenced(verify_command(check, report, artifact)))}"
 
 
 def _pairs(title: str, names: tuple[str, ...], rows: Iterable[Row]) -> str:
-    return _table((title, *names), [(row.name, row.first or "–", row.second or "–") for row in rows])
+    return table((title, *names), [(row.name, row.first or "–", row.second or "–") for row in rows])
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
     """right: how many of the last columns hold figures."""
     marks = ["---"] * (len(head) - right) + ["---:"] * right
     lines = [head, *rows]
-    text = [f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines]
+    text = [f"| {' | '.join(escaped(cell) for cell in line)} |" for line in lines]
     return "\n".join([text[0], f"|{'|'.join(marks)}|", *text[1:]])
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that Markdown and its tables leave as it is: on one line, without HTML, links, emphasis or mentions."""
     for sign in "\\`*_[]|~":
         text = text.replace(sign, f"\\{sign}")
@@ -106,7 +106,7 @@ def _escaped(text: str) -> str:
     return " ".join(text.split())
 
 
-def _fenced(text: str) -> str:
+def fenced(text: str) -> str:
     """A block of code, in a fence longer than any inside."""
     fence = "```"
     while fence in text:
@@ -118,5 +118,5 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
-def _folded(title: str, body: str) -> str:
+def folded(title: str, body: str) -> str:
     return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"

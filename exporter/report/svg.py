@@ -12,20 +12,34 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-# Small enough to be read on a telephone, where a plot is scaled down to its width.
-WIDTH = 520
-LEFT, RIGHT, TOP, PLOT_HEIGHT = 58, 12, 26, 200
+from effexport.report.axes import (
+    LEFT,
+    PLOT_HEIGHT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    Scale,
+    scale_of,
+    short,
+    text_at,
+    x_axis,
+    y_axis,
+)
+
 LEGEND_ROW = 20
 SERIES_COLOURS = 6
-# Labels of an axis that come closer than this, in pixels, run into each other.
-MIN_GAP = 44
+# seven marks and six colours: only the forty-third series looks like the first
 MARKS: tuple[Callable[[float, float], str], ...] = (
     lambda x, y: f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>',
     lambda x, y: f'<rect x="{x - 3.6:.1f}" y="{y - 3.6:.1f}" width="7.2" height="7.2"/>',
     lambda x, y: f'<path d="M{x:.1f} {y - 5.2:.1f}l5.2 5.2-5.2 5.2-5.2-5.2z"/>',
     lambda x, y: f'<path d="M{x:.1f} {y - 5:.1f}l5 9h-10z"/>',
+    lambda x, y: f'<path d="M{x:.1f} {y + 5:.1f}l5-9h-10z"/>',
+    lambda x, y: f'<path d="M{x - 1.5:.1f} {y - 5:.1f}h3v3.5h3.5v3h-3.5v3.5h-3v-3.5h-3.5v-3h3.5z"/>',
+    lambda x, y: f'<path d="M{x - 2.2:.1f} {y - 5:.1f}h4.4v10h-4.4z"/>',
 )
-DASHES = ("", "7 3", "2 3", "9 3 2 3")
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "14 4", "9 3 2 3 2 3")
 
 
 @dataclass(frozen=True)
@@ -38,60 +52,48 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Which colour and mark a series has, and which dashes, where they mean something: the first of each is 0.
+
+    The colour of a yardstick is -1.
+    """
+
+    colour: int
+    dash: int
+
+
+@dataclass(frozen=True)
 class Series:
-    """kind: "marks" are not joined; a "yardstick" is what the others are compared with; a "limit" may not be passed."""
+    """kind: "marks" are not joined; a "yardstick" is what the others are compared with; a "limit" may not be passed;
+    a "floor" is a thin line without marks. look: without one, the next that is free. Without a name, it has no line in
+    the legend.
+    """
 
     name: str
     points: Sequence[Point]
-    kind: Literal["marks", "line", "yardstick", "limit"] = "line"
-
-
-@dataclass(frozen=True)
-class Axis:
-    """ticks: where there is something to read; None for the powers of ten of a logarithmic axis."""
-
-    title: str
-    logarithmic: bool = False
-    ticks: Sequence[float] | None = None
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Data to pixels. low and high: the data's ends; values of 0 and below lie on the low end of a logarithmic one."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    logarithmic: bool
-
-    def __call__(self, value: float) -> float:
-        if self.logarithmic:
-            low, high = math.log10(self.low), math.log10(self.high)
-            place = math.log10(min(max(value, self.low), self.high))
-        else:
-            low, high, place = self.low, self.high, min(max(value, self.low), self.high)
-        share = (place - low) / (high - low) if high > low else 0.5
-        return self.start + share * (self.end - self.start)
+    kind: Literal["marks", "line", "yardstick", "limit", "floor"] = "line"
+    look: Look | None = None
 
 
 def scatter(key: str, title: str, description: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     """Series over two axes. key: unique on the page. Values that are not finite are crosses at the upper edge."""
     points = [point for one in series for point in one.points]
-    across = _scale([p.x for p in points], x, LEFT + 14, WIDTH - RIGHT - 14)
+    across = scale_of([p.x for p in points], x, LEFT + 14, WIDTH - RIGHT - 14)
     has_zero = y.logarithmic and any(p.y <= 0 for p in points)
-    up = _scale([p.y for p in points], y, TOP + PLOT_HEIGHT, TOP, has_zero)
-    body = [*_y_axis(y, up, has_zero), *_x_axis(x, across)]
+    up = scale_of([p.y for p in points], y, TOP + PLOT_HEIGHT, TOP, has_zero)
+    body = [*y_axis(y, up, has_zero), *x_axis(x, across)]
     # limits first: nothing may be hidden by them
-    order = sorted(range(len(series)), key=lambda n: series[n].kind != "limit")
-    colours = _numbered(series)
+    order = sorted(range(len(series)), key=lambda n: series[n].kind not in ("limit", "floor"))
+    looks = _looks(series)
     for n in order:
-        body += _drawn(series[n], colours[n], across, up)
-    top, rows = TOP + PLOT_HEIGHT + 62, len(series)
-    body += [part for n, one in enumerate(series) for part in _legend_row(one, colours[n], top + n * LEGEND_ROW)]
+        body += _drawn(series[n], looks[n], across, up)
+    top = TOP + PLOT_HEIGHT + 62
+    named = [n for n, one in enumerate(series) if one.name]
+    rows = len(named)
+    body += [part for row, n in enumerate(named) for part in _legend_row(series[n], looks[n], top + row * LEGEND_ROW)]
     if not all(math.isfinite(p.y) for p in points):
         y_of_row = top + rows * LEGEND_ROW
-        body += [_cross(LEFT + 14, y_of_row), _text(LEFT + 34, y_of_row + 4, "NaN or infinite")]
+        body += [_cross(LEFT + 14, y_of_row), text_at(LEFT + 34, y_of_row + 4, "NaN or infinite")]
         rows += 1
     return _svg(key, title, description, top + rows * LEGEND_ROW - 6, body)
 
@@ -105,26 +107,26 @@ def histogram(
     """
     up = Scale(0.5, max(10, *counts), TOP + PLOT_HEIGHT, TOP + 14, True)
     width = (WIDTH - LEFT - RIGHT) / len(counts)
-    body, said = list(_y_axis(Axis("elements", True), up, False, "whole")), []
+    body, said = list(y_axis(Axis("elements", True), up, False, "whole")), []
     for n, count in enumerate(counts):
         left, top = LEFT + n * width, up(count)
         if count:
             height = TOP + PLOT_HEIGHT - top
             bar = f'<rect x="{left + 3:.1f}" y="{top:.1f}" width="{width - 6:.1f}" height="{height:.1f}"/>'
             body.append(f'<g class="s0">{bar}</g>')
-            said.append(_text(left + width / 2, top - 5, _short(count), "middle"))
+            said.append(text_at(left + width / 2, top - 5, short(count), "middle"))
         if n < len(labels):
-            said.append(_text(left + width, TOP + PLOT_HEIGHT + 18, labels[n], "middle"))
+            said.append(text_at(left + width, TOP + PLOT_HEIGHT + 18, labels[n], "middle"))
     if limit is not None:
         place = LEFT + min(max(limit, 0), len(counts)) * width
         line = f'd="M{place:.1f} {TOP - 6}V{TOP + PLOT_HEIGHT}"/>'
         # a border of the colour of the page, for where it crosses a bar
         body.append(f'<path class="halo" {line}<path class="limit" {line}')
         anchor = "end" if place > WIDTH / 2 else "start"
-        said.append(_text(place + (-6 if anchor == "end" else 6), TOP - 10, "limit", anchor))
+        said.append(text_at(place + (-6 if anchor == "end" else 6), TOP - 10, "limit", anchor))
     # labels last: a line that crosses one does not hide it
     body += said
-    body.append(_text((LEFT + WIDTH - RIGHT) / 2, TOP + PLOT_HEIGHT + 40, x, "middle"))
+    body.append(text_at((LEFT + WIDTH - RIGHT) / 2, TOP + PLOT_HEIGHT + 40, x, "middle"))
     return _svg(key, title, description, TOP + PLOT_HEIGHT + 50, body)
 
 
@@ -136,83 +138,16 @@ def _svg(key: str, title: str, description: str, height: float, body: Iterable[s
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _numbered(series: Sequence[Series]) -> list[int]:
-    """A number for each series that has a colour of its own; limits and yardsticks have theirs."""
-    numbers, free = [], 0
+def _looks(series: Sequence[Series]) -> list[Look]:
+    """The look of each series. Limits and yardsticks have colours of their own."""
+    looks, free = [], 0
     for one in series:
-        numbers.append(free)
+        looks.append(one.look or Look(free, 2 if one.kind == "yardstick" else free // SERIES_COLOURS))
         free += one.kind in ("marks", "line")
-    return numbers
+    return looks
 
 
-def _scale(values: Iterable[float], axis: Axis, start: float, end: float, has_zero: bool = False) -> Scale:
-    """has_zero: leave the lowest decade of a logarithmic axis to 0."""
-    known = [v for v in values if math.isfinite(v) and (v > 0 or not axis.logarithmic)]
-    if axis.ticks is not None:
-        known += axis.ticks
-    low, high = min(known, default=1.0), max(known, default=10.0)
-    if axis.logarithmic and axis.ticks is None:
-        # whole decades, one at least
-        low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
-        high = max(high, 10 * low)
-        low = low / 10 if has_zero else low
-    return Scale(low, high, start, end, axis.logarithmic)
-
-
-def _ticks(axis: Axis, scale: Scale) -> list[float]:
-    """As the axis says; else powers of ten, or the ends of an axis that is not logarithmic."""
-    if axis.ticks is not None:
-        return list(axis.ticks)
-    if not scale.logarithmic:
-        return [scale.low, scale.high] if scale.high > scale.low else [scale.low]
-    first, last = math.ceil(math.log10(scale.low)), math.floor(math.log10(scale.high))
-    step = max(1, math.ceil((last - first + 1) / 8))
-    return [10.0**power for power in range(first, last + 1, step)]
-
-
-def _y_axis(axis: Axis, scale: Scale, has_zero: bool, style: Literal["power", "whole"] = "power") -> list[str]:
-    parts = []
-    for tick in _ticks(axis, scale):
-        y = scale(tick)
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        if has_zero and tick <= scale.low:
-            continue
-        label = _short(tick) if style == "whole" else _figure(tick)
-        parts.append(_text(LEFT - 8, y + 4, label, "end"))
-    if has_zero:
-        parts.append(_text(LEFT - 8, scale.start + 4, "0", "end"))
-    parts.append(_text(4, 12, axis.title))
-    return parts
-
-
-def _x_axis(axis: Axis, scale: Scale) -> list[str]:
-    bottom = TOP + PLOT_HEIGHT
-    parts = [f'<path class="axis" d="M{LEFT} {bottom}H{WIDTH - RIGHT}"/>']
-    ticks = _ticks(axis, scale)
-    labelled = _with_room([scale(tick) for tick in ticks])
-    for n, tick in enumerate(ticks):
-        x = scale(tick)
-        parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v5"/>')
-        if n in labelled:
-            parts.append(_text(x, bottom + 20, _figure(tick), "middle"))
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, bottom + 40, axis.title, "middle"))
-    return parts
-
-
-def _with_room(places: Sequence[float]) -> set[int]:
-    """Which labels of an axis fit beside each other: the last, the first, and what is between as there is room."""
-    chosen: list[int] = []
-    for n in (len(places) - 1, *range(len(places) - 1)):
-        if all(abs(places[n] - places[other]) >= MIN_GAP for other in chosen):
-            chosen.append(n)
-    return set(chosen)
-
-
-def _drawn(series: Series, number: int, across: Scale, up: Scale) -> list[str]:
+def _drawn(series: Series, look: Look, across: Scale, up: Scale) -> list[str]:
     if series.kind == "limit":
         dashes = "".join(f"M{across(p.x) - 10:.1f} {up(p.y):.1f}h20" for p in series.points)
         return [f'<path class="limit" d="{dashes}"/>']
@@ -220,54 +155,44 @@ def _drawn(series: Series, number: int, across: Scale, up: Scale) -> list[str]:
     finite = [p for p in series.points if math.isfinite(p.y)]
     if series.kind != "marks" and len(finite) > 1:
         path = "M" + "L".join(f"{across(p.x):.1f} {up(p.y):.1f}" for p in finite)
-        parts.append(f'<path class="line" d="{path}"{_dash(series, number)}/>')
-    for point in series.points:
+        parts.append(_line(series, look, path))
+    for point in series.points if series.kind != "floor" else ():
         label = f"<title>{escape(point.label)}</title>" if point.label else ""
         if math.isfinite(point.y):
-            mark = MARKS[number % len(MARKS)](across(point.x), up(point.y))
+            mark = _mark(series, look, across(point.x), up(point.y))
         else:
             mark = _cross(across(point.x), TOP)
         parts.append(f"<g>{label}{mark}</g>")
-    return [f'<g class="{_class(series, number)}">{"".join(parts)}</g>']
+    return [f'<g class="{_class(series, look)}">{"".join(parts)}</g>']
 
 
 def _cross(x: float, y: float) -> str:
     return f'<path class="cross" d="M{x - 5:.1f} {y - 5:.1f}l10 10m0-10l-10 10"/>'
 
 
-def _legend_row(series: Series, number: int, y: float) -> list[str]:
+def _legend_row(series: Series, look: Look, y: float) -> list[str]:
     x = LEFT + 14.0
     if series.kind == "limit":
         sign = f'<path class="limit" d="M{x - 10} {y}h20"/>'
     else:
-        line = f'<path class="line" d="M{x - 12} {y}h24"{_dash(series, number)}/>' if series.kind != "marks" else ""
-        sign = f'<g class="{_class(series, number)}">{line}{MARKS[number % len(MARKS)](x, y)}</g>'
-    return [sign, _text(x + 20, y + 4, series.name)]
+        line = _line(series, look, f"M{x - 14} {y}h28") if series.kind != "marks" else ""
+        mark = _mark(series, look, x, y) if series.kind != "floor" else ""
+        sign = f'<g class="{_class(series, look)}">{line}{mark}</g>'
+    return [sign, text_at(x + 22, y + 4, series.name)]
 
 
-def _class(series: Series, number: int) -> str:
-    return "yardstick" if series.kind == "yardstick" else f"s{number % SERIES_COLOURS}"
+def _mark(series: Series, look: Look, x: float, y: float) -> str:
+    """A yardstick has a ring, whatever the marks of the others are."""
+    if series.kind == "yardstick":
+        return f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+    return MARKS[look.colour % len(MARKS)](x, y)
 
 
-def _dash(series: Series, number: int) -> str:
-    pattern = "2 4" if series.kind == "yardstick" else DASHES[number // SERIES_COLOURS % len(DASHES)]
-    return f' stroke-dasharray="{pattern}"' if pattern else ""
+def _line(series: Series, look: Look, path: str) -> str:
+    pattern = "1 3" if series.kind == "floor" else DASHES[look.dash % len(DASHES)]
+    dashes = f' stroke-dasharray="{pattern}"' if pattern else ""
+    return f'<path class="{"thin" if series.kind == "floor" else "line"}" d="{path}"{dashes}/>'
 
 
-def _figure(value: float) -> str:
-    """As in the tables, but 1e-6 rather than 1.0e-06, and 8192 in full."""
-    return power(value) if 0 < abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:g}"
-
-
-def power(value: float) -> str:
-    """1e-6 for a power of ten, 1 for 1."""
-    exponent = round(math.log10(value))
-    return f"1e{exponent}" if exponent else "1"
-
-
-def _short(count: float) -> str:
-    """12, 3.4k, 1.2M: a count in few characters."""
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return f"{count:g}"
+def _class(series: Series, look: Look) -> str:
+    return "yardstick" if series.kind == "yardstick" or look.colour < 0 else f"s{look.colour % SERIES_COLOURS}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_browser import Browser
 
 from effexport.artifact import Artifact, write_manifest
 from effexport.cli import main
@@ -157,3 +158,13 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         return Result(code if isinstance(code, int) else 0 if code is None else 1, out, err)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """For tests that require "browser"."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next(path for path in map(shutil.which, names) if path)
+    running = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield running
+    running.close()

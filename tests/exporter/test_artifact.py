@@ -60,7 +60,7 @@ def dead_pid() -> int:
 @pytest.fixture
 def quick_export(built: Built, monkeypatch: pytest.MonkeyPatch) -> BuildSpec:
     """A spec whose export only copies a file, so that tests of what surrounds it are fast."""
-    artifact = built("softmax", "attention")
+    artifact = built("softmax", "attention", fused=False)
     monkeypatch.setattr(
         "effexport.onnx_from_module.onnx_from_module",
         lambda module, spec, path: shutil.copy(artifact.model_path, path),
@@ -75,7 +75,14 @@ def test_the_manifest_describes_the_model(built: Built, variant: str, scope: str
     assert (manifest["variant"], manifest["precision"], manifest["opset"]) == (variant, "fp32", 20)
     assert [t["name"] for t in manifest["inputs"]] == [spec.inputs[0].name, "attention_mask"]
     assert manifest["outputs"] == [{"name": "last_hidden_state", "dtype": "float32", "dims": ["batch", "seq", 32]}]
-    assert manifest["custom_ops"] == {"lsh": {"LSHSort": 1}, "nystrom": {"IterativePinv": 1}}.get(variant, {})
+    operators: dict[str, dict[str, int]] = {
+        "softmax": {"MaskedAttention": 1},
+        "linear": {"EluLinearAttention": 1},
+        "nystrom": {"IterativePinv": 1, "MaskedAttention": 2, "SegmentMeans": 2, "SequenceConv": 1},
+        "lsh": {"LSHSort": 1, "LSHAttention": 1},
+        "aft-simple": {"AFTSimpleAttention": 1},
+    }
+    assert manifest["custom_ops"] == operators.get(variant, {})
     assert manifest["engines"] == []
     assert manifest["parity"]["passed"] is True
     assert manifest["environment"]["torch"]
@@ -97,7 +104,7 @@ def test_the_report_in_the_folder_agrees_with_the_manifest(built: Built) -> None
     assert report["verdict"] == "passed"
     assert report["spec"] == artifact.manifest["spec"]
     assert report["summary"] == artifact.manifest["parity"]["summary"]
-    assert report["implementation"] == {"LSHSort": "kernel"}
+    assert report["implementation"] == {"LSHAttention": "kernel", "LSHSort": "kernel"}
 
 
 @pytest.mark.parametrize("name", FILES)

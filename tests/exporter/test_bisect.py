@@ -68,7 +68,7 @@ def test_every_value_of_a_healthy_encoder_agrees_in_every_case(
 def test_every_value_of_a_healthy_attention_layer_agrees(
     built: Built, traced: Callable[..., TracedModule], name: str
 ) -> None:
-    artifact = built(name, "attention")
+    artifact = built(name, "attention", fused=name != "softmax")
     check_healthy(artifact, traced(artifact))
 
 
@@ -184,7 +184,7 @@ def test_a_fault_is_found_at_its_node(
     nth: int,
     fault: Fault,
 ) -> None:
-    artifact = built(name, "encoder")
+    artifact = built(name, "encoder", fused=False)
     model = onnx.load(str(artifact.model_path))
     node = node_of(model, op_type, module, nth)
     fault(model, node)
@@ -208,7 +208,7 @@ def test_a_fault_is_found_at_its_node(
 def test_a_sentence_names_the_weights_and_the_steps_that_may_be_wrong(
     built: Built, traced: Callable[..., TracedModule], tmp_path: Path
 ) -> None:
-    artifact = built("softmax", "encoder")
+    artifact = built("softmax", "encoder", fused=False)
     model = onnx.load(str(artifact.model_path))
     scale_weight(model, node_of(model, "MatMul", "blocks.0.feed_forward.up"))
     onnx.save(model, str(tmp_path / "model.onnx"))
@@ -220,7 +220,7 @@ def test_a_sentence_names_the_weights_and_the_steps_that_may_be_wrong(
 
 
 def test_a_node_that_makes_nan_diverges(built: Built, traced: Callable[..., TracedModule], tmp_path: Path) -> None:
-    artifact = built("softmax", "encoder")
+    artifact = built("softmax", "encoder", fused=False)
     model = onnx.load(str(artifact.model_path))
     node = node_of(model, "Softmax", ATTENTION)
     value = node.output[0]
@@ -234,7 +234,7 @@ def test_a_node_that_makes_nan_diverges(built: Built, traced: Callable[..., Trac
 
 
 def test_weights_beside_the_file_are_found(built: Built, traced: Callable[..., TracedModule]) -> None:
-    artifact = built("softmax", "encoder", external_data=True)
+    artifact = built("softmax", "encoder", external_data=True, fused=False)
     assert (artifact.path / "model.onnx.data").is_file()
     check_healthy(artifact, traced(artifact))
 
@@ -243,7 +243,7 @@ def test_weights_beside_the_file_are_found(built: Built, traced: Callable[..., T
 def test_a_file_that_onnxruntime_has_optimised_says_how_many_values_have_survived(
     built: Built, traced: Callable[..., TracedModule], tmp_path: Path, name: str
 ) -> None:
-    artifact = built(name, "encoder")
+    artifact = built(name, "encoder", fused=False)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -258,7 +258,7 @@ def test_a_file_that_onnxruntime_has_optimised_says_how_many_values_have_survive
 def test_a_file_whose_values_have_other_names_is_said_to_have_none(
     built: Built, traced: Callable[..., TracedModule], tmp_path: Path
 ) -> None:
-    artifact = built("softmax", "encoder")
+    artifact = built("softmax", "encoder", fused=False)
     model = onnx.load(str(artifact.model_path))
     for node in model.graph.node:
         for names in (node.input, node.output):
@@ -273,7 +273,7 @@ def test_a_file_whose_values_have_other_names_is_said_to_have_none(
 def test_small_batches_of_values_give_the_same_trace(
     built: Built, traced: Callable[..., TracedModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact = built("lsh", "encoder")
+    artifact = built("lsh", "encoder", fused=False)
     whole = trace_from_traced(artifact.model_path, artifact, traced(artifact), case_named(artifact))
     monkeypatch.setattr(bisect, "BATCH_BYTES", 400_000)
     parts = trace_from_traced(artifact.model_path, artifact, traced(artifact), case_named(artifact))
@@ -318,11 +318,11 @@ def test_of_integers_and_booleans_the_share_that_differs_is_the_error() -> None:
 def test_what_cannot_be_traced_is_a_sentence(
     built: Built, copied: Callable[..., Path], rewrite_manifest: Callable[..., None]
 ) -> None:
-    artifact = built("softmax", "attention")
+    artifact = built("softmax", "attention", fused=False)
     case = case_named(artifact)
     found = trace_if_possible(artifact.model_path, artifact, None, case, OrtSettings(provider="tensorrt"))
     assert found == "no trace: TensorRT keeps no intermediate values; trace the file with --runtime ort"
-    folder = copied("softmax", "attention")
+    folder = copied("softmax", "attention", fused=False)
     rewrite_manifest(folder, weights_from="trained.safetensors")
     other = open_artifact(folder)
     found = trace_if_possible(other.model_path, other, None, case, OrtSettings())
@@ -342,7 +342,7 @@ from effexport.reference import Case
 from effexport.traced_module import TracedModule
 
 torch.set_num_threads(1)
-bisect.BATCH_BYTES = 32 * 2**20
+bisect.BATCH_BYTES = 16 * 2**20
 artifact = open_artifact(Path(sys.argv[1]))
 module = TracedModule(source_from_path(None).make(artifact.spec), artifact.spec)
 hidden = np.random.default_rng(0).standard_normal((2, 8192, 128), dtype=np.float32)
@@ -360,7 +360,7 @@ print(sum(sizes), peak() - before, bisect.BATCH_BYTES, max(sizes))
 def test_memory_is_bounded_at_8192_tokens(built: Built) -> None:
     """Never all values of one side. At once there are three batches, the values of one run in the runtime, their copies
     as arrays, and PyTorch's; and what the module and the runtime need to compute them, which is less than 16 values."""
-    artifact = built("nystrom", "attention", dim=128, num_landmarks=64, seq_len=256)
+    artifact = built("nystrom", "attention", dim=128, num_landmarks=64, seq_len=256, fused=False)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LONG, str(artifact.path)], capture_output=True, text=True, check=False
     )
@@ -377,7 +377,7 @@ def trace_of_cli(text: str) -> str:
 def test_verify_traces_a_failure_by_itself_and_a_healthy_model_when_asked(
     cli: Callable[..., object], built: Built, tmp_path: Path
 ) -> None:
-    artifact = built("softmax", "attention")
+    artifact = built("softmax", "attention", fused=False)
     quiet = cli("verify", artifact.path, "--reference", "golden", "--json")
     assert quiet.json["trace"] is None
     asked = cli("verify", artifact.path, "--reference", "golden", "--trace", "--json")

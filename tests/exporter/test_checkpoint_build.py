@@ -67,7 +67,9 @@ def test_a_nystromformer_checkpoint_computes_what_transformers_computes(
     result = cli("build", "--checkpoint", tmp_path / "checkpoint", "-o", tmp_path / "out", "--json")
     assert result.code == 0, result.err
     plain = config["segment_means_seq_len"] == config["num_landmarks"]
-    assert result.json["custom_ops"] == ({} if plain else {"IterativePinv": 2})
+    operators = {"MaskedAttention": 2} if plain else {"IterativePinv": 2, "MaskedAttention": 4}
+    convolutions = {} if config.get("conv_kernel_size", 65) is None else {"SequenceConv": 2}
+    assert result.json["custom_ops"] == operators | convolutions
     with effexport.load(tmp_path / "out") as runner:
         for batch, seq_len, padded in ((1, 32, False), (4, 32, True), (4, 19, True)):
             ids, mask = inputs(batch, seq_len, 1, padded=padded)
@@ -266,7 +268,8 @@ def test_a_module_of_ones_own(cli: Callable[..., Any], tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     result = cli("build", "--module", "my_models_for_a_test:make", "--seq-len", "128", "-o", tmp_path / "out", "--json")
     assert result.code == 0, result.err
-    assert result.json["custom_ops"] == {"LSHSort": 1, "IterativePinv": 1}
+    nystrom = {"IterativePinv": 1, "MaskedAttention": 2, "SegmentMeans": 2, "SequenceConv": 1}
+    assert result.json["custom_ops"] == {"LSHSort": 1, "LSHAttention": 1} | nystrom
     assert result.json["outputs"] == [
         {"name": "output0", "dtype": "float32", "dims": ["batch", 3]},
         {"name": "output1", "dtype": "float32", "dims": ["batch", "seq", 32]},

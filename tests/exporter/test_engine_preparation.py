@@ -184,7 +184,7 @@ def custom_nodes(model: onnx.ModelProto) -> set[str]:
 def test_operators_that_fit_into_a_block_stay_nodes_and_become_plugins(
     built: Built, registered: list[str], owner: str, op: str
 ) -> None:
-    prepared = prepared_model(load_graph(built(owner, "encoder").model_path), trt())
+    prepared = prepared_model(load_graph(built(owner, "encoder", fused=False).model_path), trt())
     assert prepared.implementation == {op: "plugin"}
     assert registered == [op]
     assert custom_nodes(prepared.model) == {op}
@@ -199,15 +199,26 @@ def test_tensorrt_rtx_gets_bodies_because_it_has_no_plugins(
 ) -> None:
     spec = EngineSpec(target="trt-rtx", profiles=PROFILES)
     prepared = prepared_model(load_graph(built(owner, "encoder").model_path), spec)
-    assert prepared.implementation == {op: "body"}
+    assert prepared.implementation[op] == "body"
+    assert set(prepared.implementation.values()) == {"body"}
     assert registered == []
     assert custom_nodes(prepared.model) == set()
+
+
+def test_an_operator_without_a_plugin_runs_as_its_body_and_that_is_said(built: Built, registered: list[str]) -> None:
+    prepared = prepared_model(load_graph(built("aft-simple", "encoder").model_path), trt())
+    assert prepared.implementation == {"AFTSimpleAttention": "body"}
+    assert custom_nodes(prepared.model) == set()
+    assert registered == []
+    assert prepared.remarks == (
+        "effexport::AFTSimpleAttention runs as its function body: TensorRT fuses the operators of this body by itself",
+    )
 
 
 def test_more_landmarks_than_a_block_can_hold_run_as_the_body_and_that_is_said(
     built: Built, registered: list[str]
 ) -> None:
-    artifact = built("nystrom", "attention", num_landmarks=65, seq_len=128)
+    artifact = built("nystrom", "attention", num_landmarks=65, seq_len=128, fused=False)
     prepared = prepared_model(load_graph(artifact.model_path), trt())
     assert prepared.implementation == {"IterativePinv": "body"}
     assert custom_nodes(prepared.model) == set()
@@ -221,7 +232,7 @@ def test_without_a_cuda_compiler_the_body_runs_and_that_is_said(built: Built, mo
         raise LibraryError("no nvcc was found; install the CUDA toolkit")
 
     monkeypatch.setattr("effexport.plugins.tensorrt_plugins.register_plugins", no_compiler)
-    prepared = prepared_model(load_graph(built("lsh", "encoder").model_path), trt())
+    prepared = prepared_model(load_graph(built("lsh", "encoder", fused=False).model_path), trt())
     assert prepared.implementation == {"LSHSort": "body"}
     assert prepared.remarks == (
         "effexport::LSHSort runs as its function body, which is slower: no nvcc was found; install the CUDA toolkit",
@@ -229,5 +240,5 @@ def test_without_a_cuda_compiler_the_body_runs_and_that_is_said(built: Built, mo
 
 
 def test_a_model_without_custom_operators_needs_no_plugins(built: Built, registered: list[str]) -> None:
-    prepared = prepared_model(load_graph(built("linear", "encoder").model_path), trt())
+    prepared = prepared_model(load_graph(built("aft-full", "encoder").model_path), trt())
     assert (prepared.implementation, prepared.remarks, registered) == ({}, (), [])

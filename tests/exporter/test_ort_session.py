@@ -28,7 +28,7 @@ from effexport.verification import verify_bodies, verify_candidate
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]
-OPS_OF_VARIANT = {"lsh": "LSHSort", "nystrom": "IterativePinv"}
+WITH_OPERATORS = ("softmax", "linear", "nystrom", "lsh", "aft-simple")
 
 
 def library_is(monkeypatch: pytest.MonkeyPatch, library: Library | None) -> None:
@@ -40,13 +40,14 @@ def token_ids(batch: int = 2, seq_len: int = 50) -> np.ndarray:
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("name", list(OPS_OF_VARIANT))
+@pytest.mark.parametrize("name", WITH_OPERATORS)
 def test_kernels_and_bodies_give_the_same_answer_and_say_which_they_are(built: Built, name: str) -> None:
     artifact = built(name, "encoder")
     answers = {}
     for implementation, ran in {"auto": "kernel", "kernel": "kernel", "body": "body"}.items():
         with effexport.load(artifact.path, OrtSettings(implementation=implementation)) as runner:
-            assert runner.implementation == {OPS_OF_VARIANT[name]: ran}
+            assert runner.implementation == dict.fromkeys(artifact.manifest["custom_ops"], ran)
+            assert runner.implementation
             answers[implementation] = runner.run({"input_ids": token_ids()})["last_hidden_state"]
     assert np.array_equal(answers["auto"], answers["kernel"])
     for sample, other in zip(answers["kernel"], answers["body"], strict=True):
@@ -57,13 +58,13 @@ def test_a_model_without_custom_operators_needs_no_kernels(built: Built, monkeyp
     library_is(monkeypatch, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with effexport.load(built("softmax", "encoder").path, OrtSettings(implementation="kernel")) as runner:
+        with effexport.load(built("aft-full", "encoder").path, OrtSettings(implementation="kernel")) as runner:
             assert runner.implementation == {}
 
 
 def test_without_a_library_bodies_run_and_a_warning_says_so(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     library_is(monkeypatch, None)
-    path = built("lsh", "encoder").path
+    path = built("lsh", "encoder", fused=False).path
     message = "custom operators run as function bodies, .* no kernel library is built for LSHSort; .*plugins build"
     with pytest.warns(KernelWarning, match=message):
         runner = effexport.load(path)
@@ -77,7 +78,7 @@ def test_bodies_that_were_asked_for_cause_no_warning(built: Built, monkeypatch: 
     library_is(monkeypatch, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        effexport.load(built("lsh", "encoder").path, OrtSettings(implementation="body")).close()
+        effexport.load(built("lsh", "encoder", fused=False).path, OrtSettings(implementation="body")).close()
 
 
 def test_a_library_that_does_not_load_is_left_aside_loudly(
@@ -85,7 +86,7 @@ def test_a_library_that_does_not_load_is_left_aside_loudly(
 ) -> None:
     (tmp_path / "broken.so").write_text("not a library")
     library_is(monkeypatch, Library(tmp_path / "broken.so", outdated=False, info=None))
-    path = built("lsh", "encoder").path
+    path = built("lsh", "encoder", fused=False).path
     with pytest.warns(KernelWarning, match=r"ONNX Runtime does not load .*broken\.so"), effexport.load(path) as runner:
         assert runner.implementation == {"LSHSort": "body"}
     with pytest.raises(UserError, match=r"kernels were asked for, but ONNX Runtime does not load .*broken\.so"):
@@ -99,13 +100,13 @@ def test_an_outdated_library_is_used_with_a_warning(built: Built, monkeypatch: p
     library_is(monkeypatch, Library(path, outdated=True, info=None))
     with (
         pytest.warns(KernelWarning, match="was built from other sources than these; renew it with: .*plugins build"),
-        effexport.load(built("lsh", "encoder").path) as runner,
+        effexport.load(built("lsh", "encoder", fused=False).path) as runner,
     ):
         assert runner.implementation == {"LSHSort": "kernel"}
 
 
 def test_a_wrong_library_variable_is_one_clear_error(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = built("lsh", "encoder").path
+    path = built("lsh", "encoder", fused=False).path
     monkeypatch.setenv("EFFEXPORT_LIBRARY", "/nowhere/lib.so")
     with pytest.raises(UserError, match=r"EFFEXPORT_LIBRARY is '/nowhere/lib\.so', where there is no file"):
         effexport.load(path)
@@ -204,7 +205,7 @@ def test_before_sessions_could_say_a_registered_kernel_is_what_runs() -> None:
 
 @pytest.mark.requires("native")
 def test_a_broken_body_behind_a_good_kernel_is_found(built: Built, tmp_path: Path) -> None:
-    artifact = built("nystrom", "attention")
+    artifact = built("nystrom", "attention", fused=False)
     model = onnx.load(str(artifact.model_path))
     (function,) = (f for f in model.functions if f.name == "IterativePinv")
     (constant,) = (node for node in function.node if node.output[0] == "thirteen")
@@ -223,10 +224,10 @@ def test_a_broken_body_behind_a_good_kernel_is_found(built: Built, tmp_path: Pat
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("name", [*OPS_OF_VARIANT, "softmax"])
+@pytest.mark.parametrize("name", [*WITH_OPERATORS, "aft-full"])
 def test_a_build_proves_kernels_and_bodies(built: Built, name: str) -> None:
     summary = built(name, "encoder").manifest["parity"]["summary"]
-    if name in OPS_OF_VARIANT:
+    if name in WITH_OPERATORS:
         assert summary["function bodies"]["passed"] == 1
     else:
         assert "function bodies" not in summary
@@ -234,7 +235,7 @@ def test_a_build_proves_kernels_and_bodies(built: Built, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def lsh(built: Built) -> Any:
-    with effexport.load(built("lsh", "encoder").path) as runner:
+    with effexport.load(built("lsh", "encoder", fused=False).path) as runner:
         yield runner
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import onnx
 import pytest
-from planted_faults import CONFIGURATIONS, FAULTS, VARIANTS, Fault, Graph, plant
+from fused_faults import ALL_FAULTS
+from planted_faults import CONFIGURATIONS, VARIANTS, Fault, Graph, plant
 
 from effexport.artifact import Artifact
 from effexport.errors import EffexportError
@@ -44,7 +45,7 @@ def places() -> Iterator[tuple[str, str]]:
 
 def planted() -> Iterator[object]:
     for name, configuration in places():
-        for fault in FAULTS:
+        for fault in ALL_FAULTS:
             if fault.applies(name, configuration) and name not in fault.no_ops:
                 label = f"{name}-{configuration}-{fault.name.replace(' ', '-')}"
                 yield pytest.param(name, configuration, fault, id=label)
@@ -71,7 +72,7 @@ def test_a_model_without_a_fault_passes_on_the_same_way(
 NO_OPS = [
     pytest.param(name, configuration, fault, id=f"{name}-{configuration}-{fault.name.replace(' ', '-')}")
     for name, configuration in places()
-    for fault in FAULTS
+    for fault in ALL_FAULTS
     if fault.applies(name, configuration) and name in fault.no_ops
 ]
 
@@ -91,7 +92,7 @@ def test_a_fault_finds_nothing_in_variants_that_it_is_not_declared_for(built: Bu
     """Otherwise the table would leave places out where the fault can occur."""
     for configuration in ("attention", "encoder"):
         artifact = artifact_of(built, name, configuration)
-        for fault in FAULTS:
+        for fault in ALL_FAULTS:
             if fault.damage is None or name in fault.variants or configuration not in fault.configurations:
                 continue
             graph = Graph(onnx.load(str(artifact.model_path)), artifact.spec)
@@ -99,15 +100,15 @@ def test_a_fault_finds_nothing_in_variants_that_it_is_not_declared_for(built: Bu
 
 
 def test_the_table_has_many_kinds_and_each_applies_somewhere() -> None:
-    names = [fault.name for fault in FAULTS]
+    names = [fault.name for fault in ALL_FAULTS]
     assert len(names) >= 25
     assert len(set(names)) == len(names)
-    for fault in FAULTS:
+    for fault in ALL_FAULTS:
         assert any(fault.applies(*place) for place in places()), fault.name
         assert set(fault.no_ops) <= set(fault.variants) <= set(VARIANTS)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_has_many_faults(name: str) -> None:
-    kinds = [fault for fault in FAULTS if name in fault.variants and name not in fault.no_ops]
+    kinds = [fault for fault in ALL_FAULTS if name in fault.variants and name not in fault.no_ops]
     assert len(kinds) >= 25

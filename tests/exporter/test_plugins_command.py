@@ -48,7 +48,7 @@ def test_build_path_and_info_agree(cli: Cli, machine: Machine) -> None:
     assert info.json["library"] == built.json["library"]
     assert info.json["sha256_ok"] is True
     assert info.json["header_version"] == 21
-    assert info.json["operators"][1] == {"name": "LSHSort", "element_types": ["int32"], "providers": ["CPU"]}
+    assert {"name": "LSHSort", "element_types": ["int32"], "providers": ["CPU"]} in info.json["operators"]
     assert info.json["cache_folder"] == str(machine.cache)
     assert cli("plugins", "build", "--json").json["built_now"] is False
     assert cli("plugins", "build", "--force", "--json").json["built_now"] is True

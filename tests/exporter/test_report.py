@@ -15,8 +15,9 @@ import pytest
 from effexport.artifact import Artifact
 from effexport.parity import Check
 from effexport.report import Report, flat_fields, html_from_report, json_from_report, number
+from effexport.report.axes import Axis
 from effexport.report.figures import bench_figures, error_figures
-from effexport.report.svg import Axis, Point, Series, histogram, scatter
+from effexport.report.svg import Point, Series, histogram, scatter
 
 GOOD = Check("arithmetic", "export: 1 × 64", "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums")
 BAD = Check("finite", "short: 2 × 7", "NaN or Inf elements", "failed", 3, 0, "no NaN", "worst at x[0, 1, 2]")

@@ -1,0 +1,130 @@
+"""Axes of plots: from data to pixels, and the labels beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+# Small enough to be read on a telephone, where a plot is scaled down to its width.
+WIDTH = 520
+LEFT, RIGHT, TOP, PLOT_HEIGHT = 58, 12, 26, 200
+# Labels of an axis that come closer than this, in pixels, run into each other.
+MIN_GAP = 44
+
+
+@dataclass(frozen=True)
+class Axis:
+    """ticks: where there is something to read; None for the powers of ten of a logarithmic axis. Ticks are in sight."""
+
+    title: str
+    logarithmic: bool = False
+    ticks: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Data to pixels. low and high: the data's ends; values of 0 and below lie on the low end of a logarithmic one."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    logarithmic: bool
+
+    def __call__(self, value: float) -> float:
+        if self.logarithmic:
+            low, high = math.log10(self.low), math.log10(self.high)
+            place = math.log10(min(max(value, self.low), self.high))
+        else:
+            low, high, place = self.low, self.high, min(max(value, self.low), self.high)
+        share = (place - low) / (high - low) if high > low else 0.5
+        return self.start + share * (self.end - self.start)
+
+
+def scale_of(values: Iterable[float], axis: Axis, start: float, end: float, has_zero: bool = False) -> Scale:
+    """has_zero: leave the lowest decade of a logarithmic axis to 0."""
+    known = [v for v in values if math.isfinite(v) and (v > 0 or not axis.logarithmic)]
+    if axis.ticks is not None:
+        known += axis.ticks
+    low, high = min(known, default=1.0), max(known, default=10.0)
+    if axis.logarithmic and axis.ticks is None:
+        # whole decades, one at least
+        low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
+        high = max(high, 10 * low)
+        low = low / 10 if has_zero else low
+    return Scale(low, high, start, end, axis.logarithmic)
+
+
+def _ticks(axis: Axis, scale: Scale) -> list[float]:
+    """As the axis says; else powers of ten, or the ends of an axis that is not logarithmic."""
+    if axis.ticks is not None:
+        return list(axis.ticks)
+    if not scale.logarithmic:
+        return [scale.low, scale.high] if scale.high > scale.low else [scale.low]
+    first, last = math.ceil(math.log10(scale.low)), math.floor(math.log10(scale.high))
+    step = max(1, math.ceil((last - first + 1) / 8))
+    return [10.0**power for power in range(first, last + 1, step)]
+
+
+def y_axis(axis: Axis, scale: Scale, has_zero: bool, style: Literal["power", "whole"] = "power") -> list[str]:
+    parts = []
+    for tick in _ticks(axis, scale):
+        y = scale(tick)
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        if has_zero and tick <= scale.low:
+            continue
+        label = short(tick) if style == "whole" else _figure(tick)
+        parts.append(text_at(LEFT - 8, y + 4, label, "end"))
+    if has_zero:
+        parts.append(text_at(LEFT - 8, scale.start + 4, "0", "end"))
+    parts.append(text_at(4, 13, axis.title))
+    return parts
+
+
+def x_axis(axis: Axis, scale: Scale) -> list[str]:
+    bottom = TOP + PLOT_HEIGHT
+    parts = [f'<path class="axis" d="M{LEFT} {bottom}H{WIDTH - RIGHT}"/>']
+    ticks = _ticks(axis, scale)
+    labelled = _with_room([scale(tick) for tick in ticks])
+    for n, tick in enumerate(ticks):
+        x = scale(tick)
+        parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v5"/>')
+        if n in labelled:
+            parts.append(text_at(x, bottom + 20, _figure(tick), "middle"))
+    parts.append(text_at((LEFT + WIDTH - RIGHT) / 2, bottom + 40, axis.title, "middle"))
+    return parts
+
+
+def _with_room(places: Sequence[float]) -> set[int]:
+    """Which labels of an axis fit beside each other: the last, the first, and what is between as there is room."""
+    chosen: list[int] = []
+    for n in (len(places) - 1, *range(len(places) - 1)):
+        if all(abs(places[n] - places[other]) >= MIN_GAP for other in chosen):
+            chosen.append(n)
+    return set(chosen)
+
+
+def _figure(value: float) -> str:
+    """As in the tables, but 1e-6 rather than 1.0e-06, and 8192 in full."""
+    return power(value) if 0 < abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:g}"
+
+
+def power(value: float) -> str:
+    """1e-6 for a power of ten, 1 for 1."""
+    exponent = round(math.log10(value))
+    return f"1e{exponent}" if exponent else "1"
+
+
+def short(count: float) -> str:
+    """12, 3.4k, 1.2M: a count in few characters."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:g}"
+
+
+def text_at(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,144 @@
+"""Faults in and around fused operators: wrong attributes, operands, masks and filters of one node."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx
+from planted_faults import FAULTS, Damage, Fault, Graph, attribute, set_attribute
+
+# Fused operator → the place of its mask among the inputs.
+MASK_INPUT = {
+    "AFTSimpleAttention": 3,
+    "LSHAttention": 4,
+    "EluLinearAttention": 3,
+    "MaskedAttention": 3,
+    "SegmentMeans": 1,
+    "SequenceConv": 2,
+}
+
+
+def fused_nodes(graph: Graph, *ops: str) -> list[onnx.NodeProto]:
+    return graph.nodes(*(ops or MASK_INPUT))
+
+
+def operands_exchanged(first: int, second: int, graph: Graph) -> bool:
+    nodes = fused_nodes(graph)[:1]
+    for node in nodes:
+        node.input[first], node.input[second] = node.input[second], node.input[first]
+    return bool(nodes)
+
+
+def attribute_is(name: str, value: Any, graph: Graph) -> bool:
+    nodes = [node for node in fused_nodes(graph) if attribute(node, name) is not None]
+    for node in nodes:
+        set_attribute(node, name, value)
+    return bool(nodes)
+
+
+def scale_to_the_power(power: float, graph: Graph) -> bool:
+    nodes = fused_nodes(graph, "MaskedAttention")
+    for node in nodes:
+        set_attribute(node, "scale", float(attribute(node, "scale") ** power))
+    return bool(nodes)
+
+
+def around_exchanged(graph: Graph) -> bool:
+    nodes = fused_nodes(graph, "LSHAttention")
+    for node in nodes:
+        before, after = attribute(node, "chunks_before"), attribute(node, "chunks_after")
+        set_attribute(node, "chunks_before", after)
+        set_attribute(node, "chunks_after", before)
+    return bool(nodes)
+
+
+def masks_ignored(graph: Graph) -> bool:
+    nodes = fused_nodes(graph)
+    for node in nodes:
+        keep = node.input[MASK_INPUT[node.op_type]]
+        node.input[MASK_INPUT[node.op_type]] = graph.add("Or", [keep, graph.add("Not", [keep])])
+    return bool(nodes)
+
+
+def heads_of_values_reversed(graph: Graph) -> bool:
+    """Every head gets the values of another one."""
+    heads = graph.spec.attention.heads
+    for node in fused_nodes(graph, "EluLinearAttention", "LSHAttention", "MaskedAttention"):
+        place = 1 if node.op_type == "LSHAttention" else 2
+        other = graph.new_constant(np.arange(heads)[::-1].copy())
+        node.input[place] = graph.add("Gather", [node.input[place], other], axis=1)
+        return True
+    return False
+
+
+def segments_halved(graph: Graph) -> bool:
+    """Segments of twice the length; the landmarks of the second half are copies of the first."""
+    nodes = fused_nodes(graph, "SegmentMeans")
+    for node in nodes:
+        count = attribute(node, "num_segments")
+        set_attribute(node, "num_segments", count // 2)
+        (means,) = node.output
+        halved = graph.cut(means)
+        graph.add("Concat", [halved, halved], means, axis=2)
+    return bool(nodes)
+
+
+def filter_reversed(graph: Graph) -> bool:
+    nodes = fused_nodes(graph, "SequenceConv")
+    for node in nodes:
+        weight = graph.constant(node.input[1])
+        assert weight is not None
+        graph.overwrite(node.input[1], weight[:, :, ::-1])
+    return bool(nodes)
+
+
+def residual_of_convolution_lost(graph: Graph) -> bool:
+    nodes = fused_nodes(graph, "SequenceConv")
+    for node in nodes:
+        node.input[3] = graph.add("Sub", [node.input[3], node.input[3]])
+    return bool(nodes)
+
+
+def fault(name: str, description: str, damage: Damage, *at: str, causal: bool = False) -> Fault:
+    return Fault(name, description, damage, at, ("fused causal",) if causal else ("fused",))
+
+
+FUSED_FAULTS: tuple[Fault, ...] = (
+    fault("fused: query is key", "query and key exchanged", partial(operands_exchanged, 0, 1), "softmax", "linear"),
+    fault("fused: key is value", "key and value exchanged", partial(operands_exchanged, 1, 2), "linear", "aft-simple"),
+    fault("fused: query is value", "query-key and value exchanged", partial(operands_exchanged, 0, 1), "lsh"),
+    fault("fused: order is rank", "the inverse of the sort", partial(operands_exchanged, 2, 3), "lsh"),
+    fault(
+        "fused: mask ignored",
+        "all tokens are kept",
+        masks_ignored,
+        *("softmax", "linear", "nystrom", "lsh", "aft-simple"),
+    ),
+    fault(
+        "fused: values of another head",
+        "heads of the values reversed",
+        heads_of_values_reversed,
+        *("softmax", "linear", "nystrom", "lsh"),
+    ),
+    fault("fused: scale lost", "logits without 1/√d", partial(scale_to_the_power, 0), "softmax", "nystrom"),
+    fault("fused: scale doubled", "1/√d applied twice", partial(scale_to_the_power, 2), "softmax", "nystrom"),
+    fault("fused: eps lost", "eps of the denominator is 0", partial(attribute_is, "eps", 0.0), "linear"),
+    fault("fused: look-around direction", "the chunk after, not before", around_exchanged, "lsh"),
+    fault("fused: look-around lost", "only the own chunk", partial(attribute_is, "chunks_before", 0), "lsh"),
+    fault("fused: look-around wraps", "the first chunk sees the last", partial(attribute_is, "circular", 1), "lsh"),
+    fault("fused: chunks of half length", "8 tokens, not 16", partial(attribute_is, "chunk_length", 8), "lsh"),
+    fault("fused: fewer segments", "half as many landmarks, twice", segments_halved, "nystrom"),
+    fault("fused: filter reversed", "the convolution runs backwards", filter_reversed, "nystrom"),
+    fault("fused: only the convolution", "its residual is zero", residual_of_convolution_lost, "nystrom"),
+    fault(
+        "fused: later tokens seen",
+        "the node is not causal",
+        partial(attribute_is, "causal", 0),
+        *("linear", "lsh"),
+        causal=True,
+    ),
+)
+
+ALL_FAULTS: tuple[Fault, ...] = (*FAULTS, *FUSED_FAULTS)
