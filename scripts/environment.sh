@@ -222,6 +222,16 @@ required_parts() {
   printf '%s\n' "$parts"
 }
 
+# ensure_browser: Chromium, where it is missing and can be added; without one, the tests of pages are skipped.
+ensure_browser() {
+  has_browser && return
+  if [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null; then
+    say "installing chromium, which the tests of pages drive"
+    { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >&2 || true
+  fi
+  has_browser || say "WARNING: no Chromium or Chrome on PATH: tests of pages are skipped"
+}
+
 # ensure_tested_kernels: the library is built; without it the tests are not run, unless the user requires other parts.
 ensure_tested_kernels() {
   local parts

@@ -7,5 +7,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment "$(tested_extras)"
 ensure_tested_kernels
 ensure_tested_conformance
+ensure_browser
 run_pytest -m soak "$@"
 echo "Soak tests passed: pytest -m soak ${*:-on everything}; next, run .ci/run if it has not run on this tree."
