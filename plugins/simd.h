@@ -32,7 +32,9 @@ inline float sum_of_lanes(typename VectorOf<float, kBytes>::type v) {
 template <int kBytes>
 inline float maximum_of_lanes(typename VectorOf<float, kBytes>::type v) {
   if constexpr (kBytes == 16) {
-    return std::max(std::max(v[0], v[1]), std::max(v[2], v[3]));
+    // not std::max, which compilers turn into branches that nothing predicts
+    const float low = v[0] > v[1] ? v[0] : v[1], high = v[2] > v[3] ? v[2] : v[3];
+    return low > high ? low : high;
   } else {
     typename VectorOf<float, kBytes / 2>::type halves[2];
     std::memcpy(halves, &v, sizeof v);

@@ -32,6 +32,7 @@ SOURCES: tuple[str, ...] = (
     "linear_attention/kernel_cpu.cc",
     "linear_attention/kernel_cuda.cu",
     "linear_attention/ort.cc",
+    "lsh_attention/chunk.h",
     "lsh_attention/kernel.h",
     "lsh_attention/kernel_cpu.cc",
     "lsh_attention/kernel_cuda.cu",

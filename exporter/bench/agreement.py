@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the float32 module answers, with what `checks` needs to judge by: see `reference.Case`."""
+    """What the float32 module answers to `feeds`, with what `checks` needs to judge by: see `reference.Case`."""
 
+    feeds: Mapping[str, Array]
     golden: ReferenceCase
     hashed: bool
 
@@ -39,39 +40,60 @@ def reference_of_case(case: Case, feeds: Mapping[str, Array]) -> Reference:
     """
     from effexport.onnx_from_module import at_precision
     from effexport.reference import Case as ReferenceCase
-    from effexport.reference import other_rotations, rms_change
+    from effexport.reference import other_rotations, recorded_hashes, rms_change
 
     spec, module = spec_from_case(case), module_from_case(case)
     mask = np.ones((case.batch, case.seq_len), dtype=np.int64)
+    buckets: dict[str, list[Array]] = {}
+    margins: dict[str, list[Array]] = {}
+    parts = []
+    with recorded_hashes(module) as recorded:
+        for part in answers(module, case, feeds, "fp32"):
+            parts.append(part)
+            for kept, of_sample in zip((buckets, margins), recorded, strict=True):
+                for name, array in of_sample.items():
+                    kept.setdefault(name, []).append(array)
     golden = ReferenceCase(
-        "timed inputs", {"attention_mask": mask}, tokens_first(case, answer(module, case, feeds, "fp32"))
+        "timed inputs",
+        {"attention_mask": mask},
+        tokens_first(case, by_name(case, parts)),
+        buckets={name: np.concatenate(arrays) for name, arrays in buckets.items()},
+        margins={name: np.concatenate(arrays) for name, arrays in margins.items()},
     )
     if not isinstance(spec.attention, LSHSpec):
-        return Reference(golden, hashed=False)
+        return Reference(feeds, golden, hashed=False)
     with other_rotations(module):
         seed_noise = rms_change(golden, tokens_first(case, answer(module, case, feeds, "fp32")))
     precision_noise = 0.0
     if case.precision != "fp32":
         rounded = answer(at_precision(module, case.precision), case, feeds, case.precision)
         precision_noise = rms_change(golden, tokens_first(case, rounded))
-    noise = ReferenceCase(
-        golden.name, golden.inputs, golden.outputs, seed_noise=seed_noise, precision_noise=precision_noise
-    )
-    return Reference(noise, hashed=True)
+    return Reference(feeds, replace(golden, seed_noise=seed_noise, precision_noise=precision_noise), hashed=True)
 
 
 def answer(module: nn.Module, case: Case, feeds: Mapping[str, Array], precision: str) -> dict[str, Array]:
     """Outputs of a module at a precision, as float32, by name."""
+    return by_name(case, [*answers(module, case, feeds, precision)])
+
+
+def by_name(case: Case, samples: Sequence[torch.Tensor]) -> dict[str, Array]:
     import torch
 
-    signature = signature_of_case(case)
+    return {signature_of_case(case).outputs[0].name: torch.cat([*samples]).numpy()}
+
+
+def answers(module: nn.Module, case: Case, feeds: Mapping[str, Array], precision: str) -> Iterator[torch.Tensor]:
+    """The output of a module at a precision, as float32, sample by sample."""
+    import torch
+
     wide = {name: array if array.dtype.kind == "i" else array.astype(np.float32) for name, array in feeds.items()}
     given = tensors_from_arrays(case, wide)
     if precision == "fp32":
         given = tuple(tensor.float() if tensor.is_floating_point() else tensor for tensor in given)
-    with torch.inference_mode():
-        parts: list[torch.Tensor] = [module(*(x[i : i + 1] for x in given)).float() for i in range(case.batch)]
-    return {signature.outputs[0].name: torch.cat(parts).numpy()}
+    for i in range(case.batch):
+        with torch.inference_mode():
+            sample: torch.Tensor = module(*(x[i : i + 1] for x in given)).float()
+        yield sample
 
 
 def tokens_first(case: Case, outputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -88,7 +110,7 @@ def agreement(candidate: Candidate, case: Case, reference: Reference) -> Parity:
     if problem:
         return Parity(passed=False, metric="names, dtypes, shapes", value=None, limit=None, detail=problem)
     plain = tokens_first(case, outputs)
-    checks = list(judged_checks(case, reference, plain))
+    checks = list(judged_checks(candidate, case, reference, plain))
     # the first that failed, or the one that says most about healthy numbers: the first after finiteness
     told = next((check for check in checks if check.status != "passed"), checks[1])
     return Parity(
@@ -100,20 +122,26 @@ def agreement(candidate: Candidate, case: Case, reference: Reference) -> Parity:
     )
 
 
-def judged_checks(case: Case, reference: Reference, outputs: Mapping[str, Array]) -> Iterator[Check]:
-    """The checks of `effexport verify` that a single answer can be asked."""
+def judged_checks(
+    candidate: Candidate, case: Case, reference: Reference, outputs: Mapping[str, Array]
+) -> Iterator[Check]:
+    """The checks of `effexport verify` that a single answer can be asked.
+
+    A hash is asked again with the buckets of the reference, so that a small fault shows; where its buckets are out of
+    sight, only how far it runs away by itself is judged: one bucket that rounding flips moves chunk borders, and a
+    third of all tokens a little.
+    """
     from effexport.checks.arithmetic import check_arithmetic, check_finite, check_overall
-    from effexport.checks.result import judged
-    from effexport.reference import rms_change
-    from effexport.tolerances import case_limit, free_run_limit, overall_limit
+    from effexport.checks.hashed import check_free_run, check_given_buckets
+    from effexport.tolerances import case_limit, overall_limit
 
     spec, golden = spec_from_case(case), reference.golden
     yield check_finite(golden, outputs)
     if reference.hashed:
-        assert golden.seed_noise is not None
-        # one bucket that rounding flips moves chunk borders, and a third of all tokens a little
-        limit = free_run_limit(spec, golden.seed_noise, golden.precision_noise)
-        yield judged("free run of a hash", golden, "RMS error / RMS", rms_change(golden, outputs), limit)
+        given = candidate.with_buckets(reference.feeds, golden.buckets)
+        if given is not None:
+            yield from check_given_buckets(golden, tokens_first(case, given[0]), given[1], spec)
+        yield check_free_run(golden, outputs, spec)
         return
     check = check_arithmetic(golden, outputs, case_limit(spec, golden.own_error))
     yield check

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +19,11 @@ from effexport.errors import EffexportError, RuntimeUnsupportedError
 if TYPE_CHECKING:
     import torch
 
+    from effexport.candidates import RunnerCandidate as Bucketed
     from effexport.runners import Array
+    from effexport.runners.ort_session import OrtSettings
+
+    OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
 
 # A compiler, and a runtime, say at length what they could not do; the first lines name it.
 LONGEST_MESSAGE = 300
@@ -28,6 +33,8 @@ class Candidate(Protocol):
     """A loaded model. bind: put inputs in place, once, before the first run. run: one call, finished when it returns.
 
     outputs: of the last call, by name, on the host. implementation: per custom operator, what runs it.
+    with_buckets: of a model that hashes, the outputs with these buckets, and the buckets it would have chosen itself;
+    None where its buckets are out of sight.
     """
 
     @property
@@ -38,6 +45,10 @@ class Candidate(Protocol):
     def run(self) -> None: ...
 
     def outputs(self) -> dict[str, Array]: ...
+
+    def with_buckets(
+        self, feeds: Mapping[str, Array], buckets: Mapping[str, Array]
+    ) -> tuple[dict[str, Array], dict[str, Array]] | None: ...
 
     def close(self) -> None: ...
 
@@ -84,6 +95,9 @@ class TorchCandidate:
         (tensor,) = signature_of_case(self._case).outputs
         return {tensor.name: array_from_tensor(self._result)}
 
+    def with_buckets(self, feeds: Mapping[str, Array], buckets: Mapping[str, Array]) -> None:
+        return None
+
     def release(self) -> None:
         """Let go of inputs and outputs."""
         self._given, self._result = (), None
@@ -94,10 +108,11 @@ class TorchCandidate:
 
 
 class RunnerCandidate:
-    """A runner of ONNX Runtime or TensorRT."""
+    """A runner of ONNX Runtime or TensorRT. open_given: see `ort_with_given_buckets`."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, open_given: OpenGiven | None = None) -> None:
         self._runner = runner
+        self._open_given = open_given
         self._bound: Any = None
         self.implementation: dict[str, str] = dict(runner.implementation)
 
@@ -110,6 +125,16 @@ class RunnerCandidate:
     def outputs(self) -> dict[str, Array]:
         outputs: dict[str, Array] = self._bound.outputs()
         return outputs
+
+    def with_buckets(
+        self, feeds: Mapping[str, Array], buckets: Mapping[str, Array]
+    ) -> tuple[dict[str, Array], dict[str, Array]] | None:
+        given = self._open_given and self._open_given(tuple(buckets))
+        if not given:
+            return None
+        with given as candidate:
+            assert candidate.run_with_buckets is not None
+            return candidate.run_with_buckets(feeds, buckets)
 
     def close(self) -> None:
         self._bound = None
@@ -129,21 +154,45 @@ def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_
         from effexport.runners.trt import TrtRunner
 
         return RunnerCandidate(TrtRunner(model))
-    return RunnerCandidate(ort_runner(case, model, threads, memory_arena))
-
-
-def ort_runner(case: Case, model: Path, threads: int, memory_arena: bool = True) -> Any:
     from effexport.runners.ort import OrtRunner
+
+    settings = ort_settings(case, threads, memory_arena)
+    return RunnerCandidate(OrtRunner(model, settings), lambda hashes: ort_with_given_buckets(model, hashes, settings))
+
+
+def ort_with_given_buckets(
+    model: Path, hashes: Sequence[str], settings: OrtSettings
+) -> AbstractContextManager[Bucketed] | None:
+    """The same model in a second session, with the buckets of its hashes as inputs; None where they cannot be found.
+
+    hashes: names of the bucket values, as the reference has them.
+    """
+    from effexport.candidates import RunnerCandidate as BucketedCandidate
+    from effexport.hash_injection import hash_values, with_given_buckets
+    from effexport.runners.ort import OrtRunner
+
+    values = hash_values(model, hashes)
+    if not values:
+        return None
+
+    @contextmanager
+    def opened() -> Iterator[Bucketed]:
+        with OrtRunner(with_given_buckets(model, values), settings, external_folder=model.parent.resolve()) as runner:
+            yield BucketedCandidate(runner, runner, hashes, values)
+
+    return opened()
+
+
+def ort_settings(case: Case, threads: int, memory_arena: bool = True) -> OrtSettings:
     from effexport.runners.ort_session import OrtSettings
 
     runtime = RUNTIMES[case.runtime]
-    settings = OrtSettings(
+    return OrtSettings(
         provider=runtime.device,
         implementation=runtime.implementation,
         threads=threads,
         memory_arena=memory_arena or runtime.device != "cpu",
     )
-    return OrtRunner(model, settings)
 
 
 def reason_not_here(runtime: str) -> str | None:

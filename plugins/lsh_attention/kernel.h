@@ -31,7 +31,7 @@ struct Problem {
 };
 
 // Arrays of the first step. qk [groups, seq, head_dim]; v [groups, seq, value_dim]; order [groups, rounds, padded], each
-// row a permutation of [0, padded); kept [batch]: how many tokens of each sample are no padding.
+// row a permutation of [0, padded); kept [groups]: how many tokens of each group's sample are no padding.
 // contexts [groups, rounds, seq, value_dim] and lses [groups, rounds, seq]: what each round gives a token, and its weight.
 template <class T>
 struct Arrays {
@@ -47,6 +47,10 @@ struct Arrays {
 // share them out among threads, each with cpu_workspace_bytes(problem) bytes at an address that is a multiple of 64.
 std::int64_t cpu_units(const Problem& problem);
 std::size_t cpu_workspace_bytes(const Problem& problem);
+
+// How many groups to attend to before their rounds are combined: no more than keep threads busy, so that what one step
+// writes is still in the caches when the other reads it, and `contexts` stays small.
+std::int64_t cpu_groups_at_once(const Problem& problem);
 
 template <class T>
 void attend_cpu(const Problem& problem, const Arrays<T>& arrays, std::int64_t first_unit, std::int64_t last_unit,

@@ -12,83 +12,47 @@
 #include <vector>
 
 #include "cpu_dispatch.h"
+#include "lsh_attention/chunk.h"
 #include "lsh_attention/kernel.h"
 
 namespace effexport::lsh_attention {
 namespace {
 
-constexpr int kTileRows = 4;
 constexpr float kHiddenLogit = -1e9f;
 constexpr float kSelfLogit = -1e5f;
-constexpr float kKeyEps = 1e-6f;
 // Chunks of a unit: the ring of its first window is gathered again by its neighbour.
-constexpr std::int64_t kUnitChunks = 32;
+constexpr std::int64_t kUnitChunks = 16;
+// Threads share out the units of as many groups as make this many: few enough to leave what they write in the caches,
+// and enough that threads, which wait for each other after each of these steps, seldom have to.
+constexpr std::int64_t kUnitsAtOnce = 64;
+
+// The chunk that a window stands on, and the keys it sees.
+struct Window {
+  const float* queries;              // [rows, query]
+  const std::int32_t* own;           // [chunk_length]: positions of the queries
+  std::vector<const float*> keys;    // per chunk in sight: transposed, [head_dim, key]
+  std::vector<const float*> values;  // per chunk in sight: [chunk_length, value]
+  std::int32_t* position;            // [chunks in sight · key]
+  std::int32_t* hidden;
+  float* logits;                     // [rows, chunks in sight · key]
+  float* context;                    // [rows, value], not yet divided by totals
+  float* lse;                        // [chunk_length]
+  float* total;
+  const std::int32_t* next;          // [chunk_length]: positions of the chunk that will be gathered next
+  Rows next_queries, next_values, contexts;
+};
 
 #define EFFEXPORT_PER_INSTRUCTION_SET "lsh_attention/window.h"
 #include "instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 
-// The chunk that a window stands on, and the keys it sees.
-struct Window {
-  const float* queries;             // [rows, query_stride]
-  const std::int32_t* own;          // [chunk_length]: positions of the queries
-  std::vector<const float*> keys;   // per chunk in sight: transposed, [head_dim, key_stride]
-  std::vector<const float*> values; // per chunk in sight: [chunk_length, value_stride]
-  std::int32_t* position;           // [chunks in sight · key_stride]
-  std::int32_t* hidden;
-  float* logits;                    // [rows, chunks in sight · key_stride]
-  float* context;                   // [rows, value_stride], not yet divided by totals
-  float* lse;                       // [chunk_length]
-  float* total;
-};
+#define ATTEND(set) &set::attend
+using Attend = void (*)(const Problem&, const Strides&, const Window&);
 
-struct Strides {
-  std::int64_t rows;
-  std::int64_t query;
-  std::int64_t key;
-  std::int64_t value;
-};
-
-std::int64_t whole(std::int64_t size, std::int64_t step) { return (size + step - 1) / step * step; }
-
-Strides strides_of(const Problem& p) {
-  return {whole(p.chunk_length, kTileRows), whole(p.head_dim, 16), whole(p.chunk_length, 16), whole(p.value_dim, 16)};
-}
-
-#define ATTEND_WINDOW(set)                                                                                        \
-  [](const Problem& p, const Strides& s, const Window& w) {                                                       \
-    const auto seen = static_cast<std::int64_t>(w.keys.size());                                                   \
-    const std::int64_t size = seen * s.key;                                                                       \
-    for (std::int64_t i = 0; i < seen; ++i) {                                                                     \
-      set::multiply({w.queries, s.query, 0, &w.keys[static_cast<std::size_t>(i)], s.key, 1, p.head_dim,           \
-                     w.logits + i * s.key, size},                                                                 \
-                    s.rows, s.key);                                                                               \
-    }                                                                                                             \
-    for (std::int64_t i = 0; i < p.chunk_length; ++i) {                                                           \
-      const auto row = set::weigh(w.logits + i * size, size, w.position, w.hidden, w.own[i], p.causal, p.rounded);\
-      w.lse[i] = row.lse;                                                                                         \
-      w.total[i] = row.total;                                                                                     \
-    }                                                                                                             \
-    set::multiply({w.logits, size, s.key, w.values.data(), s.value, seen, p.chunk_length, w.context, s.value},    \
-                  s.rows, s.value);                                                                               \
-  }
-
-using AttendWindow = void (*)(const Problem&, const Strides&, const Window&);
-
-CpuDispatch<AttendWindow>& dispatch() {
-  static CpuDispatch<AttendWindow> made(EFFEXPORT_CPU_SETS(ATTEND_WINDOW));
+CpuDispatch<Attend>& dispatch() {
+  static CpuDispatch<Attend> made(EFFEXPORT_CPU_SETS(ATTEND));
   return made;
 }
-
-// A gathered chunk. Unwritten rows and columns are zero, and their keys are hidden.
-struct Slot {
-  std::int64_t chunk;  // among those of all rounds, before it is wrapped around
-  float* queries;
-  float* keys;
-  float* values;
-  std::int32_t* position;
-  std::int32_t* hidden;
-};
 
 // What one thread needs, cut from its workspace.
 struct Workspace {
@@ -105,7 +69,7 @@ struct Workspace {
     const auto floats = [&](std::int64_t count) { return reinterpret_cast<float*>(take(count)); };
     const auto ints = [&](std::int64_t count) { return reinterpret_cast<std::int32_t*>(take(count)); };
     for (std::int64_t i = 0; i < p.window(); ++i) {
-      ring.push_back({kNone, floats(s.rows * s.query), floats(p.head_dim * s.key), floats(p.chunk_length * s.value),
+      ring.push_back({kNone, floats(s.rows * s.query), floats(s.query * s.key), floats(p.chunk_length * s.value),
                       ints(s.key), ints(s.key)});
     }
     const std::int64_t size = p.window() * s.key;
@@ -121,33 +85,19 @@ struct Workspace {
   std::size_t bytes = 0;
 };
 
-// Of a row whose length is a multiple of 16. In several sums, which do not wait for each other.
-float sum_of_squares(const float* row, std::int64_t size) {
-  constexpr std::int64_t kSums = 16;
-  float sums[kSums] = {};
-  for (std::int64_t c = 0; c < size; c += kSums) {
-    for (std::int64_t i = 0; i < kSums; ++i) sums[i] += row[c + i] * row[c + i];
-  }
-  float total = 0;
-  for (const float sum : sums) total += sum;
-  return total;
-}
-
-template <class T>
-void copy_row(const T* from, std::int64_t size, float* to) {
-  for (std::int64_t i = 0; i < size; ++i) to[i] = to_float(from[i]);
-}
-
 template <class T>
 class Unit {
  public:
   Unit(const Problem& p, const Arrays<T>& arrays, std::int64_t group, void* memory)
-      : p_(p), a_(arrays), s_(strides_of(p)), group_(group), kept_(arrays.kept[group / p.heads]),
+      : p_(p), a_(arrays), s_(p), group_(group),
+        source_{arrays.qk + group * p.seq * p.head_dim, arrays.v + group * p.seq * p.value_dim,
+                arrays.order + group * p.rounds * p.padded, arrays.kept[group]},
         attend_(dispatch().selected()), workspace_(p, s_, memory) {}
 
   void run(std::int64_t first, std::int64_t last) {
     for (std::int64_t chunk = first; chunk < last; ++chunk) {
       look_around(chunk);
+      look_ahead(chunk);
       attend_(p_, s_, workspace_.window);
       hand_out(chunk);
     }
@@ -155,6 +105,11 @@ class Unit {
 
  private:
   std::int64_t all_chunks() const { return p_.rounds * p_.chunks(); }
+
+  std::int64_t wrapped(std::int64_t chunk) const { return ((chunk % all_chunks()) + all_chunks()) % all_chunks(); }
+
+  // Row of contexts and lses that the first token has in the round of a chunk.
+  std::int64_t first_row(std::int64_t chunk) const { return (group_ * p_.rounds + chunk / p_.chunks()) * p_.seq; }
 
   bool exists(std::int64_t chunk, std::int64_t around) const {
     return p_.circular || (around >= 0 && around < all_chunks() && around / p_.chunks() == chunk / p_.chunks());
@@ -182,59 +137,25 @@ class Unit {
   const Slot& gathered(std::int64_t chunk) {
     const std::int64_t slots = p_.window();
     Slot& slot = workspace_.ring[static_cast<std::size_t>(((chunk % slots) + slots) % slots)];
-    if (slot.chunk != chunk) gather(chunk, slot);
+    if (slot.chunk == chunk) return slot;
+    if (slot.chunk == Workspace::kNone) clear(p_, s_, slot);
+    slot.chunk = chunk;
+    gather(p_, s_, source_, wrapped(chunk), slot);
     return slot;
   }
 
-  void gather(std::int64_t chunk, Slot& slot) {
-    const bool fresh = slot.chunk == Workspace::kNone;
-    if (fresh) clear(slot);
-    slot.chunk = chunk;
-    const std::int64_t wrapped = ((chunk % all_chunks()) + all_chunks()) % all_chunks();
-    const std::int32_t* order = a_.order + group_ * p_.rounds * p_.padded + wrapped * p_.chunk_length;
-    const std::int64_t place = wrapped % p_.chunks() * p_.chunk_length;
-    const T* qk = a_.qk + group_ * p_.seq * p_.head_dim;
-    const T* v = a_.v + group_ * p_.seq * p_.value_dim;
-    for (std::int64_t i = 0; i < p_.chunk_length; ++i) {
-      const std::int64_t token = order[i];
-      float* query = slot.queries + i * s_.query;
-      float* value = slot.values + i * s_.value;
-      slot.position[i] = order[i];
-      slot.hidden[i] = place + i < kept_ ? 0 : -1;
-      if (token < p_.seq) {
-        copy_row(qk + token * p_.head_dim, p_.head_dim, query);
-        copy_row(v + token * p_.value_dim, p_.value_dim, value);
-      } else {
-        std::fill(query, query + p_.head_dim, 0.0f);
-        std::fill(value, value + p_.value_dim, 0.0f);
-      }
-    }
-    make_keys(slot);
-  }
-
-  void clear(Slot& slot) const {
-    std::fill(slot.queries, slot.queries + s_.rows * s_.query, 0.0f);
-    std::fill(slot.keys, slot.keys + p_.head_dim * s_.key, 0.0f);
-    std::fill(slot.values, slot.values + p_.chunk_length * s_.value, 0.0f);
-    std::fill(slot.position, slot.position + s_.key, -1);
-    std::fill(slot.hidden, slot.hidden + s_.key, -1);
-  }
-
-  // k = q / ‖q‖, transposed
-  void make_keys(Slot& slot) const {
-    const auto head_dim = static_cast<float>(p_.head_dim);
-    for (std::int64_t i = 0; i < p_.chunk_length; ++i) {
-      const float* query = slot.queries + i * s_.query;
-      const float squares = sum_of_squares(query, s_.query);
-      const float scale = 1.0f / (std::sqrt(squares / head_dim + kKeyEps) * std::sqrt(head_dim));
-      for (std::int64_t c = 0; c < p_.head_dim; ++c) slot.keys[c * s_.key + i] = query[c] * scale;
-    }
+  void look_ahead(std::int64_t chunk) {
+    Window& w = workspace_.window;
+    w.next = source_.order + wrapped(chunk + p_.chunks_after + 1) * p_.chunk_length;
+    w.next_queries = {source_.qk, p_.head_dim * static_cast<std::int64_t>(sizeof(T))};
+    w.next_values = {source_.v, p_.value_dim * static_cast<std::int64_t>(sizeof(T))};
+    w.contexts = {a_.contexts + first_row(chunk) * p_.value_dim, p_.value_dim * static_cast<std::int64_t>(sizeof(float))};
   }
 
   // Writes a chunk's rows where their tokens stand.
   void hand_out(std::int64_t chunk) const {
     const Window& w = workspace_.window;
-    const std::int64_t first = (group_ * p_.rounds + chunk / p_.chunks()) * p_.seq;
+    const std::int64_t first = first_row(chunk);
     for (std::int64_t i = 0; i < p_.chunk_length; ++i) {
       if (w.own[i] >= p_.seq) continue;
       const float* context = w.context + i * s_.value;
@@ -249,8 +170,8 @@ class Unit {
   const Arrays<T>& a_;
   const Strides s_;
   const std::int64_t group_;
-  const std::int64_t kept_;
-  const AttendWindow attend_;
+  const Source<T> source_;
+  const Attend attend_;
   Workspace workspace_;
 };
 
@@ -275,7 +196,11 @@ void weigh_rounds(float* lse, std::int64_t rounds, bool rounded) {
 std::int64_t cpu_units(const Problem& problem) { return problem.groups * units_of_group(problem); }
 
 std::size_t cpu_workspace_bytes(const Problem& problem) {
-  return Workspace(problem, strides_of(problem), nullptr).bytes;
+  return Workspace(problem, Strides(problem), nullptr).bytes;
+}
+
+std::int64_t cpu_groups_at_once(const Problem& problem) {
+  return std::min(problem.groups, (kUnitsAtOnce - 1) / units_of_group(problem) + 1);
 }
 
 bool select_cpu_instructions(const char* name) { return dispatch().select(name); }

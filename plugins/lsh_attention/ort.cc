@@ -27,23 +27,34 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& prob
   if (bad != order + tokens) {
     return invalid("LSHAttention: order holds ", *bad, "; expected 0 to ", problem.padded - 1);
   }
-  std::vector<std::int64_t> kept;
+  std::vector<std::int64_t> kept;  // of every group
   for (std::int64_t first = 0; first < problem.groups / problem.heads * problem.seq; first += problem.seq) {
-    kept.push_back(std::count(keep + first, keep + first + problem.seq, true));
+    kept.insert(kept.end(), static_cast<std::size_t>(problem.heads), std::count(keep + first, keep + first + problem.seq, true));
   }
-  const std::int64_t rows = problem.groups * problem.rounds * problem.seq;
+  Problem part = problem;
+  part.groups = cpu_groups_at_once(problem);
+  const std::int64_t rows = part.groups * problem.rounds * problem.seq;
   const Scratch scratch(context, sizeof(float) * static_cast<std::size_t>(rows * (problem.value_dim + 1)));
   float* contexts = static_cast<float*>(scratch.get());
   float* lses = contexts + rows * problem.value_dim;
-  const Arrays<T> arrays{qk, v, order, kept.data(), contexts, lses};
-  parallel_ranges(context, cpu_units(problem), [&](std::int64_t first, std::int64_t last) {
-    const std::unique_ptr<void, AlignedDelete> workspace(
-        ::operator new(cpu_workspace_bytes(problem), std::align_val_t{64}));
-    attend_cpu(problem, arrays, first, last, workspace.get());
-  });
-  parallel_ranges(context, problem.groups * problem.seq, [&](std::int64_t first, std::int64_t last) {
-    combine_cpu(problem, contexts, lses, first, last, out);
-  });
+  for (std::int64_t group = 0; group < problem.groups; group += part.groups) {
+    part.groups = std::min(part.groups, problem.groups - group);
+    const Arrays<T> arrays{qk + group * problem.seq * problem.head_dim,
+                           v + group * problem.seq * problem.value_dim,
+                           order + group * problem.rounds * problem.padded,
+                           kept.data() + group,
+                           contexts,
+                           lses};
+    parallel_ranges(context, cpu_units(part), [&](std::int64_t first, std::int64_t last) {
+      const std::unique_ptr<void, AlignedDelete> workspace(
+          ::operator new(cpu_workspace_bytes(part), std::align_val_t{64}));
+      attend_cpu(part, arrays, first, last, workspace.get());
+    });
+    T* rows_out = out + group * problem.seq * problem.value_dim;
+    parallel_ranges(context, part.groups * problem.seq, [&](std::int64_t first, std::int64_t last) {
+      combine_cpu(part, contexts, lses, first, last, rows_out);
+    });
+  }
   return Ort::Status{nullptr};
 }
 

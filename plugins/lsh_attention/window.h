@@ -106,3 +106,23 @@ inline Weighted weigh(float* logits, std::int64_t size, const std::int32_t* posi
   }
   return {lse, 1.0f};
 }
+
+inline void attend(const Problem& p, const Strides& s, const Window& w) {
+  const auto seen = static_cast<std::int64_t>(w.keys.size());
+  const std::int64_t size = seen * s.key;
+  for (std::int64_t i = 0; i < seen; ++i) {
+    multiply({w.queries, s.query, 0, &w.keys[static_cast<std::size_t>(i)], s.key, 1, p.head_dim, w.logits + i * s.key, size},
+             s.rows, s.key);
+  }
+  for (std::int64_t i = 0; i < p.chunk_length; ++i) {
+    if (w.next[i] < p.seq) {
+      w.next_queries.prefetch<false>(w.next[i]);
+      w.next_values.prefetch<false>(w.next[i]);
+    }
+    if (w.own[i] < p.seq) w.contexts.prefetch<true>(w.own[i]);
+    const auto row = weigh(w.logits + i * size, size, w.position, w.hidden, w.own[i], p.causal, p.rounded);
+    w.lse[i] = row.lse;
+    w.total[i] = row.total;
+  }
+  multiply({w.logits, size, s.key, w.values.data(), s.value, seen, p.chunk_length, w.context, s.value}, s.rows, s.value);
+}

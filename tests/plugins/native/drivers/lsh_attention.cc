@@ -29,7 +29,7 @@ std::vector<double> attend(const Problem& p, const AttentionInputs& x) {
       }
       return sum;
     };
-    const std::int64_t kept = x.kept[static_cast<std::size_t>(group / p.heads)];
+    const std::int64_t kept = x.kept[static_cast<std::size_t>(group)];
     // per token: Σ over rounds and keys of e^x and e^x v, relative to the highest x so far
     std::vector<double> highest(static_cast<std::size_t>(p.seq), -std::numeric_limits<double>::infinity());
     std::vector<double> total(static_cast<std::size_t>(p.seq), 0.0);
@@ -84,7 +84,7 @@ void check_attention(const char* instructions, Problem p, double tolerance) {
     std::shuffle(order.begin(), order.begin() + p.seq, random);
     inputs.order.insert(inputs.order.end(), order.begin(), order.end());
   }
-  inputs.kept.assign(static_cast<std::size_t>(p.groups / p.heads), p.seq);
+  inputs.kept.assign(static_cast<std::size_t>(p.groups), p.seq);
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const auto rounds = static_cast<std::size_t>(p.rounds);
   std::vector<float> contexts(v.size() * rounds, nan), lses(rows * rounds, nan);
