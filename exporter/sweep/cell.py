@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,8 @@ def engine_from_dict(values: Mapping[str, Any]) -> EngineSpec:
     return EngineSpec(**options | {"timing_cache": Path(cache) if cache else None})
 
 
-def deciding_versions(target: str) -> dict[str, str | None]:
+@cache
+def deciding_versions(target: str) -> Mapping[str, str | None]:
     """Versions of what decides the result of a cell, found without importing any of it."""
     from effexport import __version__
 
