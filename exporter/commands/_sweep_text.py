@@ -55,7 +55,7 @@ def sweep_progress(console: Console) -> Iterator[Callable[[News], None]]:
 
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     text = TextColumn("{task.description}", markup=False)
-    with Progress(*columns, text, console=console, transient=True) as bars:
+    with Progress(*columns, text, console=console, transient=True, redirect_stdout=False) as bars:
         task = bars.add_task("", total=None)
 
         def show(news: News) -> None:

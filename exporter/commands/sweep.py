@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import closing
+from contextlib import ExitStack, closing, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from effexport.sweep.store import Store
 
 INTERRUPTED = 130
+# What Ray has to say; stdout belongs to --json.
+MESSAGES = "ray.log"
 
 
 @click.command("sweep")
@@ -189,10 +191,12 @@ def run(request: Request, plan: Plan, store: Store, console: Console) -> tuple[S
 
     started, complete, where = time.monotonic(), True, ""
     sweep = None
-    with store.opened():
+    with store.opened(), ExitStack() as stack:
         say_plan(console, plan, store, request)
         if plan.to_run:
             # connected before anything else is said, so that a bad address is the one message
+            messages = stack.enter_context((store.path / MESSAGES).open("a", encoding="utf-8"))
+            stack.enter_context(redirect_stdout(messages))
             with closing(request.executor(console)) as executor, sweep_progress(console) as on_news:
                 where = executor.title
                 console.print(f"running on {where}", markup=False, soft_wrap=True)

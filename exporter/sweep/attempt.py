@@ -47,6 +47,9 @@ class Attempt:
     is_cancelled: Callable[[], bool] = lambda: False
 
 
+# The process of an attempt; the folder follows.
+COMMAND = (sys.executable, "-m", "effexport.sweep.child")
+
 Work = Callable[[Attempt, Path], Outcome]
 
 
@@ -74,7 +77,7 @@ def run_attempt(attempt: Attempt, folder: Path) -> Outcome:
 
 
 def started_process(folder: Path, attempt: Attempt, stream: IO[bytes]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "effexport.sweep.child", str(folder.resolve())]
+    command = [*COMMAND, str(folder.resolve())]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **attempt.environment}
     return subprocess.Popen(
         command,

@@ -140,7 +140,7 @@ class RayExecutor:
             return
         except self._ray.exceptions.RayError as error:
             del self._running[task.stream]
-            yield Event(kind="lost", cell=task.cell, reason=short(error))
+            yield Event(kind="lost", cell=task.cell, reason=short(error), folder=task.folder)
             return
         try:
             if isinstance(message, str):
@@ -167,7 +167,8 @@ class RayExecutor:
 
     def _failed(self, task: Running, reason: str) -> Event:
         del self._running[task.stream]
-        return Event(kind="ended", cell=task.cell, outcome=Outcome(status="failed", reason=reason))
+        outcome = Outcome(status="failed", reason=reason)
+        return Event(kind="ended", cell=task.cell, outcome=outcome, folder=task.folder)
 
     def _unplaceable(self) -> Iterator[Event]:
         """Cells for which there has been no node for too long. They were submitted all the same: a cluster that grows
@@ -183,8 +184,9 @@ class RayExecutor:
             if now - task.unplaceable_since >= self._wait_seconds:
                 self._ray.cancel(task.stream)
                 del self._running[task.stream]
-                reason = f"no node with {said(demands)} within {self._wait_seconds:g} s; the nodes have: {offered(nodes)}"
-                yield Event(kind="unplaceable", cell=task.cell, reason=reason)
+                waited = f" within {self._wait_seconds:g} s" if self._wait_seconds else ""
+                reason = f"no node with {said(demands)}{waited}; the nodes have: {offered(nodes)}"
+                yield Event(kind="unplaceable", cell=task.cell, reason=reason, folder=task.folder)
 
     def close(self) -> None:
         for stream in self._running:

@@ -13,8 +13,10 @@ from effexport.sweep.outcome import Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """started: somewhere. ended: with an outcome, and the folder that has the artifact where it is "finished".
-    lost: with the node it ran on, or its worker; nothing of it will arrive. unplaceable: no node can run it.
+    """started: somewhere. ended: with an outcome. lost: with the node it ran on, or its worker; nothing of it will
+    arrive. unplaceable: no node can run it.
+
+    folder: what was given to `submit`, when nothing more is written into it; it has the artifact of what "finished".
     """
 
     kind: Literal["started", "ended", "lost", "unplaceable"]

@@ -52,7 +52,7 @@ class ProcessExecutor:
             have = ", ".join(gpu.architecture for gpu in self.gpus) or "none"
             wanted = f"a GPU of {cell.gpu}" if cell.gpu else "a GPU"
             reason = f"no node with {wanted}: the GPUs of this machine are {have}; run it with --address on a cluster"
-            self._events.put(Event(kind="unplaceable", cell=cell, reason=reason))
+            self._events.put(Event(kind="unplaceable", cell=cell, reason=reason, folder=folder))
             return
         self._pool.submit(self._run, cell, folder)
 
@@ -70,7 +70,7 @@ class ProcessExecutor:
         except Exception as error:  # whatever it is belongs to this cell: others go on
             reason = f"{type(error).__name__}: {error}"
             outcome = Outcome(status="failed", reason=reason, where=platform.node())
-            self._events.put(Event(kind="ended", cell=cell, outcome=outcome))
+            self._events.put(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
         finally:
             if gpu is not None:
                 with self._gpu_returned:

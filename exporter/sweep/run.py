@@ -104,6 +104,8 @@ class Sweep:
             self._close(cell, f"{cell.title}: not run: {event.reason}")
         elif event.outcome is not None:
             self._ended(event, event.outcome)
+        if event.folder is not None:
+            shutil.rmtree(event.folder, ignore_errors=True)  # what was published is elsewhere by now
 
     def _ended(self, event: Event, outcome: Outcome) -> None:
         cell, attempt = event.cell, self.attempts[event.cell.id]
@@ -120,8 +122,6 @@ class Sweep:
                 return
         if self.store.finished(cell) is None:
             self.store.fail(cell, attempt, outcome)
-        if event.folder is not None:
-            shutil.rmtree(event.folder, ignore_errors=True)
         self._close(cell, f"{cell.title}: failed: {first_line(outcome.reason)}")
 
     def _lost(self, event: Event) -> None:

@@ -109,10 +109,13 @@ class Store:
                 pass  # a file system without locks; two sweeps at once would waste work, and spoil nothing
             write_text(self.path / MARK, json_text({"format_version": FORMAT_VERSION}) + "\n")
             self._clear()
-            yield self
+            try:
+                yield self
+            finally:
+                self._clear()
 
     def _clear(self) -> None:
-        """What a killed sweep left behind."""
+        """What an interrupted or a killed sweep left behind."""
         for path in (self.path / STAGING).iterdir():
             shutil.rmtree(path, ignore_errors=True)
 
@@ -139,10 +142,7 @@ class Store:
             if path.name not in (ARTIFACT, LOG, RECORD):
                 path.unlink()
         won = renamed(staged, self.cell_folder(cell))
-        if won:
-            shutil.rmtree(self.failed_folder(cell), ignore_errors=True)
-        else:
-            shutil.rmtree(staged, ignore_errors=True)
+        shutil.rmtree(self.failed_folder(cell), ignore_errors=True)
         self.log_attempt(cell, attempt, "finished" if won else "discarded", outcome)
         return won
 
