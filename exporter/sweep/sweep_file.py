@@ -95,6 +95,7 @@ def sweep_file_from_document(document: Mapping[str, Any]) -> SweepFile:
         include=tuple(include_of(entry) for entry in tables("include", document)),
         exclude=tuple(exclude_of(entry) for entry in tables("exclude", document)),
     )
+    check_options_are_used(found)
     check_engine_is_used(found, document)
     return found
 
@@ -251,6 +252,16 @@ def exclude_of(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
                 checks[name](f"{name} of [[exclude]]", entry)
         found[name] = tuple(model_of(entry, name).label if name == "variant" else entry for entry in values)
     return found
+
+
+def check_options_are_used(file: SweepFile) -> None:
+    used = {model.variant for model in (*file.variants, *(entry["variant"] for entry in file.include))}
+    for variant in file.options:
+        require(
+            variant in used,
+            f"[options.{variant}] is for a variant that the sweep does not have; add \"{variant}\" to variants, or leave "
+            "it out",
+        )
 
 
 def check_engine_is_used(file: SweepFile, document: Mapping[str, Any]) -> None:

@@ -98,7 +98,7 @@ def test_the_hash_is_of_everything_that_decides_the_result_and_of_nothing_else()
     reordered = text.replace("[64, 128]", "[256, 128, 64]").replace('"softmax", "lsh"', '"lsh", "softmax"')
     after = {cell.title: cell.digest for cell in cells_of(reordered)}
     assert {title: after[title] for title in before} == before
-    for change in ("[build]\nseed = 1", "[build]\nbatch = 2", "[build]\nbias = false", "[build]\nfused = false"):
+    for change in ("[build]\nseed = 1", "[build]\nbatch = 2", "[build]\ncausal = true", "[build]\nfused = false"):
         changed = {cell.digest for cell in cells_of(f"{text}{change}")}
         assert changed.isdisjoint(before.values()), change
     engine = {cell.title: cell.digest for cell in cells_of(f"{text}[engine]\ntf32 = true")}
@@ -204,4 +204,4 @@ def test_the_example_of_the_documentation_is_a_sweep() -> None:
     counts: dict[str, Any] = {}
     for cell in cells:
         counts[cell.target] = counts.get(cell.target, 0) + 1
-    assert counts == {"onnx": 17, "trt-rtx": 14, "trt": 16}
+    assert counts == {"onnx": 17, "trt-rtx": 15, "trt": 18}
