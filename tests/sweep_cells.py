@@ -1,4 +1,4 @@
-"""Cells that cost nothing, and what stands for a build of them: for tests of how a sweep runs, not of what it builds."""
+"""Cells that cost nothing, and what stands for a build of them: for tests of how a sweep runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_artifact(folder: Path, cell: Cell, extra_bytes: int = 0) -> dict[str, 
     (folder / "model.onnx").write_bytes(cell.id.encode())
     (folder / "engine" / "large.bin").write_bytes(os.urandom(extra_bytes))
     entry = {"passed": 1, "failed": 0, "not run": 0, "worst": 1e-6, "limit": 1e-5, "metric": "max |error| / RMS"}
-    fields = {name: "" for name in ("effexport_version", "variant", "precision", "weights_sha256", "weights_from")}
+    fields = dict.fromkeys(("effexport_version", "variant", "precision", "weights_sha256", "weights_from"), "")
     lists: dict[str, Any] = {name: [] for name in ("hash_values", "notes", "engines")}
     parity = {"passed": True, "summary": {"arithmetic": entry}}
     write_manifest(folder, {**fields, **lists, "spec": {}, "custom_ops": {}, "parity": parity})

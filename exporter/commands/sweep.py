@@ -148,8 +148,8 @@ class Request:
                 ids = [cell.id for cell in cells]
                 problem = "is no cell of the file" if not named else f"begins the hash of {len(named)} cells"
                 raise UserError(
-                    f"--only {name} {problem}{did_you_mean(name, ids)} Expected a name or hash as --dry-run lists them; "
-                    "a cell whose options changed has another one"
+                    f"--only {name} {problem}{did_you_mean(name, ids)} Expected a name or hash as --dry-run lists "
+                    "them; a cell whose options changed has another one"
                 )
             found[named[0].id] = named[0]
         return list(found.values())
@@ -172,8 +172,8 @@ class Request:
             return local_executor(limits, jobs=jobs)
         if not self.processes:
             console.print(
-                "note: Ray is not installed, so cells run as plain processes of this machine, with the same results; for "
-                "a cluster: pip install 'effexport[sweep]'",
+                "note: Ray is not installed, so cells run as plain processes of this machine, with the same results; "
+                "for a cluster: pip install 'effexport[sweep]'",
                 style="yellow",
                 markup=False,
                 soft_wrap=True,
@@ -221,12 +221,16 @@ def run(request: Request, plan: Plan, store: Store, console: Console) -> tuple[S
 
 
 def say_plan(console: Console, plan: Plan, store: Store, request: Request) -> None:
+    from effexport.bench.text import counted
+
     states = [plan.states[cell.id] for cell in plan.cells]
     parts = [f"{states.count('finished')} finished before", f"{len(plan.to_run)} to run"]
     failed = sum(plan.states[cell.id] == "failed" for cell in plan.cells if cell not in plan.to_run)
     if failed:
         parts.append(f"{failed} failed before and left alone: add --retry-failed")
-    console.print(f"{request.sweep_file}: {len(states)} cells, {', '.join(parts)}", markup=False, soft_wrap=True)
+    console.print(
+        f"{request.sweep_file}: {counted(len(states), 'cell')}, {', '.join(parts)}", markup=False, soft_wrap=True
+    )
     for cell in plan.to_run:
         damage = store.damage(cell)
         if damage:

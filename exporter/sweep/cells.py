@@ -32,7 +32,7 @@ class Point:
 
     def matches(self, pattern: Mapping[str, Sequence[Any]]) -> bool:
         """A variant is matched by its name, or by its name with its options."""
-        own = {
+        own: dict[str, set[Any]] = {
             "variant": {self.model.variant, self.model.label},
             "seq_len": {self.seq_len},
             "precision": {self.precision},
@@ -85,7 +85,7 @@ def included(entry: Mapping[str, Any], file: SweepFile) -> Cell:
     target = entry.get("target", ONNX_ONLY)
     require(
         "gpu" not in entry or target != ONNX_ONLY,
-        "an [[include]] has a gpu and no target; add target = \"trt\" or \"trt-rtx\", or leave the gpu out",
+        'an [[include]] has a gpu and no target; add target = "trt" or "trt-rtx", or leave the gpu out',
     )
     point = Point(model, entry.get("seq_len"), entry.get("precision"), target, entry.get("gpu", ""))
     own = {name: value for name, value in entry.items() if name not in CELL_KEYS}
@@ -103,9 +103,7 @@ def cell_of(point: Point, fields: Mapping[str, Any], file: SweepFile, own: Mappi
         excluding = exclusion(point)
         raise SpecError(f"the cell {point} cannot work: {error}\n  To leave such cells out: {excluding}") from error
     label = label_of(point.model.variant, {**point.model.options, **(own or {})})
-    return Cell(
-        label=label, spec=spec, engine=engine, gpu=point.gpu, versions=deciding_versions(point.target)
-    )
+    return Cell(label=label, spec=spec, engine=engine, gpu=point.gpu, versions=deciding_versions(point.target))
 
 
 def tuples(value: Any) -> Any:

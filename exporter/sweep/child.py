@@ -45,7 +45,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
-    """Build and check the artifact. What goes wrong becomes the reason; the log has the traceback of what is unexpected."""
+    """Build and check the artifact. What goes wrong becomes the reason; the log has tracebacks of the unexpected."""
     known: dict[str, Any] = {"where": f"{platform.node()}, process {os.getpid()}"}
     try:
         cell = Cell.from_dict(request["cell"])
@@ -82,7 +82,8 @@ def check_versions(cell: Cell, here: Any) -> None:
         found = here.get(name)
         if wanted is not None and found is not None and found != wanted:
             raise UserError(
-                f"this node has {name} {found}, the sweep was started with {wanted}; install the same version on all nodes"
+                f"this node has {name} {found}, the sweep was started with {wanted}; install the same version on all "
+                "nodes"
             )
 
 

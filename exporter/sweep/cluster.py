@@ -33,6 +33,8 @@ LOCAL_STORE_BYTES = 512 * 2**20
 # How often the nodes are looked at, while cells wait for one.
 LOOK_SECONDS = 1.0
 PREFIX = "effexport-sweep-"
+# Resources of which the amount matters, by Ray's names.
+COUNTED = ("CPU", "GPU")
 
 
 def attempt_of_task(cell: dict[str, Any], limits: Limits, work: Work) -> Iterator[Any]:
@@ -201,7 +203,8 @@ def can_hold(node: Mapping[str, float], demands: Mapping[str, float]) -> bool:
 
 def said(demands: Mapping[str, float]) -> str:
     """`1 CPU, 1 GPU and the resource sm_90`."""
-    words = [f"{amount:g} {name}" if name in ("CPU", "GPU") else f"the resource {name}" for name, amount in demands.items()]
+    words = [f"{demands[name]:g} {name}" for name in demands if name in COUNTED]
+    words += [f"the resource {name}" for name in demands if name not in COUNTED]
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 
@@ -209,7 +212,7 @@ def offered(nodes: Sequence[Mapping[str, float]]) -> str:
     """What nodes have that cells ask for, one node after the other."""
     texts = []
     for node in nodes:
-        names = [name for name in node if name in ("CPU", "GPU") or name.startswith("sm_")]
+        names = [name for name in node if name in COUNTED or name.startswith("sm_")]
         texts.append(" ".join(f"{node[name]:g} {name}" for name in sorted(names)) or "nothing")
     return "; ".join(f"{texts.count(text)} × {text}" for text in dict.fromkeys(texts)) or "there are no nodes"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -26,9 +26,9 @@ class Group:
 
 def html_from_results(results: SweepResults) -> str:
     """The page, whatever failed in it."""
-    filters = {
+    filters: dict[str, Callable[..., Any]] = {
         "moment": moment,
-        "css": lambda text: {"finished": "passed"}.get(text, text).replace(" ", "-"),
+        "css": css_of,
         "number": number,
         "seconds": lambda value: duration(None if value is None else value * 1000),
         "memory": memory,
@@ -46,6 +46,11 @@ def html_from_results(results: SweepResults) -> str:
     )
 
 
+def css_of(status: str) -> str:
+    """The class of a state or a verdict."""
+    return {"finished": "passed"}.get(status, status).replace(" ", "-")
+
+
 def groups_of(rows: Sequence[Row]) -> list[Group]:
     labels = dict.fromkeys(row.label for row in rows)
     return [Group(label, tuple(row for row in rows if row.label == label)) for label in labels]
@@ -53,5 +58,5 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
 
 def shared_fields(rows: Sequence[Row]) -> dict[str, Any]:
     """What is the same in all rows."""
-    named = {"scope": [row.scope for row in rows], "batch": [row.batch for row in rows]}
+    named: dict[str, list[Any]] = {"scope": [row.scope for row in rows], "batch": [row.batch for row in rows]}
     return {name: values[0] for name, values in named.items() if len(set(values)) == 1}

@@ -19,7 +19,7 @@ from effexport.sweep.gpus import Gpu, gpus_here
 from effexport.sweep.outcome import Outcome
 
 
-class Closed(Exception):
+class ClosedError(Exception):
     """The sweep has ended; its processes end too."""
 
 
@@ -65,7 +65,7 @@ class ProcessExecutor:
             self._events.put(Event(kind="started", cell=cell, where=platform.node()))
             outcome = self.work(Attempt(cell, self.limits, self._environment(gpu), self._closed.is_set), folder)
             self._events.put(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
-        except Closed:
+        except ClosedError:
             return
         except Exception as error:  # whatever it is belongs to this cell: others go on
             reason = f"{type(error).__name__}: {error}"
@@ -90,7 +90,7 @@ class ProcessExecutor:
                     self._free.remove(found)
                     return found
                 if self._closed.is_set():
-                    raise Closed
+                    raise ClosedError
                 self._gpu_returned.wait(1.0)
 
     def wait(self, seconds: float) -> Sequence[Event]:

@@ -55,7 +55,9 @@ class Row:
 
     @property
     def title(self) -> str:
-        return f"{self.label}, {self.seq_len} tokens, {self.precision}, {self.target}" + (f", {self.gpu}" * bool(self.gpu))
+        return f"{self.label}, {self.seq_len} tokens, {self.precision}, {self.target}" + (
+            f", {self.gpu}" * bool(self.gpu)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,9 +29,7 @@ class Plan:
     states: dict[str, State]
 
 
-def plan_of(
-    store: Store, cells: Sequence[Cell], *, retry_failed: bool, only: Sequence[Cell] | None = None
-) -> Plan:
+def plan_of(store: Store, cells: Sequence[Cell], *, retry_failed: bool, only: Sequence[Cell] | None = None) -> Plan:
     """Finished cells are left alone, and failed ones too unless `retry_failed`. only: the cells that were asked for."""
     states: dict[str, State] = {}
     for cell in cells:

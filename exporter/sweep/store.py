@@ -1,10 +1,10 @@
 """The folder of a sweep: what is finished, what failed, and how both get there.
 
-    sweep.json                 what this folder is
-    cells/ID/                  a finished cell: artifact/, record.json and log.txt, put there by one rename
-    failed/ID/                 the last failure of a cell that is not finished: record.json and log.txt
-    attempts.jsonl             one line for every attempt that ended, also those that came second or were lost
-    results.json, results.csv, report.html
+sweep.json                 what this folder is
+cells/ID/                  a finished cell: artifact/, record.json and log.txt, put there by one rename
+failed/ID/                 the last failure of a cell that is not finished: record.json and log.txt
+attempts.jsonl             one line for every attempt that ended, also those that came second or were lost
+results.json, results.csv, report.html
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Store:
         return read_record(self.failed_folder(cell), cell)
 
     def damage(self, cell: Cell) -> str:
-        """What is wrong with the folder of a cell that claims to be finished, or "". Sizes are compared, not contents."""
+        """What is wrong with the folder of a cell that claims to be finished, or "". Of files, sizes are compared."""
         folder = self.cell_folder(cell)
         if not folder.exists():
             return ""
@@ -86,7 +86,9 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{mark} is damaged: {error}; choose another folder with -o") from error
         if type(version) is not int or version > FORMAT_VERSION:
-            raise UserError(f"{mark} has format version {version}; this effexport reads up to {FORMAT_VERSION}: upgrade")
+            raise UserError(
+                f"{mark} has format version {version}; this effexport reads up to {FORMAT_VERSION}: upgrade"
+            )
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Store]:

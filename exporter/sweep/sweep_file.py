@@ -22,11 +22,14 @@ AXES = ("variants", "seq_lens", "precisions", "targets", "gpus")
 CELL_KEYS = ("variant", "seq_len", "precision", "target", "gpu")
 TABLES = ("build", "options", "engine", "include", "exclude")
 # Of what a sweep does not vary: every field of the specs but those that are axes, or that belong to one variant.
-BUILD_KEYS = ("scope",) + tuple(
-    name
-    for spec in (BuildSpec, EncoderSpec, AttentionSpec)
-    for name in (item.name for item in fields(spec))
-    if name not in ("model", "attention", "seq_len", "precision")
+BUILD_KEYS = (
+    "scope",
+    *(
+        name
+        for spec in (BuildSpec, EncoderSpec, AttentionSpec)
+        for name in (item.name for item in fields(spec))
+        if name not in ("model", "attention", "seq_len", "precision")
+    ),
 )
 # `profiles` are written as --profile takes them; a cache of timings is a file of one machine.
 ENGINE_TYPES: dict[str, str] = {
@@ -77,7 +80,7 @@ def sweep_file_from_document(document: Mapping[str, Any]) -> SweepFile:
     axes = {name: distinct_list(name, document[name]) for name in AXES if name in document}
     require(
         "variants" in axes or "include" in document,
-        f"the file has no variants; expected a list such as variants = [\"softmax\", \"lsh\"], of: "
+        f'the file has no variants; expected a list such as variants = ["softmax", "lsh"], of: '
         f"{', '.join(ATTENTION_SPECS)}",
     )
     variants = tuple(model_of(entry, "variants") for entry in axes.get("variants", ()))
@@ -131,10 +134,11 @@ def distinct_list(name: str, value: Any) -> list[Any]:
 
 
 def require_distinct(name: str, values: Sequence[Any]) -> None:
-    for index, value in enumerate(values):
-        # 1 and true are equal in Python, and not in TOML
-        before = [entry for entry in values[:index] if type(entry) is type(value) and entry == value]
-        require(not before, f"{name} has {value!r} twice; every value makes a cell, so expected each once")
+    seen = set()
+    for value in values:
+        key = (type(value), repr(value))  # 1 and true are equal in Python, and not in TOML
+        require(key not in seen, f"{name} has {value!r} twice; every value makes a cell, so expected each once")
+        seen.add(key)
 
 
 def checked(name: str, value: Any, check: Callable[[str, Any], None]) -> Any:
@@ -164,14 +168,14 @@ def is_target(name: str, value: Any) -> None:
 def is_gpu(name: str, value: Any) -> None:
     require(
         isinstance(value, str) and _GPU.fullmatch(value) is not None,
-        f"{name} has {value!r}; expected architectures by their compute capability, such as \"sm_90\" for 9.0",
+        f'{name} has {value!r}; expected architectures by their compute capability, such as "sm_90" for 9.0',
     )
 
 
 def model_of(value: Any, name: str) -> Model:
     require(
         isinstance(value, str),
-        f"{name} has {value!r}; expected names such as \"lsh\", with fields after colons: \"lsh:num_hashes=4\"",
+        f'{name} has {value!r}; expected names such as "lsh", with fields after colons: "lsh:num_hashes=4"',
     )
     try:
         return model_from_text(value)
@@ -182,11 +186,15 @@ def model_of(value: Any, name: str) -> Model:
 def build_table(given: Mapping[str, Any]) -> Mapping[str, Any]:
     axes = {"variant": "variants", "seq_len": "seq_lens", "precision": "precisions", "target": "targets"}
     for name, axis in axes.items():
-        require(name not in given, f"[build] has {name}, which a sweep varies; give {axis} = [{toml_text(given.get(name))}]")
+        require(
+            name not in given, f"[build] has {name}, which a sweep varies; give {axis} = [{toml_text(given.get(name))}]"
+        )
     owners = {name: variant for variant, spec in ATTENTION_SPECS.items() for name in field_names(spec)}
     for name in given:
         if name not in BUILD_KEYS and name in owners:
-            raise SpecError(f"[build] has {name}, a field of single variants; expected it under [options.{owners[name]}]")
+            raise SpecError(
+                f"[build] has {name}, a field of single variants; expected it under [options.{owners[name]}]"
+            )
     check_keys("[build]", given, BUILD_KEYS)
     return given
 
@@ -194,7 +202,9 @@ def build_table(given: Mapping[str, Any]) -> Mapping[str, Any]:
 def option_tables(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     check_keys("[options]", given, ATTENTION_SPECS)
     for variant, options in given.items():
-        require(isinstance(options, dict), f"[options] has {variant} = {options!r}; expected a table, [options.{variant}]")
+        require(
+            isinstance(options, dict), f"[options] has {variant} = {options!r}; expected a table, [options.{variant}]"
+        )
         check_keys(f"[options.{variant}]", options, [*field_names(ATTENTION_SPECS[variant]), *BUILD_KEYS])
         require("seq_len" not in options, f"[options.{variant}] has seq_len, which a sweep varies; give seq_lens")
     return given
@@ -259,7 +269,7 @@ def check_options_are_used(file: SweepFile) -> None:
     for variant in file.options:
         require(
             variant in used,
-            f"[options.{variant}] is for a variant that the sweep does not have; add \"{variant}\" to variants, or leave "
+            f'[options.{variant}] is for a variant that the sweep does not have; add "{variant}" to variants, or leave '
             "it out",
         )
 
@@ -272,12 +282,13 @@ def check_engine_is_used(file: SweepFile, document: Mapping[str, Any]) -> None:
     for name in ("engine", "gpus"):
         require(
             not document.get(name) or bool(used),
-            f"{name} is for engines, and no target asks for one; add targets = [\"onnx\", \"trt-rtx\"] or leave it out",
+            f'{name} is for engines, and no target asks for one; add targets = ["onnx", "trt-rtx"] or leave it out',
         )
     for target in ENGINE_TARGETS:
         require(
             target not in document.get("engine", {}) or target in used,
-            f"[engine.{target}] is for a target that the sweep does not have; add {target!r} to targets, or leave it out",
+            f"[engine.{target}] is for a target that the sweep does not have; add {toml_text(target)} to targets, or "
+            "leave it out",
         )
 
 

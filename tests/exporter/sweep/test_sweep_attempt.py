@@ -22,9 +22,7 @@ from effexport.sweep.outcome import LOG, Outcome
 (CELL,) = tiny_cells(16)
 
 
-def outcome_of(
-    code: str, folder: Path, monkeypatch: pytest.MonkeyPatch, limits: Limits | None = None
-) -> Outcome:
+def outcome_of(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch, limits: Limits | None = None) -> Outcome:
     """Of a process that runs `code` in place of a build; `folder` is its argument."""
     monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", f"import os, sys, time\n{code}"))
     return run_attempt(Attempt(CELL, limits or Limits()), folder)
@@ -36,7 +34,10 @@ def outcome_of(
         ("os.kill(os.getpid(), 11)", "its process was ended by SIGSEGV; see the log"),
         ("os.kill(os.getpid(), 9)", "its process was ended by SIGKILL; most likely the system ran out of memory"),
         ("sys.exit(3)", "its process ended with exit status 3 and said nothing; see the log"),
-        ("open(sys.argv[1] + '/outcome.json', 'w').write('{')", "its process ended with exit status 0 and said nothing"),
+        (
+            "open(sys.argv[1] + '/outcome.json', 'w').write('{')",
+            "its process ended with exit status 0 and said nothing",
+        ),
     ],
 )
 def test_a_process_that_ends_without_an_outcome_is_a_failure_with_its_log(
@@ -50,7 +51,9 @@ def test_a_process_that_ends_without_an_outcome_is_a_failure_with_its_log(
 
 
 def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\ntime.sleep(600)"
+    code = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\ntime.sleep(600)"
+    )
     outcome = outcome_of(code, tmp_path, monkeypatch, Limits(seconds=1.0))
     assert outcome.reason == "took longer than 1 s; raise --timeout"
     assert is_gone(int(outcome.log))
@@ -74,10 +77,16 @@ def test_an_artifact_beyond_the_limit_stays_where_it_is(tmp_path: Path, monkeypa
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent has died")
 def test_the_process_of_an_attempt_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
     (tmp_path / "request.json").write_text("{}")
-    waits = "import os, sys, time\nfrom effexport.sweep.child import die_with_parent\ndie_with_parent(int(sys.argv[1]))\n"
+    waits = (
+        "import os, sys, time\nfrom effexport.sweep.child import die_with_parent\ndie_with_parent(int(sys.argv[1]))\n"
+    )
     waits += "print(os.getpid(), flush=True)\ntime.sleep(600)"
-    starts = f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {waits!r}, str(os.getpid())])\n"
-    with subprocess.Popen([sys.executable, "-c", f"{starts}time.sleep(600)"], stdout=subprocess.PIPE, text=True) as parent:
+    starts = (
+        f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {waits!r}, str(os.getpid())])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{starts}time.sleep(600)"], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()

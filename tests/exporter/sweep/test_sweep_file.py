@@ -102,7 +102,9 @@ def test_the_hash_is_of_everything_that_decides_the_result_and_of_nothing_else()
         changed = {cell.digest for cell in cells_of(f"{text}{change}")}
         assert changed.isdisjoint(before.values()), change
     engine = {cell.title: cell.digest for cell in cells_of(f"{text}[engine]\ntf32 = true")}
-    assert {title for title in before if engine[title] != before[title]} == {title for title in before if "rtx" in title}
+    assert {title for title in before if engine[title] != before[title]} == {
+        title for title in before if "rtx" in title
+    }
     (cell, *_) = cells_of(text)
     newer = Cell(label=cell.label, spec=cell.spec, versions={**cell.versions, "torch": "9.9"})
     assert newer.digest != cell.digest
@@ -154,7 +156,10 @@ def test_cells_survive_the_way_to_another_machine() -> None:
         (PLAIN + "[options.lsh]\nnum_buckets = 3", "num_buckets is 3; each count must be even"),
         (PLAIN + '[[exclude]]\nvariant = "linear"', "[[exclude]] with variant = ['linear'] matches no cell"),
         (PLAIN + '[[exclude]]\nvariant = ["lsh", "softmax"]', "the sweep is empty: [[exclude]] leaves out all 4 cells"),
-        (PLAIN + "[[exclude]]\nseq_lens = [64]", "an [[exclude]] has an unknown key 'seq_lens'; did you mean 'seq_len'?"),
+        (
+            PLAIN + "[[exclude]]\nseq_lens = [64]",
+            "an [[exclude]] has an unknown key 'seq_lens'; did you mean 'seq_len'?",
+        ),
         (PLAIN + "[[exclude]]", "an [[exclude]] is empty"),
         (PLAIN + "[[include]]\nseq_len = 64", "an [[include]] has no variant"),
         (PLAIN + '[[include]]\nvariant = "lsh"\nwindow = 3', "lsh has no field 'window'"),
@@ -184,7 +189,11 @@ def test_a_product_beyond_what_anybody_meant_is_refused_before_it_is_made() -> N
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "no sweep file at"), (b"variants = [", "cannot read the sweep file"), (b"\xff", "cannot read the sweep file")],
+    [
+        (None, "no sweep file at"),
+        (b"variants = [", "cannot read the sweep file"),
+        (b"\xff", "cannot read the sweep file"),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_one_message(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "sweep.toml"

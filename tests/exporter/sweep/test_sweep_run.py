@@ -249,7 +249,7 @@ def test_the_time_left_follows_the_pace_so_far(tmp_path: Path) -> None:
 
 def test_a_folder_belongs_to_one_sweep_at_a_time(tmp_path: Path) -> None:
     store = Store(tmp_path / "out")
-    with store.opened(), pytest.raises(UserError, match="another sweep is writing to .*; wait for it"), store.opened():
+    with store.opened(), pytest.raises(UserError, match=r"another sweep is writing to .*; wait for it"), store.opened():
         pass
     with store.opened():
         pass
@@ -314,7 +314,7 @@ def test_pieces_that_were_not_announced_are_refused(tmp_path: Path, piece: Piece
     with pytest.raises(EffexportError, match=said):
         unpacking.add(piece)
     assert not (tmp_path / "escaped").exists()
-    with pytest.raises(EffexportError, match="without all of: model.onnx"):
+    with pytest.raises(EffexportError, match=r"without all of: model\.onnx"):
         unpacking.finish()
 
 
@@ -332,5 +332,3 @@ def test_a_closed_executor_ends_what_runs(tmp_path: Path) -> None:
         executor.submit(cell, tmp_path)
     assert started.wait(10)
     executor.close()
-
-
