@@ -55,9 +55,8 @@ class Row:
 
     @property
     def title(self) -> str:
-        return f"{self.label}, {self.seq_len} tokens, {self.precision}, {self.target}" + (
-            f", {self.gpu}" * bool(self.gpu)
-        )
+        gpu = f", {self.gpu}" if self.gpu else ""
+        return f"{self.label}, {self.seq_len} tokens, {self.precision}, {self.target}{gpu}"
 
 
 @dataclass(frozen=True, kw_only=True)

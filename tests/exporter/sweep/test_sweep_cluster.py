@@ -18,6 +18,7 @@ import pytest
 import sweep_cells
 from sweep_cells import notes, pretend, tiny_cells
 
+from effexport.artifact import open_artifact
 from effexport.errors import MissingExtraError, UserError
 from effexport.sweep.attempt import Attempt, Limits
 from effexport.sweep.cell import Cell
@@ -197,6 +198,21 @@ def test_what_a_node_raises_is_the_failure_of_one_cell(executor: Any, store: Sto
     record = store.failed(cell)
     assert record is not None
     assert record["reason"] == "on its node: ModuleNotFoundError: No module named 'onnxscript'"
+
+
+@pytest.mark.requires("torch", "onnx", "ort")
+def test_the_command_builds_on_a_cluster_and_brings_the_artifact_home(
+    cluster: Any, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    file, out = tmp_path / "tiny.toml", tmp_path / "out"
+    file.write_text('variants = ["softmax"]\nseq_lens = [16]\n[build]\nscope = "attention"\ndim = 16\nheads = 2\n')
+    done = cli("sweep", file, "-o", out, "--address", cluster.address, "--json")
+    assert done.code == 0, done.err
+    (cell,) = done.json["cells"]
+    assert (cell["status"], cell["parity"], cell["attempts"]) == ("finished", "passed", 1)
+    assert open_artifact(out / cell["artifact"]).spec.seq_len == 16
+    assert f"running on the cluster at {cluster.address}" in done.err
+    assert "checking parity" in (out / cell["log"]).read_text()
 
 
 def test_a_cluster_that_is_not_there_is_one_message() -> None:
