@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import ExitStack, closing, redirect_stdout
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from effexport.commands._options import debug_option, json_option, stderr_console
+from effexport.commands._sweep_request import SweepRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from rich.console import Console
 
-    from effexport.sweep.attempt import Limits
-    from effexport.sweep.cell import Cell
-    from effexport.sweep.executor import Executor
     from effexport.sweep.results import SweepResults
     from effexport.sweep.run import Plan
     from effexport.sweep.store import Store
 
 INTERRUPTED = 130
-# What Ray has to say; stdout belongs to --json.
 MESSAGES = "ray.log"
 
 
@@ -51,7 +47,7 @@ def command(context: click.Context, /, as_json: bool, debug: bool, **flags: Any)
     Cells run side by side, by Ray where it is installed. What is finished is never built again, whatever interrupted
     the sweep before; a cell that fails leaves the others alone.
     """
-    request = Request(**flags, command=shlex.join(repeated(context)))
+    request = SweepRequest(**flags, command=shlex.join(repeated(context)))
     plan, store = request.resolve()
     if request.dry_run:
         show_plan(plan, store, as_json=as_json)
@@ -67,121 +63,7 @@ def command(context: click.Context, /, as_json: bool, debug: bool, **flags: Any)
         raise click.exceptions.Exit(1)
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the options ask for."""
-
-    sweep_file: Path
-    output: Path | None
-    address: str | None
-    dry_run: bool
-    retry_failed: bool
-    only: tuple[str, ...]
-    jobs: int | None
-    processes: bool
-    cpus: float
-    wait: float
-    timeout: float | None
-    max_artifact: str | None
-    command: str
-
-    @property
-    def folder(self) -> Path:
-        return self.output or Path("sweeps") / self.sweep_file.stem
-
-    def resolve(self) -> tuple[Plan, Store]:
-        """Raises UserError and SpecError for a file or options that cannot work; nothing is written."""
-        from effexport.errors import UserError
-        from effexport.models.validation import SpecError
-        from effexport.sweep.cells import cells_from_file
-        from effexport.sweep.run import plan_of
-        from effexport.sweep.store import Store
-        from effexport.sweep.sweep_file import sweep_file_from_path
-
-        self.check_options()
-        file = sweep_file_from_path(self.sweep_file)
-        try:
-            cells = cells_from_file(file)
-        except (SpecError, UserError) as error:
-            raise UserError(f"{self.sweep_file}: {error}") from error
-        store = Store(self.folder)
-        store.check()
-        only = self.chosen(cells) if self.only else None
-        return plan_of(store, cells, retry_failed=self.retry_failed or only is not None, only=only), store
-
-    def check_options(self) -> None:
-        from effexport.models.validation import require
-
-        for name in ("jobs", "timeout", "cpus"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"--{name} is {value}; expected a number above 0")
-        require(self.wait >= 0, f"--wait is {self.wait:g}; expected seconds, 0 or more")
-        if self.address is not None:
-            require(bool(self.address.strip()), "--address is empty; expected host:port of a Ray cluster, or auto")
-            require(not self.processes, "--processes runs on this machine, --address on a cluster; give one")
-            require(self.jobs is None, "--jobs is for this machine; a cluster runs what its CPUs and GPUs allow")
-        self.limits()
-
-    def limits(self) -> Limits:
-        from dataclasses import replace
-
-        from effexport.commands._engine_options import bytes_from_text
-        from effexport.sweep.attempt import Limits
-
-        limits = Limits()
-        if self.timeout is not None:
-            limits = replace(limits, seconds=self.timeout)
-        size = bytes_from_text(self.max_artifact)
-        return limits if size is None else replace(limits, artifact_bytes=size)
-
-    def chosen(self, cells: Any) -> list[Cell]:
-        """The cells that --only names; all without it. Raises UserError for a name that is not one cell's."""
-        from effexport.errors import UserError
-        from effexport.models.validation import did_you_mean
-
-        if not self.only:
-            return list(cells)
-        found: dict[str, Cell] = {}
-        for name in self.only:
-            named = [cell for cell in cells if name and (cell.id == name or cell.digest.startswith(name))]
-            if len(named) != 1:
-                ids = [cell.id for cell in cells]
-                problem = "is no cell of the file" if not named else f"begins the hash of {len(named)} cells"
-                raise UserError(
-                    f"--only {name} {problem}{did_you_mean(name, ids)} Expected a name or hash as --dry-run lists "
-                    "them; a cell whose options changed has another one"
-                )
-            found[named[0].id] = named[0]
-        return list(found.values())
-
-    def executor(self, console: Console) -> Executor:
-        """Raises MissingExtraError and UserError."""
-        import importlib.util
-
-        from effexport.sweep.machine import jobs_of_machine
-        from effexport.sweep.processes import ProcessExecutor
-
-        limits, jobs = self.limits(), self.jobs or jobs_of_machine()
-        if self.address is not None:
-            from effexport.sweep.cluster import cluster_executor
-
-            return cluster_executor(self.address, limits, cpus=self.cpus, wait_seconds=self.wait)
-        if not self.processes and importlib.util.find_spec("ray") is not None:
-            from effexport.sweep.cluster import local_executor
-
-            return local_executor(limits, jobs=jobs)
-        if not self.processes:
-            console.print(
-                "note: Ray is not installed, so cells run as plain processes of this machine, with the same results; "
-                "for a cluster: pip install 'effexport[sweep]'",
-                style="yellow",
-                markup=False,
-                soft_wrap=True,
-            )
-        return ProcessExecutor(limits, jobs)
-
-
-def run(request: Request, plan: Plan, store: Store, console: Console) -> tuple[SweepResults, bool]:
+def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tuple[SweepResults, bool]:
     """Run what is to run, and write the files of the results whatever happens."""
     import time
 
@@ -191,15 +73,18 @@ def run(request: Request, plan: Plan, store: Store, console: Console) -> tuple[S
 
     started, complete, where = time.monotonic(), True, ""
     sweep = None
-    with store.opened(), ExitStack() as stack:
-        say_plan(console, plan, store, request)
+    with ExitStack() as stack:
+        executor = None
         if plan.to_run:
-            # connected before anything else is said, so that a bad address is the one message
-            messages = stack.enter_context((store.path / MESSAGES).open("a", encoding="utf-8"))
-            stack.enter_context(redirect_stdout(messages))
-            with closing(request.executor(console)) as executor, sweep_progress(console) as on_news:
-                where = executor.title
-                console.print(f"running on {where}", markup=False, soft_wrap=True)
+            # before anything is written: a bad address is the one message
+            executor = stack.enter_context(closing(request.executor(console)))
+        stack.enter_context(store.opened())
+        say_plan(console, plan, store, request)
+        if executor is not None:
+            where = executor.title
+            console.print(f"running on {where}", markup=False, soft_wrap=True)
+            # closed here, because what runs writes into the folder that `opened` clears
+            with closing(executor), messages_of_ray(store), sweep_progress(console) as on_news:
                 sweep = Sweep(store, executor, on_news)
                 try:
                     sweep.run(plan.to_run)
@@ -220,7 +105,17 @@ def run(request: Request, plan: Plan, store: Store, console: Console) -> tuple[S
     return results, complete
 
 
-def say_plan(console: Console, plan: Plan, store: Store, request: Request) -> None:
+@contextmanager
+def messages_of_ray(store: Store) -> Iterator[None]:
+    """Ray prints what it has to say of nodes to stdout, which belongs to --json."""
+    path = store.path / MESSAGES
+    with path.open("a", encoding="utf-8") as stream, redirect_stdout(stream):
+        yield
+    if not path.stat().st_size:
+        path.unlink()
+
+
+def say_plan(console: Console, plan: Plan, store: Store, request: SweepRequest) -> None:
     from effexport.bench.text import counted
 
     states = [plan.states[cell.id] for cell in plan.cells]
@@ -237,7 +132,7 @@ def say_plan(console: Console, plan: Plan, store: Store, request: Request) -> No
             console.print(f"note: {cell.id} is built again: {damage}", style="yellow", markup=False, soft_wrap=True)
 
 
-def command_of_cell(request: Request) -> Callable[[str], str]:
+def command_of_cell(request: SweepRequest) -> Callable[[str], str]:
     """The command that repeats one cell alone."""
     words = ["effexport", "sweep", str(request.sweep_file), "-o", str(request.folder)]
     if request.address is not None:

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from effexport.artifact import is_running
-from effexport.errors import EffexportError, MissingExtraError, UserError
+from effexport.errors import EffexportError
 from effexport.sweep.attempt import Attempt, Limits, Work, run_attempt
 from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event
-from effexport.sweep.gpus import gpus_here
 from effexport.sweep.outcome import ARTIFACT, Outcome
 from effexport.sweep.packing import Piece, Unpacking, pieces_of_folder
 
@@ -29,7 +28,6 @@ from effexport.sweep.packing import Piece, Unpacking, pieces_of_folder
 ARCHITECTURE_SHARE = 0.001
 # Pieces of an artifact that a node sends ahead.
 PIECES_AHEAD = 4
-LOCAL_STORE_BYTES = 512 * 2**20
 # How often the nodes are looked at, while cells wait for one.
 LOOK_SECONDS = 1.0
 PREFIX = "effexport-sweep-"
@@ -54,17 +52,6 @@ def remove_abandoned(parent: Path) -> None:
         owner = path.name.removeprefix(PREFIX).partition("-")[0]
         if owner.isdigit() and not is_running(int(owner)) and int(owner) != os.getpid():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def import_ray() -> Any:
-    """Raises MissingExtraError without Ray."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError("Ray", "sweep", remark="without --address, a sweep does without it") from error
-    return ray
 
 
 @dataclass
@@ -224,47 +211,3 @@ def short(error: BaseException) -> str:
         return f"{type(cause).__name__}: {cause}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def local_executor(limits: Limits, *, jobs: int, work: Work = run_attempt) -> RayExecutor:
-    """A Ray of this process, which ends with it. Raises MissingExtraError and UserError."""
-    ray = import_ray()
-    gpus = gpus_here()
-    architectures = {gpu.architecture: float(sum(other == gpu for other in gpus)) for gpu in gpus}
-    try:
-        ray.init(
-            address="local",
-            num_cpus=jobs,
-            num_gpus=len(gpus),
-            resources=architectures,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=True,
-            logging_level="ERROR",
-            object_store_memory=LOCAL_STORE_BYTES,
-        )
-    except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"Ray does not start here: {error}; add --processes to do without it") from error
-    return RayExecutor(ray, f"this machine by Ray, {jobs} at a time", limits, cpus=1, wait_seconds=0, work=work)
-
-
-def cluster_executor(
-    address: str, limits: Limits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
-) -> RayExecutor:
-    """The cluster at `address`. Raises MissingExtraError, and UserError where there is none that can be used."""
-    ray = import_ray()
-    if address.startswith("ray://"):
-        raise UserError(
-            f"--address is {address}; Ray's client cannot send artifacts back. Run effexport on a node of the cluster, "
-            "with --address auto"
-        )
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise UserError(
-            f"no Ray cluster at --address {address}: {short(error)}; expected host:port of its head, as ray start "
-            "printed it, or auto on one of its nodes"
-        ) from error
-    nodes = sum(node["Alive"] for node in ray.nodes())
-    title = f"the cluster at {address}, {nodes} {'node' if nodes == 1 else 'nodes'}"
-    return RayExecutor(ray, title, limits, cpus=cpus, wait_seconds=wait_seconds, work=work)

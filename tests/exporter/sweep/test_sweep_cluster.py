@@ -22,9 +22,10 @@ from effexport.artifact import open_artifact
 from effexport.errors import MissingExtraError, UserError
 from effexport.sweep.attempt import Attempt, Limits
 from effexport.sweep.cell import Cell
-from effexport.sweep.cluster import RayExecutor, cluster_executor, import_ray
+from effexport.sweep.cluster import RayExecutor
 from effexport.sweep.outcome import ARTIFACT, Outcome
 from effexport.sweep.packing import PIECE_BYTES
+from effexport.sweep.ray_start import cluster_executor, import_ray
 from effexport.sweep.run import MAX_LOSSES, Sweep
 from effexport.sweep.store import ATTEMPTS, CELLS, STAGING, Store
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def test_a_page_is_quiet_readable_and_fits_every_width(name: str, browser: Brows
         assert foreign_text_colours(browser) == set()
     levels = browser.evaluate(HEADINGS)
     assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
     for rule, elements in RULES.items():
         if rule != "links lead somewhere":  # reports and logs are files beside the page
             assert browser.evaluate(f"{elements}.map(e => e.outerHTML.slice(0, 200))") == [], rule
