@@ -23,9 +23,10 @@ from effexport.errors import MissingExtraError, UserError
 from effexport.sweep.attempt import Attempt, Limits
 from effexport.sweep.cell import Cell
 from effexport.sweep.cluster import RayExecutor
+from effexport.sweep.gpus import gpus_here
 from effexport.sweep.outcome import ARTIFACT, Outcome
 from effexport.sweep.packing import PIECE_BYTES
-from effexport.sweep.ray_start import cluster_executor, import_ray
+from effexport.sweep.ray_start import cluster_executor, import_ray, local_executor
 from effexport.sweep.run import MAX_LOSSES, Sweep
 from effexport.sweep.store import ATTEMPTS, CELLS, STAGING, Store
 
@@ -214,6 +215,22 @@ def test_the_command_builds_on_a_cluster_and_brings_the_artifact_home(
     assert open_artifact(out / cell["artifact"]).spec.seq_len == 16
     assert f"running on the cluster at {cluster.address}" in done.err
     assert "checking parity" in (out / cell["log"]).read_text()
+
+
+def test_without_a_cluster_a_sweep_has_a_ray_of_its_own(store: Store, tmp_path: Path) -> None:
+    import_ray().cloudpickle.register_pickle_by_value(sweep_cells)
+    journal = tmp_path / "journal"
+    cells = tiny_cells(16, 17, targets=["onnx", "trt"])
+    executor = local_executor(Limits(), jobs=2, work=functools.partial(pretend, journal=str(journal)))
+    try:
+        sweep = Sweep(store, executor)
+        sweep.run(cells)
+    finally:
+        executor.close()
+    assert sweep.new == {cell.id for cell in cells if not cell.needs_gpu or gpus_here()}
+    if not gpus_here():
+        reasons = {sweep.not_run[cell.id] for cell in cells if cell.needs_gpu}
+        assert reasons == {"no node with 1 CPU and 1 GPU; the nodes have: 1 × 2 CPU"}
 
 
 def test_a_cluster_that_is_not_there_is_one_message() -> None:
