@@ -60,6 +60,7 @@ PARTS: tuple[Part, ...] = (
         optional=True,
     ),
     Part(("cuda-bindings",), "cuda.bindings", "run engines, on a GPU", "tensorrt", optional=True),
+    Part(("ray",), "ray", "sweeps on a cluster", "sweep", optional=True),
 )
 
 

@@ -49,25 +49,28 @@ def check_conv_kernel_size(size: int | None) -> None:
 def check_field_types(spec: Any) -> None:
     """Field values must have the declared type: TOML and JSON hand over whatever the user wrote."""
     for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        declared = str(field.type)
-        if declared.startswith("Literal"):
-            allowed = [word.strip().strip("'\"") for word in declared[len("Literal[") : -1].split(",")]
-            require(value in allowed, f"{field.name} is {value!r}; expected one of {', '.join(allowed)}")
-        elif declared in _PLAIN_TYPES:
-            accepted, words = _PLAIN_TYPES[declared]
-            is_bool = isinstance(value, bool) and bool not in accepted
-            finite = not isinstance(value, float) or math.isfinite(value)
-            require(
-                isinstance(value, accepted) and not is_bool and finite,
-                f"{field.name} is {value!r}; expected {words}",
-            )
-        elif declared == "int | tuple[int, ...] | None":
-            items = value if isinstance(value, tuple) else (value,)
-            require(
-                value is None or (items != () and all(type(item) is int for item in items)),
-                f"{field.name} is {value!r}; expected an integer or a list of integers",
-            )
+        check_type(field.name, getattr(spec, field.name), str(field.type))
+
+
+def check_type(name: str, value: Any, declared: str) -> None:
+    """declared: the annotation of a field, as it is written. Types that no spec is read with are not looked at."""
+    if declared.startswith("Literal"):
+        allowed = [word.strip().strip("'\"") for word in declared[len("Literal[") : -1].split(",")]
+        require(value in allowed, f"{name} is {value!r}; expected one of {', '.join(allowed)}")
+    elif declared in _PLAIN_TYPES:
+        accepted, words = _PLAIN_TYPES[declared]
+        is_bool = isinstance(value, bool) and bool not in accepted
+        finite = not isinstance(value, float) or math.isfinite(value)
+        require(
+            isinstance(value, accepted) and not is_bool and finite,
+            f"{name} is {value!r}; expected {words}",
+        )
+    elif declared == "int | tuple[int, ...] | None":
+        items = value if isinstance(value, tuple) else (value,)
+        require(
+            value is None or (items != () and all(type(item) is int for item in items)),
+            f"{name} is {value!r}; expected an integer or a list of integers",
+        )
 
 
 _PLAIN_TYPES: dict[str, tuple[tuple[type, ...], str]] = {

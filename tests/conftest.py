@@ -163,6 +163,7 @@ PARTS: dict[str, Part] = {
     "ort": Package("onnxruntime", ("onnxruntime", "onnxruntime-gpu")),
     "transformers": Package("transformers", ("transformers",)),
     "native": KernelLibrary(),
+    "ray": Package("ray", ("ray",)),
     "nvcc": CudaCompiler(),
     "browser": Browser(),
     "tensorrt": TensorRTBindings(),

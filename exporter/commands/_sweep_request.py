@@ -1,0 +1,130 @@
+"""What the options of `effexport sweep` ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from effexport.sweep.attempt import Limits
+    from effexport.sweep.cell import Cell
+    from effexport.sweep.executor import Executor
+    from effexport.sweep.run import Plan
+    from effexport.sweep.store import Store
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """The options as they were given. command: all of it, for the reports."""
+
+    sweep_file: Path
+    output: Path | None
+    address: str | None
+    dry_run: bool
+    retry_failed: bool
+    only: tuple[str, ...]
+    jobs: int | None
+    processes: bool
+    cpus: float
+    wait: float
+    timeout: float | None
+    max_artifact: str | None
+    command: str
+
+    @property
+    def folder(self) -> Path:
+        return self.output or Path("sweeps") / self.sweep_file.stem
+
+    def resolve(self) -> tuple[Plan, Store]:
+        """Raises UserError and SpecError for a file or options that cannot work; nothing is written."""
+        from effexport.errors import UserError
+        from effexport.models.validation import SpecError
+        from effexport.sweep.cells import cells_from_file
+        from effexport.sweep.run import plan_of
+        from effexport.sweep.store import Store
+        from effexport.sweep.sweep_file import sweep_file_from_path
+
+        self.check_options()
+        file = sweep_file_from_path(self.sweep_file)
+        try:
+            cells = cells_from_file(file)
+        except (SpecError, UserError) as error:
+            raise UserError(f"{self.sweep_file}: {error}") from error
+        store = Store(self.folder)
+        store.check()
+        only = self.chosen(cells) if self.only else None
+        return plan_of(store, cells, retry_failed=self.retry_failed or only is not None, only=only), store
+
+    def check_options(self) -> None:
+        from effexport.models.validation import require
+
+        for name in ("jobs", "timeout", "cpus"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"--{name} is {value}; expected a number above 0")
+        require(self.wait >= 0, f"--wait is {self.wait:g}; expected seconds, 0 or more")
+        if self.address is not None:
+            require(bool(self.address.strip()), "--address is empty; expected host:port of a Ray cluster, or auto")
+            require(not self.processes, "--processes runs on this machine, --address on a cluster; give one")
+            require(self.jobs is None, "--jobs is for this machine; a cluster runs what its CPUs and GPUs allow")
+        self.limits()
+
+    def limits(self) -> Limits:
+        from dataclasses import replace
+
+        from effexport.commands._engine_options import bytes_from_text
+        from effexport.sweep.attempt import Limits
+
+        limits = Limits()
+        if self.timeout is not None:
+            limits = replace(limits, seconds=self.timeout)
+        size = bytes_from_text(self.max_artifact)
+        return limits if size is None else replace(limits, artifact_bytes=size)
+
+    def chosen(self, cells: Any) -> list[Cell]:
+        """The cells that --only names; all without it. Raises UserError for a name that is not one cell's."""
+        from effexport.errors import UserError
+        from effexport.models.validation import did_you_mean
+
+        if not self.only:
+            return list(cells)
+        found: dict[str, Cell] = {}
+        for name in self.only:
+            named = [cell for cell in cells if name and (cell.id == name or cell.digest.startswith(name))]
+            if len(named) != 1:
+                ids = [cell.id for cell in cells]
+                problem = "is no cell of the file" if not named else f"begins the hash of {len(named)} cells"
+                raise UserError(
+                    f"--only {name} {problem}{did_you_mean(name, ids)} Expected a name or hash as --dry-run lists "
+                    "them; a cell whose options changed has another one"
+                )
+            found[named[0].id] = named[0]
+        return list(found.values())
+
+    def executor(self, console: Console) -> Executor:
+        """Raises MissingExtraError and UserError."""
+        import importlib.util
+
+        from effexport.sweep.machine import jobs_of_machine
+        from effexport.sweep.processes import ProcessExecutor
+
+        limits, jobs = self.limits(), self.jobs or jobs_of_machine()
+        if self.address is not None:
+            from effexport.sweep.ray_start import cluster_executor
+
+            return cluster_executor(self.address, limits, cpus=self.cpus, wait_seconds=self.wait)
+        if not self.processes and importlib.util.find_spec("ray") is not None:
+            from effexport.sweep.ray_start import local_executor
+
+            return local_executor(limits, jobs=jobs)
+        if not self.processes:
+            console.print(
+                "note: Ray is not installed, so cells run as plain processes of this machine, with the same results; "
+                "for a cluster: pip install 'effexport[sweep]'",
+                style="yellow",
+                markup=False,
+                soft_wrap=True,
+            )
+        return ProcessExecutor(limits, jobs)

@@ -1,0 +1,111 @@
+"""Plans, progress and results of a sweep for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.bench.text import duration, memory
+from effexport.commands.bench import time_left
+from effexport.report.text import number
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from effexport.sweep.results import Row, SweepResults
+    from effexport.sweep.run import News, Plan
+
+STYLES = {"finished": "green", "failed": "bold red", "not run": "yellow", "to run": ""}
+# Of a failure's log on the terminal; all of it is in the folder.
+LOG_LINES = 8
+WORDS = ("cell", "precision", "target", "gpu", "state", "parity")
+FIGURES = ("worst error", "time", "size")
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """Every cell with its hash, and what would become of it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("name, which ends with its hash", "cell", "state", box=None, pad_edge=False)
+    to_run = {cell.id for cell in plan.to_run}
+    for cell in plan.cells:
+        state = plan.states[cell.id]
+        text = "would run again" if state == "failed" and cell.id in to_run else state
+        table.add_row(Text(cell.id), Text(cell.title), Text(text, style=STYLES[state]))
+    console.print(table)
+    finished = sum(state == "finished" for state in plan.states.values())
+    console.print(f"{len(plan.cells)} cells, {finished} finished, {len(to_run)} would run", markup=False)
+
+
+@contextmanager
+def sweep_progress(console: Console) -> Iterator[Callable[[News], None]]:
+    """A line for everything that happens; on a terminal also a bar with the time left."""
+    if not console.is_terminal:
+
+        def say(news: News) -> None:
+            left = time_left(news.seconds_left)
+            console.print(f"[{news.done}/{news.total}] {news.text}{left and f'; {left}'}", markup=False, soft_wrap=True)
+
+        yield say
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    text = TextColumn("{task.description}", markup=False)
+    with Progress(*columns, text, console=console, transient=True, redirect_stdout=False) as bars:
+        task = bars.add_task("", total=None)
+
+        def show(news: News) -> None:
+            running = f"{news.running} running {time_left(news.seconds_left)}"
+            bars.update(task, total=news.total, completed=news.done, description=running)
+            bars.console.print(news.text, markup=False, soft_wrap=True)
+
+        yield show
+
+
+def print_rows(console: Console, results: SweepResults, folder: Path) -> None:
+    """One table of all cells; what failed or was not run below, with the reason and the command for it alone."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    has_gpus, has_engines = any(row.gpu for row in results.rows), any(row.engine for row in results.rows)
+    for title in WORDS:
+        if title != "gpu" or has_gpus:
+            table.add_column(title, no_wrap=True)
+    for title in FIGURES:
+        table.add_column(title, justify="right", no_wrap=True)
+    if has_engines:
+        table.add_column("engine")
+    for row in results.rows:
+        words = [f"{row.label}, {row.seq_len} tokens", row.precision, row.target, *([row.gpu] if has_gpus else [])]
+        table.add_row(
+            *map(Text, words),
+            Text(row.status, style=STYLES[row.status]),
+            row.parity or "–",
+            number(row.worst_error),
+            duration(None if row.seconds is None else row.seconds * 1000),
+            memory(row.artifact_bytes),
+            *([engine_text(row)] if has_engines else []),
+        )
+    console.print(table)
+    for row in results.rows:
+        if row.status != "finished":
+            print_problem(console, row)
+    paths = ", ".join(str(folder / name) for name in ("results.json", "results.csv", "report.html"))
+    console.print(f"{results.sentence}. Written: {paths}", markup=False, soft_wrap=True)
+
+
+def engine_text(row: Row) -> str:
+    return f"{row.engine}, run: {row.engine_parity}" if row.engine else "–"
+
+
+def print_problem(console: Console, row: Row) -> None:
+    console.print(f"{row.title}: {row.status}", style=STYLES[row.status], markup=False, soft_wrap=True)
+    console.print(f"  {row.reason}", markup=False, soft_wrap=True)
+    for line in row.log_tail.splitlines()[-LOG_LINES:]:
+        console.print(f"  | {line}", style="dim", markup=False, soft_wrap=True)
+    console.print(f"  alone: {row.command}", markup=False, soft_wrap=True)

@@ -1,0 +1,186 @@
+"""`effexport sweep`."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from effexport.commands._options import debug_option, json_option, stderr_console
+from effexport.commands._sweep_request import SweepRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console
+
+    from effexport.sweep.results import SweepResults
+    from effexport.sweep.run import Plan
+    from effexport.sweep.store import Store
+
+INTERRUPTED = 130
+MESSAGES = "ray.log"
+
+
+@click.command("sweep")
+@click.argument("sweep_file", metavar="SWEEP.toml", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of the results; default sweeps/NAME.")
+@click.option("--address", help="Ray cluster to run on: host:port of its head, or auto on one of its nodes.")
+@click.option("--dry-run", is_flag=True, help="Say which cells there are, what is finished and what would run.")
+@click.option("--retry-failed", is_flag=True, help="Run cells again that failed before; finished ones never.")
+@click.option("--only", multiple=True, metavar="CELL", help="Run this cell alone, by its name or hash. Repeatable.")
+@click.option("--jobs", type=int, help="On this machine: cells at a time; default: as cores and memory allow.")
+@click.option("--processes", is_flag=True, help="On this machine: plain processes, without Ray.")
+@click.option("--cpus", type=float, default=1.0, show_default=True, help="On a cluster: CPUs that a cell takes.")
+@click.option("--wait", type=float, default=60.0, show_default=True, help="Seconds to wait for a node that can run it.")
+@click.option("--timeout", type=float, help="Seconds that a cell may take; default 14400.")
+@click.option("--max-artifact", metavar="SIZE", help="Largest artifact of a cell, such as 4G; default 16 GB.")
+@json_option
+@debug_option
+@click.pass_context
+def command(context: click.Context, /, as_json: bool, debug: bool, **flags: Any) -> None:
+    """Build every cell of SWEEP.toml: variants × lengths × precisions × targets × GPUs. docs/sweep.md has the format.
+
+    Cells run side by side, by Ray where it is installed. What is finished is never built again, whatever interrupted
+    the sweep before; a cell that fails leaves the others alone.
+    """
+    request = SweepRequest(**flags, command=shlex.join(repeated(context)))
+    plan, store = request.resolve()
+    if request.dry_run:
+        show_plan(plan, store, as_json=as_json)
+        return
+    console = stderr_console()
+    results, complete = run(request, plan, store, console)
+    show_results(console, store, results, as_json=as_json)
+    if not complete:
+        console.print("interrupted: the same command goes on where this one stopped", style="yellow")
+        raise click.exceptions.Exit(INTERRUPTED)
+    asked = {cell.id for cell in request.chosen(plan.cells)}
+    if any(row.status != "finished" for row in results.rows if row.id in asked):
+        raise click.exceptions.Exit(1)
+
+
+def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tuple[SweepResults, bool]:
+    """Run what is to run, and write the files of the results whatever happens."""
+    import time
+
+    from effexport.commands._sweep_text import sweep_progress
+    from effexport.sweep.output import results_of_sweep, write_results
+    from effexport.sweep.run import Sweep
+
+    started, complete, where = time.monotonic(), True, ""
+    sweep = None
+    with ExitStack() as stack:
+        executor = None
+        if plan.to_run:
+            # before anything is written: a bad address is the one message
+            executor = stack.enter_context(closing(request.executor(console)))
+        stack.enter_context(store.opened())
+        say_plan(console, plan, store, request)
+        if executor is not None:
+            where = executor.title
+            console.print(f"running on {where}", markup=False, soft_wrap=True)
+            # closed here, because what runs writes into the folder that `opened` clears
+            with closing(executor), messages_of_ray(store), sweep_progress(console) as on_news:
+                sweep = Sweep(store, executor, on_news)
+                try:
+                    sweep.run(plan.to_run)
+                except KeyboardInterrupt:
+                    complete = False
+        results = results_of_sweep(
+            plan,
+            store,
+            sweep,
+            name=request.sweep_file.stem,
+            command=request.command,
+            command_of_cell=command_of_cell(request),
+            where=where,
+            seconds=round(time.monotonic() - started, 3),
+            complete=complete,
+        )
+        write_results(results, store.path)
+    return results, complete
+
+
+@contextmanager
+def messages_of_ray(store: Store) -> Iterator[None]:
+    """Ray prints what it has to say of nodes to stdout, which belongs to --json."""
+    path = store.path / MESSAGES
+    with path.open("a", encoding="utf-8") as stream, redirect_stdout(stream):
+        yield
+    if not path.stat().st_size:
+        path.unlink()
+
+
+def say_plan(console: Console, plan: Plan, store: Store, request: SweepRequest) -> None:
+    from effexport.bench.text import counted
+
+    states = [plan.states[cell.id] for cell in plan.cells]
+    parts = [f"{states.count('finished')} finished before", f"{len(plan.to_run)} to run"]
+    failed = sum(plan.states[cell.id] == "failed" for cell in plan.cells if cell not in plan.to_run)
+    if failed:
+        parts.append(f"{failed} failed before and left alone: add --retry-failed")
+    console.print(
+        f"{request.sweep_file}: {counted(len(states), 'cell')}, {', '.join(parts)}", markup=False, soft_wrap=True
+    )
+    for cell in plan.to_run:
+        damage = store.damage(cell)
+        if damage:
+            console.print(f"note: {cell.id} is built again: {damage}", style="yellow", markup=False, soft_wrap=True)
+
+
+def command_of_cell(request: SweepRequest) -> Callable[[str], str]:
+    """The command that repeats one cell alone."""
+    words = ["effexport", "sweep", str(request.sweep_file), "-o", str(request.folder)]
+    if request.address is not None:
+        words += ["--address", request.address]
+    return lambda name: shlex.join([*words, "--only", name])
+
+
+def show_plan(plan: Plan, store: Store, *, as_json: bool) -> None:
+    from effexport.cli import print_json
+    from effexport.commands._sweep_text import print_plan
+
+    to_run = {cell.id for cell in plan.to_run}
+    if as_json:
+        cells = [
+            {
+                "id": cell.id,
+                "digest": cell.digest,
+                "title": cell.title,
+                "state": plan.states[cell.id],
+                "would_run": cell.id in to_run,
+                "spec": cell.spec.to_dict(),
+            }
+            for cell in plan.cells
+        ]
+        print_json({"output": str(store.path), "would_run": len(to_run), "cells": cells})
+    print_plan(stderr_console(), plan)
+
+
+def show_results(console: Console, store: Store, results: SweepResults, *, as_json: bool) -> None:
+    import json
+
+    from effexport.cli import print_json
+    from effexport.commands._sweep_text import print_rows
+
+    if as_json:
+        print_json({"output": str(store.path)} | json.loads(results.to_json()))
+    print_rows(console, results, store.path)
+
+
+def repeated(context: click.Context) -> list[str]:
+    """The command that was given."""
+    words = ["effexport", "sweep", str(context.params["sweep_file"])]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if not isinstance(parameter, click.Option) or not given:
+            continue
+        values = context.params[name] if parameter.multiple else [context.params[name]]
+        for value in values:
+            words += [parameter.opts[-1]] + ([] if parameter.is_flag else [str(value)])
+    return words

@@ -1,0 +1,1 @@
+"""`effexport sweep`: many builds, on this machine or on many."""

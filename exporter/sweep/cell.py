@@ -1,0 +1,122 @@
+"""One cell of a sweep: a model, how to export it, and the engine to build of it, if any."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from effexport.engines.profile import Profile, parse_profile
+from effexport.engines.spec import EngineSpec
+from effexport.environment import PARTS
+from effexport.spec import BuildSpec
+
+# Raised when the folder of a cell gets another content: cells of earlier formats are built again.
+CELL_FORMAT = 1
+ONNX_ONLY = "onnx"
+# What writes the files of a cell and judges them, besides effexport; a cell of an engine also depends on its TensorRT.
+_DECIDING = ("torch", "onnx", "onnxscript", "onnxruntime")
+_MODULE_OF_TARGET = {"trt": "tensorrt", "trt-rtx": "tensorrt_rtx"}
+# 12 hexadecimal digits: among 10,000 cells, two alike are less likely than 1 in 5 million.
+_DIGITS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What is built, and on which GPU.
+
+    label: what tables call the variant with its options. gpu: an architecture such as "sm_89", or "" for none: of
+    target trt, the GPU to build on; of target trt-rtx, the GPU to build for, which needs no such GPU.
+    versions: of what decides the result, without local parts such as +cpu; None: not installed where the sweep began.
+    """
+
+    label: str
+    spec: BuildSpec
+    engine: EngineSpec | None = None
+    gpu: str = ""
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+
+    @property
+    def target(self) -> str:
+        return self.engine.target if self.engine else ONNX_ONLY
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.target == "trt"
+
+    @property
+    def title(self) -> str:
+        """In words, for people."""
+        gpu = f", {self.gpu}" if self.gpu else ""
+        return f"{self.label}, {self.spec.seq_len} tokens, {self.spec.precision}, {self.target}{gpu}"
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that decides the result, wherever the cell stands in a file."""
+        return hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def id(self) -> str:
+        """The name of its folder: `lsh-512-fp32-trt-rtx-sm_89-0123456789ab`."""
+        spec = self.spec
+        words = [spec.variant, str(spec.seq_len), spec.precision, self.target, *([self.gpu] if self.gpu else [])]
+        return "-".join([*words, self.digest[:_DIGITS]])
+
+    def _identity(self) -> dict[str, Any]:
+        values = self.to_dict()
+        # what people call it decides nothing
+        return {name: value for name, value in values.items() if name not in ("id", "label")}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON; `from_dict` reads it back."""
+        engine = None
+        if self.engine is not None:
+            profiles = [str(profile) for profile in self.engine.profiles]
+            engine = {"target": self.engine.target, "profiles": profiles, **self.engine.options()}
+        return {
+            "cell_format": CELL_FORMAT,
+            "label": self.label,
+            "spec": self.spec.to_dict(),
+            "engine": engine,
+            "gpu": self.gpu,
+            "versions": dict(self.versions),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Cell:
+        """The inverse of `to_dict`. Raises SpecError, KeyError or TypeError for anything else."""
+        engine = values["engine"]
+        return cls(
+            label=values["label"],
+            spec=BuildSpec.from_dict(values["spec"]),
+            engine=None if engine is None else engine_from_dict(engine),
+            gpu=values["gpu"],
+            versions=values["versions"],
+        )
+
+
+def engine_from_dict(values: Mapping[str, Any]) -> EngineSpec:
+    options = dict(values)
+    options["profiles"] = tuple(Profile(parse_profile(text)) for text in options["profiles"])
+    options["compute_capabilities"] = tuple(options["compute_capabilities"])
+    cache = options["timing_cache"]
+    return EngineSpec(**options | {"timing_cache": Path(cache) if cache else None})
+
+
+@cache
+def deciding_versions(target: str) -> Mapping[str, str | None]:
+    """Versions of what decides the result of a cell, found without importing any of it."""
+    from effexport import __version__
+
+    modules = (*_DECIDING, *([_MODULE_OF_TARGET[target]] if target in _MODULE_OF_TARGET else []))
+    found = {part.module: public(part.version) for part in PARTS if part.module in modules}
+    return {"effexport": __version__, **found}
+
+
+def public(version: str | None) -> str | None:
+    """2.13.0 of 2.13.0+cpu: builds of one release for several machines count as one."""
+    return version.partition("+")[0] if version else None

@@ -1,0 +1,128 @@
+"""The cells of a sweep: the product of its axes, without what is excluded, with what is included."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from effexport.bench.grid import Model, label_of
+from effexport.engines.profile import profiles_from_texts
+from effexport.engines.spec import EngineSpec
+from effexport.models.validation import SpecError, require
+from effexport.spec import BuildSpec, build_spec_from_options
+from effexport.sweep.cell import ONNX_ONLY, Cell, deciding_versions
+from effexport.sweep.sweep_file import CELL_KEYS, SweepFile
+
+# Beyond this somebody has multiplied more than was meant.
+MAX_CELLS = 10_000
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place in the product. None and "": not given, or without meaning there."""
+
+    model: Model
+    seq_len: int | None
+    precision: str | None
+    target: str
+    gpu: str
+
+    def matches(self, pattern: Mapping[str, Sequence[Any]]) -> bool:
+        """A variant is matched by its name, or by its name with its options."""
+        own: dict[str, set[Any]] = {
+            "variant": {self.model.variant, self.model.label},
+            "seq_len": {self.seq_len},
+            "precision": {self.precision},
+            "target": {self.target},
+            "gpu": {self.gpu},
+        }
+        return all(own[name] & set(values) for name, values in pattern.items())
+
+    def __str__(self) -> str:
+        words = [self.model.label, self.seq_len and f"{self.seq_len} tokens", self.precision, self.target, self.gpu]
+        return ", ".join(str(word) for word in words if word)
+
+
+def cells_from_file(file: SweepFile) -> list[Cell]:
+    """Every cell once, in the order of the file. Raises SpecError for cells that cannot work, and for none at all."""
+    points = product_of(file)
+    kept = [point for point in points if not any(point.matches(pattern) for pattern in file.exclude)]
+    for pattern in file.exclude:
+        said = ", ".join(f"{name} = {list(values)}" for name, values in pattern.items())
+        require(
+            any(point.matches(pattern) for point in points),
+            f"[[exclude]] with {said} matches no cell; expected values that the sweep has, or leave it out",
+        )
+    cells = [cell_of(point, {**file.build, **file.options.get(point.model.variant, {})}, file) for point in kept]
+    cells += [included(entry, file) for entry in file.include]
+    require(
+        bool(cells),
+        f"the sweep is empty: [[exclude]] leaves out all {len(points)} cells; take some of it back",
+    )
+    # an include may say again what the product has
+    return list({cell.digest: cell for cell in cells}.values())
+
+
+def product_of(file: SweepFile) -> list[Point]:
+    if not file.variants:
+        return []
+    targets = file.targets or (ONNX_ONLY,)
+    places = [(target, gpu) for target in targets for gpu in (file.gpus if target != ONNX_ONLY else ()) or ("",)]
+    axes = (file.variants, file.seq_lens or (None,), file.precisions or (None,), places)
+    count = math.prod(len(axis) for axis in axes)
+    require(
+        count <= MAX_CELLS,
+        f"the sweep has {count:,} cells; expected at most {MAX_CELLS:,}: split it into several files",
+    )
+    return [Point(model, seq, precision, *place) for model, seq, precision, place in itertools.product(*axes)]
+
+
+def included(entry: Mapping[str, Any], file: SweepFile) -> Cell:
+    model: Model = entry["variant"]
+    target = entry.get("target", ONNX_ONLY)
+    require(
+        "gpu" not in entry or target != ONNX_ONLY,
+        'an [[include]] has a gpu and no target; add target = "trt" or "trt-rtx", or leave the gpu out',
+    )
+    point = Point(model, entry.get("seq_len"), entry.get("precision"), target, entry.get("gpu", ""))
+    own = {name: value for name, value in entry.items() if name not in CELL_KEYS}
+    return cell_of(point, {**file.build, **file.options.get(model.variant, {}), **own}, file, own)
+
+
+def cell_of(point: Point, fields: Mapping[str, Any], file: SweepFile, own: Mapping[str, Any] | None = None) -> Cell:
+    """own: what one [[include]] sets besides; part of its label."""
+    axes = {"seq_len": point.seq_len, "precision": point.precision}
+    flags = {**fields, **point.model.options, **axes, "variant": point.model.variant}
+    try:
+        spec = build_spec_from_options({name: tuples(value) for name, value in flags.items()}, None)
+        engine = engine_of(point, spec, file)
+    except SpecError as error:
+        excluding = exclusion(point)
+        raise SpecError(f"the cell {point} cannot work: {error}\n  To leave such cells out: {excluding}") from error
+    label = label_of(point.model.variant, {**point.model.options, **(own or {})})
+    return Cell(label=label, spec=spec, engine=engine, gpu=point.gpu, versions=deciding_versions(point.target))
+
+
+def tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def exclusion(point: Point) -> str:
+    """What to add to the file."""
+    named = {"variant": point.model.variant, "seq_len": point.seq_len, "precision": point.precision}
+    named |= {"target": point.target, "gpu": point.gpu}
+    said = ", ".join(f"{name} = {value!r}".replace("'", '"') for name, value in named.items() if value)
+    return f"[[exclude]] with some of {said}"
+
+
+def engine_of(point: Point, spec: BuildSpec, file: SweepFile) -> EngineSpec | None:
+    if point.target == ONNX_ONLY:
+        return None
+    options = dict(file.engine.get(point.target, {}))
+    profiles = profiles_from_texts(options.pop("profiles", ()), spec)
+    if point.target == "trt-rtx" and point.gpu:
+        options["compute_capabilities"] = (int(point.gpu.removeprefix("sm_")),)
+    return EngineSpec(target=point.target, profiles=profiles, **options)  # type: ignore[arg-type]  # checked before

@@ -1,0 +1,114 @@
+"""The process that builds one cell: `python -m effexport.sweep.child FOLDER`.
+
+FOLDER/request.json says what to build; FOLDER/artifact and FOLDER/outcome.json are what comes of it. A process of its
+own, so that a library that crashes, or a kernel that runs out of memory, takes one cell with it and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from effexport.errors import EffexportError, StageError, UserError
+from effexport.json_text import json_text
+from effexport.models.validation import SpecError
+from effexport.sweep.cell import Cell, deciding_versions
+from effexport.sweep.outcome import ARTIFACT, OUTCOME, REQUEST, Outcome
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    die_with_parent(request["parent"])
+    outcome = outcome_of_request(request, folder / ARTIFACT)
+    temporary = folder / f".{OUTCOME}"
+    temporary.write_text(json_text(outcome.to_dict()), encoding="utf-8")
+    temporary.replace(folder / OUTCOME)
+
+
+def die_with_parent(parent: int) -> None:
+    """Whoever started this process may be killed without a word; then nobody waits for the result. Linux only."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
+    """Build and check the artifact. What goes wrong becomes the reason; the log has tracebacks of the unexpected."""
+    known: dict[str, Any] = {"where": f"{platform.node()}, process {os.getpid()}"}
+    try:
+        cell = Cell.from_dict(request["cell"])
+        here = deciding_versions(cell.target)
+        known["versions"] = dict(here)
+        check_versions(cell, here)
+        check_gpu(cell)
+        build(cell, output)
+    except StageError as error:
+        return Outcome(status="failed", reason=str(error), stage=error.stage, peak_bytes=peak_bytes(), **known)
+    except (EffexportError, SpecError) as error:
+        return Outcome(status="failed", reason=str(error), peak_bytes=peak_bytes(), **known)
+    except MemoryError:
+        traceback.print_exc()
+        return Outcome(status="failed", reason="memory ran out", peak_bytes=peak_bytes(), **known)
+    except Exception as error:  # libraries raise what they like, and other cells go on
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}"
+        return Outcome(status="failed", reason=reason, peak_bytes=peak_bytes(), **known)
+    files = {str(path.relative_to(output)): path.stat().st_size for path in output.rglob("*") if path.is_file()}
+    return Outcome(status="finished", files=files, peak_bytes=peak_bytes(), **known)
+
+
+def build(cell: Cell, output: Path) -> None:
+    from effexport.artifact_from_spec import artifact_from_spec
+
+    engines = () if cell.engine is None else (cell.engine,)
+    artifact_from_spec(cell.spec, output, engines=engines, on_stage=lambda name: print(f"… {name}", flush=True))
+
+
+def check_versions(cell: Cell, here: Any) -> None:
+    """Raises UserError where this node would build something else than the hash of the cell says."""
+    for name, wanted in cell.versions.items():
+        found = here.get(name)
+        if wanted is not None and found is not None and found != wanted:
+            raise UserError(
+                f"this node has {name} {found}, the sweep was started with {wanted}; install the same version on all "
+                "nodes"
+            )
+
+
+def check_gpu(cell: Cell) -> None:
+    """Raises UserError where the GPU that was lent to this process is not of the architecture that was asked for."""
+    if not cell.needs_gpu or not cell.gpu:
+        return
+    from effexport.runners.cuda import current_compute_capability
+
+    found = current_compute_capability("tensorrt")
+    if f"sm_{found}" != cell.gpu:
+        raise UserError(
+            f"the GPU of this process is sm_{found}, the cell is for {cell.gpu}; give the resource {cell.gpu} only to "
+            "nodes all of whose GPUs are of that architecture"
+        )
+
+
+def peak_bytes() -> int | None:
+    try:
+        import resource
+    except ImportError:
+        return None
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
+
+
+if __name__ == "__main__":
+    main()

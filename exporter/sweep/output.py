@@ -1,0 +1,62 @@
+"""The results of a sweep: from its folder, and back into it as results.json, results.csv and report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from effexport.environment import versions
+from effexport.errors import UserError
+from effexport.sweep.cell import Cell
+from effexport.sweep.csv_text import csv_from_results
+from effexport.sweep.outcome import ARTIFACT, LOG
+from effexport.sweep.page import html_from_results
+from effexport.sweep.results import Row, SweepResults, fields_of_record, row_of_cell
+from effexport.sweep.run import Plan, Sweep
+from effexport.sweep.store import CELLS, FAILED, Store, write_text
+
+JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
+
+
+def results_of_sweep(
+    plan: Plan, store: Store, sweep: Sweep | None, *, command_of_cell: Callable[[str], str], **known: Any
+) -> SweepResults:
+    """One row for every cell of the file, from the records in the folder: also of those that an earlier run finished.
+
+    sweep: what ran just now, None for nothing.
+    """
+    environment = {name: version for name, version in versions().items() if version is not None}
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    rows = tuple(row_of(cell, plan, store, sweep, command_of_cell(cell.id)) for cell in plan.cells)
+    return SweepResults(rows=rows, created=created, environment=environment, **known)
+
+
+def row_of(cell: Cell, plan: Plan, store: Store, sweep: Sweep | None, command: str) -> Row:
+    record = store.finished(cell)
+    if record is not None:
+        folder = f"{CELLS}/{cell.id}"
+        is_new = sweep is not None and cell.id in sweep.new
+        paths = {"artifact": f"{folder}/{ARTIFACT}", "log": f"{folder}/{LOG}"}
+        return row_of_cell(cell, "finished", command, is_new=is_new, **paths, **fields_of_record(record))
+    if sweep is not None and cell.id in sweep.not_run:
+        return row_of_cell(cell, "not run", command, reason=sweep.not_run[cell.id])
+    record = store.failed(cell)
+    if record is not None:
+        is_new = sweep is not None and cell.id in sweep.attempts
+        log = f"{FAILED}/{cell.id}/{LOG}"
+        return row_of_cell(cell, "failed", command, is_new=is_new, log=log, **fields_of_record(record))
+    is_asked = any(cell.id == other.id for other in plan.to_run)
+    reason = "the sweep was interrupted before it finished" if is_asked else "left out by --only"
+    return row_of_cell(cell, "not run", command, reason=reason)
+
+
+def write_results(results: SweepResults, folder: Path) -> None:
+    """Each file at once, in the place of an earlier one. Raises UserError."""
+    texts = {JSON: results.to_json(), CSV: csv_from_results(results), PAGE: html_from_results(results)}
+    try:
+        for name, text in texts.items():
+            write_text(folder / name, text)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; the cells that finished are in it") from error

@@ -1,0 +1,62 @@
+"""The results of a sweep as a page: one self-contained file, no scripts, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from effexport.bench.text import duration, memory
+from effexport.report.templates import template_environment
+from effexport.report.text import moment, number
+from effexport.sweep.results import Row, SweepResults
+
+# A longer table is folded; what stands below it would not be found otherwise.
+MAX_OPEN_ROWS = 60
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one variant with its options."""
+
+    label: str
+    rows: tuple[Row, ...]
+
+
+def html_from_results(results: SweepResults) -> str:
+    """The page, whatever failed in it."""
+    filters: dict[str, Callable[..., Any]] = {
+        "moment": moment,
+        "css": css_of,
+        "number": number,
+        "seconds": lambda value: duration(None if value is None else value * 1000),
+        "memory": memory,
+        "path": quote,
+    }
+    environment = template_environment(("report", "sweep"), filters)
+    return environment.get_template("page.html.j2").render(
+        results=results,
+        groups=groups_of(results.rows),
+        problems=[row for row in results.rows if row.status != "finished"],
+        has_gpus=any(row.gpu for row in results.rows),
+        has_engines=any(row.engine for row in results.rows),
+        is_open=len(results.rows) <= MAX_OPEN_ROWS,
+        shared=shared_fields(results.rows),
+    )
+
+
+def css_of(status: str) -> str:
+    """The class of a state or a verdict."""
+    return {"finished": "passed"}.get(status, status).replace(" ", "-")
+
+
+def groups_of(rows: Sequence[Row]) -> list[Group]:
+    labels = dict.fromkeys(row.label for row in rows)
+    return [Group(label, tuple(row for row in rows if row.label == label)) for label in labels]
+
+
+def shared_fields(rows: Sequence[Row]) -> dict[str, Any]:
+    """What is the same in all rows."""
+    named: dict[str, list[Any]] = {"scope": [row.scope for row in rows], "batch": [row.batch for row in rows]}
+    return {name: values[0] for name, values in named.items() if len(set(values)) == 1}

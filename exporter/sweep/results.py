@@ -1,0 +1,169 @@
+"""What a sweep came to, row by row: the one source of its table, its files and its page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from effexport.bench.text import counted, listed
+from effexport.checks.result import METRIC
+from effexport.json_text import json_text
+from effexport.report.text import status_of
+from effexport.sweep.cell import Cell
+
+FORMAT_VERSION = 1
+Status = Literal["finished", "failed", "not run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A cell and what became of it.
+
+    parity: the verdict of its report: passed, or "not run" where nothing here can run the model. worst_error: the
+    largest max |error| / RMS beside its limit. engine_parity: "" without an engine. seconds: of the attempt that
+    counts. artifact, log: paths from the folder of the sweep; "" where there is none. command: repeats this cell alone.
+    """
+
+    id: str
+    label: str
+    variant: str
+    scope: str
+    seq_len: int
+    batch: int
+    precision: str
+    target: str
+    gpu: str
+    status: Status
+    command: str
+    reason: str = ""
+    is_new: bool = False
+    parity: str = ""
+    worst_error: float | None = None
+    error_limit: float | None = None
+    engine: str = ""
+    engine_parity: str = ""
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    artifact_bytes: int | None = None
+    where: str = ""
+    attempts: int = 0
+    artifact: str = ""
+    log: str = ""
+    log_tail: str = ""
+
+    @property
+    def title(self) -> str:
+        gpu = f", {self.gpu}" if self.gpu else ""
+        return f"{self.label}, {self.seq_len} tokens, {self.precision}, {self.target}{gpu}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResults:
+    """complete: False after an interrupt. where: what ran it. seconds: of this run alone."""
+
+    rows: tuple[Row, ...]
+    name: str
+    created: str
+    command: str
+    where: str = ""
+    seconds: float = 0.0
+    complete: bool = True
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    def count(self, status: str) -> int:
+        return sum(row.status == status for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """ "passed", "failed", or "not run" where something is still to be done."""
+        if self.count("failed"):
+            return "failed"
+        return "passed" if self.count("finished") == len(self.rows) else "not run"
+
+    @property
+    def sentence(self) -> str:
+        """The whole in one line."""
+        parts = [f"{self.count(status)} {status}" for status in ("finished", "failed", "not run") if self.count(status)]
+        new = sum(row.is_new for row in self.rows if row.status == "finished")
+        old = self.count("finished") - new
+        before = f" ({new} now, {old} before)" if new and old else " (all before)" if old else ""
+        return f"{counted(len(self.rows), 'cell')}: {listed(parts)}{before}"
+
+    def to_json(self) -> str:
+        values = {name: value for name, value in asdict(self).items() if name != "rows"}
+        summary = {status: self.count(status) for status in ("finished", "failed", "not run")}
+        rows = [asdict(row) for row in self.rows]
+        return json_text({"format_version": FORMAT_VERSION, **values, "summary": summary, "cells": rows}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> SweepResults:
+        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        values = json.loads(text)
+        rows = tuple(Row(**row) for row in values.pop("cells"))
+        del values["format_version"], values["summary"]
+        return cls(rows=rows, **values)
+
+
+def row_of_cell(cell: Cell, status: Status, command: str, **known: Any) -> Row:
+    return Row(
+        id=cell.id,
+        label=cell.label,
+        variant=cell.spec.variant,
+        scope=cell.spec.scope,
+        seq_len=cell.spec.seq_len,
+        batch=cell.spec.batch,
+        precision=cell.spec.precision,
+        target=cell.target,
+        gpu=cell.gpu,
+        status=status,
+        command=command,
+        **known,
+    )
+
+
+def fields_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record of a cell says of a row."""
+    known = {name: record.get(name) for name in ("reason", "seconds", "peak_bytes", "where")}
+    known |= {"attempts": record["attempt"], "log_tail": record.get("log", "")}
+    results = record.get("results")
+    if results is None:
+        return known
+    summary = results["parity"]["summary"]
+    worst, limit = worst_of_summary(summary)
+    engine = results["engine"]
+    return known | {
+        "parity": "passed" if results["parity"]["passed"] else "not run",
+        "worst_error": worst,
+        "error_limit": limit,
+        "artifact_bytes": results["artifact_bytes"],
+        "engine": "" if engine is None else engine_text(engine),
+        "engine_parity": "" if engine is None else engine_parity(summary, engine["target"]),
+    }
+
+
+def worst_of_summary(summary: Mapping[str, Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """The largest relative error of any check, and its limit."""
+    entries = [entry for entry in summary.values() if entry["metric"] == METRIC and entry["worst"] is not None]
+    if not entries:
+        return None, None
+    worst = max(entries, key=lambda entry: float(entry["worst"]))
+    return float(worst["worst"]), float(worst["limit"])
+
+
+def engine_text(engine: Mapping[str, Any]) -> str:
+    """`1.7.1, 0.3 MB, SM 89, 0.4 s`."""
+    built_for = ", ".join(f"SM {number}" for number in engine["compute_capabilities"]) or "SM 80 and later"
+    size, seconds = engine["bytes"] / 1e6, engine["build_seconds"]
+    return f"{engine['tensorrt_version']}, {built_for}, {size:.1f} MB, {engine['layers']} layers, {seconds:.1f} s"
+
+
+def engine_parity(summary: Mapping[str, Mapping[str, Any]], target: str) -> str:
+    """Of the checks that ran the engine: not run where there was no GPU for it."""
+    statuses = {status_of(entry) for name, entry in summary.items() if name.startswith(f"{target}:")}
+    return next((status for status in ("failed", "passed") if status in statuses), "not run")
+
+
+def failed_rows(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.status == "failed"]

@@ -1,0 +1,226 @@
+"""The folder of a sweep: what is finished, what failed, and how both get there.
+
+sweep.json                 what this folder is
+cells/ID/                  a finished cell: artifact/, record.json and log.txt, put there by one rename
+failed/ID/                 the last failure of a cell that is not finished: record.json and log.txt
+attempts.jsonl             one line for every attempt that ended, also those that came second or were lost
+results.json, results.csv, report.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from effexport.artifact import check_file, read_manifest
+from effexport.errors import UserError
+from effexport.json_text import json_text
+from effexport.sweep.cell import Cell
+from effexport.sweep.outcome import ARTIFACT, LOG, Outcome
+
+FORMAT_VERSION = 1
+MARK, RECORD, ATTEMPTS, LOCK = "sweep.json", "record.json", "attempts.jsonl", ".lock"
+CELLS, FAILED, STAGING = "cells", "failed", ".staging"
+
+
+@dataclass(frozen=True)
+class Store:
+    """A sweep's output. Reading changes nothing; `opened` makes it and keeps others out."""
+
+    path: Path
+
+    def cell_folder(self, cell: Cell) -> Path:
+        return self.path / CELLS / cell.id
+
+    def failed_folder(self, cell: Cell) -> Path:
+        return self.path / FAILED / cell.id
+
+    def finished(self, cell: Cell) -> dict[str, Any] | None:
+        """The record of a finished cell. None for one that is not, or whose artifact is damaged."""
+        record = read_record(self.cell_folder(cell), cell)
+        return record if record is not None and not self.damage(cell) else None
+
+    def failed(self, cell: Cell) -> dict[str, Any] | None:
+        """The record of the last failure of a cell that is not finished."""
+        return read_record(self.failed_folder(cell), cell)
+
+    def damage(self, cell: Cell) -> str:
+        """What is wrong with the folder of a cell that claims to be finished, or "". Of files, sizes are compared."""
+        folder = self.cell_folder(cell)
+        if not folder.exists():
+            return ""
+        if read_record(folder, cell) is None:
+            return f"{folder / RECORD} is missing or damaged"
+        try:
+            files = read_manifest(folder / ARTIFACT)["files"]
+        except UserError as error:
+            return str(error)
+        for name, entry in files.items():
+            path = folder / ARTIFACT / name
+            if not path.is_file() or path.stat().st_size != entry["bytes"]:
+                return f"{path} is missing or has another size than it was written with"
+        return ""
+
+    def check(self) -> None:
+        """Raises UserError where the path is something else than a sweep's output, or nothing yet."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is a file; expected the path of a folder to create")
+        mark = self.path / MARK
+        if not any(self.path.iterdir()):
+            return
+        if not mark.is_file():
+            raise UserError(f"{self.path} is not the output of a sweep, and not empty; choose another folder with -o")
+        try:
+            version = json.loads(mark.read_text(encoding="utf-8"))["format_version"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{mark} is damaged: {error}; choose another folder with -o") from error
+        if type(version) is not int or version > FORMAT_VERSION:
+            raise UserError(
+                f"{mark} has format version {version}; this effexport reads up to {FORMAT_VERSION}: upgrade"
+            )
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Store]:
+        """Make the folder, and be the only sweep that writes to it. Raises UserError."""
+        self.check()
+        try:
+            for name in (CELLS, FAILED, STAGING):
+                (self.path / name).mkdir(parents=True, exist_ok=True)
+            lock = (self.path / LOCK).open("a")
+        except OSError as error:
+            raise UserError(f"cannot write to {self.path}: {error.strerror}; choose another folder with -o") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"another sweep is writing to {self.path}; wait for it, or choose another folder with -o"
+                ) from error
+            except OSError:
+                pass  # a file system without locks; two sweeps at once would waste work, and spoil nothing
+            write_text(self.path / MARK, json_text({"format_version": FORMAT_VERSION}) + "\n")
+            self._clear()
+            try:
+                yield self
+            finally:
+                self._clear()
+
+    def _clear(self) -> None:
+        """What an interrupted or a killed sweep left behind."""
+        for path in (self.path / STAGING).iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def staging(self, cell: Cell) -> Path:
+        """A new folder for one attempt, on the same file system as its destination."""
+        folder = self.path / STAGING / f"{cell.id}-{uuid.uuid4().hex}"
+        folder.mkdir()
+        return folder
+
+    def publish(self, cell: Cell, staged: Path, attempt: int, outcome: Outcome) -> bool:
+        """Put a finished attempt in its place: artifact and record appear together, or not at all.
+
+        The first one wins: False says that the cell was finished by another attempt, which stays as it is.
+        Raises UserError when the artifact is not what its own manifest says.
+        """
+        manifest = read_manifest(staged / ARTIFACT)
+        for name, entry in manifest["files"].items():
+            check_file(staged / ARTIFACT, name, entry)
+        record = record_of(cell, attempt, outcome) | {"results": results_of_manifest(manifest, cell)}
+        write_text(staged / RECORD, json_text(record) + "\n")
+        if not (staged / LOG).exists():
+            write_text(staged / LOG, outcome.log + "\n")
+        for path in list(staged.iterdir()):
+            if path.name not in (ARTIFACT, LOG, RECORD):
+                path.unlink()
+        won = renamed(staged, self.cell_folder(cell))
+        shutil.rmtree(self.failed_folder(cell), ignore_errors=True)
+        self.log_attempt(cell, attempt, "finished" if won else "discarded", outcome)
+        return won
+
+    def fail(self, cell: Cell, attempt: int, outcome: Outcome) -> None:
+        """Remember a failure, in the place of an earlier one of the same cell."""
+        staged = self.staging(cell)
+        write_text(staged / RECORD, json_text(record_of(cell, attempt, outcome)) + "\n")
+        write_text(staged / LOG, outcome.log + "\n")
+        shutil.rmtree(self.failed_folder(cell), ignore_errors=True)
+        staged.rename(self.failed_folder(cell))
+        self.log_attempt(cell, attempt, "failed", outcome)
+
+    def remove_damaged(self, cell: Cell) -> None:
+        shutil.rmtree(self.cell_folder(cell), ignore_errors=True)
+
+    def log_attempt(self, cell: Cell, attempt: int, status: str, outcome: Outcome) -> None:
+        """status: finished, discarded (another attempt was first), failed, or lost with its node."""
+        line = {
+            "cell": cell.id,
+            "attempt": attempt,
+            "status": status,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "where": outcome.where,
+            "seconds": outcome.seconds,
+            "reason": outcome.reason,
+        }
+        with (self.path / ATTEMPTS).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+def record_of(cell: Cell, attempt: int, outcome: Outcome) -> dict[str, Any]:
+    left_out = ("files", "log") if outcome.status == "finished" else ("files",)
+    values = {name: value for name, value in outcome.to_dict().items() if name not in left_out}
+    return {
+        "format_version": FORMAT_VERSION,
+        "id": cell.id,
+        "digest": cell.digest,
+        "cell": cell.to_dict(),
+        "attempt": attempt,
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        **values,
+    }
+
+
+def read_record(folder: Path, cell: Cell) -> dict[str, Any] | None:
+    """None for a record that is missing, damaged, or of another cell."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.get("digest") == cell.digest else None
+
+
+def results_of_manifest(manifest: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
+    """What tables say of a finished cell."""
+    engines = [entry for entry in manifest["engines"] if entry["target"] == cell.target]
+    return {
+        "parity": manifest["parity"],
+        "artifact_bytes": sum(entry["bytes"] for entry in manifest["files"].values()),
+        "engine": engines[0] if engines else None,
+    }
+
+
+def renamed(source: Path, target: Path) -> bool:
+    """Whether `source` took the name. The system refuses to replace a folder that has something in it."""
+    try:
+        source.rename(target)
+    except OSError:
+        if target.is_dir():
+            return False
+        raise
+    return True
+
+
+def write_text(path: Path, text: str) -> None:
+    """All of it or nothing, whatever happens meanwhile."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,224 @@
+"""SWEEP.toml, read and checked: nothing in it is ignored, and nothing is guessed. The format: docs/sweep.md."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from effexport.bench.grid import Model
+from effexport.engines.spec import EngineSpec, check_target
+from effexport.errors import UserError
+from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, EncoderSpec, field_names
+from effexport.models.validation import SpecError, check_type, require
+from effexport.spec import BuildSpec
+from effexport.sweep.cell import ONNX_ONLY
+from effexport.sweep.values import (
+    ENGINE_TARGETS,
+    check_keys,
+    checked,
+    distinct_list,
+    is_gpu,
+    is_length,
+    is_precision,
+    is_target,
+    model_of,
+    require_distinct,
+    table,
+    tables,
+    toml_text,
+)
+
+AXES = ("variants", "seq_lens", "precisions", "targets", "gpus")
+# The same, of one cell: the keys of [[include]] and [[exclude]].
+CELL_KEYS = ("variant", "seq_len", "precision", "target", "gpu")
+TABLES = ("build", "options", "engine", "include", "exclude")
+# Of what a sweep does not vary: every field of the specs but those that are axes, or that belong to one variant.
+BUILD_KEYS = (
+    "scope",
+    *(
+        name
+        for spec in (BuildSpec, EncoderSpec, AttentionSpec)
+        for name in (item.name for item in fields(spec))
+        if name not in ("model", "attention", "seq_len", "precision")
+    ),
+)
+# `profiles` are written as --profile takes them; a cache of timings is a file of one machine.
+ENGINE_TYPES: dict[str, str] = {
+    item.name: str(item.type)
+    for item in fields(EngineSpec)
+    if item.name not in ("target", "profiles", "compute_capabilities", "timing_cache")
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFile:
+    """What the file says. An empty axis was not given: its one value is the default of the specs.
+
+    engine: engine options by target. include, exclude: cells by CELL_KEYS; an include may set fields of the spec too.
+    """
+
+    variants: tuple[Model, ...] = ()
+    seq_lens: tuple[int, ...] = ()
+    precisions: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    build: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    engine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    include: Sequence[Mapping[str, Any]] = ()
+    exclude: Sequence[Mapping[str, Any]] = ()
+
+
+def sweep_file_from_path(path: Path) -> SweepFile:
+    """Raises UserError, with the name of the file, for one that cannot be read or is not understood."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no sweep file at {path}; docs/sweep.md has a complete example") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"cannot read the sweep file {path}: {error}") from error
+    try:
+        return sweep_file_from_document(document)
+    except (SpecError, UserError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def sweep_file_from_document(document: Mapping[str, Any]) -> SweepFile:
+    """Raises SpecError and UserError for whatever is not as docs/sweep.md says."""
+    check_keys("the file", document, AXES + TABLES)
+    axes = {name: distinct_list(name, document[name]) for name in AXES if name in document}
+    require(
+        "variants" in axes or "include" in document,
+        f'the file has no variants; expected a list such as variants = ["softmax", "lsh"], of: '
+        f"{', '.join(ATTENTION_SPECS)}",
+    )
+    variants = tuple(model_of(entry, "variants") for entry in axes.get("variants", ()))
+    require_distinct("variants", [model.label for model in variants])
+    engine = engine_tables(table("engine", document))
+    found = SweepFile(
+        variants=variants,
+        seq_lens=tuple(checked("seq_lens", value, is_length) for value in axes.get("seq_lens", ())),
+        precisions=tuple(checked("precisions", value, is_precision) for value in axes.get("precisions", ())),
+        targets=tuple(checked("targets", value, is_target) for value in axes.get("targets", ())),
+        gpus=tuple(checked("gpus", value, is_gpu) for value in axes.get("gpus", ())),
+        build=build_table(table("build", document)),
+        options=option_tables(table("options", document)),
+        engine=engine,
+        include=tuple(include_of(entry) for entry in tables("include", document)),
+        exclude=tuple(exclude_of(entry) for entry in tables("exclude", document)),
+    )
+    check_options_are_used(found)
+    check_engine_is_used(found, document)
+    return found
+
+
+def build_table(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    axes = {"variant": "variants", "seq_len": "seq_lens", "precision": "precisions", "target": "targets"}
+    for name, axis in axes.items():
+        require(
+            name not in given, f"[build] has {name}, which a sweep varies; give {axis} = [{toml_text(given.get(name))}]"
+        )
+    owners = {name: variant for variant, spec in ATTENTION_SPECS.items() for name in field_names(spec)}
+    for name in given:
+        if name not in BUILD_KEYS and name in owners:
+            raise SpecError(
+                f"[build] has {name}, a field of single variants; expected it under [options.{owners[name]}]"
+            )
+    check_keys("[build]", given, BUILD_KEYS)
+    return given
+
+
+def option_tables(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    check_keys("[options]", given, ATTENTION_SPECS)
+    for variant, options in given.items():
+        require(
+            isinstance(options, dict), f"[options] has {variant} = {options!r}; expected a table, [options.{variant}]"
+        )
+        check_keys(f"[options.{variant}]", options, [*field_names(ATTENTION_SPECS[variant]), *BUILD_KEYS])
+        require("seq_len" not in options, f"[options.{variant}] has seq_len, which a sweep varies; give seq_lens")
+    return given
+
+
+def engine_tables(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Options by target: those of [engine] itself, and over them those of [engine.TARGET]."""
+    common = {name: value for name, value in given.items() if name not in ENGINE_TARGETS}
+    check_engine_options("[engine]", common, (*ENGINE_TYPES, "profiles", *ENGINE_TARGETS))
+    merged = {}
+    for target in ENGINE_TARGETS:
+        own = given.get(target, {})
+        require(isinstance(own, dict), f"[engine] has {target} = {own!r}; expected a table, [engine.{target}]")
+        check_engine_options(f"[engine.{target}]", own, (*ENGINE_TYPES, "profiles"))
+        merged[target] = common | own
+    return merged
+
+
+def check_engine_options(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    check_keys(where, given, known)
+    for name, value in given.items():
+        if name == "profiles":
+            is_texts = isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
+            require(
+                is_texts,
+                f"profiles of {where} is {value!r}; expected a list of texts, such as "
+                'profiles = ["batch=1:4:16,seq=128:1024:4096"]',
+            )
+        else:
+            require(value is not None, f"{name} of {where} is empty")
+            check_type(f"{name} of {where}", value, ENGINE_TYPES[name])
+
+
+def include_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    require("variant" in given, f"an [[include]] has no variant; expected one of: {', '.join(ATTENTION_SPECS)}")
+    checks = {"seq_len": is_length, "precision": is_precision, "target": is_target, "gpu": is_gpu}
+    for name, check in checks.items():
+        if name in given:
+            check(f"{name} of [[include]]", given[name])
+    return {**given, "variant": model_of(given["variant"], "variant of [[include]]")}
+
+
+def exclude_of(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
+    """Every value as the list of those that match."""
+    check_keys("an [[exclude]]", given, CELL_KEYS)
+    checks = {"seq_len": is_length, "precision": is_precision, "target": is_target, "gpu": is_gpu}
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        require(bool(values), f"{name} of [[exclude]] is empty; expected a value or a list of values")
+        for entry in values:
+            if name == "variant":
+                model_of(entry, "variant of [[exclude]]")
+            else:
+                checks[name](f"{name} of [[exclude]]", entry)
+        found[name] = tuple(model_of(entry, name).label if name == "variant" else entry for entry in values)
+    return found
+
+
+def check_options_are_used(file: SweepFile) -> None:
+    used = {model.variant for model in (*file.variants, *(entry["variant"] for entry in file.include))}
+    for variant in file.options:
+        require(
+            variant in used,
+            f'[options.{variant}] is for a variant that the sweep does not have; add "{variant}" to variants, or leave '
+            "it out",
+        )
+
+
+def check_engine_is_used(file: SweepFile, document: Mapping[str, Any]) -> None:
+    """What only engines have needs one: [engine] and gpus without a target for them were forgotten targets."""
+    used = {*file.targets, *(entry["target"] for entry in file.include if "target" in entry)} - {ONNX_ONLY}
+    for target in used:
+        check_target(target)
+    for name in ("engine", "gpus"):
+        require(
+            not document.get(name) or bool(used),
+            f'{name} is for engines, and no target asks for one; add targets = ["onnx", "trt-rtx"] or leave it out',
+        )
+    for target in ENGINE_TARGETS:
+        require(
+            target not in document.get("engine", {}) or target in used,
+            f"[engine.{target}] is for a target that the sweep does not have; add {toml_text(target)} to targets, or "
+            "leave it out",
+        )

@@ -1,0 +1,119 @@
+"""One attempt in a process of its own: whatever happens to the process becomes an outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sweep_cells import tiny_cells
+
+from effexport.errors import UserError
+from effexport.sweep import attempt as module
+from effexport.sweep.attempt import LOG_BYTES, LOG_LINES, Attempt, Limits, run_attempt
+from effexport.sweep.child import check_versions, outcome_of_request
+from effexport.sweep.outcome import LOG, Outcome
+
+(CELL,) = tiny_cells(16)
+
+
+def outcome_of(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch, limits: Limits | None = None) -> Outcome:
+    """Of a process that runs `code` in place of a build; `folder` is its argument."""
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", f"import os, sys, time\n{code}"))
+    return run_attempt(Attempt(CELL, limits or Limits()), folder)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("os.kill(os.getpid(), 11)", "its process was ended by SIGSEGV; see the log"),
+        ("os.kill(os.getpid(), 9)", "its process was ended by SIGKILL; most likely the system ran out of memory"),
+        ("sys.exit(3)", "its process ended with exit status 3 and said nothing; see the log"),
+        (
+            "open(sys.argv[1] + '/outcome.json', 'w').write('{')",
+            "its process ended with exit status 0 and said nothing",
+        ),
+    ],
+)
+def test_a_process_that_ends_without_an_outcome_is_a_failure_with_its_log(
+    code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = outcome_of(f"print('building', flush=True)\n{code}", tmp_path, monkeypatch)
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith(reason)
+    assert outcome.log.startswith("building")
+    assert (tmp_path / LOG).read_text().startswith("building")
+
+
+def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\ntime.sleep(600)"
+    )
+    outcome = outcome_of(code, tmp_path, monkeypatch, Limits(seconds=1.0))
+    assert outcome.reason == "took longer than 1 s; raise --timeout"
+    assert is_gone(int(outcome.log))
+
+
+def test_only_the_end_of_a_long_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = outcome_of("print('\\n'.join(map(str, range(100_000))))", tmp_path, monkeypatch)
+    assert outcome.log.splitlines() == [str(number) for number in range(100_000 - LOG_LINES, 100_000)]
+    outcome = outcome_of("print('x' * 10**6)", tmp_path, monkeypatch)
+    assert len(outcome.log) <= LOG_BYTES
+
+
+def test_an_artifact_beyond_the_limit_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = Outcome(status="finished", files={"model.onnx": 1001})
+    code = f"open(sys.argv[1] + '/outcome.json', 'w').write({json.dumps(finished.to_dict())!r})"
+    outcome = outcome_of(code, tmp_path, monkeypatch, Limits(artifact_bytes=1000))
+    assert outcome.status == "failed"
+    assert outcome.reason == "the artifact has 1,001 bytes; expected at most 1,000: raise --max-artifact"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent has died")
+def test_the_process_of_an_attempt_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    (tmp_path / "request.json").write_text("{}")
+    waits = (
+        "import os, sys, time\nfrom effexport.sweep.child import die_with_parent\ndie_with_parent(int(sys.argv[1]))\n"
+    )
+    waits += "print(os.getpid(), flush=True)\ntime.sleep(600)"
+    starts = (
+        f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {waits!r}, str(os.getpid())])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{starts}time.sleep(600)"], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        assert is_gone(child)
+
+
+def test_a_node_with_other_versions_refuses_the_cell() -> None:
+    check_versions(CELL, {**CELL.versions, "onnx": None})
+    other = replace(CELL, versions={**CELL.versions, "torch": "2.9.0"})
+    with pytest.raises(UserError, match=r"has torch .*, the sweep was started with 2\.9\.0; install the same version"):
+        check_versions(other, CELL.versions)
+
+
+def test_what_a_request_asks_for_and_cannot_be_is_a_reason(tmp_path: Path) -> None:
+    broken = {"cell": {**CELL.to_dict(), "spec": {**CELL.spec.to_dict(), "batch": 0}}}
+    outcome = outcome_of_request(broken, tmp_path / "artifact")
+    assert (outcome.status, outcome.reason) == ("failed", "batch is 0; expected at least 1")
+
+
+def is_gone(pid: int, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,334 @@
+"""How a sweep runs, whatever its cells build: what is skipped, what is repeated, and what ends up in its folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from sweep_cells import note, notes, pretend, tiny_cells, write_artifact
+
+from effexport.errors import EffexportError, UserError
+from effexport.sweep.attempt import Attempt, Limits
+from effexport.sweep.cell import Cell
+from effexport.sweep.executor import Event
+from effexport.sweep.gpus import Gpu, parse_gpus
+from effexport.sweep.outcome import ARTIFACT, Outcome
+from effexport.sweep.output import results_of_sweep, write_results
+from effexport.sweep.packing import Piece, Unpacking, pieces_of_folder
+from effexport.sweep.processes import ProcessExecutor
+from effexport.sweep.results import SweepResults
+from effexport.sweep.run import MAX_LOSSES, News, Sweep, plan_of
+from effexport.sweep.store import ATTEMPTS, RECORD, STAGING, Store
+
+
+class Machine:
+    """Runs sweeps of pretended cells in one folder. fails: lengths whose cells fail."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store(folder / "out")
+        self.journal = folder / "journal"
+        self.fails: set[int] = set()
+        self.news: list[News] = []
+
+    def work(self, attempt: Attempt, folder: Path) -> Outcome:
+        if attempt.cell.spec.seq_len in self.fails:
+            note(self.journal, cell=attempt.cell.id, event="began")
+            return Outcome(status="failed", reason="parity: 3 of 9 checks failed", stage="parity", log="line 1\nline 2")
+        return pretend(attempt, folder, journal=str(self.journal))
+
+    def run(self, cells: list[Cell], *, retry_failed: bool = False, gpus: tuple[Gpu, ...] = ()) -> SweepResults:
+        plan = plan_of(self.store, cells, retry_failed=retry_failed)
+        with self.store.opened():
+            executor = ProcessExecutor(Limits(), 2, self.work, gpus)
+            sweep = Sweep(self.store, executor, self.news.append)
+            try:
+                sweep.run(plan.to_run)
+            finally:
+                executor.close()
+            results = results_of_sweep(
+                plan, self.store, sweep, command_of_cell="again {}".format, name="test", command="effexport sweep"
+            )
+            write_results(results, self.store.path)
+        return results
+
+    @property
+    def began(self) -> list[str]:
+        return [entry["cell"] for entry in notes(self.journal) if entry["event"] == "began"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_finished_cells_are_not_run_again_and_a_new_length_runs_alone(machine: Machine) -> None:
+    first = machine.run(tiny_cells(16, 17))
+    assert [row.status for row in first.rows] == ["finished", "finished"]
+    assert all(row.is_new for row in first.rows)
+    more = tiny_cells(15, 17, 16)
+    second = machine.run(more)
+    assert machine.began[2:] == [more[0].id]
+    assert [row.status for row in second.rows] == ["finished"] * 3
+    assert [row.is_new for row in second.rows] == [True, False, False]
+    assert second.sentence == "3 cells: 3 finished (1 now, 2 before)"
+    assert machine.run(more).sentence == "3 cells: 3 finished (all before)"
+    assert len(machine.began) == 3
+
+
+def test_a_failure_is_one_row_with_its_reason_and_is_repeated_only_on_request(machine: Machine) -> None:
+    cells = tiny_cells(16, 17, 18)
+    machine.fails = {17}
+    results = machine.run(cells)
+    assert [row.status for row in results.rows] == ["finished", "failed", "finished"]
+    failed = results.rows[1]
+    assert (failed.reason, failed.log_tail) == ("parity: 3 of 9 checks failed", "line 1\nline 2")
+    assert failed.command == f"again {cells[1].id}"
+    assert (machine.store.path / failed.log).read_text() == "line 1\nline 2\n"
+    assert not machine.store.cell_folder(cells[1]).exists()
+    machine.run(cells)
+    assert machine.began.count(cells[1].id) == 1
+    machine.fails = set()
+    healed = machine.run(cells, retry_failed=True)
+    assert [row.status for row in healed.rows] == ["finished"] * 3
+    assert machine.began.count(cells[1].id) == 2
+    assert not machine.store.failed_folder(cells[1]).exists()
+
+
+@pytest.mark.parametrize("damage", ["model.onnx", "manifest.json", RECORD, "whole artifact"])
+def test_a_damaged_cell_is_built_again(machine: Machine, damage: str) -> None:
+    cells = tiny_cells(16, 17)
+    machine.run(cells)
+    folder = machine.store.cell_folder(cells[0])
+    if damage == "whole artifact":
+        shutil.rmtree(folder / ARTIFACT)
+    else:
+        (folder / damage if damage == RECORD else folder / ARTIFACT / damage).write_text("{")
+    assert machine.store.finished(cells[0]) is None
+    machine.run(cells)
+    assert machine.began == [cells[0].id, cells[1].id, cells[0].id] or sorted(machine.began[:2]) == sorted(
+        cell.id for cell in cells
+    )
+    assert machine.began.count(cells[0].id) == 2
+    assert machine.store.finished(cells[0]) is not None
+
+
+def test_of_two_attempts_at_once_the_first_stays_and_the_other_is_discarded(tmp_path: Path) -> None:
+    store = Store(tmp_path / "out")
+    (cell,) = tiny_cells(16)
+    with store.opened():
+        staged = [store.staging(cell) for _ in range(8)]
+        outcomes = []
+        for number, folder in enumerate(staged):
+            files = write_artifact(folder / ARTIFACT, cell, extra_bytes=number + 1)
+            outcomes.append(Outcome(status="finished", files=files, where=f"node {number}"))
+        wins: list[int] = []
+        barrier = threading.Barrier(len(staged))
+
+        def publish(number: int) -> None:
+            barrier.wait()
+            if store.publish(cell, staged[number], number, outcomes[number]):
+                wins.append(number)
+
+        threads = [threading.Thread(target=publish, args=(number,)) for number in range(len(staged))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (winner,) = wins
+        record = store.finished(cell)
+        assert record is not None
+        assert record["where"] == f"node {winner}"
+        large = store.cell_folder(cell) / ARTIFACT / "engine" / "large.bin"
+        assert large.stat().st_size == winner + 1, "record and artifact are those of one attempt"
+        said = sorted(entry["status"] for entry in notes(store.path / ATTEMPTS))
+        assert said == ["discarded"] * 7 + ["finished"]
+    assert [*(store.path / STAGING).iterdir()] == []
+
+
+def test_an_artifact_that_is_not_what_its_manifest_says_is_a_failure(machine: Machine) -> None:
+    (cell,) = tiny_cells(16)
+
+    def work(attempt: Attempt, folder: Path) -> Outcome:
+        outcome = pretend(attempt, folder, journal=str(machine.journal))
+        (folder / ARTIFACT / "model.onnx").write_bytes(b"x" * len(cell.id))
+        return outcome
+
+    machine.work = work  # type: ignore[method-assign]
+    (row,) = machine.run([cell]).rows
+    assert row.status == "failed"
+    assert "its artifact did not arrive whole" in row.reason
+    assert "model.onnx does not match its checksum" in row.reason
+
+
+def test_what_a_build_raises_fails_its_cell_and_no_other(machine: Machine) -> None:
+    def work(attempt: Attempt, folder: Path) -> Outcome:
+        if attempt.cell.spec.seq_len == 16:
+            raise OSError("No space left on device")
+        return pretend(attempt, folder, journal=str(machine.journal))
+
+    machine.work = work  # type: ignore[method-assign]
+    results = machine.run(tiny_cells(16, 17))
+    assert [row.status for row in results.rows] == ["failed", "finished"]
+    assert results.rows[0].reason == "OSError: No space left on device"
+
+
+def test_a_cell_for_a_gpu_runs_on_its_own_or_is_not_run(machine: Machine) -> None:
+    cells = tiny_cells(16, 17, targets=["trt"], gpus=["sm_89", "sm_90"])
+    seen: list[tuple[str, str]] = []
+
+    def work(attempt: Attempt, folder: Path) -> Outcome:
+        seen.append((attempt.cell.gpu, attempt.environment["CUDA_VISIBLE_DEVICES"]))
+        return pretend(attempt, folder, journal=str(machine.journal))
+
+    machine.work = work  # type: ignore[method-assign]
+    results = machine.run(cells, gpus=(Gpu("GPU-a", "sm_90"),))
+    assert [row.status for row in results.rows] == ["not run", "finished"] * 2
+    assert seen == [("sm_90", "GPU-a")] * 2
+    assert results.rows[0].reason.startswith("no node with a GPU of sm_89: the GPUs of this machine are sm_90")
+    assert not machine.store.failed_folder(cells[0]).exists()
+
+
+def test_gpus_are_those_that_nvidia_smi_lists_and_this_process_may_use() -> None:
+    text = "0, GPU-aaaa, 9.0\n1, GPU-bbbb, 12.0\n2, GPU-cccc, [N/A]\n"
+    both = (Gpu("GPU-aaaa", "sm_90"), Gpu("GPU-bbbb", "sm_120"))
+    assert parse_gpus(text, None) == both
+    assert parse_gpus(text, "1") == both[1:]
+    assert parse_gpus(text, "GPU-aa") == both[:1]
+    assert parse_gpus(text, "") == ()
+
+
+class LosingExecutor:
+    """Loses the first attempts at every cell."""
+
+    title, slots = "a bad cluster", 1
+
+    def __init__(self, losses: int) -> None:
+        self.losses, self.events, self.submitted = losses, [], 0  # type: ignore[var-annotated]
+
+    def submit(self, cell: Cell, folder: Path) -> None:
+        self.submitted += 1
+        if self.submitted <= self.losses:
+            self.events.append(Event(kind="lost", cell=cell, reason="NodeDiedError: it is gone", folder=folder))
+            return
+        files = write_artifact(folder / ARTIFACT, cell)
+        outcome = Outcome(status="finished", files=files)
+        self.events.append(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
+        self.events.append(Event(kind="ended", cell=cell, outcome=outcome))  # said twice
+
+    def wait(self, seconds: float) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("losses", [MAX_LOSSES - 1, MAX_LOSSES])
+def test_a_cell_that_is_lost_begins_again_and_not_for_ever(tmp_path: Path, losses: int) -> None:
+    store = Store(tmp_path / "out")
+    (cell,) = tiny_cells(16)
+    with store.opened():
+        Sweep(store, LosingExecutor(losses)).run([cell])
+        said = [entry["status"] for entry in notes(store.path / ATTEMPTS)]
+        assert said == ["lost"] * losses + ["finished" if losses < MAX_LOSSES else "failed"]
+        assert (store.finished(cell) is not None) == (losses < MAX_LOSSES)
+        assert [*(store.path / STAGING).iterdir()] == []
+
+
+def test_the_time_left_follows_the_pace_so_far(tmp_path: Path) -> None:
+    now = iter(float(second) for second in range(0, 1000, 10))
+    news: list[News] = []
+    with (store := Store(tmp_path / "out")).opened():
+        Sweep(store, LosingExecutor(0), news.append, clock=lambda: next(now)).run(tiny_cells(16, 17, 18, 19))
+    assert [(one.done, one.total, one.seconds_left) for one in news] == [(1, 4, 30), (2, 4, 20), (3, 4, 10), (4, 4, 0)]
+
+
+def test_a_folder_belongs_to_one_sweep_at_a_time(tmp_path: Path) -> None:
+    store = Store(tmp_path / "out")
+    with store.opened(), pytest.raises(UserError, match=r"another sweep is writing to .*; wait for it"), store.opened():
+        pass
+    with store.opened():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("notes.txt", "mine", "is not the output of a sweep, and not empty"),
+        ("sweep.json", '{"format_version": 99}', "format version 99; this effexport reads up to 1"),
+        ("sweep.json", "[", "is damaged"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, name: str, content: str, said: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=said):
+        Store(tmp_path).check()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_results_are_the_same_in_json_csv_and_page(machine: Machine) -> None:
+    machine.fails = {17}
+    results = machine.run(tiny_cells(16, 17))
+    folder = machine.store.path
+    assert SweepResults.from_json((folder / "results.json").read_text()) == SweepResults.from_json(results.to_json())
+    values = json.loads((folder / "results.json").read_text())
+    assert values["summary"] == {"finished": 1, "failed": 1, "not run": 0}
+    lines = (folder / "results.csv").read_text().splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("id,label,variant,scope,seq_len,batch,precision,target,gpu,status,")
+    row = results.rows[0]
+    assert (row.parity, row.worst_error, row.error_limit) == ("passed", 1e-6, 1e-5)
+    for path in (row.artifact, row.log):
+        assert (folder / path).exists()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 1000])
+def test_pieces_make_the_same_folder_again(tmp_path: Path, piece_bytes: int) -> None:
+    (cell,) = tiny_cells(16)
+    sizes = write_artifact(tmp_path / "one", cell, extra_bytes=500)
+    (tmp_path / "one" / "empty").touch()
+    unpacking = Unpacking(tmp_path / "two", {**sizes, "empty": 0})
+    for piece in pieces_of_folder(tmp_path / "one", piece_bytes):
+        assert len(piece.data) <= piece_bytes
+        unpacking.add(piece)
+    unpacking.finish()
+    for name in unpacking.expected:
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("piece", "said"),
+    [
+        (Piece("../escaped", b"x"), "not part of the artifact"),
+        (Piece("/etc/escaped", b"x"), "not part of the artifact"),
+        (Piece("other", b"x"), "not part of the artifact"),
+        (Piece("model.onnx", b"12345"), "sent 5 bytes of model.onnx; it announced 4"),
+    ],
+)
+def test_pieces_that_were_not_announced_are_refused(tmp_path: Path, piece: Piece, said: str) -> None:
+    unpacking = Unpacking(tmp_path / "two", {"model.onnx": 4, "../escaped": 1, "/etc/escaped": 1})
+    with pytest.raises(EffexportError, match=said):
+        unpacking.add(piece)
+    assert not (tmp_path / "escaped").exists()
+    with pytest.raises(EffexportError, match=r"without all of: model\.onnx"):
+        unpacking.finish()
+
+
+def test_a_closed_executor_ends_what_runs(tmp_path: Path) -> None:
+    started = threading.Event()
+
+    def work(attempt: Attempt, folder: Path) -> Outcome:
+        started.set()
+        while not attempt.is_cancelled():
+            time.sleep(0.01)
+        return Outcome(status="failed", reason="cancelled")
+
+    executor = ProcessExecutor(Limits(), 1, work, ())
+    for cell in tiny_cells(16, 17):
+        executor.submit(cell, tmp_path)
+    assert started.wait(10)
+    executor.close()

@@ -1,0 +1,68 @@
+"""Cells that cost nothing, and what stands for a build of them: for tests of how a sweep runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from effexport.artifact import write_manifest
+from effexport.sweep.attempt import Attempt
+from effexport.sweep.cell import Cell
+from effexport.sweep.cells import cells_from_file
+from effexport.sweep.outcome import ARTIFACT, Outcome
+from effexport.sweep.sweep_file import sweep_file_from_document
+
+TINY = {"scope": "attention", "dim": 16, "heads": 2}
+
+
+def tiny_cells(*seq_lens: int, **axes: Any) -> list[Cell]:
+    """Softmax attention of a few channels, one cell per length unless `axes` say more."""
+    document = {"variants": ["softmax"], "seq_lens": list(seq_lens), "build": TINY, **axes}
+    return cells_from_file(sweep_file_from_document(document))
+
+
+def write_artifact(folder: Path, cell: Cell, extra_bytes: int = 0) -> dict[str, int]:
+    """A folder whose manifest is true, with sizes by name."""
+    (folder / "engine").mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(cell.id.encode())
+    (folder / "engine" / "large.bin").write_bytes(os.urandom(extra_bytes))
+    entry = {"passed": 1, "failed": 0, "not run": 0, "worst": 1e-6, "limit": 1e-5, "metric": "max |error| / RMS"}
+    fields = dict.fromkeys(("effexport_version", "variant", "precision", "weights_sha256", "weights_from"), "")
+    lists: dict[str, Any] = {name: [] for name in ("hash_values", "notes", "engines")}
+    parity = {"passed": True, "summary": {"arithmetic": entry}}
+    write_manifest(folder, {**fields, **lists, "spec": {}, "custom_ops": {}, "parity": parity})
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
+def note(journal: Path, **entry: Any) -> None:
+    """Append one line at once, from whatever process."""
+    descriptor = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(descriptor, (json.dumps(entry) + "\n").encode())
+    os.close(descriptor)
+
+
+def notes(journal: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+
+
+def pretend(attempt: Attempt, folder: Path, *, journal: str, seconds: float = 0.0, extra_bytes: int = 0) -> Outcome:
+    """Instead of a build: notes in `journal` that it began and that it ended, and takes its time between them."""
+    cell = attempt.cell
+    where = node_id()
+    note(Path(journal), cell=cell.id, event="began", node=where, pid=os.getpid())
+    time.sleep(seconds)
+    files = write_artifact(folder / ARTIFACT, cell, extra_bytes)
+    note(Path(journal), cell=cell.id, event="ended", node=where, pid=os.getpid())
+    return Outcome(status="finished", files=files, seconds=seconds, where=f"node {where}")
+
+
+def node_id() -> str:
+    try:
+        import ray
+
+        return ray.get_runtime_context().get_node_id() if ray.is_initialized() else "here"
+    except ImportError:
+        return "here"
