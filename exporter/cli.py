@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "verify": "Check an artifact, or another ONNX file, against the reference.",
     "run": "Run an artifact on arrays or on text.",
     "bench": "Time variants and runtimes on this machine, parity checked first.",
+    "package": "Package an artifact for Triton Inference Server.",
     "report": "Show the report of an artifact in another format, or compare two.",
     "inspect": "Describe an artifact or an ONNX file.",
     "plugins": "Build and locate the kernel library for ONNX Runtime.",
