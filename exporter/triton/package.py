@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +48,7 @@ def package_artifact(
             changes.append(model_change(artifact, repository, name, backend, spec, replace_config=replace_config))
         records = records_of(repository) | {change.name: change.record for change in changes}
         check_server_path(records, spec)
+        check_image(changes, spec.image_tag)
         pages, kept = pages_of_repository(repository, records, spec.image_tag)
         write_changes(repository, changes, pages)
     remarks += tuple(f"{repository / name} was not written by effexport and was left as it is" for name in kept)
@@ -80,6 +83,33 @@ def records_of(repository: Path) -> dict[str, ModelRecord]:
         if record is not None:
             found[folder.name] = record
     return found
+
+
+# The first release of the image, as (year, month), whose Python effexport runs in, and whose ONNX Runtime takes kernels
+# that were compiled against 1.21.
+FIRST_IMAGE_WITH_PYTHON_311 = (24, 12)
+FIRST_IMAGE_WITH_ORT_121 = (25, 3)
+
+
+def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
+    """Raises UserError for an image that is known to be too old for these models. Tags of one's own say nothing."""
+    found = re.match(r"(\d\d)\.(\d\d)(?!\d)", tag or "")
+    if found is None:
+        return
+    release = (int(found[1]), int(found[2]))
+    for change in changes:
+        first, reason = FIRST_IMAGE_WITH_PYTHON_311, "Python 3.11 or later"
+        if change.record.backend == "onnxruntime":
+            first, reason = FIRST_IMAGE_WITH_ORT_121, "ONNX Runtime 1.21 or later"
+        needs = change.record.backend == "python" or (
+            change.record.backend == "onnxruntime"
+            and change.record.versions[str(change.version)]["implementation"] == "kernel"
+        )
+        if needs and release < first:
+            raise UserError(
+                f"image tag {tag}: {change.name} needs {reason}, which images from {first[0]}.{first[1]:02} on have; choose "
+                "a later --image-tag"
+            )
 
 
 def check_server_path(records: dict[str, ModelRecord], spec: PackageSpec) -> None:

@@ -65,6 +65,9 @@ def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
         "request": json_request(first),
         "client_inputs": [(tensor, example_shape(first, tensor)) for tensor in needed_inputs(first)],
         "datatypes": DATATYPES,
+        "has_kernels": any(
+            version["implementation"] == "kernel" for record in models for version in record.versions.values()
+        ),
         "has_onnxruntime": any(record.backend == "onnxruntime" for record in models),
     }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,9 +18,12 @@ import pytest
 from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
+from effexport.reference import load_reference
+from effexport.tolerances import case_limit
 from effexport.triton.backends import zip_of_effexport
 from effexport.triton.package import Package
 from effexport.triton.spec import PackageSpec
+from effexport.value_error import value_error
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native")
 Built = Callable[..., Artifact]
@@ -198,10 +203,13 @@ def test_a_failure_at_any_step_leaves_everything_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
     existing: bool,
 ) -> None:
+    # neither the kernels nor effexport have to be copied again at each of the many steps
+    monkeypatch.setattr("effexport.triton.backends.zip_of_effexport", lambda: b"zip")
+    options = {"name": "m", "implementation": "body"}
     repository = tmp_path / "place" / "repo"
     if existing:
-        package(built("lsh"), repository, name="m")
-    changed = other_weights("lsh")
+        package(built("softmax"), repository, **options)
+    changed = other_weights("softmax")
     before = snapshot(tmp_path)
     step = 0
     while True:
@@ -222,7 +230,7 @@ def test_a_failure_at_any_step_leaves_everything_as_it_was(
             for name in ("rename", "replace", "fsync"):
                 patch.setattr(os, name, failing(getattr(os, name), step))
             try:
-                package(changed, repository, name="m", max_batch=4)
+                package(changed, repository, max_batch=4, **options)
             except UserError as error:
                 assert "No space left" in str(error)  # noqa: PT017 - the last turn of the loop raises nothing
             else:
@@ -287,6 +295,8 @@ def test_a_name_that_triton_or_a_url_cannot_have_is_refused(name: str) -> None:
         (("--implementation", "best"), "unknown implementation"),
         (("--server-path", "models"), "absolute path"),
         (("--image-tag", "a b"), "image tag"),
+        (("--image-tag", "24.11-py3", "--backend", "python"), "from 24.12 on"),
+        (("--image-tag", "25.02-py3", "--backend", "onnxruntime"), "from 25.03 on"),
     ],
 )
 def test_wrong_input_is_one_clear_error_and_writes_nothing(
@@ -332,6 +342,47 @@ def test_without_kernels_there_is_no_library_and_bodies_run(built: Built, packag
     package(built("lsh"), tmp_path, name="m", implementation="body")
     assert list(tmp_path.rglob("*.so")) == []
     assert "model_operations" not in (tmp_path / "m-onnxruntime" / "config.pbtxt").read_text()
+
+
+def test_a_packaged_model_and_its_library_are_all_that_onnx_runtime_needs(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    """What Triton's backend does: open the model with the library of the configuration."""
+    import onnxruntime
+
+    artifact = built("lsh")
+    package(artifact, tmp_path, name="m", backends=("onnxruntime",), server_path=str(tmp_path))
+    found = re.search(r'op_library_filename: "(.*)"', (tmp_path / "m" / "config.pbtxt").read_text())
+    assert found is not None
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(found[1])
+    session = onnxruntime.InferenceSession(tmp_path / "m" / "1" / "model.onnx", options)
+    case = load_reference(artifact.reference_path)[0]
+    names = [output.name for output in session.get_outputs()]
+    limit = case_limit(artifact.spec, case.own_error).value
+    for name, value in zip(names, session.run(names, dict(case.inputs)), strict=True):
+        # the limit of the parity check, for the same model and input
+        assert value_error(value, case.outputs[name]) <= limit
+
+
+def test_weights_in_a_file_of_their_own_come_along(built: Built, package: Packaging, tmp_path: Path) -> None:
+    package(built("softmax", external_data=True), tmp_path, name="m")
+    for folder in (tmp_path / "m-onnxruntime" / "1", tmp_path / "m-python" / "1" / "artifact"):
+        assert {"model.onnx", "model.onnx.data"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_version_that_a_killed_process_left_without_its_configuration_gets_one(
+    built: Built, other_weights: Callable[..., Path], package: Packaging, tmp_path: Path
+) -> None:
+    options = {"name": "m", "backends": ("onnxruntime",), "server_path": "/models"}
+    for artifact in (built("softmax"), other_weights("softmax")):
+        package(artifact, tmp_path / "whole", **options)
+    package(built("softmax"), tmp_path / "broken", **options)
+    shutil.copytree(tmp_path / "whole" / "m" / "2", tmp_path / "broken" / "m" / "2")
+    (change,) = package(tmp_path / "damaged" / "softmax-encoder", tmp_path / "broken", **options).changes
+    assert (change.version, change.status) == (2, "configured")
+    for name in ("config.pbtxt", "effexport.json"):
+        assert (tmp_path / "broken" / "m" / name).read_bytes() == (tmp_path / "whole" / "m" / name).read_bytes()
 
 
 def test_effexport_travels_whole_and_always_as_the_same_bytes() -> None:

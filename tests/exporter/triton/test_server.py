@@ -52,7 +52,8 @@ def running(built: Built, package: Packaging, tmp_path_factory: pytest.TempPathF
     }
     package(artifacts["lsh-python"], repository, name="lsh", threads=1, queue_delay_us=200_000)
     for name in MODELS[1:]:
-        package(artifacts[name], repository, name=name, backends=("python",), threads=1)
+        instances = 2 if name == "nystrom" else 1
+        package(artifacts[name], repository, name=name, backends=("python",), threads=1, instances=instances)
     with TritonServer(repository, folder / "log", MODELS) as server:
         yield Running(server, repository, artifacts, folder)
 
@@ -141,7 +142,6 @@ def test_requests_for_a_model_whose_samples_depend_on_their_batch_stay_apart(run
         {"inputs": [{**IDS, "name": "tokens"}]},
         {"inputs": [{**IDS, "datatype": "INT32"}]},
         {"inputs": [{**IDS, "shape": [4]}]},
-        {"inputs": [{**IDS, "shape": [1, 5]}]},
         {"inputs": [{**IDS, "shape": [1, 0], "data": []}]},
         {"inputs": [{**IDS, "shape": [9, 4], "data": [5] * 36}]},
         {"inputs": [{**IDS, "shape": [1, 65], "data": [5] * 65}]},
@@ -156,6 +156,17 @@ def test_a_bad_request_is_refused_and_the_server_lives_on(running: Running, body
     status, answer = running.server.post("/v2/models/nystrom/infer", body)
     assert 400 <= status < 500, answer
     assert answer["error"]
+    assert running.server.post("/v2/models/nystrom/infer", {"inputs": [IDS]})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff\xfe", b"[]", b'{"inputs": 3}', json.dumps({"inputs": [{**IDS, "shape": [1, 5]}]}).encode()],
+)
+def test_what_the_server_cannot_read_is_refused_and_the_server_lives_on(running: Running, body: bytes) -> None:
+    """Before the model sees it. This release calls some of it its own error, 500."""
+    status, answer = running.server.post("/v2/models/nystrom/infer", body)
+    assert status in (400, 500), answer
     assert running.server.post("/v2/models/nystrom/infer", {"inputs": [IDS]})[0] == 200
 
 
@@ -177,9 +188,9 @@ def test_a_new_version_takes_over_when_it_is_loaded_and_the_model_can_go_and_com
     # nothing changes before somebody asks for it
     assert server.state("reload")["1"] == ("READY", "")
     assert server.post("/v2/repository/models/reload/load")[0] == 200
-    state = server.state("reload")
-    assert state["2"] == ("READY", "")
-    assert state["1"][0] == "UNAVAILABLE"
+    assert server.state("reload")["2"] == ("READY", "")
+    # the old version finishes what it has accepted, and goes
+    assert server.state("reload")["1"][0] in ("UNLOADING", "UNAVAILABLE")
     status, answer = server.post("/v2/models/reload/infer", {"inputs": [IDS]})
     assert (status, answer["model_version"]) == (200, "2")
     assert server.post("/v2/repository/models/reload/unload")[0] == 200
@@ -200,6 +211,19 @@ def test_both_versions_answer_where_both_are_to_live(
         assert answer["model_version"] == version
 
 
+def test_a_damaged_artifact_is_not_served_and_the_server_says_why(running: Running) -> None:
+    target = running.repository / "damaged"
+    shutil.copytree(running.repository / "global", target)
+    config = (target / "config.pbtxt").read_text().replace('"global"', '"damaged"')
+    (target / "config.pbtxt").write_text(config)
+    model = target / "1" / "artifact" / "model.onnx"
+    model.write_bytes(model.read_bytes()[:-1] + b"?")
+    status, answer = running.server.post("/v2/repository/models/damaged/load")
+    assert status == 400
+    assert "model.onnx does not match its checksum" in answer["error"]
+    shutil.rmtree(target)
+
+
 def test_the_server_reads_the_configurations_for_other_backends_and_misses_only_the_backend(
     running: Running, with_engine: Callable[..., Path], package: Packaging
 ) -> None:
@@ -207,14 +231,13 @@ def test_the_server_reads_the_configurations_for_other_backends_and_misses_only_
     package(with_engine(), running.repository, name="plan", backends=("tensorrt",))
     for model, backend in (("lsh-onnxruntime", "onnxruntime"), ("plan", "tensorrt")):
         status, answer = server.post(f"/v2/repository/models/{model}/load")
-        assert status == 400
-        assert f"failed to load '{model}'" in answer["error"]
-        state, reason = server.state(model)["1"]
-        assert state == "UNAVAILABLE"
-        assert reason == (
+        missing = (
             f"Invalid argument: unable to find backend library for backend '{backend}', try specifying runtime on the "
             "model configuration."
         )
+        assert status == 400
+        assert f"load failed for model '{model}': version 1 is at UNAVAILABLE state: {missing}" in answer["error"]
+        assert server.state(model)["1"] == ("UNAVAILABLE", missing)
 
 
 def test_the_parser_of_the_server_does_not_take_everything(running: Running) -> None:
@@ -229,7 +252,8 @@ def test_the_parser_of_the_server_does_not_take_everything(running: Running) -> 
         shutil.copytree(source, target)
         config = (source / "config.pbtxt").read_text().replace('"lsh-onnxruntime"', f'"{name}"')
         (target / "config.pbtxt").write_text(re.sub(pattern, damage, config, count=1))
-        status, _ = running.server.post(f"/v2/repository/models/{name}/load")
-        assert status == 400
-        assert all("backend library" not in reason for _, reason in running.server.state(name).values())
+        status, answer = running.server.post(f"/v2/repository/models/{name}/load")
+        # this release calls what it cannot read its own error
+        assert status in (400, 500)
+        assert answer["error"] == f"failed to load '{name}', failed to poll from model repository"
         shutil.rmtree(target)
