@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "run": "Run an artifact on arrays or on text.",
     "sweep": "Build many variants, lengths, precisions and targets, on this machine or a cluster.",
     "bench": "Time variants and runtimes on this machine, parity checked first.",
+    "package": "Package an artifact for Triton Inference Server.",
     "report": "Show the report of an artifact in another format, or compare two.",
     "inspect": "Describe an artifact or an ONNX file.",
     "plugins": "Build and locate the kernel library for ONNX Runtime.",

@@ -209,6 +209,80 @@ ensure_tested_conformance() {
   esac
 }
 
+# can_have_triton: the wheel with NVIDIA's server is for Linux on x86-64 with glibc 2.35 or later.
+can_have_triton() {
+  local glibc
+  can_have_tensorrt || return 1
+  glibc="$(getconf GNU_LIBC_VERSION 2>/dev/null)" || return 1
+  [[ "$(printf '2.35\n%s\n' "${glibc##* }" | sort -V | head -n 1)" == 2.35 ]]
+}
+
+# triton_stamp: what .venv-triton is made from, and where; tests/conftest.py compares it.
+triton_stamp() {
+  { printf '%s\n' "$ROOT" && cat "$ROOT/scripts/triton-requirements.txt"; } | sha256sum | cut -d " " -f 1
+}
+
+# ensure_triton: .venv-triton with the real tritonserver, its Python backend and its client. Fails when it cannot be made.
+ensure_triton() (
+  folder="$ROOT/.venv-triton"
+  if ! can_have_triton; then
+    say "error: the wheel with tritonserver is for Linux on x86-64 with glibc 2.35 or later; this is $(uname -sm)"
+    return 1
+  fi
+  exec 8<"$ROOT/scripts/triton-requirements.txt"
+  if command -v flock >/dev/null; then flock 8; fi
+  if [[ "$(cat "$folder/effexport.stamp" 2>/dev/null)" == "$(triton_stamp)" ]] &&
+    "$folder/bin/python" -c "import numpy" 2>/dev/null; then
+    return
+  fi
+  say "creating .venv-triton with tritonserver (60 MB)"
+  rm -rf "$folder"
+  "$VENV/bin/python" -m venv "$folder" >&2 || return 1
+  if ! "$folder/bin/python" -m pip install --quiet --no-deps -r "$ROOT/scripts/triton-requirements.txt" >&2; then
+    say "error: tritonserver was not installed, see above; Python 3.11 is known to work"
+    return 1
+  fi
+  arrange_triton "$folder" || return 1
+  triton_stamp >"$folder/effexport.stamp"
+)
+
+# arrange_triton FOLDER: the wheel means its own launcher to do this: programs are made executable, the process that
+# runs Python models is put beside its backend, and `library-path` says what a server needs to load.
+arrange_triton() {
+  local site version libraries server
+  site="$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["platlib"])')"
+  version="$("$1/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+  libraries="$site/nvidia_pytriton.libs:$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_config_var("LIBDIR"))')"
+  server="$site/pytriton/tritonserver"
+  if ! cp "$server/python_backend_stubs/$version/triton_python_backend_stub" "$server/backends/python/"; then
+    say "error: tritonserver has no Python backend for Python $version; set EFFEXPORT_PYTHON to another, such as 3.11"
+    return 1
+  fi
+  chmod +x "$server/bin/tritonserver" "$server/backends/python/triton_python_backend_stub"
+  if LD_LIBRARY_PATH="$libraries" ldd "$server/bin/tritonserver" "$server/backends/python/triton_python_backend_stub" |
+    grep "not found" >&2; then
+    say "error: tritonserver misses the libraries above; libpython$version.so is in the package libpython$version of" \
+      "Debian and Ubuntu, and in a Python that was built with --enable-shared"
+    return 1
+  fi
+  printf '%s\n' "$libraries" >"$1/library-path"
+  printf '%s\n' "$server" >"$1/server"
+}
+
+# ensure_tested_triton: as ensure_tested_kernels, for the tests with the real tritonserver.
+ensure_tested_triton() {
+  local parts
+  ensure_triton && return
+  parts="$(required_parts)"
+  case ",${parts// /}," in
+    *,triton,*)
+      die "the environment with tritonserver was not made, see above; to run the tests without it:" \
+        "EFFEXPORT_REQUIRE=${parts//,triton/} $0"
+      ;;
+    *) say "WARNING: no tritonserver: tests that need it are skipped" ;;
+  esac
+}
+
 # The parts that tests must find: all of them, those that a machine may lack where it has them; or what the user says.
 required_parts() {
   local parts=torch,onnx,ort,transformers,native,ray
@@ -219,6 +293,7 @@ required_parts() {
   if has_tool nvcc; then parts+=,nvcc; fi
   if has_browser; then parts+=,browser; fi
   if can_have_tensorrt; then parts+=,tensorrt,rtx; fi
+  if can_have_triton; then parts+=,triton; fi
   printf '%s\n' "$parts"
 }
 

@@ -8,5 +8,6 @@ ensure_environment "$(tested_extras)"
 ensure_tested_kernels
 ensure_tested_conformance
 ensure_browser
+ensure_tested_triton
 run_pytest "$@"
 echo "Tests passed: pytest ${*:-on everything but the soak tests}; next, run .ci/run for lint and types as well."

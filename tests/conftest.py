@@ -157,6 +157,26 @@ class TensorRTBindings:
             return False
 
 
+class TritonServer:
+    """NVIDIA's tritonserver, in the environment that scripts/environment.sh makes of the present requirements."""
+
+    name = "environment with tritonserver (scripts/test.sh makes it)"
+    requirements = ROOT / "scripts" / "triton-requirements.txt"
+
+    def is_present(self) -> bool:
+        """As ensure_triton in scripts/environment.sh decides."""
+        try:
+            stamp = (ROOT / ".venv-triton" / "effexport.stamp").read_text(encoding="utf-8").strip()
+            made_from = f"{ROOT}\n".encode() + self.requirements.read_bytes()
+        except OSError:
+            return False
+        return stamp == hashlib.sha256(made_from).hexdigest()
+
+    def version(self) -> str:
+        found = re.search(r"tritonserver (\S+)", self.requirements.read_text(encoding="utf-8"))
+        return found[1] if found else "of unknown version"
+
+
 PARTS: dict[str, Part] = {
     "torch": Package("torch", ("torch",)),
     "onnx": Package("onnx", ("onnx",)),
@@ -167,6 +187,7 @@ PARTS: dict[str, Part] = {
     "nvcc": CudaCompiler(),
     "browser": Browser(),
     "tensorrt": TensorRTBindings(),
+    "triton": TritonServer(),
     "rtx": Packages(
         (Package("tensorrt_rtx", ("tensorrt-rtx-cu13",)), Package("cuda.bindings.runtime", ("cuda-bindings",)))
     ),

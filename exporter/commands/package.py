@@ -1,0 +1,150 @@
+"""`effexport package`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from effexport.commands._options import check_choice, debug_option, json_option, stderr_console
+
+if TYPE_CHECKING:
+    from effexport.triton.package import Package
+
+FORMATS = ("triton",)
+# options of the command line that are fields of PackageSpec
+FIELDS = (
+    "version",
+    "max_batch",
+    "queue_delay_us",
+    "max_queue",
+    "instances",
+    "kind",
+    "threads",
+    "implementation",
+    "live_versions",
+    "server_path",
+    "image_tag",
+)
+
+
+@click.command("package")
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--format", "package_format", default="triton", show_default=True, help="Of the package: triton.")
+@click.option("-o", "--output", "repository", type=click.Path(path_type=Path), required=True, help="Model repository.")
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    help="onnxruntime, python (effexport's own runner), tensorrt; may be repeated.  [default: all it has files for]",
+)
+@click.option(
+    "--name", help="Of the model; with several backends, NAME-BACKEND each.  [default: the artifact's folder]"
+)
+@click.option("--version", type=int, help="Number of the version.  [default: the next free one]")
+@click.option("--max-batch", type=int, help="Rows of the largest batch.  [default: 8]")
+@click.option(
+    "--preferred-batch", help="Sizes that run at once, such as 4,8,16.  [default: the largest and half of it]"
+)
+@click.option("--queue-delay-us", type=int, help="How long a request waits for others.  [default: 500]")
+@click.option("--max-queue", type=int, help="Requests that may wait; 0 is no limit.  [default: 0]")
+@click.option("--instances", type=int, help="Copies that run at the same time.  [default: 1]")
+@click.option("--kind", help="cpu or gpu.  [default: gpu for tensorrt, else cpu]")
+@click.option("--threads", type=int, help="Of ONNX Runtime, per instance.  [default: all cores]")
+@click.option("--implementation", help="Of custom operators: kernel, body or auto.  [default: auto]")
+@click.option("--no-warm-up", is_flag=True, help="Do not let instances answer golden inputs before they are ready.")
+@click.option("--live-versions", type=int, help="How many of the newest versions are served.  [default: 1]")
+@click.option("--server-path", help="Where the server sees the repository.  [default: /models]")
+@click.option("--image-tag", help="Of the official image, for compose.yaml and Dockerfile.")
+@click.option("--replace-config", is_flag=True, help="Also over a config.pbtxt that was changed by hand.")
+@json_option
+@debug_option
+def command(
+    artifact: Path,
+    package_format: str,
+    repository: Path,
+    backends: tuple[str, ...],
+    name: str | None,
+    preferred_batch: str | None,
+    no_warm_up: bool,
+    replace_config: bool,
+    as_json: bool,
+    debug: bool,
+    **options: Any,
+) -> None:
+    """Add an artifact to a model repository of Triton Inference Server.
+
+    Writes config.pbtxt, a numbered version, and beside the models a README, compose.yaml and a Dockerfile. A version is
+    never overwritten; the same artifact again changes nothing.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.cli import print_json
+    from effexport.triton.package import package_artifact
+    from effexport.triton.spec import PackageSpec
+
+    check_choice("--format", package_format, FORMATS)
+    given = {field: options[field] for field in FIELDS if options[field] is not None}
+    spec = PackageSpec(
+        name=name if name is not None else artifact.resolve().name,
+        backends=backends,
+        preferred_batch=sizes_from_text(preferred_batch),
+        warm_up=not no_warm_up,
+        **given,
+    )
+    package = package_artifact(open_artifact(artifact), repository, spec, replace_config=replace_config)
+    if as_json:
+        print_json(json_of_package(package))
+    print_package(package)
+
+
+def sizes_from_text(text: str | None) -> tuple[int, ...]:
+    """`4,8,16` → sizes. Raises UserError for anything else."""
+    from effexport.errors import UserError
+
+    if text is None:
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise UserError(f"--preferred-batch is {text!r}; expected sizes with commas between them, such as 4,8,16")
+    return tuple(map(int, words))
+
+
+def json_of_package(package: Package) -> dict[str, Any]:
+    return {
+        "repository": str(package.repository),
+        "models": [
+            {
+                "name": change.name,
+                "backend": change.record.backend,
+                "version": change.version,
+                "status": change.status,
+                "max_batch": change.record.max_batch,
+                "path": str(package.repository / change.name),
+            }
+            for change in package.changes
+        ],
+        "serve": list(package.serve),
+        "remarks": list(package.remarks),
+    }
+
+
+def print_package(package: Package) -> None:
+    said = {
+        "added": "version {} added",
+        "configured": "version {} is there already; its configuration was renewed",
+        "unchanged": "version {} is there already, nothing was written",
+    }
+    console = stderr_console()
+    for change in package.changes:
+        path = package.repository / change.name
+        console.print(f"{path}: {said[change.status].format(change.version)}", markup=False, soft_wrap=True)
+    for remark in package.remarks:
+        console.print(f"note: {remark}", markup=False, soft_wrap=True)
+    console.print(
+        f"To serve it: docker compose -f {shlex.quote(str(package.repository / 'compose.yaml'))} up --build; "
+        f"{package.repository / 'README.md'} has the rest",
+        markup=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,1 @@
+"""Artifacts as models of Triton Inference Server: a model repository, and what is needed to run a server on it."""

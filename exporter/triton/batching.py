@@ -1,0 +1,73 @@
+"""Whether Triton may put requests together, into batches of which sizes, and what not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from effexport.checks.invariance import why_not_invariant
+from effexport.errors import UserError
+from effexport.spec import BuildSpec
+from effexport.triton.spec import DEFAULT_MAX_BATCH, PackageSpec
+
+if TYPE_CHECKING:
+    from effexport.engines.sidecar import EngineInfo
+
+
+@dataclass(frozen=True)
+class Batching:
+    """max_batch: 0 where the batch is a dimension like any other, and every request runs on its own.
+
+    preferred: sizes that run at once when they are reached. reason: why requests are not put together.
+    """
+
+    max_batch: int
+    preferred: tuple[int, ...] = ()
+    reason: str = ""
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.max_batch > 1
+
+
+def batching_of(build: BuildSpec, spec: PackageSpec, engine: EngineInfo | None = None) -> Batching:
+    """Raises UserError when batches were asked for that the model or its engine cannot have."""
+    asked = spec.max_batch is not None or bool(spec.preferred_batch)
+    reason = why_not_invariant(build)
+    if reason:
+        if asked:
+            raise UserError(
+                f"batches were asked for, but a sample of this model depends on what is in its batch ({reason}), so "
+                "putting requests together would change their answers; leave out --max-batch and --preferred-batch. "
+                "A request may still hold a batch of its own"
+            )
+        return Batching(0, reason=reason)
+    largest = spec.max_batch or DEFAULT_MAX_BATCH
+    if engine is not None:
+        largest = batch_of_engine(engine, spec, largest)
+        if largest == 0:
+            return Batching(0, reason="the engine accepts no batch of one, which Triton may send")
+    preferred = spec.preferred_batch or default_preferred(largest)
+    return Batching(largest, tuple(size for size in preferred if size <= largest))
+
+
+def batch_of_engine(engine: EngineInfo, spec: PackageSpec, largest: int) -> int:
+    """The largest batch that a profile of the engine allows; 0 where none takes a single sample."""
+    limit = max((sizes[1] for sizes in batch_ranges(engine) if sizes[0] == 1), default=0)
+    if limit and (spec.max_batch or 0) > limit:
+        raise UserError(
+            f"--max-batch is {spec.max_batch}, and the engine was built for batches of at most {limit}; lower it, or "
+            f"build the engine with --profile batch=1:{spec.max_batch}:{spec.max_batch}"
+        )
+    return min(largest, limit)
+
+
+def batch_ranges(engine: EngineInfo) -> Sequence[tuple[int, int]]:
+    """Smallest and largest batch of each profile."""
+    return [(shapes[0][0], shapes[2][0]) for profile in engine.profiles for shapes in [next(iter(profile.values()))]]
+
+
+def default_preferred(largest: int) -> tuple[int, ...]:
+    """Full batches, and half of one: waiting for the last request of a batch costs more than it gains."""
+    return tuple(sorted({size for size in (largest // 2, largest) if size > 1}))

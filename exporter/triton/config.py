@@ -1,0 +1,150 @@
+"""config.pbtxt: what Triton is told of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from effexport import __version__
+from effexport.plugins.library import LIBRARY_NAME
+from effexport.runners import DEFAULTS
+from effexport.spec import TensorInfo
+from effexport.triton.backends import Backend
+from effexport.triton.batching import Batching
+from effexport.triton.pbtxt import Message, Word, comment, text_from_message
+from effexport.triton.spec import PackageSpec
+from effexport.triton.warmup import WarmUp
+
+TYPES = {
+    "float32": "TYPE_FP32",
+    "float16": "TYPE_FP16",
+    "bfloat16": "TYPE_BF16",
+    "float64": "TYPE_FP64",
+    "int64": "TYPE_INT64",
+    "int32": "TYPE_INT32",
+    "bool": "TYPE_BOOL",
+}
+BEGINNINGS: dict[str, Message] = {
+    "onnxruntime": [("backend", "onnxruntime"), ("default_model_filename", "model.onnx")],
+    "python": [("backend", "python"), ("default_model_filename", "model.py")],
+    "tensorrt": [("platform", "tensorrt_plan"), ("default_model_filename", "model.plan")],
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that config.pbtxt says."""
+
+    name: str
+    title: str
+    backend: Backend
+    inputs: Sequence[TensorInfo]
+    outputs: Sequence[TensorInfo]
+    batching: Batching
+    warm_ups: Sequence[WarmUp]
+    spec: PackageSpec
+    version: int
+
+
+def text_from_config(config: ModelConfig) -> str:
+    message: Message = [
+        ("name", config.name),
+        *BEGINNINGS[config.backend.name],
+        ("max_batch_size", config.batching.max_batch),
+        *[("input", tensor_message(config, tensor, is_input=True)) for tensor in config.inputs],
+        *[("output", tensor_message(config, tensor, is_input=False)) for tensor in config.outputs],
+        *batching_message(config),
+        ("instance_group", instance_message(config)),
+        ("version_policy", [("latest", [("num_versions", config.spec.live_versions)])]),
+        *runtime_message(config),
+        *[("model_warmup", warm_up_message(config, warm_up)) for warm_up in config.warm_ups],
+    ]
+    return header(config) + text_from_message(message)
+
+
+def header(config: ModelConfig) -> str:
+    text = comment(f"{config.title}, written by effexport {__version__} from the manifest of its artifact.")
+    if config.batching.reason:
+        text += "#\n" + comment(
+            "No dynamic batching: a sample's answer would depend on what else is in its batch "
+            f"({config.batching.reason}). Every request runs on its own; its first dimension is the batch that the "
+            "client chose."
+        )
+    elif config.batching.is_dynamic:
+        text += "#\n" + comment(
+            "Dynamic batching: a sample's answer depends neither on its batch mates nor on its padding, as the report "
+            "of the artifact proves. Requests of the same shape are put together."
+        )
+    return text + "\n"
+
+
+def tensor_message(config: ModelConfig, tensor: TensorInfo, *, is_input: bool) -> Message:
+    """Where Triton knows of batches, the first dimension is theirs and is left out."""
+    dims = tensor.dims[1:] if config.batching.max_batch else tensor.dims
+    message: Message = [
+        ("name", tensor.name),
+        ("data_type", Word(TYPES[tensor.dtype])),
+        ("dims", tuple(dim if isinstance(dim, int) else -1 for dim in dims)),
+    ]
+    # the runner fills in what is left out; other backends need every input of the graph
+    if is_input and config.backend.name == "python" and tensor.name in DEFAULTS:
+        message.append(("optional", True))
+    return message
+
+
+def batching_message(config: ModelConfig) -> Message:
+    if not config.batching.is_dynamic:
+        return []
+    message: Message = []
+    if config.batching.preferred:
+        message.append(("preferred_batch_size", config.batching.preferred))
+    message.append(("max_queue_delay_microseconds", config.spec.queue_delay_us))
+    if config.spec.max_queue:
+        message.append(("default_queue_policy", [("max_queue_size", config.spec.max_queue)]))
+    return [("dynamic_batching", message)]
+
+
+def instance_message(config: ModelConfig) -> Message:
+    message: Message = [
+        ("count", config.spec.instances),
+        ("kind", Word("KIND_GPU" if config.backend.kind == "gpu" else "KIND_CPU")),
+    ]
+    profiles = len(config.backend.engine.profiles) if config.backend.engine else 0
+    # the backend loads the first profile only, unless it is told of the others
+    return message + [("profile", str(i)) for i in range(profiles) if profiles > 1]
+
+
+def runtime_message(config: ModelConfig) -> Message:
+    """Kernels and threads of ONNX Runtime, told to whoever runs it."""
+    backend, threads = config.backend, config.spec.threads
+    if backend.name == "python":
+        return [parameter("threads", str(threads or 0))]
+    message: Message = []
+    if backend.library:
+        path = f"{config.spec.server_path.rstrip('/')}/{config.name}/{config.version}/{LIBRARY_NAME}"
+        message.append(("model_operations", [("op_library_filename", path)]))
+    if backend.name == "onnxruntime" and threads:
+        message.append(parameter("intra_op_thread_count", str(threads)))
+    return message
+
+
+def parameter(key: str, value: str) -> tuple[str, Message]:
+    return "parameters", [("key", key), ("value", [("string_value", value)])]
+
+
+def warm_up_message(config: ModelConfig, warm_up: WarmUp) -> Message:
+    message: Message = [
+        ("name", f"golden inputs, batch of {warm_up.batch}"),
+        # of a model without batches for Triton, the batch is among the dims
+        ("batch_size", warm_up.batch if config.batching.max_batch else 1),
+    ]
+    dtypes = {tensor.name: tensor.dtype for tensor in config.inputs}
+    for name, value in warm_up.inputs.items():
+        dims = value.shape[1:] if config.batching.max_batch else value.shape
+        entry: Message = [
+            ("data_type", Word(TYPES[dtypes[name]])),
+            ("dims", tuple(dims)),
+            ("input_data_file", warm_up.files[name]),
+        ]
+        message.append(("inputs", [("key", name), ("value", entry)]))
+    return message

@@ -1,0 +1,73 @@
+"""Serves the artifact beside this file with effexport's own runner; Triton's Python backend loads it.
+
+artifact/             what `effexport build` made; every file is checked against its manifest when it is loaded
+effexport.zip         effexport as it was when the artifact was packaged: pure Python, used without PyTorch
+libeffexport_ort.so   kernels of the custom operators; without this file they run as function bodies
+
+The server's Python needs numpy, onnx and onnxruntime (onnxruntime-gpu on a GPU).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+HERE = Path(__file__).resolve().parent
+LIBRARY = HERE / "libeffexport_ort.so"
+sys.path.insert(0, str(HERE / "effexport.zip"))
+
+
+class TritonPythonModel:
+    """One instance of the model, in a process of its own."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        config = json.loads(args["model_config"])
+        parameters = {name: entry["string_value"] for name, entry in config["parameters"].items()}
+        on_gpu = args["model_instance_kind"] == "GPU"
+        if on_gpu:
+            show_only_gpu(int(args["model_instance_device_id"]))
+        if LIBRARY.is_file():
+            os.environ["EFFEXPORT_LIBRARY"] = str(LIBRARY)
+        import effexport
+
+        settings = effexport.OrtSettings(
+            provider="cuda" if on_gpu else "cpu",
+            implementation="kernel" if LIBRARY.is_file() else "body",
+            threads=int(parameters["threads"]) or None,
+        )
+        self.runner = effexport.load(HERE / "artifact", settings)
+        # without a batch dimension of Triton's, samples may depend on their batch mates: requests stay apart
+        self.merge = config["max_batch_size"] > 0
+        ran = ", ".join(f"{op} as {what}" for op, what in self.runner.implementation.items())
+        pb_utils.Logger.log_info(
+            f"{args['model_name']}: effexport {effexport.__version__}, {ran or 'standard operators'}"
+        )
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        from effexport.triton.merging import run_merged
+
+        feeds = [{tensor.name(): tensor.as_numpy() for tensor in request.inputs()} for request in requests]
+        return [response_from_answer(answer) for answer in run_merged(self.runner, feeds, merge=self.merge)]
+
+    def finalize(self) -> None:
+        self.runner.close()
+
+
+def response_from_answer(answer: Any) -> Any:
+    """exit_code 2 is the user's mistake: HTTP 400; anything else is the server's: 500."""
+    if isinstance(answer, Exception):
+        bad_input = getattr(answer, "exit_code", 1) == 2
+        code = pb_utils.TritonError.INVALID_ARG if bad_input else pb_utils.TritonError.INTERNAL
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(answer), code))
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in answer.items()])
+
+
+def show_only_gpu(index: int) -> None:
+    """ONNX Runtime takes the first GPU that it sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)

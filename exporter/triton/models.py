@@ -1,0 +1,210 @@
+"""What has to be written for one model of a repository: a new version, a new configuration, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from effexport.artifact import Artifact
+from effexport.errors import UserError
+from effexport.spec import TensorInfo
+from effexport.triton.backends import Backend
+from effexport.triton.batching import Batching, batching_of
+from effexport.triton.config import ModelConfig, text_from_config
+from effexport.triton.content import Content, digest_of_content, digest_of_folder
+from effexport.triton.record import CONFIG, RECORD, ModelRecord, config_digest, read_record
+from effexport.triton.spec import LARGEST_VERSION, PackageSpec
+from effexport.triton.warmup import WarmUp, warm_ups
+
+# What happens to a model: a version is added; the same bytes are a version already, and only the configuration changes;
+# nothing at all.
+Status = Literal["added", "configured", "unchanged"]
+EXAMPLE_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class ModelChange:
+    """What to write for one model.
+
+    content: of the folder of the version, None when it is there. files: beside it, by their path in the model's folder.
+    """
+
+    record: ModelRecord
+    version: int
+    status: Status
+    content: Content | None
+    files: Mapping[str, bytes]
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+
+def model_change(
+    artifact: Artifact, repository: Path, name: str, backend: Backend, spec: PackageSpec, *, replace_config: bool
+) -> ModelChange:
+    """Raises UserError for a version that holds something else, or a model that is not this one."""
+    folder = repository / name
+    old = read_record(folder)
+    if folder.exists() and old is None:
+        raise UserError(
+            f"{folder} exists, and effexport did not write it; choose another name with --name, or another repository"
+        )
+    versions = numbered_folders(folder)
+    content = backend.files
+    version = version_of(content, versions, spec.version, name)
+    is_new = version not in versions
+    batching = batching_of(artifact.spec, spec, backend.engine)
+    warm = warm_ups(artifact, warm_up_sizes(backend, batching), backend.engine) if spec.warm_up else ()
+    config = model_config(artifact, name, backend, spec, batching, warm, version)
+    text = text_from_config(config).encode()
+    record = model_record(artifact, config, text, old)
+    if old is not None:
+        check_same_model(folder, old, record)
+    files: dict[str, bytes] = {}
+    if version == max((*versions, version)):
+        files = {f"warmup/{w.files[key]}": w.inputs[key].tobytes() for w in warm for key in w.inputs}
+        files[CONFIG] = text
+        check_unedited(folder, old, text, replace_config=replace_config)
+    elif old is not None:
+        # the configuration is that of the newest version
+        record = replace(old, versions=record.versions if is_new else old.versions)
+    files[RECORD] = record.text().encode()
+    files = {path: data for path, data in files.items() if not holds(folder / path, data)}
+    status: Status = "added" if is_new else "configured" if files else "unchanged"
+    return ModelChange(record, version, status, content if is_new else None, files)
+
+
+def numbered_folders(folder: Path) -> dict[int, Path]:
+    """The versions of a model; Triton ignores leading zeros, and so do we."""
+    if not folder.is_dir():
+        return {}
+    return {
+        int(path.name): path
+        for path in folder.iterdir()
+        if path.is_dir() and path.name.isascii() and path.name.isdecimal() and not path.name.startswith("0")
+    }
+
+
+def version_of(content: Content, versions: Mapping[int, Path], wanted: int | None, name: str) -> int:
+    """The number that this content has already, or the next free one. A number is never used for something else."""
+    digest = digest_of_content(content)
+    if wanted is not None:
+        if wanted in versions and digest_of_folder(versions[wanted]) != digest:
+            raise UserError(
+                f"version {wanted} of {name} exists and holds something else; a version is never overwritten: leave "
+                f"out --version for the next free number, {next_free(versions)}"
+            )
+        return wanted
+    same = [number for number, folder in versions.items() if digest_of_folder(folder) == digest]
+    return max(same) if same else next_free(versions)
+
+
+def next_free(versions: Mapping[int, Path]) -> int:
+    number = max(versions, default=0) + 1
+    if number > LARGEST_VERSION:
+        raise UserError("there is no version number left; choose a smaller one with --version")
+    return number
+
+
+def warm_up_sizes(backend: Backend, batching: Batching) -> tuple[int, ...]:
+    """A single sample; on a GPU, also the sizes that Triton will prefer, for which memory and kernels are chosen."""
+    if not batching.max_batch:
+        return (0,)
+    preferred = batching.preferred if backend.kind == "gpu" else ()
+    return tuple(sorted({1, *preferred}))
+
+
+def model_config(
+    artifact: Artifact,
+    name: str,
+    backend: Backend,
+    spec: PackageSpec,
+    batching: Batching,
+    warm: tuple[WarmUp, ...],
+    version: int,
+) -> ModelConfig:
+    build = artifact.spec
+    return ModelConfig(
+        name, f"{build.title}, {build.precision}", backend, build.inputs, build.outputs, batching, warm, spec, version
+    )
+
+
+def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: ModelRecord | None) -> ModelRecord:
+    build, manifest = artifact.spec, artifact.manifest
+    origin: dict[str, Any] = {
+        "artifact": artifact.path.resolve().name,
+        "weights_sha256": manifest["weights_sha256"],
+        "built_by": manifest["effexport_version"],
+        "custom_ops": sorted(manifest["custom_ops"]),
+        "implementation": implementation_of(config.backend, manifest["custom_ops"]),
+    }
+    environment = manifest.get("environment") or {}
+    packages = {name: environment[name] for name in ("onnx", "onnxruntime") if environment.get(name)}
+    return ModelRecord(
+        name=config.name,
+        group=config.spec.name,
+        backend=config.backend.name,
+        kind=config.backend.kind,
+        title=config.title,
+        inputs=tuple(config.inputs),
+        outputs=tuple(config.outputs),
+        max_batch=config.batching.max_batch,
+        reason=config.batching.reason,
+        example_length=build.fixed_seq_len or min(EXAMPLE_LENGTH, build.max_seq_len or EXAMPLE_LENGTH),
+        tensorrt_version=config.backend.engine.tensorrt_version if config.backend.engine else None,
+        server_path=config.spec.server_path,
+        config_sha256=config_digest(text),
+        packages=packages if config.backend.name == "python" else {},
+        versions={**(old.versions if old else {}), str(config.version): origin},
+    )
+
+
+def implementation_of(backend: Backend, custom_ops: Mapping[str, int]) -> str:
+    if backend.engine is not None:
+        return ", ".join(sorted(set(backend.engine.implementation.values()))) or "standard operators"
+    return ("kernel" if backend.library else "body") if custom_ops else "standard operators"
+
+
+def check_same_model(folder: Path, old: ModelRecord, new: ModelRecord) -> None:
+    """All versions of a model share one configuration, so they must be alike."""
+    if old.backend != new.backend:
+        raise UserError(
+            f"{folder} is a model for the backend {old.backend}; expected another name for {new.backend}: choose one "
+            "with --name"
+        )
+    for kind in ("inputs", "outputs"):
+        before, now = getattr(old, kind), getattr(new, kind)
+        if before != now:
+            raise UserError(
+                f"{folder} has the {kind} {described(before)}, and this artifact has {described(now)}; versions of one "
+                "model share a configuration: choose another name with --name"
+            )
+    if bool(old.reason) != bool(new.reason):
+        raise UserError(
+            f"requests of {folder} are {'not ' if old.reason else ''}put together, and those of this artifact are "
+            f"{'not' if new.reason else 'to be'}: {old.reason or new.reason}; choose another name with --name"
+        )
+
+
+def described(tensors: tuple[TensorInfo, ...]) -> str:
+    return ", ".join(map(str, tensors))
+
+
+def check_unedited(folder: Path, old: ModelRecord | None, text: bytes, *, replace_config: bool) -> None:
+    """Raises UserError for a configuration that somebody has changed by hand, and that would be lost."""
+    path = folder / CONFIG
+    if old is None or not path.is_file() or replace_config:
+        return
+    present = path.read_bytes()
+    if present != text and config_digest(present) != old.config_sha256:
+        raise UserError(
+            f"{path} was changed after effexport wrote it; keep a copy of your changes, and give --replace-config to "
+            "write it anew"
+        )
+
+
+def holds(path: Path, data: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == data

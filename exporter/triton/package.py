@@ -1,0 +1,122 @@
+"""artifact → model repository: the whole of `effexport package --format triton`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from effexport.artifact import MANIFEST, Artifact
+from effexport.errors import UserError
+from effexport.triton.backends import choose_backends
+from effexport.triton.models import ModelChange, model_change
+from effexport.triton.pages import pages_of_repository, serve_arguments
+from effexport.triton.record import ModelRecord, read_record
+from effexport.triton.spec import PackageSpec
+from effexport.triton.writing import locked_repository, write_changes
+
+
+@dataclass(frozen=True)
+class Package:
+    """What packaging an artifact did. remarks: sentences that its user should read."""
+
+    repository: Path
+    changes: tuple[ModelChange, ...]
+    serve: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def is_unchanged(self) -> bool:
+        return all(change.status == "unchanged" for change in self.changes)
+
+
+def package_artifact(
+    artifact: Artifact, repository: Path, spec: PackageSpec, *, replace_config: bool = False
+) -> Package:
+    """Add an artifact to a model repository. Either everything is written or nothing; what is there already stays.
+
+    replace_config: also over a config.pbtxt that was changed by hand.
+    Raises UserError for what cannot be served, a version that is taken, or a repository that cannot be written.
+    """
+    check_repository(repository, artifact)
+    backends, remarks = choose_backends(artifact, spec)
+    with locked_repository(repository):
+        changes = []
+        for backend in backends:
+            name = spec.model_name(backend.name, tuple(backend.name for backend in backends))
+            changes.append(model_change(artifact, repository, name, backend, spec, replace_config=replace_config))
+        records = records_of(repository) | {change.name: change.record for change in changes}
+        check_server_path(records, spec)
+        check_image(changes, spec.image_tag)
+        pages, kept = pages_of_repository(repository, records, spec.image_tag)
+        write_changes(repository, changes, pages)
+    remarks += tuple(f"{repository / name} was not written by effexport and was left as it is" for name in kept)
+    remarks += tuple(
+        f"{change.name}: no dynamic batching: {change.record.reason}" for change in changes if change.record.reason
+    )
+    for change in changes:
+        newest = max(map(int, change.record.versions))
+        if change.version < newest:
+            remarks += (
+                f"{change.name}: the newest version is {newest}, and that is what is served; to serve this artifact "
+                f"again, give it a higher number with --version {newest + 1}",
+            )
+    return Package(repository, tuple(changes), serve_arguments(records), remarks)
+
+
+def check_repository(repository: Path, artifact: Artifact) -> None:
+    """Refuse what cannot be a repository, before anything is read or written."""
+    if repository.exists() and not repository.is_dir():
+        raise UserError(f"{repository} is a file; expected the folder of a model repository, or a new one")
+    if (repository / MANIFEST).exists():
+        raise UserError(f"{repository} is an artifact; expected the folder of a model repository, or a new one")
+    if repository.resolve().is_relative_to(artifact.path.resolve()):
+        raise UserError(f"{repository} is inside of the artifact {artifact.path}; choose another folder with -o")
+
+
+def records_of(repository: Path) -> dict[str, ModelRecord]:
+    """The models of a repository that effexport wrote, by name."""
+    found = {}
+    for folder in sorted(path for path in repository.iterdir() if path.is_dir()):
+        record = read_record(folder)
+        if record is not None:
+            found[folder.name] = record
+    return found
+
+
+# The first release of the image, as (year, month), whose Python effexport runs in, and whose ONNX Runtime takes kernels
+# that were compiled against 1.21.
+FIRST_IMAGE_WITH_PYTHON_311 = (24, 12)
+FIRST_IMAGE_WITH_ORT_121 = (25, 3)
+
+
+def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
+    """Raises UserError for an image that is known to be too old for these models. Tags of one's own say nothing."""
+    found = re.match(r"(\d\d)\.(\d\d)(?!\d)", tag or "")
+    if found is None:
+        return
+    release = (int(found[1]), int(found[2]))
+    for change in changes:
+        first, reason = FIRST_IMAGE_WITH_PYTHON_311, "Python 3.11 or later"
+        if change.record.backend == "onnxruntime":
+            first, reason = FIRST_IMAGE_WITH_ORT_121, "ONNX Runtime 1.21 or later"
+        needs = change.record.backend == "python" or (
+            change.record.backend == "onnxruntime"
+            and change.record.versions[str(change.version)]["implementation"] == "kernel"
+        )
+        if needs and release < first:
+            raise UserError(
+                f"image tag {tag}: {change.name} needs {reason}, which images from {first[0]}.{first[1]:02} on have; choose "
+                "a later --image-tag"
+            )
+
+
+def check_server_path(records: dict[str, ModelRecord], spec: PackageSpec) -> None:
+    """Configurations hold absolute paths, and a server sees a repository in one place."""
+    for name, record in records.items():
+        if record.server_path != spec.server_path:
+            raise UserError(
+                f"{name} was packaged for a server that sees the repository at {record.server_path}, and --server-path "
+                f"is {spec.server_path}; give the same for all, or use another repository"
+            )

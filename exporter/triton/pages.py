@@ -1,0 +1,145 @@
+"""README.md, compose.yaml, Dockerfile and .dockerignore of a repository, from the records of its models."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from effexport.spec import TensorInfo
+from effexport.triton.record import ModelRecord
+from effexport.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG
+
+# In the first line of each page: pages without it belong to somebody else.
+MARK = "written by effexport package"
+PAGES = ("README.md", "compose.yaml", "Dockerfile", ".dockerignore")
+DATATYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
+# Beyond this many numbers, a request is no example any more.
+LARGEST_EXAMPLE = 64
+
+
+def pages_of_repository(
+    repository: Path, records: Mapping[str, ModelRecord], image_tag: str | None
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """The pages that have to be written, and the names of those that are not ours to write."""
+    tag = image_tag or present_tag(repository) or DEFAULT_IMAGE_TAG
+    values = page_values(records, tag)
+    pages, kept = {}, []
+    for name in PAGES:
+        data = render(f"{name.removeprefix('.')}.j2", values).encode()
+        path = repository / name
+        present = path.read_bytes() if path.is_file() else None
+        if present is not None and MARK.encode() not in present.split(b"\n", 1)[0]:
+            kept.append(name)
+        elif present != data:
+            pages[name] = data
+    return pages, tuple(kept)
+
+
+def present_tag(repository: Path) -> str | None:
+    """The tag of the image that an earlier call chose."""
+    path = repository / "Dockerfile"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    found = re.search(r"^ARG TRITON_TAG=(\S+)$", text, re.MULTILINE)
+    return found[1] if found and MARK in text.split("\n", 1)[0] else None
+
+
+def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
+    models = [records[name] for name in sorted(records)]
+    loaded = [records[name] for name in loaded_models(records)]
+    first = loaded[0]
+    return {
+        "mark": MARK,
+        "tag": tag,
+        "models": models,
+        "loaded": [record.name for record in loaded],
+        "others": [record.name for record in models if record not in loaded],
+        "server_path": first.server_path,
+        "serve": serve_arguments(records),
+        "on_gpu": any(record.kind == "gpu" for record in loaded),
+        "packages": packages_of(models),
+        "tensorrt": {record.name: record.tensorrt_version for record in models if record.tensorrt_version},
+        "first": first,
+        "request": json_request(first),
+        "client_inputs": [(tensor, example_shape(first, tensor)) for tensor in needed_inputs(first)],
+        "datatypes": DATATYPES,
+        "has_kernels": any(
+            version["implementation"] == "kernel" for record in models for version in record.versions.values()
+        ),
+        "has_onnxruntime": any(record.backend == "onnxruntime" for record in models),
+    }
+
+
+def loaded_models(records: Mapping[str, ModelRecord]) -> list[str]:
+    """One model of each artifact: the others are the same in another backend."""
+    best: dict[str, ModelRecord] = {}
+    for record in sorted(records.values(), key=lambda record: (BACKENDS.index(record.backend), record.name)):
+        best.setdefault(record.group, record)
+    return sorted(record.name for record in best.values())
+
+
+def serve_arguments(records: Mapping[str, ModelRecord]) -> tuple[str, ...]:
+    """The command of the server."""
+    path = next(iter(records.values())).server_path
+    return (
+        "tritonserver",
+        f"--model-repository={path}",
+        "--model-control-mode=explicit",
+        *(f"--load-model={name}" for name in loaded_models(records)),
+    )
+
+
+def packages_of(models: list[ModelRecord]) -> list[str]:
+    """What the server's Python needs for the Python models, at the newest version that one was proven with."""
+    newest: dict[str, str] = {}
+    python = [record for record in models if record.backend == "python"]
+    for record in python:
+        for name, version in record.packages.items():
+            newest[name] = max(newest.get(name, ""), version, key=version_key)
+    suffix = "-gpu" if any(record.kind == "gpu" for record in python) else ""
+    return [f"{name}{suffix if name == 'onnxruntime' else ''}=={version}" for name, version in sorted(newest.items())]
+
+
+def version_key(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
+def needed_inputs(record: ModelRecord) -> list[TensorInfo]:
+    """What an example request has to hold: a Python model fills in a mask of ones."""
+    return [record.inputs[0]] if record.backend == "python" else list(record.inputs)
+
+
+def example_shape(record: ModelRecord, tensor: TensorInfo) -> list[int]:
+    sizes = {"batch": 1, "seq": record.example_length}
+    return [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
+
+
+def json_request(record: ModelRecord) -> str | None:
+    """A request for curl; None where it would be too long to read."""
+    inputs = []
+    for tensor in needed_inputs(record):
+        shape = example_shape(record, tensor)
+        count = 1
+        for size in shape:
+            count *= size
+        if count > LARGEST_EXAMPLE:
+            return None
+        # token 1 of a text is no padding; a mask keeps every token
+        inputs.append({"name": tensor.name, "shape": shape, "datatype": DATATYPES[tensor.dtype], "data": [1] * count})
+    return json.dumps({"inputs": inputs})
+
+
+def render(template: str, values: Mapping[str, Any]) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("effexport", "triton"),
+        autoescape=False,  # Markdown, YAML and a Dockerfile, of names that were checked
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(values)

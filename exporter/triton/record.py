@@ -1,0 +1,69 @@
+"""effexport.json beside config.pbtxt: what effexport knows of a model that it packaged. Triton does not read it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from effexport.errors import UserError
+from effexport.json_text import json_text
+from effexport.spec import TensorInfo
+
+RECORD = "effexport.json"
+CONFIG = "config.pbtxt"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """A model of a repository.
+
+    group: the name that the models of one artifact share. reason: why its requests are not put together.
+    example_length: tokens of an example request. tensorrt_version: that built its engine. server_path: where the server
+    sees the repository. config_sha256: of config.pbtxt as it was written.
+    packages: versions of what a Python model imports. versions: by number, where each came from.
+    """
+
+    name: str
+    group: str
+    backend: str
+    kind: str
+    title: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    max_batch: int
+    reason: str
+    example_length: int
+    tensorrt_version: str | None
+    server_path: str
+    config_sha256: str
+    packages: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def text(self) -> str:
+        return json_text(asdict(self)) + "\n"
+
+
+def read_record(folder: Path) -> ModelRecord | None:
+    """None for a folder that effexport did not write. Raises UserError for a damaged record, or a newer one."""
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format_version"] > FORMAT_VERSION:
+            raise UserError(f"{path} was written by a newer effexport; upgrade effexport")
+        for name in ("inputs", "outputs"):
+            values[name] = tuple(TensorInfo(t["name"], t["dtype"], tuple(t["dims"])) for t in values[name])
+        return ModelRecord(**values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove the model's folder, and package it again") from error
+
+
+def config_digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()

@@ -1,0 +1,60 @@
+"""Requests that an instance answers before it counts as ready: golden inputs, so that real code paths run."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.artifact import Artifact
+from effexport.engines.sidecar import EngineInfo
+from effexport.reference import load_reference
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """One request. files: for each input, the name of a file in the folder `warmup` of the model, after its content."""
+
+    inputs: dict[str, Array]
+
+    @property
+    def batch(self) -> int:
+        return len(next(iter(self.inputs.values())))
+
+    @property
+    def files(self) -> dict[str, str]:
+        return {
+            name: f"{name}-{'x'.join(map(str, value.shape))}-{hashlib.sha256(value.tobytes()).hexdigest()[:8]}.bin"
+            for name, value in self.inputs.items()
+        }
+
+
+def warm_ups(artifact: Artifact, sizes: tuple[int, ...], engine: EngineInfo | None = None) -> tuple[WarmUp, ...]:
+    """One request for each size of batch, of the length the model was exported for; of none that its engine refuses.
+
+    sizes: 0 takes the golden batch as it is.
+    """
+    case = load_reference(artifact.reference_path)[0]
+    found = []
+    for size in sizes:
+        count = len(next(iter(case.inputs.values())))
+        rows = np.arange(size or count) % count
+        inputs = {name: np.ascontiguousarray(value[rows]) for name, value in case.inputs.items()}
+        if engine is None or any(accepts(profile, inputs) for profile in engine.profiles):
+            found.append(WarmUp(inputs))
+    return tuple(found)
+
+
+def accepts(profile: object, inputs: dict[str, Array]) -> bool:
+    """Whether every input lies between the smallest and the largest shape of a profile."""
+    assert isinstance(profile, dict)
+    return all(
+        low <= size <= high
+        for name, value in inputs.items()
+        for low, size, high in zip(profile[name][0], value.shape, profile[name][2], strict=True)
+    )

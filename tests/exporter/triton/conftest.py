@@ -1,0 +1,100 @@
+"""Packaging in this process, folders compared byte for byte, and artifacts with an engine that nobody can run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from effexport.artifact import Artifact, open_artifact
+from effexport.engines.sidecar import EngineInfo, engine_name, summary_of_engine, write_sidecar
+from effexport.triton.package import Package, package_artifact
+from effexport.triton.spec import PackageSpec
+
+
+def package(artifact: Artifact | Path, repository: Path, *, replace_config: bool = False, **fields: Any) -> Package:
+    """As `effexport package` does; the name is the artifact's folder unless it is given."""
+    opened = open_artifact(artifact) if isinstance(artifact, Path) else artifact
+    spec = PackageSpec(**{"name": opened.path.name, **fields})
+    return package_artifact(opened, repository, spec, replace_config=replace_config)
+
+
+@pytest.fixture(name="package", scope="session")
+def package_fixture() -> Callable[..., Package]:
+    return package
+
+
+@pytest.fixture(scope="session")
+def snapshot() -> Callable[[Path], dict[str, Any]]:
+    """Everything in a folder, hidden files too: content, and when it was written."""
+
+    def take(folder: Path) -> dict[str, Any]:
+        return {
+            path.relative_to(folder).as_posix(): (
+                (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) if path.is_file() else None
+            )
+            for path in sorted(folder.rglob("*"))
+        }
+
+    return take
+
+
+@pytest.fixture
+def with_engine(copied: Callable[..., Path], rewrite_manifest: Callable[..., None]) -> Callable[..., Path]:
+    """(target, profiles) → an artifact with an engine file: its bytes are no engine, and its sidecar is a real one."""
+
+    def make(target: str = "trt", batches: tuple[tuple[int, int, int], ...] = ((1, 4, 6),)) -> Path:
+        folder = copied("softmax", "encoder")
+        artifact = open_artifact(folder)
+        data = b"not an engine"
+        path = folder / engine_name(target)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        shapes = [tuple((size, length) for size, length in zip(batch, (1, 64, 64), strict=True)) for batch in batches]
+        info = EngineInfo(
+            target=target,  # type: ignore[arg-type]
+            tensorrt_version="10.13.3.9",
+            effexport_version="0.1.0",
+            created="2026-01-01T00:00:00+00:00",
+            precision="fp32",
+            inputs=artifact.spec.inputs,
+            outputs=artifact.spec.outputs,
+            profiles=tuple({"input_ids": shape, "attention_mask": shape} for shape in shapes),  # type: ignore[misc]
+            options={},
+            onnx_sha256="0" * 64,
+            onnx_bytes=1,
+            engine_sha256=hashlib.sha256(data).hexdigest(),
+            engine_bytes=len(data),
+            build_seconds=1.0,
+            compute_capabilities=(90,),
+        )
+        write_sidecar(path, info)
+        rewrite_manifest(folder, engines=[summary_of_engine(info)])
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def other_weights(copied: Callable[..., Path], rewrite_manifest: Callable[..., None]) -> Callable[..., Path]:
+    """(variant, scope) → an artifact whose model differs from the healthy one in a comment of the graph."""
+
+    def make(variant: str, scope: str = "encoder") -> Path:
+        import onnx
+
+        folder = copied(variant, scope)
+        model = onnx.load(folder / "model.onnx")
+        model.doc_string = "another version"
+        onnx.save(model, folder / "model.onnx")
+        rewrite_manifest(folder, weights_sha256=hashlib.sha256(b"other").hexdigest())
+        return folder
+
+    return make
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

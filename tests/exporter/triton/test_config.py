@@ -1,0 +1,165 @@
+"""config.pbtxt: what it says of batches, devices and warm-up, and that protobuf itself reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton_server import ask_client
+
+from effexport.artifact import Artifact
+from effexport.errors import UserError
+from effexport.triton.package import Package
+from effexport.triton.pbtxt import Word, quoted, text_from_message
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native", "triton")
+Built = Callable[..., Artifact]
+Packaging = Callable[..., Package]
+
+
+def parsed(repository: Path) -> dict[str, Any]:
+    found: dict[str, Any] = ask_client("parse", repository, {})
+    return found
+
+
+def test_protobuf_reads_the_configurations_of_every_variant(
+    built: Built, package: Packaging, tmp_path: Path, variant: str
+) -> None:
+    spec = built(variant).spec
+    package(built(variant), tmp_path, name="m")
+    configs = parsed(tmp_path)
+    assert set(configs) == {"m-onnxruntime", "m-python"}
+    for name, config in configs.items():
+        assert config["name"] == name
+        assert [tensor["name"] for tensor in config["input"]] == [tensor.name for tensor in spec.inputs]
+        width = spec.attention.dim
+        (output,) = config["output"]
+        assert output["data_type"] == "TYPE_FP32"
+        seq = spec.fixed_seq_len or -1
+        assert output["dims"] == [str(seq), str(width)]
+        assert config["max_batch_size"] == 8
+        assert config["dynamic_batching"]["preferred_batch_size"] == [4, 8]
+
+
+def test_every_option_arrives_where_triton_reads_it(built: Built, package: Packaging, tmp_path: Path) -> None:
+    package(
+        built("lsh"),
+        tmp_path,
+        name="m",
+        max_batch=16,
+        preferred_batch=(4, 8, 16),
+        queue_delay_us=700,
+        max_queue=99,
+        instances=2,
+        threads=3,
+        live_versions=4,
+        kind="gpu",
+    )
+    configs = parsed(tmp_path)
+    for config in configs.values():
+        assert config["max_batch_size"] == 16
+        assert config["dynamic_batching"] == {
+            "preferred_batch_size": [4, 8, 16],
+            "max_queue_delay_microseconds": "700",
+            "default_queue_policy": {"max_queue_size": 99},
+        }
+        assert config["instance_group"] == [{"count": 2, "kind": "KIND_GPU"}]
+        assert config["version_policy"] == {"latest": {"num_versions": 4}}
+        # on a GPU, the sizes that will be preferred are warmed up too
+        assert [warm["batch_size"] for warm in config["model_warmup"]] == [1, 4, 8, 16]
+    assert configs["m-onnxruntime"]["parameters"] == {"intra_op_thread_count": {"string_value": "3"}}
+    assert configs["m-python"]["parameters"] == {"threads": {"string_value": "3"}}
+
+
+def test_a_python_model_does_without_a_mask_and_other_backends_need_it(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    package(built("softmax"), tmp_path, name="m")
+    optional = {
+        name: [tensor["name"] for tensor in config["input"] if tensor.get("optional")]
+        for name, config in parsed(tmp_path).items()
+    }
+    assert optional == {"m-onnxruntime": [], "m-python": ["attention_mask"]}
+
+
+def test_the_files_of_warm_up_requests_hold_as_many_bytes_as_the_configuration_says(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    package(built("softmax", "attention", precision="fp16"), tmp_path, name="m", kind="gpu")
+    sizes = {"TYPE_INT64": 8, "TYPE_FP16": 2}
+    for config in parsed(tmp_path).values():
+        for warm in config["model_warmup"]:
+            for entry in warm["inputs"].values():
+                count = warm["batch_size"]
+                for dim in entry["dims"]:
+                    count *= int(dim)
+                path = tmp_path / config["name"] / "warmup" / entry["input_data_file"]
+                assert path.stat().st_size == count * sizes[entry["data_type"]]
+
+
+def test_a_model_whose_samples_depend_on_their_batch_is_never_batched(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    artifact = built("nystrom", pinv_init="global")
+    result = package(artifact, tmp_path, name="m")
+    for name, config in parsed(tmp_path).items():
+        assert "dynamic_batching" not in config
+        assert "max_batch_size" not in config  # which is 0: the batch is a dimension like any other
+        assert config["input"][0]["dims"] == ["-1", "-1"]
+        text = (tmp_path / name / "config.pbtxt").read_text()
+        assert text.count("pinv_init=global") == 1
+        assert "No dynamic batching" in text
+    assert "pinv_init=global" in (tmp_path / "README.md").read_text()
+    assert any("pinv_init=global" in remark for remark in result.remarks)
+    for wanted in ({"max_batch": 8}, {"preferred_batch": (4,)}):
+        with pytest.raises(UserError, match="would change their answers"):
+            package(artifact, tmp_path, name="m", **wanted)
+
+
+def test_a_batch_of_one_is_not_dynamic(built: Built, package: Packaging, tmp_path: Path) -> None:
+    package(built("softmax"), tmp_path, name="m", backends=("python",), max_batch=1)
+    (config,) = parsed(tmp_path).values()
+    assert config["max_batch_size"] == 1
+    assert "dynamic_batching" not in config
+
+
+def test_an_engine_becomes_a_plan_within_the_batches_that_it_was_built_for(
+    with_engine: Callable[..., Path], package: Packaging, tmp_path: Path
+) -> None:
+    repository = tmp_path / "repo"
+    artifact = with_engine(batches=((1, 4, 6), (2, 16, 32)))
+    package(artifact, repository, name="m")
+    config = parsed(repository)["m-tensorrt"]
+    assert config["platform"] == "tensorrt_plan"
+    assert config["max_batch_size"] == 6
+    assert config["dynamic_batching"]["preferred_batch_size"] == [3, 6]
+    assert config["instance_group"] == [{"count": 1, "kind": "KIND_GPU", "profile": ["0", "1"]}]
+    assert [warm["batch_size"] for warm in config["model_warmup"]] == [1, 3, 6]
+    assert (repository / "m-tensorrt" / "1" / "model.plan").read_bytes() == b"not an engine"
+    for page in ("README.md", "Dockerfile"):
+        assert "10.13.3.9" in (repository / page).read_text()
+    with pytest.raises(UserError, match="at most 6"):
+        package(artifact, repository, name="m", backends=("tensorrt",), max_batch=7)
+    with pytest.raises(UserError, match="on a GPU only"):
+        package(artifact, repository, name="m", backends=("tensorrt",), kind="cpu")
+
+
+def test_an_engine_for_tensorrt_rtx_is_not_for_triton(
+    with_engine: Callable[..., Path], package: Packaging, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="TensorRT-RTX, which Triton does not run"):
+        package(with_engine("trt-rtx"), tmp_path / "repo", name="m", backends=("tensorrt",))
+
+
+@pytest.mark.parametrize("text", ["plain", 'a "quote"', "back\\slash", "line\nend", "ümlaut", "\x00\x7f", ""])
+def test_any_text_survives_the_text_format(text: str, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.pbtxt").write_text(f"name: {quoted(text)}\n", encoding="utf-8")
+    assert parsed(tmp_path)["m"].get("name", "") == text
+
+
+def test_fields_are_written_in_order_and_nested() -> None:
+    message = [("a", 1), ("b", [("c", Word("X")), ("d", (1, 2))]), ("e", True), ("f", [])]
+    assert text_from_message(message) == "a: 1\nb {\n  c: X\n  d: [1, 2]\n}\ne: true\nf { }\n"

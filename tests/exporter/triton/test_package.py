@@ -1,0 +1,396 @@
+"""What is written into a model repository, what is never overwritten, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from effexport.artifact import Artifact
+from effexport.errors import UserError
+from effexport.models.validation import SpecError
+from effexport.reference import load_reference
+from effexport.tolerances import case_limit
+from effexport.triton.backends import zip_of_effexport
+from effexport.triton.package import Package
+from effexport.triton.spec import PackageSpec
+from effexport.value_error import value_error
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native")
+Built = Callable[..., Artifact]
+Packaging = Callable[..., Package]
+Snapshot = Callable[[Path], dict[str, Any]]
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_by_default_an_artifact_becomes_a_model_for_every_backend_that_it_has_files_for(
+    built: Built, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    artifact = built("lsh")
+    result = cli("package", artifact.path, "--format", "triton", "-o", tmp_path / "repo", "--json")
+    assert result.code == 0, result.err
+    models = {model["name"]: model for model in result.json["models"]}
+    assert set(models) == {"lsh-encoder-onnxruntime", "lsh-encoder-python"}
+    assert {(model["version"], model["status"]) for model in models.values()} == {(1, "added")}
+    assert files_of(tmp_path / "repo" / "lsh-encoder-onnxruntime" / "1") == {"model.onnx", "libeffexport_ort.so"}
+    python = files_of(tmp_path / "repo" / "lsh-encoder-python" / "1")
+    assert python >= {
+        "model.py",
+        "effexport.zip",
+        "libeffexport_ort.so",
+        "artifact/manifest.json",
+        "artifact/model.onnx",
+    }
+    assert {"README.md", "compose.yaml", "Dockerfile", ".dockerignore"} <= files_of(tmp_path / "repo")
+    assert "no TensorRT engine" in result.err
+    assert result.json["serve"][:2] == ["tritonserver", "--model-repository=/models"]
+
+
+def test_a_single_backend_gives_the_model_the_name_of_the_artifact(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    package(built("lsh"), tmp_path, backends=("python",))
+    assert (tmp_path / "lsh-encoder" / "config.pbtxt").is_file()
+
+
+def test_the_same_artifact_again_writes_nothing(
+    built: Built, cli: Callable[..., Any], snapshot: Snapshot, tmp_path: Path
+) -> None:
+    command = ("package", built("lsh").path, "-o", tmp_path / "repo")
+    assert cli(*command).code == 0
+    before = snapshot(tmp_path)
+    result = cli(*command, "--json")
+    assert [model["status"] for model in result.json["models"]] == ["unchanged", "unchanged"]
+    assert "nothing was written" in result.err
+    assert snapshot(tmp_path) == before
+
+
+def test_other_content_becomes_the_next_version_and_leaves_the_first_alone(
+    built: Built, other_weights: Callable[..., Path], package: Packaging, snapshot: Snapshot, tmp_path: Path
+) -> None:
+    package(built("softmax"), tmp_path, name="m", backends=("onnxruntime",))
+    first = snapshot(tmp_path / "m" / "1")
+    (change,) = package(other_weights("softmax"), tmp_path, name="m", backends=("onnxruntime",)).changes
+    assert (change.version, change.status) == (2, "added")
+    assert snapshot(tmp_path / "m" / "1") == first
+    assert (tmp_path / "m" / "1" / "model.onnx").read_bytes() != (tmp_path / "m" / "2" / "model.onnx").read_bytes()
+
+
+def test_the_kernel_library_of_the_newest_version_is_the_one_of_the_configuration(
+    built: Built, other_weights: Callable[..., Path], package: Packaging, tmp_path: Path
+) -> None:
+    package(built("lsh"), tmp_path, name="m", backends=("onnxruntime",), server_path="/srv/models/")
+    package(other_weights("lsh"), tmp_path, name="m", backends=("onnxruntime",), server_path="/srv/models/")
+    text = (tmp_path / "m" / "config.pbtxt").read_text()
+    assert 'op_library_filename: "/srv/models/m/2/libeffexport_ort.so"' in text
+
+
+def test_an_artifact_that_is_an_older_version_changes_nothing_and_says_what_is_served(
+    built: Built, other_weights: Callable[..., Path], package: Packaging, snapshot: Snapshot, tmp_path: Path
+) -> None:
+    package(built("softmax"), tmp_path, name="m", backends=("python",))
+    package(other_weights("softmax"), tmp_path, name="m", backends=("python",))
+    before = snapshot(tmp_path)
+    again = package(built("softmax"), tmp_path, name="m", backends=("python",))
+    assert again.is_unchanged
+    assert "--version 3" in " ".join(again.remarks)
+    assert snapshot(tmp_path) == before
+    (change,) = package(built("softmax"), tmp_path, name="m", backends=("python",), version=3).changes
+    assert (change.version, change.status) == (3, "added")
+
+
+def test_a_version_that_is_taken_is_refused_unless_it_holds_the_same(
+    built: Built, other_weights: Callable[..., Path], cli: Callable[..., Any], snapshot: Snapshot, tmp_path: Path
+) -> None:
+    options = ("-o", tmp_path / "repo", "--name", "m", "--backend", "onnxruntime", "--version", "7")
+    assert cli("package", built("softmax").path, *options).code == 0
+    assert cli("package", built("softmax").path, *options, "--json").json["models"][0]["status"] == "unchanged"
+    before = snapshot(tmp_path / "repo")
+    message = cli("package", other_weights("softmax"), *options).error()
+    assert "version 7 of m exists" in message
+    assert "next free number, 8" in message
+    assert snapshot(tmp_path / "repo") == before
+
+
+def test_a_lower_number_than_the_newest_leaves_the_configuration_alone(
+    built: Built, other_weights: Callable[..., Path], package: Packaging, tmp_path: Path
+) -> None:
+    package(built("lsh"), tmp_path, name="m", backends=("onnxruntime",), version=5)
+    before = (tmp_path / "m" / "config.pbtxt").read_bytes()
+    package(other_weights("lsh"), tmp_path, name="m", backends=("onnxruntime",), version=3)
+    assert (tmp_path / "m" / "config.pbtxt").read_bytes() == before
+    assert json.loads((tmp_path / "m" / "effexport.json").read_text())["versions"].keys() == {"3", "5"}
+
+
+def test_other_options_change_the_configuration_without_a_new_version(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    package(built("softmax"), tmp_path, name="m", backends=("python",))
+    (change,) = package(built("softmax"), tmp_path, name="m", backends=("python",), instances=3).changes
+    assert (change.version, change.status) == (1, "configured")
+    assert "count: 3" in (tmp_path / "m" / "config.pbtxt").read_text()
+
+
+def test_a_configuration_that_was_changed_by_hand_is_not_lost(
+    built: Built, package: Packaging, snapshot: Snapshot, tmp_path: Path
+) -> None:
+    package(built("softmax"), tmp_path, name="m", backends=("python",))
+    config = tmp_path / "m" / "config.pbtxt"
+    config.write_text(config.read_text() + "# mine\n")
+    before = snapshot(tmp_path)
+    with pytest.raises(UserError, match="was changed after effexport wrote it"):
+        package(built("softmax"), tmp_path, name="m", backends=("python",), instances=3)
+    assert snapshot(tmp_path) == before
+    package(built("softmax"), tmp_path, name="m", backends=("python",), replace_config=True)
+    assert "# mine" not in config.read_text()
+
+
+def test_several_artifacts_share_a_repository_and_its_pages_name_them_all(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    package(built("softmax"), tmp_path, name="one", backends=("python",))
+    result = package(built("lsh"), tmp_path, name="two", backends=("onnxruntime",))
+    readme = (tmp_path / "README.md").read_text()
+    assert "| `one` | python |" in readme
+    assert "| `two` | onnxruntime |" in readme
+    assert {"--load-model=one", "--load-model=two"} <= set(result.serve)
+    assert all(word in (tmp_path / "compose.yaml").read_text() for word in result.serve)
+    assert " ".join(result.serve) in readme
+
+
+def test_the_pages_of_somebody_else_are_left_as_they_are(built: Built, package: Packaging, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# My models\n")
+    result = package(built("softmax"), tmp_path, backends=("python",))
+    assert (tmp_path / "README.md").read_text() == "# My models\n"
+    assert any("left as it is" in remark for remark in result.remarks)
+
+
+def test_the_image_keeps_its_tag_until_another_one_is_given(built: Built, package: Packaging, tmp_path: Path) -> None:
+    def tag() -> str:
+        text = (tmp_path / "Dockerfile").read_text()
+        return next(line for line in text.splitlines() if line.startswith("ARG TRITON_TAG="))
+
+    package(built("softmax"), tmp_path, name="m", backends=("python",), image_tag="25.08-py3")
+    package(built("softmax"), tmp_path, name="n", backends=("python",))
+    assert tag() == "ARG TRITON_TAG=25.08-py3"
+    package(built("softmax"), tmp_path, name="n", backends=("python",), image_tag="26.01-py3")
+    assert tag() == "ARG TRITON_TAG=26.01-py3"
+
+
+class DiskFullError(OSError):
+    """What the planted faults raise."""
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_failure_at_any_step_leaves_everything_as_it_was(
+    built: Built,
+    other_weights: Callable[..., Path],
+    package: Packaging,
+    snapshot: Snapshot,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    existing: bool,
+) -> None:
+    # neither the kernels nor effexport have to be copied again at each of the many steps
+    monkeypatch.setattr("effexport.triton.backends.zip_of_effexport", lambda: b"zip")
+    options = {"name": "m", "implementation": "body"}
+    repository = tmp_path / "place" / "repo"
+    if existing:
+        package(built("softmax"), repository, **options)
+    changed = other_weights("softmax")
+    before = snapshot(tmp_path)
+    step = 0
+    while True:
+        step += 1
+        calls = 0
+
+        def failing(real: Callable[..., Any], at: int) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == at:
+                    raise DiskFullError(28, "No space left on device")
+                return real(*arguments)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("rename", "replace", "fsync"):
+                patch.setattr(os, name, failing(getattr(os, name), step))
+            try:
+                package(changed, repository, max_batch=4, **options)
+            except UserError as error:
+                assert "No space left" in str(error)  # noqa: PT017 - the last turn of the loop raises nothing
+            else:
+                break
+        assert snapshot(tmp_path) == before, f"after a failure at step {step}"
+    assert step > 8
+    assert (repository / "m-python" / ("2" if existing else "1") / "model.py").is_file()
+
+
+def test_an_interrupted_packaging_is_cleared_away_by_the_next(built: Built, package: Packaging, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    left = tmp_path / f".repo.packaging-{int(done.stdout)}"
+    left.mkdir()
+    package(built("softmax"), tmp_path / "repo", backends=("python",))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["repo"]
+
+
+def test_two_at_a_time_give_two_versions(
+    built: Built, other_weights: Callable[..., Path], package: Packaging, tmp_path: Path
+) -> None:
+    program = "from effexport.cli import main; main()"
+    folders = (built("softmax").path, other_weights("softmax"))
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, "package", str(folder), "-o", str(tmp_path / "repo"), "--name", "m"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for folder in folders
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], errors
+    for name in ("m-python", "m-onnxruntime"):
+        assert {"1", "2"} <= {path.name for path in (tmp_path / "repo" / name).iterdir()}
+    assert "| 1, 2 |" in (tmp_path / "repo" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "two words", "a/b", "..", "-m", "ä", "x" * 129, 'q"', "a\n"])
+def test_a_name_that_triton_or_a_url_cannot_have_is_refused(name: str) -> None:
+    with pytest.raises(SpecError, match="cannot be the name of a model"):
+        PackageSpec(name=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--format", "tritn"), "did you mean 'triton'"),
+        (("--backend", "tensorflow"), "unknown backend 'tensorflow'"),
+        (("--backend", "python", "--backend", "python"), "given twice"),
+        (("--backend", "tensorrt"), "--target trt"),
+        (("--name", "two words"), "--name"),
+        (("--version", "0"), "version is 0"),
+        (("--version", str(2**63)), "2^63"),
+        (("--max-batch", "0"), "max_batch is 0"),
+        (("--preferred-batch", "4,x"), "expected sizes with commas"),
+        (("--preferred-batch", "8,4"), "in order"),
+        (("--preferred-batch", "4,16"), "--max-batch"),
+        (("--queue-delay-us", "-1"), "queue_delay_us is -1"),
+        (("--kind", "tpu"), "expected cpu or gpu"),
+        (("--instances", "0"), "instances is 0"),
+        (("--threads", "0"), "threads is 0"),
+        (("--implementation", "best"), "unknown implementation"),
+        (("--server-path", "models"), "absolute path"),
+        (("--image-tag", "a b"), "image tag"),
+        (("--image-tag", "24.11-py3", "--backend", "python"), "from 24.12 on"),
+        (("--image-tag", "25.02-py3", "--backend", "onnxruntime"), "from 25.03 on"),
+    ],
+)
+def test_wrong_input_is_one_clear_error_and_writes_nothing(
+    built: Built, cli: Callable[..., Any], tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    result = cli("package", built("softmax").path, "-o", tmp_path / "new" / "repo", *options)
+    assert message in result.error()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_repository_that_cannot_be_one_is_refused(
+    built: Built, copied: Callable[..., Path], cli: Callable[..., Any], snapshot: Snapshot, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    artifact = copied()
+    (tmp_path / "foreign" / "softmax-attention").mkdir(parents=True)
+    before = snapshot(tmp_path)
+    options = ("--backend", "python")
+    assert "is a file" in cli("package", artifact, "-o", tmp_path / "file", *options).error()
+    assert "is an artifact" in cli("package", artifact, "-o", artifact, *options).error()
+    assert "inside of the artifact" in cli("package", artifact, "-o", artifact / "repo", *options).error()
+    assert "did not write it" in cli("package", artifact, "-o", tmp_path / "foreign", *options).error()
+    assert "no artifact at" in cli("package", tmp_path / "none", "-o", tmp_path / "repo", *options).error()
+    (artifact / "model.onnx").write_bytes(b"damaged")
+    assert "is damaged" in cli("package", artifact, "-o", tmp_path / "repo", *options).error()
+    (artifact / "model.onnx").write_bytes((built("softmax", "attention").path / "model.onnx").read_bytes())
+    after = {name: entry and entry[0] for name, entry in snapshot(tmp_path).items()}
+    assert after == {name: entry and entry[0] for name, entry in before.items()}
+
+
+def test_versions_of_one_model_must_be_alike(built: Built, package: Packaging, tmp_path: Path) -> None:
+    package(built("softmax"), tmp_path, name="m", backends=("python",))
+    with pytest.raises(UserError, match="has the inputs input_ids"):
+        package(built("softmax", "attention"), tmp_path, name="m", backends=("python",))
+    with pytest.raises(UserError, match="is a model for the backend python"):
+        package(built("softmax"), tmp_path, name="m", backends=("onnxruntime",))
+    with pytest.raises(UserError, match="--server-path"):
+        package(built("softmax"), tmp_path, name="n", backends=("onnxruntime",), server_path="/elsewhere")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["m"]
+
+
+def test_without_kernels_there_is_no_library_and_bodies_run(built: Built, package: Packaging, tmp_path: Path) -> None:
+    package(built("lsh"), tmp_path, name="m", implementation="body")
+    assert list(tmp_path.rglob("*.so")) == []
+    assert "model_operations" not in (tmp_path / "m-onnxruntime" / "config.pbtxt").read_text()
+
+
+def test_a_packaged_model_and_its_library_are_all_that_onnx_runtime_needs(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    """What Triton's backend does: open the model with the library of the configuration."""
+    import onnxruntime
+
+    artifact = built("lsh")
+    package(artifact, tmp_path, name="m", backends=("onnxruntime",), server_path=str(tmp_path))
+    found = re.search(r'op_library_filename: "(.*)"', (tmp_path / "m" / "config.pbtxt").read_text())
+    assert found is not None
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(found[1])
+    session = onnxruntime.InferenceSession(tmp_path / "m" / "1" / "model.onnx", options)
+    case = load_reference(artifact.reference_path)[0]
+    names = [output.name for output in session.get_outputs()]
+    limit = case_limit(artifact.spec, case.own_error).value
+    for name, value in zip(names, session.run(names, dict(case.inputs)), strict=True):
+        # the limit of the parity check, for the same model and input
+        assert value_error(value, case.outputs[name]) <= limit
+
+
+def test_weights_in_a_file_of_their_own_come_along(built: Built, package: Packaging, tmp_path: Path) -> None:
+    package(built("softmax", external_data=True), tmp_path, name="m")
+    for folder in (tmp_path / "m-onnxruntime" / "1", tmp_path / "m-python" / "1" / "artifact"):
+        assert {"model.onnx", "model.onnx.data"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_version_that_a_killed_process_left_without_its_configuration_gets_one(
+    built: Built, other_weights: Callable[..., Path], package: Packaging, tmp_path: Path
+) -> None:
+    options = {"name": "m", "backends": ("onnxruntime",), "server_path": "/models"}
+    for artifact in (built("softmax"), other_weights("softmax")):
+        package(artifact, tmp_path / "whole", **options)
+    package(built("softmax"), tmp_path / "broken", **options)
+    shutil.copytree(tmp_path / "whole" / "m" / "2", tmp_path / "broken" / "m" / "2")
+    (change,) = package(tmp_path / "damaged" / "softmax-encoder", tmp_path / "broken", **options).changes
+    assert (change.version, change.status) == (2, "configured")
+    for name in ("config.pbtxt", "effexport.json"):
+        assert (tmp_path / "broken" / "m" / name).read_bytes() == (tmp_path / "whole" / "m" / name).read_bytes()
+
+
+def test_effexport_travels_whole_and_always_as_the_same_bytes() -> None:
+    data = zip_of_effexport()
+    assert data == zip_of_effexport()
+    import io
+
+    names = zipfile.ZipFile(io.BytesIO(data)).namelist()
+    assert {"effexport/__init__.py", "effexport/models/spec.py", "effexport/plugins/library.py"} <= set(names)
+    assert "effexport/triton/merging.py" in names
+    assert all(name.endswith(".py") for name in names)
