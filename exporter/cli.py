@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "build": "Export a model, prove parity and write an artifact.",
     "verify": "Check an artifact, or another ONNX file, against the reference.",
     "run": "Run an artifact on arrays or on text.",
+    "serve": "Serve an artifact over HTTP, with the KServe V2 protocol.",
     "bench": "Time variants and runtimes on this machine, parity checked first.",
     "report": "Show the report of an artifact in another format, or compare two.",
     "inspect": "Describe an artifact or an ONNX file.",
