@@ -1,4 +1,4 @@
-"""The ASGI application: the KServe V2 protocol for one model, on Starlette. The same runs under uvicorn and Ray Serve."""
+"""The ASGI application: the KServe V2 protocol for one model. The same runs under uvicorn and Ray Serve."""
 
 from __future__ import annotations
 

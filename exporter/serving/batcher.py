@@ -26,7 +26,7 @@ Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
 
 @dataclass(eq=False)
 class Job:
-    """A request that waits. Times are those of time.perf_counter. Whoever does not want the answer any more cancels it."""
+    """A request that waits. Times are of time.perf_counter. Cancelling the answer takes it out of the queue."""
 
     feeds: Mapping[str, Array]
     rows: int

@@ -1,4 +1,4 @@
-"""The server of one machine: uvicorn, with a socket of our own, a limit for slow headers, and a stop that loses nothing."""
+"""The server of one machine: uvicorn, with a limit for slow headers, and a stop that loses nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Calls on_ready once when it accepts requests. SIGTERM and SIGINT end it after all accepted requests are answered."""
+    """Calls on_ready when it accepts requests. SIGTERM and SIGINT end it when all accepted requests are answered."""
 
     def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """No new connections; every answer closes its own; requests that are on their way over open ones still arrive."""
+        """No new connections; every answer closes its own; what is on its way over open ones still arrives."""
         self._service.draining = True
         for server in self.servers:
             server.close()
