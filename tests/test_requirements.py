@@ -200,7 +200,7 @@ def required_parts(folder: Path, *, uname: str, variables: dict[str, str], brows
 
 
 def test_tensorrt_is_required_where_its_packages_exist(tmp_path: Path) -> None:
-    everywhere = "torch,onnx,ort,transformers,native"
+    everywhere = "torch,onnx,ort,transformers,native,serve,ray-serve"
     assert required_parts(tmp_path, uname="Linux x86_64", variables={}) == f"{everywhere},tensorrt,rtx"
     assert required_parts(tmp_path, uname="Darwin arm64", variables={}) == everywhere
     given = {"EFFEXPORT_REQUIRE": "torch, onnx"}
@@ -209,7 +209,7 @@ def test_tensorrt_is_required_where_its_packages_exist(tmp_path: Path) -> None:
 
 def test_a_browser_is_required_where_there_is_one(tmp_path: Path) -> None:
     parts = required_parts(tmp_path, uname="Darwin arm64", variables={}, browser=True)
-    assert parts == "torch,onnx,ort,transformers,native,browser"
+    assert parts == "torch,onnx,ort,transformers,native,serve,ray-serve,browser"
 
 
 @pytest.mark.parametrize("name", ["chromium", "chromium-browser", "google-chrome"])

@@ -120,7 +120,7 @@ def command(
         token=token,
     )
     target = ServingTarget(artifact, name, runtime, implementation, settings)
-    replicas = {
+    replicas: dict[str, object] = {
         "address": address,
         "min_replicas": min_replicas,
         "max_replicas": max_replicas,

@@ -151,7 +151,8 @@ def array_from_binary(data: memoryview, offset: int, size: Any, tensor: TensorIn
     expected = element_count(shape) * dtype.itemsize
     if type(size) is not int or size != expected:
         raise RequestError(
-            f"input {tensor.name!r} has binary_data_size {shown(size)}; {tensor.dtype} {list(shape)} has {expected} bytes"
+            f"input {tensor.name!r} has binary_data_size {shown(size)}; expected {expected}, the bytes of "
+            f"{tensor.dtype} {list(shape)}"
         )
     if offset + size > len(data):
         raise RequestError(
@@ -161,7 +162,8 @@ def array_from_binary(data: memoryview, offset: int, size: Any, tensor: TensorIn
     raw = np.frombuffer(data, np.uint8, size, offset)
     if tensor.dtype == "bool" and raw.max() > 1:
         raise RequestError(f"binary data of input {tensor.name!r} holds {raw.max()}; expected 0 and 1 for BOOL")
-    return np.require(raw.view(dtype), requirements="A").reshape(shape)
+    array: Array = np.require(raw.view(dtype), requirements="A").reshape(shape)
+    return array
 
 
 def outputs_from_fields(
@@ -182,7 +184,7 @@ def outputs_from_fields(
         datatype = DATATYPES[signature.output_named(output.name).dtype]
         if datatype in BINARY_ONLY and not output.binary:
             raise RequestError(
-                f"output {output.name!r} is {datatype}, which has no JSON; ask for it with the parameter binary_data: true"
+                f"output {output.name!r} is {datatype}, which has no JSON; ask for it with binary_data: true"
             )
     return tuple(wanted)
 

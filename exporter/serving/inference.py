@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -70,7 +70,8 @@ async def first_of(job: Job, gone: asyncio.Future[None], timeout_s: float) -> Ma
     """The outputs, unless the client goes away, or the runner does not take the job in time."""
     timeout: float | None = timeout_s
     while True:
-        done, _ = await asyncio.wait({job.answer, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        either: tuple[asyncio.Future[Any], ...] = (job.answer, gone)
+        done, _ = await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if job.answer in done:
             return job.answer.result()
         if gone in done:

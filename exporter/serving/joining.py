@@ -42,7 +42,8 @@ def split_outputs(outputs: Mapping[str, Array], rows: Sequence[int]) -> list[Map
     """One set of views for each request."""
     if len(rows) == 1:
         return [outputs]
-    parts, start = [], 0
+    parts: list[Mapping[str, Array]] = []
+    start = 0
     for count in rows:
         parts.append({name: array[start : start + count] for name, array in outputs.items()})
         start += count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,27 +84,29 @@ class ServedModel:
 
 
 def served_model(
-    artifact: Artifact, settings: ServingSettings, name: str | None, runtime: str, implementation: str
+    artifact: Artifact, settings: ServingSettings, name: str | None, load_runner: Callable[[], Runner], platform: str
 ) -> ServedModel:
-    """An artifact in a runtime, warmed up. name: None for that of its folder.
+    """An artifact in the runtime that load_runner opens, warmed up. name: None for that of its folder.
 
     Raises UserError for a name that does not fit into a URL, and what the runner raises.
     """
-    from effexport.engines.api import PRODUCTS
-    from effexport.runners.artifact_runner import runner_from_artifact
-
     name = checked_name(name if name is not None else folder_name(artifact.path))
     # limits that cannot work are found out before the model is loaded
     signature_from_spec(artifact.spec, settings)
-    runner = runner_from_artifact(artifact, runtime, implementation)
-    platform = "tensorrt_plan" if runtime in PRODUCTS else "onnxruntime_onnx"
-    model = ServedModel(runner, artifact.spec, name, settings, platform)
+    model = ServedModel(load_runner(), artifact.spec, name, settings, platform)
     try:
         model.warm_up()
     except BaseException:
         model.close()
         raise
     return model
+
+
+def platform_of(runtime: str) -> str:
+    """What the protocol calls a runtime and its format."""
+    from effexport.engines.api import PRODUCTS
+
+    return "tensorrt_plan" if runtime in PRODUCTS else "onnxruntime_onnx"
 
 
 def folder_name(path: Path) -> str:
@@ -115,7 +117,7 @@ def folder_name(path: Path) -> str:
 def checked_name(name: str) -> str:
     if not NAME_PATTERN.fullmatch(name):
         raise UserError(
-            f"the model's name is {name!r}; expected letters, digits, '.', '_' and '-', beginning with a letter or digit, "
-            "at most 128: choose one with --name"
+            f"the model's name is {name!r}; expected at most 128 letters, digits, '.', '_' and '-', the first a letter "
+            "or digit: choose one with --name"
         )
     return name

@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         """Unlike uvicorn's own, does not raise the signal again at the end: a stop that was asked for is a success."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -145,7 +145,7 @@ def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> 
         lifespan="on",
         backlog=BACKLOG,
         access_log=False,
-        log_level="warning",
+        log_level="error",
         server_header=False,
         timeout_keep_alive=75,
     )

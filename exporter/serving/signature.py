@@ -45,7 +45,9 @@ class Signature:
         for dim, size in zip(tensor.dims, shape, strict=True):
             if size < 1 or (isinstance(dim, int) and size != dim):
                 raise RequestError(f"{given}; expected {tensor}, every size at least 1")
-            largest = self.max_sizes.get(dim) if isinstance(dim, str) else None
+            if isinstance(dim, int):
+                continue
+            largest = self.max_sizes.get(dim)
             if largest is not None and size > largest:
                 raise RequestError(f"{given}: {dim} is {size}; this server takes at most {largest}{_REMEDY[dim]}")
         return tuple(shape)

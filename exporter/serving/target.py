@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,20 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServingTarget:
-    """name: None for that of the artifact's folder. runtime, implementation: as in `effexport run`."""
+    """name: None for that of the artifact's folder. runtime, implementation: as in `effexport run`.
+
+    threads: of ONNX Runtime; None lets it decide.
+    """
 
     artifact: Path
     name: str | None
     runtime: str
     implementation: str
     settings: ServingSettings
+    threads: int | None = None
 
     def load(self) -> ServedModel:
         """Open and warm it up here. Raises UserError for what cannot be served, as `effexport run` does."""
         from effexport.artifact import open_artifact
-        from effexport.runners.artifact_runner import check_runtime
-        from effexport.serving.served_model import served_model
+        from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
+        from effexport.serving.served_model import platform_of, served_model
 
         check_runtime(self.runtime, self.implementation)
         artifact = open_artifact(self.artifact)
-        return served_model(artifact, self.settings, self.name, self.runtime, self.implementation)
+        runner = partial(runner_from_artifact, artifact, self.runtime, self.implementation, self.threads)
+        return served_model(artifact, self.settings, self.name, runner, platform_of(self.runtime))
