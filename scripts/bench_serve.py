@@ -233,7 +233,8 @@ async def stop(bench: Bench) -> dict[str, Any]:
     stopped = await stop_under_load(bench.server, bench.samples, 32, 3.0)
     print(
         f"  SIGTERM under load: {dict(stopped.outcome.statuses)}, wrong {stopped.outcome.wrong}, accepted and lost "
-        f"{stopped.outcome.lost}, sent later and not accepted {stopped.refused_later}; exit status {stopped.exit_status}"
+        f"{stopped.outcome.lost}, sent later and not accepted {stopped.refused_later}; "
+        f"exit status {stopped.exit_status}"
     )
     return {"statuses": stopped.outcome.statuses, "lost": stopped.outcome.lost, "exit_status": stopped.exit_status}
 

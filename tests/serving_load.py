@@ -7,6 +7,7 @@ machine. It talks to 127.0.0.1 alone.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -55,7 +56,7 @@ class ServerProcess:
                 count = float(line.rsplit(" ", 1)[1])
                 sizes[size] += int(count - below)
                 below = count
-        return sizes
+        return +sizes
 
     @property
     def rss_bytes(self) -> int:
@@ -298,17 +299,16 @@ def poisson_times(rate: float, seconds: float, seed: int = 0) -> list[float]:
     return [float(value) for value in np.cumsum(gaps)]
 
 
-async def stop_under_load(server: ServerProcess, samples: Sequence[Sample], clients: int, after_s: float) -> Stopped:
-    """SIGTERM while clients send without a pause. A request counts as accepted when it was sent before."""
+async def stop_under_load(
+    server: ServerProcess, samples: Sequence[Sample], clients: int, after_s: float, number: int = signal.SIGTERM
+) -> Stopped:
+    """A signal while clients send without a pause. A request counts as accepted when it was sent before."""
     stopped = Stopped(Outcome())
     signalled = asyncio.Event()
 
     async def client() -> None:
         connection: Connection | None = None
-        number = 0
-        while True:
-            sample = samples[number % len(samples)]
-            number += 1
+        for sample in itertools.cycle(samples):
             sent_before = not signalled.is_set()
             started = time.perf_counter()
             try:
@@ -326,7 +326,7 @@ async def stop_under_load(server: ServerProcess, samples: Sequence[Sample], clie
     async def stop() -> None:
         await asyncio.sleep(after_s)
         signalled.set()
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
 
     await asyncio.gather(stop(), *(client() for _ in range(clients)))
     stopped.exit_status = await asyncio.to_thread(server.process.wait, 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -182,7 +183,9 @@ def refusal_from_error(error: Exception) -> RequestError:
 def deliver(outcomes: Sequence[Outcome]) -> None:
     """Hand results to the event loops that wait for them, in one call for each loop."""
     for loop in {job.loop for job, _ in outcomes}:
-        loop.call_soon_threadsafe(settle, [(job, result) for job, result in outcomes if job.loop is loop])
+        # a loop that has ended has nobody left who waits
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, [(job, result) for job, result in outcomes if job.loop is loop])
 
 
 def settle(outcomes: Sequence[Outcome]) -> None:

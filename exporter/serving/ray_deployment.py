@@ -33,8 +33,8 @@ class ReplicaSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise UserError(
-                f"--min-replicas is {self.min_replicas} and --max-replicas {self.max_replicas}; expected 1 or more, and "
-                "a maximum that is no smaller"
+                f"--min-replicas is {self.min_replicas} and --max-replicas {self.max_replicas}; expected 1 or "
+                "more, and a maximum that is no smaller"
             )
         for option, value, low in (("--replica-cpus", self.cpus, 0.1), ("--replica-gpus", self.gpus, 0.0)):
             if not low <= value < math.inf:
