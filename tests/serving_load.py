@@ -7,6 +7,7 @@ machine. It talks to 127.0.0.1 alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -179,8 +180,10 @@ class Connection:
         body = await self.reader.readexactly(int(headers.get("content-length", "0")))
         return Reply(int(head[0].split(" ")[1]), headers, body)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
 
 
 class Pool:
@@ -195,17 +198,16 @@ class Pool:
         try:
             reply = await connection.exchange(request)
         except BaseException:
-            connection.close()
+            await connection.close()
             raise
         if reply.headers.get("connection") == "close":
-            connection.close()
+            await connection.close()
         else:
             self._free.append(connection)
         return reply
 
-    def close(self) -> None:
-        for connection in self._free:
-            connection.close()
+    async def close(self) -> None:
+        await asyncio.gather(*(connection.close() for connection in self._free))
 
 
 @dataclass
@@ -261,7 +263,7 @@ async def closed_loop(port: int, samples: Sequence[Sample], clients: int, reques
 
     with measured(outcome):
         await asyncio.gather(*(client() for _ in range(clients)))
-    pool.close()
+    await pool.close()
     return outcome
 
 
@@ -286,7 +288,7 @@ async def open_loop(port: int, samples: Sequence[Sample], times_s: Sequence[floa
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
-    pool.close()
+    await pool.close()
     return outcome
 
 
@@ -317,10 +319,12 @@ async def stop_under_load(
             except (OSError, EOFError):
                 stopped.outcome.lost += sent_before
                 stopped.refused_later += not sent_before
+                if connection is not None:
+                    await connection.close()
                 return
             stopped.outcome.count(reply, sample, time.perf_counter() - started)
             if reply.headers.get("connection") == "close":
-                connection.close()
+                await connection.close()
                 connection = None
 
     async def stop() -> None:
@@ -348,7 +352,7 @@ async def exchange_once(port: int, request: bytes, timeout_s: float = 30.0) -> R
         async with asyncio.timeout(timeout_s):
             return await connection.exchange(request)
     finally:
-        connection.close()
+        await connection.close()
 
 
 def json_of(reply: Reply) -> Any:

@@ -158,13 +158,13 @@ def serve_here(target: ServingTarget, host: str, port: int, as_json: bool) -> No
         raise
 
     def on_ready() -> None:
-        if as_json:
-            print_json({"url": url_of(bound), "model": model.name, "version": model.version, "ready": True})
         console.print(ready_line(model, url_of(bound)), markup=False, soft_wrap=True)
         if host not in LOOPBACK and model.settings.token is None:
             console.print(
                 f"warning: {host} is open to other machines and there is no token; set {TOKEN_VARIABLE}", markup=False
             )
+        if as_json:
+            print_json({"url": url_of(bound), "model": model.name, "version": model.version, "ready": True})
 
     run_server(create_app(model), bound, on_ready)
     console.print("stopped: every accepted request was answered", markup=False)
@@ -177,16 +177,20 @@ def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, o
 
     require_ray()
     from effexport.serving.ray_deployment import ReplicaSettings, deploy_until_stopped
+    from effexport.serving.served_model import VERSION
 
+    address = given.get("address")
     console = stderr_console()
 
     def on_ready(url: str, name: str) -> None:
+        end = "it stays there; end it with Ray's own: serve shutdown" if address else "stop with Ctrl-C"
+        console.print(f"serving {name} at {url} on Ray; {end}", markup=False, soft_wrap=True)
         if as_json:
-            print_json({"url": url, "model": name, "version": "1", "ready": True})
-        console.print(f"serving {name} at {url} on Ray; stop with Ctrl-C", markup=False, soft_wrap=True)
+            print_json({"url": url, "model": name, "version": VERSION, "ready": True})
 
     deploy_until_stopped(target, ReplicaSettings.from_options(given, target.runtime), host, port, on_ready)
-    console.print("stopped", markup=False)
+    if not address:
+        console.print("stopped", markup=False)
 
 
 def ready_line(model: ServedModel, url: str) -> str:

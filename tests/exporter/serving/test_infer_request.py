@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effexport.artifact import Artifact
 from effexport.serving.errors import RequestError
 from effexport.serving.infer_request import InferRequest, request_from_body
 from effexport.serving.infer_response import answer_from_outputs
@@ -224,9 +223,8 @@ def test_outputs_that_json_cannot_hold_are_an_error_and_no_null(signature: Signa
         answer_from_outputs(request, {"last_hidden_state": np.full((1, 4, 32), np.nan, np.float32)}, "m", "1")
 
 
-@pytest.mark.requires("torch", "onnx", "ort")
-def test_an_artifact_without_a_limit_of_length_gets_one(built: Callable[..., Artifact]) -> None:
-    spec = built("linear", "attention").spec
+def test_a_model_without_a_limit_of_length_gets_one(small_spec: Callable[..., BuildSpec]) -> None:
+    spec = small_spec("linear", "attention")
     assert spec.max_seq_len is None
     assert signature_from_spec(spec, ServingSettings()).max_sizes["seq"] == 16384
     assert signature_from_spec(spec, ServingSettings(max_seq_len=20_000)).max_sizes["seq"] == 20_000

@@ -187,7 +187,9 @@ def test_a_body_that_dawdles_is_refused_and_others_are_not_held_up(artifact: Art
         slow = await Connection.open(port)
         slow.writer.write(right_request()[:-10])
         quick = await exchange_once(port, right_request())
-        return quick, await asyncio.wait_for(slow.read_reply(), 20)
+        refused = await asyncio.wait_for(slow.read_reply(), 20)
+        await slow.close()
+        return quick, refused
 
     with running_server(artifact.path, folder, "--name", "small", "--timeout", "0.5") as server:
         quick, slow = asyncio.run(scenario(server.port))
