@@ -123,9 +123,9 @@ async def throughput(bench: Bench) -> dict[str, Any]:
         sizes_seen += sizes
         print(
             f"  server {outcome.per_s:6.1f}/s, runner in a loop {loop_rate:6.1f}/s at the same batch sizes, "
-            f"ratio {ratios[-1]:.2f}; CPU of a request {server_cpu * 1e3:.1f} and {loop_cpu_s / rows * 1e3:.1f} ms, ratio "
-            f"{cpu_ratios[-1]:.2f}; wrong {outcome.wrong}, lost {outcome.lost}, statuses {dict(outcome.statuses)}; "
-            f"{client_share(outcome)}"
+            f"ratio {ratios[-1]:.2f}; CPU of a request {server_cpu * 1e3:.1f} and {loop_cpu_s / rows * 1e3:.1f} ms, "
+            f"ratio {cpu_ratios[-1]:.2f}; wrong {outcome.wrong}, lost {outcome.lost}, statuses "
+            f"{dict(outcome.statuses)}; {client_share(outcome)}"
         )
     mean = sum(size * count for size, count in sizes_seen.items()) / sum(sizes_seen.values())
     ratio = statistics.median(ratios)
