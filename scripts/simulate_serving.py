@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Predicts what `effexport serve` does under load, and compares that with what it did.
 
-The durations of runs are measured for every batch size; tests/serving_simulation.py, a simulation of queue and
-batching, draws from them. Simulation and server then get the same arrivals, and both are printed. Last comes the plan:
-how many replicas some numbers of users need.
+The durations of runs are measured for every batch size, before and after each load. tests/serving_simulation.py, a
+simulation of queue and batching, draws from them. Simulation and server get the same arrivals, and both are printed.
+Last comes the plan: how many replicas some numbers of users need.
 
     .venv/bin/python scripts/simulate_serving.py --artifact artifacts/lsh --seq-len 512
     .venv/bin/python scripts/simulate_serving.py --variant linear --seconds 30 --users 100,1000,10000 --limit-ms 500
@@ -18,7 +18,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -99,16 +100,25 @@ def overhead_of(server: ServerProcess, sample: Sample) -> float:
     return (wall_s - (server.metric("effexport_compute_seconds_sum") - before)) / 30
 
 
-def compare(server: ServerProcess, samples: Sequence[Sample], curve: Curve, overhead_s: float, seconds: float) -> None:
-    capacity = rate_of(curve)
+def compare(
+    server: ServerProcess,
+    samples: Sequence[Sample],
+    measure: Callable[[], dict[int, list[float]]],
+    overhead_s: float,
+    seconds: float,
+) -> None:
+    """measure: durations of runs as they are now; they drift with whatever else the machine does."""
+    curve = measure()
     columns = f"{'p50':>9} {'p90':>9} {'p99':>9} {'refused':>8} {'batch':>6}"
     print(f"\n{'load':>5} {'offered':>9} {'':>10} {'answered':>10} {columns}")
     for load in LOADS:
+        capacity = rate_of(curve)
         times = poisson_times(load * capacity, seconds)
-        predicted = prediction(times, curve, overhead_s)
         before = server.batch_sizes()
         real = asyncio.run(open_loop(server.port, samples, times))
         sizes = server.batch_sizes() - before
+        curve, earlier = measure(), curve
+        predicted = prediction(times, {rows: earlier[rows] + curve[rows] for rows in curve}, overhead_s)
         mean = sum(rows * count for rows, count in sizes.items()) / sum(sizes.values())
         lines = (
             ("simulation", predicted.per_s, predicted.percentile_ms, predicted.refused, predicted.mean_batch),
@@ -162,7 +172,8 @@ def main() -> None:
             with running_server(path, folder, "--max-batch", str(arguments.max_batch)) as server:
                 overhead_s = overhead_of(server, samples[0])
                 print(f"a lone request takes {1e3 * overhead_s:.1f} ms beside its run")
-                compare(server, samples, curve, overhead_s, arguments.seconds)
+                measure = partial(measured_curve, runner, arguments.seq_len, arguments.max_batch, arguments.rounds)
+                compare(server, samples, measure, overhead_s, arguments.seconds)
         users = [int(count) for count in arguments.users.split(",")]
         plan(curve, overhead_s, users, arguments.every_s, arguments.limit_ms)
 
