@@ -36,7 +36,7 @@ from effexport.artifact import open_artifact  # noqa: E402
 from effexport.runners.ort import OrtRunner  # noqa: E402
 
 LOADS = (0.25, 0.5, 0.8, 1.5)
-QUEUE_SIZE = 128
+QUEUE_SIZE = 64
 Curve = Mapping[int, Sequence[float]]
 
 

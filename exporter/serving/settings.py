@@ -28,7 +28,7 @@ class ServingSettings:
 
     max_batch: int = 8
     batch_delay_ms: float = 0.0
-    queue_size: int = 128
+    queue_size: int = 64
     max_request_bytes: int = 64 << 20
     max_seq_len: int | None = None
     timeout_s: float = 30.0
