@@ -135,7 +135,7 @@ can_have_tensorrt() { [[ "$(uname -sm)" == "Linux x86_64" ]]; }
 
 # tested_extras: what the tests are run with; TensorRT-RTX, which builds engines without a GPU, where it can be had.
 tested_extras() {
-  if can_have_tensorrt; then printf '%s\n' cpu,test,dev,sweep,rtx; else printf '%s\n' cpu,test,dev,sweep; fi
+  if can_have_tensorrt; then printf '%s\n' cpu,test,dev,sweep,serve-ray,rtx; else printf '%s\n' cpu,test,dev,sweep,serve-ray; fi
 }
 
 # conformance_stamp MAJOR: what .venv-tensorrt/MAJOR is made from, and where; tests/conftest.py compares it.
@@ -285,7 +285,7 @@ ensure_tested_triton() {
 
 # The parts that tests must find: all of them, those that a machine may lack where it has them; or what the user says.
 required_parts() {
-  local parts=torch,onnx,ort,transformers,native,ray
+  local parts=torch,onnx,ort,transformers,native,ray,serve,ray-serve
   if [[ -n "${EFFEXPORT_REQUIRE+set}" ]]; then
     printf '%s\n' "$EFFEXPORT_REQUIRE"
     return

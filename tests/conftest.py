@@ -184,6 +184,17 @@ PARTS: dict[str, Part] = {
     "transformers": Package("transformers", ("transformers",)),
     "native": KernelLibrary(),
     "ray": Package("ray", ("ray",)),
+    "serve": Packages(
+        (
+            Package("starlette", ("starlette",)),
+            Package("uvicorn", ("uvicorn",)),
+            Package("httptools", ("httptools",)),
+            Package("orjson", ("orjson",)),
+            Package("prometheus_client", ("prometheus-client",)),
+            Package("tritonclient", ("tritonclient",)),
+        )
+    ),
+    "ray-serve": Packages((Package("ray", ("ray",)), Package("fastapi", ("fastapi",)))),
     "nvcc": CudaCompiler(),
     "browser": Browser(),
     "tensorrt": TensorRTBindings(),

@@ -200,7 +200,7 @@ def required_parts(folder: Path, *, uname: str, variables: dict[str, str], brows
 
 
 def test_tensorrt_is_required_where_its_packages_exist(tmp_path: Path) -> None:
-    everywhere = "torch,onnx,ort,transformers,native,ray"
+    everywhere = "torch,onnx,ort,transformers,native,ray,serve,ray-serve"
     # its wheel asks for a C library that this machine may not have
     modern = subprocess.run(
         ["bash", "-c", f'source "{HERE.parent}/scripts/environment.sh"; can_have_triton'], check=False
@@ -214,7 +214,7 @@ def test_tensorrt_is_required_where_its_packages_exist(tmp_path: Path) -> None:
 
 def test_a_browser_is_required_where_there_is_one(tmp_path: Path) -> None:
     parts = required_parts(tmp_path, uname="Darwin arm64", variables={}, browser=True)
-    assert parts == "torch,onnx,ort,transformers,native,ray,browser"
+    assert parts == "torch,onnx,ort,transformers,native,ray,serve,ray-serve,browser"
 
 
 @pytest.mark.parametrize("name", ["chromium", "chromium-browser", "google-chrome"])

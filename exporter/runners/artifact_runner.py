@@ -33,8 +33,13 @@ def check_runtime(runtime: str, implementation: str) -> None:
         )
 
 
-def runner_from_artifact(artifact: Artifact, runtime: str = "ort", implementation: str = "auto") -> Runner:
-    """Raises UserError for a runtime that is unknown, missing, or has no engine in the artifact."""
+def runner_from_artifact(
+    artifact: Artifact, runtime: str = "ort", implementation: str = "auto", threads: int | None = None
+) -> Runner:
+    """threads: of ONNX Runtime; None lets it decide.
+
+    Raises UserError for a runtime that is unknown, missing, or has no engine in the artifact.
+    """
     check_runtime(runtime, implementation)
     limits = limits_from_spec(artifact.spec)
     if runtime in PRODUCTS:
@@ -45,5 +50,5 @@ def runner_from_artifact(artifact: Artifact, runtime: str = "ort", implementatio
         return TrtRunner(engine, limits=limits, onnx_sha256=model_digest(artifact.model_path))
     from effexport.runners.ort import OrtRunner
 
-    settings = OrtSettings(provider=ORT_RUNTIMES[runtime], implementation=implementation)
+    settings = OrtSettings(provider=ORT_RUNTIMES[runtime], implementation=implementation, threads=threads)
     return OrtRunner(artifact.model_path, settings, limits=limits)

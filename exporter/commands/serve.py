@@ -1,0 +1,204 @@
+"""`effexport serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from effexport.commands._options import (
+    ENGINE_HELP,
+    debug_option,
+    implementation_text,
+    json_option,
+    runtime_options,
+    stage_progress,
+    stderr_console,
+)
+from effexport.serving.settings import ServingSettings
+
+if TYPE_CHECKING:
+    from effexport.serving.served_model import ServedModel
+    from effexport.serving.target import ServingTarget
+
+DEFAULTS = ServingSettings()
+TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@click.command("serve")
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--name", help="The model's name in URLs.  [default: the name of the artifact's folder]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: every network.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
+@runtime_options(ENGINE_HELP)
+@click.option("--max-batch", type=int, default=DEFAULTS.max_batch, show_default=True, help="Rows of one run.")
+@click.option(
+    "--batch-delay-ms",
+    type=float,
+    default=DEFAULTS.batch_delay_ms,
+    show_default=True,
+    help="How long a run waits for more requests to join; 0: it takes what is there.",
+)
+@click.option(
+    "--queue-size",
+    type=int,
+    default=DEFAULTS.queue_size,
+    show_default=True,
+    help="Requests that may wait; more get 503.",
+)
+@click.option(
+    "--max-request-bytes",
+    type=int,
+    default=DEFAULTS.max_request_bytes,
+    show_default=True,
+    help="Largest body, compressed or not.",
+)
+@click.option("--max-seq-len", type=int, help="Longest sequence.  [default: the model's own limit, or 16384]")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=DEFAULTS.timeout_s,
+    show_default=True,
+    help="Seconds that a request may wait for the runner, and that its body may take to arrive.",
+)
+@click.option(
+    "--token",
+    envvar=TOKEN_VARIABLE,
+    help=f"Ask for Authorization: Bearer TOKEN everywhere but at /v2/health; better given in {TOKEN_VARIABLE}.",
+)
+@click.option(
+    "--ray", "on_ray", is_flag=True, help="Deploy on Ray Serve, with replicas that come and go with the load."
+)
+@click.option("--address", help="With --ray: the cluster to join.  [default: this machine]")
+@click.option("--min-replicas", type=int, help="With --ray.  [default: 1]")
+@click.option("--max-replicas", type=int, help="With --ray.  [default: 4]")
+@click.option("--replica-cpus", type=float, help="With --ray: CPUs of a replica.  [default: 1]")
+@click.option("--replica-gpus", type=float, help="With --ray: GPUs of a replica.  [default: 1 for runtimes on a GPU]")
+@json_option
+@debug_option
+def command(
+    artifact: Path,
+    name: str | None,
+    host: str,
+    port: int,
+    runtime: str,
+    implementation: str,
+    max_batch: int,
+    batch_delay_ms: float,
+    queue_size: int,
+    max_request_bytes: int,
+    max_seq_len: int | None,
+    timeout_s: float,
+    token: str | None,
+    on_ray: bool,
+    address: str | None,
+    min_replicas: int | None,
+    max_replicas: int | None,
+    replica_cpus: float | None,
+    replica_gpus: float | None,
+    as_json: bool,
+    debug: bool,
+) -> None:
+    """Serve an artifact over HTTP with the KServe V2 protocol, until SIGTERM or Ctrl-C.
+
+    Requests of equal length are joined into batches. A stop answers everything that was accepted. With --json, one
+    object on stdout says where the server is, as soon as it accepts requests.
+    """
+    from effexport.errors import UserError
+    from effexport.serving.target import ServingTarget
+
+    settings = ServingSettings(
+        max_batch=max_batch,
+        batch_delay_ms=batch_delay_ms,
+        queue_size=queue_size,
+        max_request_bytes=max_request_bytes,
+        max_seq_len=max_seq_len,
+        timeout_s=timeout_s,
+        token=token,
+    )
+    target = ServingTarget(artifact, name, runtime, implementation, settings)
+    replicas: dict[str, object] = {
+        "address": address,
+        "min_replicas": min_replicas,
+        "max_replicas": max_replicas,
+        "cpus": replica_cpus,
+        "gpus": replica_gpus,
+    }
+    given = {key: value for key, value in replicas.items() if value is not None}
+    if on_ray:
+        serve_on_ray(target, host, port, given, as_json)
+        return
+    if given:
+        option = next(iter(given)).replace("_", "-")
+        option = f"--replica-{option}" if option in ("cpus", "gpus") else f"--{option}"
+        raise UserError(f"{option} was given without --ray, and replicas are Ray's; add --ray, or leave it out")
+    serve_here(target, host, port, as_json)
+
+
+def serve_here(target: ServingTarget, host: str, port: int, as_json: bool) -> None:
+    """One model in this process."""
+    from effexport.serving.extras import require_serving
+
+    require_serving()
+    from effexport.cli import print_json
+    from effexport.serving.app import create_app
+    from effexport.serving.server import bound_socket, run_server, url_of
+
+    console = stderr_console()
+    bound = bound_socket(host, port)
+    try:
+        with stage_progress(console) as on_stage:
+            on_stage(f"loading {target.artifact} for {target.runtime}")
+            model = target.load()
+    except BaseException:
+        bound.close()
+        raise
+
+    def on_ready() -> None:
+        console.print(ready_line(model, url_of(bound)), markup=False, soft_wrap=True)
+        if host not in LOOPBACK and model.settings.token is None:
+            console.print(
+                f"warning: {host} is open to other machines and there is no token; set {TOKEN_VARIABLE}", markup=False
+            )
+        if as_json:
+            print_json({"url": url_of(bound), "model": model.name, "version": model.version, "ready": True})
+
+    run_server(create_app(model), bound, on_ready)
+    console.print("stopped: every accepted request was answered", markup=False)
+
+
+def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, object], as_json: bool) -> None:
+    """The same application on a cluster."""
+    from effexport.cli import print_json
+    from effexport.serving.extras import require_ray
+
+    require_ray()
+    from effexport.serving.ray_deployment import ReplicaSettings, deploy_until_stopped
+    from effexport.serving.served_model import VERSION
+
+    address = given.get("address")
+    console = stderr_console()
+
+    def on_ready(url: str, name: str) -> None:
+        end = "it stays there; end it with Ray's own: serve shutdown" if address else "stop with Ctrl-C"
+        console.print(f"serving {name} at {url} on Ray; {end}", markup=False, soft_wrap=True)
+        if as_json:
+            print_json({"url": url, "model": name, "version": VERSION, "ready": True})
+
+    deploy_until_stopped(target, ReplicaSettings.from_options(given, target.runtime), host, port, on_ready)
+    if not address:
+        console.print("stopped", markup=False)
+
+
+def ready_line(model: ServedModel, url: str) -> str:
+    settings = model.settings
+    joined = (
+        f"not joined, {model.why_not_joined}" if model.why_not_joined else f"joined up to {settings.max_batch} rows"
+    )
+    ran = implementation_text(model.implementation, verb="runs as")
+    return (
+        f"serving {model.name} at {url} (requests are {joined}; {settings.queue_size} may wait{ran}); stop with Ctrl-C"
+    )

@@ -1,0 +1,1 @@
+"""Serving an artifact over HTTP: the KServe V2 protocol, batching, limits, metrics."""

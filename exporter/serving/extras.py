@@ -1,0 +1,32 @@
+"""Whether the optional packages are there."""
+
+from __future__ import annotations
+
+import importlib
+
+from effexport.errors import MissingExtraError
+
+
+def require_serving() -> None:
+    """Raises MissingExtraError."""
+    for module, package in (
+        ("starlette", "starlette"),
+        ("uvicorn", "uvicorn"),
+        ("httptools", "httptools"),
+        ("orjson", "orjson"),
+        ("prometheus_client", "prometheus-client"),
+    ):
+        _require(module, package, "serve")
+
+
+def require_ray() -> None:
+    """Raises MissingExtraError."""
+    require_serving()
+    _require("ray.serve", "ray[serve]", "serve-ray")
+
+
+def _require(module: str, package: str, extra: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(package, extra) from error

@@ -1,0 +1,152 @@
+"""The server of one machine: uvicorn, with a limit for slow headers, and a stop that loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from effexport.errors import UserError
+from effexport.serving.app import Service
+
+# How long a client may take for the head of a request.
+HEADER_TIMEOUT_S = 10.0
+# Connections that were quiet for so long may be closed when the server stops: no request is on its way.
+DRAIN_S = 0.3
+BACKLOG = 1024
+_SLOW_HEADERS_BODY = f'{{"error":"the head of the request did not arrive within {HEADER_TIMEOUT_S:g} s"}}'.encode()
+_SLOW_HEADERS = (
+    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%s" % (len(_SLOW_HEADERS_BODY), _SLOW_HEADERS_BODY)
+)
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's protocol, which alone would wait for the end of a request's head for ever."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._start_head_timer()
+
+    def on_headers_complete(self) -> None:
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._give_up)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(_SLOW_HEADERS)
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """Calls on_ready when it accepts requests. SIGTERM and SIGINT end it when all accepted requests are answered."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service = service
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """No new connections; every answer closes its own; what is on its way over open ones still arrives."""
+        self._service.draining = True
+        for server in self.servers:
+            server.close()
+        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+        for connection in self.server_state.connections:
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and not cycle.response_complete:
+                cycle.keep_alive = False
+        await asyncio.sleep(DRAIN_S)
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's own, does not raise the signal again at the end: a stop that was asked for is a success."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._handle_signal) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        self.handle_exit(number, frame)
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that nobody can connect to before the server listens. Port 0: a free one.
+
+    Raises UserError for an address that is not of this machine, or a port that is taken.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host is {host!r}, which is no address: {error}; expected a name or an address") from error
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # fails for a port that another server listens on; this one listens when its model is ready
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise UserError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port, or stop what uses it"
+        ) from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """With the port that was found, and brackets around an address of IPv6."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT. The application's lifespan closes the model."""
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="on",
+        backlog=BACKLOG,
+        access_log=False,
+        log_level="error",
+        server_header=False,
+        timeout_keep_alive=75,
+    )
+    Server(config, app.state.service, on_ready).run(sockets=[bound])

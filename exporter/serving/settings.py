@@ -1,0 +1,53 @@
+"""How an artifact is served: limits, batching, waiting. Every default is here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from effexport.errors import UserError
+
+# Longest sequence of a model that has no limit of its own, unless --max-seq-len says otherwise.
+DEFAULT_MAX_SEQ_LEN = 16384
+# How many bodies of the largest size may be in memory at once, complete or not.
+BODIES_IN_MEMORY = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSettings:
+    """What the server accepts, and how long it waits for what.
+
+    max_batch: rows of one run, and so of one request; requests are joined up to it.
+    batch_delay_ms: how long a run waits for more requests to join; 0: what is there when the runner is free.
+    queue_size: requests that wait for the runner; one more is answered with 503.
+    max_request_bytes: of a body, compressed or not.
+    max_seq_len: longest sequence; None: the model's own limit, or DEFAULT_MAX_SEQ_LEN where it has none.
+    timeout_s: how long a request may wait for the runner, and how long its body may take to arrive.
+    token: what `Authorization: Bearer` must carry; None: no authorization.
+    """
+
+    max_batch: int = 8
+    batch_delay_ms: float = 0.0
+    queue_size: int = 64
+    max_request_bytes: int = 64 << 20
+    max_seq_len: int | None = None
+    timeout_s: float = 30.0
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "queue_size", "max_request_bytes", "max_seq_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+        for name, low in (("batch_delay_ms", 0.0), ("timeout_s", 1e-3)):
+            value = getattr(self, name)
+            if not (low <= value < math.inf):
+                option = "--timeout" if name == "timeout_s" else "--batch-delay-ms"
+                raise UserError(f"{option} is {value:g}; expected a number of at least {low:g}")
+        if self.token is not None and (not self.token or not self.token.isascii() or not self.token.isprintable()):
+            raise UserError("the token is empty or has characters that no HTTP header carries; expected visible ASCII")
+
+    @property
+    def max_bytes_in_memory(self) -> int:
+        """Of all bodies together."""
+        return BODIES_IN_MEMORY * self.max_request_bytes

@@ -1,0 +1,314 @@
+#!/usr/bin/env python3
+"""Measures `effexport serve` on this machine: speed beside the runner, latency, overload, malformed requests, stopping.
+
+The server runs in a process of its own; the load comes from this one, over 127.0.0.1, and its share of the machine is
+printed. The runner in a loop takes turns with the server, at the batch sizes that the server ran. docs/scale.md shows
+what it printed; scripts/simulate_serving.py compares that with a simulation.
+
+    .venv/bin/python scripts/bench_serve.py                                    # all of it, about five minutes
+    .venv/bin/python scripts/bench_serve.py --variant linear --only throughput,latency
+    .venv/bin/python scripts/bench_serve.py --artifact artifacts/lsh --seq-len 512 --json serve.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests")]
+
+from serving_fuzz import malformed_requests  # noqa: E402
+from serving_load import (  # noqa: E402
+    Outcome,
+    Sample,
+    ServerProcess,
+    binary_request,
+    closed_loop,
+    even_times,
+    exchange_once,
+    open_loop,
+    poisson_times,
+    running_server,
+    stop_under_load,
+)
+
+import effexport  # noqa: E402
+from effexport.artifact import open_artifact  # noqa: E402
+from effexport.runners.ort import OrtRunner  # noqa: E402
+from effexport.spec import BuildSpec, build_spec_from_options  # noqa: E402
+from effexport.tolerances import arithmetic_limit  # noqa: E402
+
+PHASES = ("throughput", "latency", "many", "overload", "malformed", "stop")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all phases share."""
+
+    server: ServerProcess
+    runner: OrtRunner
+    samples: Sequence[Sample]
+    seq_len: int
+    arguments: argparse.Namespace
+
+    def feeds(self, rows: int) -> dict[str, np.ndarray]:
+        return {"input_ids": np.random.default_rng(rows).integers(2, 250, (rows, self.seq_len))}
+
+
+def make_samples(model: str, runner: OrtRunner, spec: BuildSpec, seq_len: int, count: int) -> list[Sample]:
+    """Requests of one row, with what the runner answers to each alone. Rows that were joined may differ by rounding."""
+    limit = arithmetic_limit(spec).value
+    samples = []
+    for seed in range(count):
+        feeds = {"input_ids": np.random.default_rng(1000 + seed).integers(2, 250, (1, seq_len))}
+        right = next(iter(runner.run(feeds).values()))
+        scale = float(np.sqrt(np.mean(np.square(right, dtype=np.float64))))
+        samples.append(Sample(binary_request(model, feeds), right.tobytes(), limit * scale))
+    return samples
+
+
+def client_share(outcome: Outcome) -> str:
+    share = outcome.client_cpu_s / outcome.wall_s / (os.cpu_count() or 1)
+    return f"client {100 * share:.0f} % of the machine"
+
+
+def runner_loop(bench: Bench, sizes: Counter[int]) -> tuple[float, float]:
+    """Seconds, and CPU seconds, that the runner alone takes for runs of these sizes, one after the other."""
+    total = total_cpu = 0.0
+    for rows, count in sizes.items():
+        feeds = bench.feeds(rows)
+        bench.runner.run(feeds)
+        times = []
+        cpu = time.process_time()
+        # every size in proportion, and often enough for a mean that holds
+        for _ in range(max(3, min(count, 40))):
+            started = time.perf_counter()
+            bench.runner.run(feeds)
+            times.append(time.perf_counter() - started)
+        total += statistics.fmean(times) * count
+        total_cpu += (time.process_time() - cpu) / len(times) * count
+    return total, total_cpu
+
+
+async def throughput(bench: Bench) -> dict[str, Any]:
+    """Rounds of: the server under load, then the runner in a loop over the batch sizes that the server ran."""
+    ratios, rates, loops, cpu_ratios, sizes_seen = [], [], [], [], Counter()
+    for _ in range(bench.arguments.rounds):
+        before, cpu = bench.server.batch_sizes(), bench.server.cpu_s
+        outcome = await closed_loop(bench.server.port, bench.samples, bench.arguments.clients, bench.arguments.requests)
+        sizes = bench.server.batch_sizes() - before
+        rows = sum(size * count for size, count in sizes.items())
+        server_cpu = (bench.server.cpu_s - cpu) / rows
+        loop_s, loop_cpu_s = runner_loop(bench, sizes)
+        loop_rate = rows / loop_s
+        cpu_ratios.append(loop_cpu_s / rows / server_cpu)
+        ratios.append(outcome.per_s / loop_rate)
+        rates.append(outcome.per_s)
+        loops.append(loop_rate)
+        sizes_seen += sizes
+        print(
+            f"  server {outcome.per_s:6.1f}/s, runner in a loop {loop_rate:6.1f}/s at the same batch sizes, "
+            f"ratio {ratios[-1]:.2f}; CPU of a request {server_cpu * 1e3:.1f} and {loop_cpu_s / rows * 1e3:.1f} ms, "
+            f"ratio {cpu_ratios[-1]:.2f}; wrong {outcome.wrong}, lost {outcome.lost}, statuses "
+            f"{dict(outcome.statuses)}; {client_share(outcome)}"
+        )
+    mean = sum(size * count for size, count in sizes_seen.items()) / sum(sizes_seen.values())
+    ratio = statistics.median(ratios)
+    sizes_text = dict(sorted(sizes_seen.items()))
+    cpu_text = f"by CPU time, which other work on the machine disturbs less, {statistics.median(cpu_ratios):.2f}"
+    print(f"  median ratio {ratio:.2f} (at least 0.85 wanted); {cpu_text}; mean batch {mean:.1f}, sizes {sizes_text}")
+    return {
+        "ratio": ratio,
+        "ratios": ratios,
+        "cpu_ratios": cpu_ratios,
+        "server_per_s": rates,
+        "loop_per_s": loops,
+        "batch_sizes": sizes_seen,
+    }
+
+
+async def capacity_of(bench: Bench) -> float:
+    """Requests per second of a busy server."""
+    outcome = await closed_loop(bench.server.port, bench.samples, bench.arguments.clients, bench.arguments.requests)
+    return outcome.per_s
+
+
+async def latency(bench: Bench) -> dict[str, Any]:
+    """Open loops at half of the capacity: requests come at their times, whether earlier ones are answered or not."""
+    capacity = await capacity_of(bench)
+    result: dict[str, Any] = {"capacity_per_s": capacity}
+    for name, times in (("steady", even_times), ("poisson", poisson_times)):
+        outcome = await open_loop(bench.server.port, bench.samples, times(capacity / 2, bench.arguments.seconds))
+        p50, p99 = outcome.percentile_ms(0.5), outcome.percentile_ms(0.99)
+        print(
+            f"  {name} arrivals at {capacity / 2:.1f}/s: median {p50:.1f} ms, p90 {outcome.percentile_ms(0.9):.1f} ms, "
+            f"p99 {p99:.1f} ms, p99 / median {p99 / p50:.2f}; {len(outcome.latencies_s)} requests, "
+            f"wrong {outcome.wrong}, lost {outcome.lost}; {client_share(outcome)}"
+        )
+        result[name] = {"p50_ms": p50, "p99_ms": p99, "ratio": p99 / p50, "wrong": outcome.wrong, "lost": outcome.lost}
+    print(f"  p99 / median with steady arrivals: {result['steady']['ratio']:.2f} (at most 3 wanted)")
+    return result
+
+
+async def many(bench: Bench) -> dict[str, Any]:
+    """10,000 requests of 64 clients, every output compared."""
+    count = bench.arguments.many
+    outcome = await closed_loop(bench.server.port, bench.samples, 64, count)
+    print(
+        f"  {count} requests of 64 clients in {outcome.wall_s:.0f} s: {dict(outcome.statuses)}, wrong {outcome.wrong}, "
+        f"lost {outcome.lost}; {outcome.per_s:.1f}/s; RSS {bench.server.rss_bytes / MIB:.0f} MiB; "
+        f"{client_share(outcome)}"
+    )
+    return {"statuses": outcome.statuses, "wrong": outcome.wrong, "lost": outcome.lost, "wall_s": outcome.wall_s}
+
+
+async def overload(bench: Bench) -> dict[str, Any]:
+    """Twice the capacity for a minute; then how soon a lone request is answered as quickly as before."""
+    capacity = await capacity_of(bench)
+    quiet = [await lone_latency(bench) for _ in range(20)]
+    typical = statistics.median(quiet)
+    before = bench.server.rss_bytes
+    highest = [before]
+    watcher = asyncio.create_task(watch_memory(bench.server, highest))
+    times = even_times(2 * capacity, bench.arguments.overload_seconds)
+    outcome = await open_loop(bench.server.port, bench.samples, times)
+    ended = time.perf_counter()
+    watcher.cancel()
+    # open_loop waited for the last answers: what was in the queue is part of the recovery
+    backlog_s = outcome.wall_s - times[-1]
+    while await lone_latency(bench) > 2 * typical and time.perf_counter() - ended < 30:
+        pass
+    recovered = backlog_s + time.perf_counter() - ended
+    statuses = dict(outcome.statuses)
+    print(
+        f"  {2 * capacity:.0f}/s for {outcome.wall_s:.0f} s: {statuses}, wrong {outcome.wrong}, lost {outcome.lost}, "
+        f"503 with Retry-After {outcome.retry_after}; answered {outcome.per_s:.1f}/s of {capacity:.1f}/s; "
+        f"{client_share(outcome)}\n"
+        f"  RSS before {before / MIB:.0f} MiB, highest {max(highest) / MIB:.0f} MiB, after "
+        f"{bench.server.rss_bytes / MIB:.0f} MiB; a lone request takes {typical * 1e3:.1f} ms, and at most twice that "
+        f"again {recovered:.2f} s after the last arrival (at most 2 s wanted)"
+    )
+    return {"statuses": statuses, "wrong": outcome.wrong, "lost": outcome.lost, "recovered_s": recovered,
+            "rss_before": before, "rss_highest": max(highest), "capacity_per_s": capacity}  # fmt: skip
+
+
+async def lone_latency(bench: Bench) -> float:
+    started = time.perf_counter()
+    reply = await exchange_once(bench.server.port, bench.samples[0].request)
+    return time.perf_counter() - started if reply.status == 200 else float("inf")
+
+
+async def watch_memory(server: ServerProcess, seen: list[int]) -> None:
+    while True:
+        seen.append(server.rss_bytes)
+        await asyncio.sleep(0.2)
+
+
+async def malformed(bench: Bench) -> dict[str, Any]:
+    """500 requests that no server should take; the first 100 warm up what is allocated once."""
+    requests = malformed_requests(bench.server.model, 500)
+    statuses: Counter[int] = Counter()
+    unanswered = 0
+    rss = files = 0
+    for number, (_, request) in enumerate(requests[:100] + requests):
+        if number == 100:
+            rss, files = bench.server.rss_bytes, bench.server.open_files
+            statuses.clear()
+        try:
+            statuses[(await exchange_once(bench.server.port, request)).status] += 1
+        except (OSError, EOFError, TimeoutError):
+            unanswered += 1
+    right = await closed_loop(bench.server.port, bench.samples, 1, 1)
+    print(
+        f"  500 malformed requests: {dict(sorted(statuses.items()))}, without an answer {unanswered}; RSS "
+        f"{rss / MIB:.1f} → {bench.server.rss_bytes / MIB:.1f} MiB, open files {files} → {bench.server.open_files}; "
+        f"a right request after them: {dict(right.statuses)}, wrong {right.wrong}"
+    )
+    return {"statuses": statuses, "unanswered": unanswered}
+
+
+async def stop(bench: Bench) -> dict[str, Any]:
+    """SIGTERM while 32 clients send without a pause."""
+    stopped = await stop_under_load(bench.server, bench.samples, 32, 3.0)
+    print(
+        f"  SIGTERM under load: {dict(stopped.outcome.statuses)}, wrong {stopped.outcome.wrong}, accepted and lost "
+        f"{stopped.outcome.lost}, sent later and not accepted {stopped.refused_later}; "
+        f"exit status {stopped.exit_status}"
+    )
+    return {"statuses": stopped.outcome.statuses, "lost": stopped.outcome.lost, "exit_status": stopped.exit_status}
+
+
+def artifact_of(arguments: argparse.Namespace, folder: Path) -> Path:
+    if arguments.artifact is not None:
+        return Path(arguments.artifact)
+    from effexport.artifact_from_spec import artifact_from_spec
+
+    print(f"building the default {arguments.variant} encoder", flush=True)
+    spec = build_spec_from_options({"variant": arguments.variant, "seq_len": max(1024, arguments.seq_len)}, None)
+    return artifact_from_spec(spec, folder / arguments.variant)[0].path
+
+
+async def run(bench: Bench, phases: Sequence[str]) -> dict[str, Any]:
+    results = {}
+    for phase in (phase for phase in PHASES if phase in phases):
+        action = {"throughput": throughput, "latency": latency, "many": many, "overload": overload,
+                  "malformed": malformed, "stop": stop}[phase]  # fmt: skip
+        print(f"{phase}: {(action.__doc__ or '').strip().splitlines()[0]}", flush=True)
+        results[phase] = await action(bench)
+    return results
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--artifact", help="default: a default encoder is built")
+    parser.add_argument("--variant", default="nystrom")
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--max-batch", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=16, help="of the closed loops that measure throughput")
+    parser.add_argument("--requests", type=int, default=400, help="of one round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each latency measurement")
+    parser.add_argument("--many", type=int, default=10_000)
+    parser.add_argument("--overload-seconds", type=float, default=60.0)
+    parser.add_argument("--only", default=",".join(PHASES), help="phases, separated by commas")
+    parser.add_argument("--json", type=Path, help="write the numbers here too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    phases = arguments.only.split(",")
+    if set(phases) - set(PHASES):
+        raise SystemExit(f"--only is {arguments.only!r}; expected some of: {', '.join(PHASES)}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        path = artifact_of(arguments, folder)
+        with effexport.load(path) as runner:
+            spec = open_artifact(path).spec
+            load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+            print(f"{path.name}: {spec.title}, seq {arguments.seq_len}, {os.cpu_count()} cores, load average {load}")
+            with running_server(path, folder, "--max-batch", str(arguments.max_batch)) as server:
+                samples = make_samples(server.model, runner, spec, arguments.seq_len, 32)
+                bench = Bench(server, runner, samples, arguments.seq_len, arguments)
+                results = asyncio.run(run(bench, phases))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What the tests of serving share: an artifact that is served in a process of its own, and a client of the field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_load import Sample, ServerProcess, binary_request, running_server
+
+from effexport.artifact import Artifact
+
+
+@pytest.fixture(scope="module")
+def artifact(built: Callable[..., Artifact]) -> Artifact:
+    """A small encoder of at most 64 tokens, whose samples do not depend on each other."""
+    return built("linear")
+
+
+@pytest.fixture(scope="module")
+def server(artifact: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with running_server(artifact.path, tmp_path_factory.mktemp("server"), "--name", "small") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(artifact: Artifact) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """feeds → what the runner itself answers."""
+    import effexport
+
+    with effexport.load(artifact.path) as runner:
+        yield runner.run
+
+
+def token_ids(rows: int, seq_len: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(2, 250, (rows, seq_len))
+
+
+@pytest.fixture(scope="module")
+def samples(expected: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Sample]:
+    """Requests of three lengths for the model "small", with their right answers."""
+    made = []
+    for seed in range(24):
+        feeds = {"input_ids": token_ids(1, (16, 40, 64)[seed % 3], seed)}
+        right = expected(feeds)["last_hidden_state"]
+        # rounding of float32 in sums over 32 channels; the rows of a joined run may be summed in another order
+        made.append(Sample(binary_request("small", feeds), right.tobytes(), 1e-5))
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path

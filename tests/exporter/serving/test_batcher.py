@@ -1,0 +1,267 @@
+"""Joining, waiting, refusing and stopping, with a runner that tests hold in their hands."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from effexport.errors import RuntimeFailedError, UserError
+from effexport.serving.batcher import Batcher, Job
+from effexport.serving.errors import RequestError
+from effexport.serving.joining import joined_feeds, split_outputs, why_not_joined
+from effexport.serving.metrics import Metrics
+from effexport.serving.settings import ServingSettings
+from effexport.spec import BuildSpec
+
+pytestmark = pytest.mark.requires("serve")
+
+
+class HeldRunner:
+    """Doubles its input, when it is let; remembers what it ran."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.let = threading.Event()
+        self.entered = threading.Event()
+        self.error: Callable[[Any], Exception | None] = lambda x: None
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        self.entered.set()
+        assert self.let.wait(30)
+        self.shapes.append(feeds["x"].shape)
+        error = self.error(feeds["x"])
+        if error is not None:
+            raise error
+        return {"y": feeds["x"] * 2}
+
+
+@pytest.fixture
+def runner() -> HeldRunner:
+    return HeldRunner()
+
+
+@pytest.fixture
+def batcher(runner: HeldRunner) -> Iterator[Callable[..., Batcher]]:
+    """(joins, **settings) → a batcher, closed at the end."""
+    made: list[Batcher] = []
+
+    def make(joins: bool = True, **settings: Any) -> Batcher:
+        made.append(Batcher(runner.run, ServingSettings(**settings), Metrics("m"), joins=joins))
+        return made[-1]
+
+    yield make
+    runner.let.set()
+    for one in made:
+        one.close()
+
+
+def job(batcher: Batcher, value: int, length: int = 3, rows: int = 1, timeout_s: float = 30.0) -> Job:
+    return batcher.submit({"x": np.full((rows, length), value)}, rows, timeout_s)
+
+
+async def held(batcher: Batcher, runner: HeldRunner) -> Job:
+    """A first job that occupies the runner, so that all others wait."""
+    first = job(batcher, 0)
+    await asyncio.to_thread(runner.entered.wait, 30)
+    return first
+
+
+def run(scenario: Awaitable[None]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(scenario, 30)
+
+    asyncio.run(limited())
+
+
+def test_requests_that_wait_share_a_run_up_to_the_largest_batch(
+    batcher: Callable[..., Batcher], runner: HeldRunner
+) -> None:
+    async def scenario() -> None:
+        queue = batcher(max_batch=4)
+        jobs = [await held(queue, runner), *(job(queue, value) for value in range(1, 7))]
+        runner.let.set()
+        for value, one in enumerate(jobs):
+            assert (await one.answer)["y"].tolist() == [[2 * value] * 3]
+
+    run(scenario())
+    assert runner.shapes == [(1, 3), (4, 3), (2, 3)]
+
+
+def test_other_lengths_do_not_join_and_do_not_starve(batcher: Callable[..., Batcher], runner: HeldRunner) -> None:
+    async def scenario() -> None:
+        queue = batcher(max_batch=8)
+        jobs = [await held(queue, runner), *(job(queue, 1, length) for length in (5, 3, 5, 4, 3))]
+        runner.let.set()
+        await asyncio.gather(*(one.answer for one in jobs))
+
+    run(scenario())
+    assert runner.shapes == [(1, 3), (2, 5), (2, 3), (1, 4)]
+
+
+def test_rows_of_a_request_stay_together(batcher: Callable[..., Batcher], runner: HeldRunner) -> None:
+    async def scenario() -> None:
+        queue = batcher(max_batch=4)
+        jobs = [await held(queue, runner), job(queue, 1, rows=3), job(queue, 2, rows=2), job(queue, 3)]
+        runner.let.set()
+        answers = [await one.answer for one in jobs]
+        assert [answer["y"].shape[0] for answer in answers] == [1, 3, 2, 1]
+        assert [int(answer["y"][0, 0]) for answer in answers] == [0, 2, 4, 6]
+
+    run(scenario())
+    assert runner.shapes == [(1, 3), (4, 3), (2, 3)]
+
+
+def test_a_model_whose_samples_depend_on_each_other_runs_every_request_alone(
+    batcher: Callable[..., Batcher], runner: HeldRunner
+) -> None:
+    async def scenario() -> None:
+        queue = batcher(joins=False, batch_delay_ms=1000.0)
+        jobs = [await held(queue, runner), job(queue, 1), job(queue, 2)]
+        runner.let.set()
+        await asyncio.gather(*(one.answer for one in jobs))
+
+    run(scenario())
+    assert runner.shapes == [(1, 3)] * 3
+
+
+def test_a_lone_request_is_run_at_once(batcher: Callable[..., Batcher], runner: HeldRunner) -> None:
+    async def scenario() -> None:
+        one = job(batcher(max_batch=8), 1)
+        assert await asyncio.to_thread(runner.entered.wait, 30)
+        runner.let.set()
+        await one.answer
+
+    run(scenario())
+
+
+def test_a_delay_waits_for_others_and_ends_when_the_batch_is_full(
+    batcher: Callable[..., Batcher], runner: HeldRunner
+) -> None:
+    async def scenario() -> None:
+        runner.let.set()
+        # the delay is longer than the limit of this test: only a full batch ends it
+        queue = batcher(max_batch=2, batch_delay_ms=60_000.0)
+        jobs = [job(queue, 1), job(queue, 2)]
+        await asyncio.gather(*(one.answer for one in jobs))
+
+    run(scenario())
+    assert runner.shapes == [(2, 3)]
+
+
+def test_one_more_than_the_queue_holds_is_refused(batcher: Callable[..., Batcher], runner: HeldRunner) -> None:
+    async def scenario() -> None:
+        queue = batcher(queue_size=2)
+        jobs = [await held(queue, runner), job(queue, 1), job(queue, 2)]
+        with pytest.raises(RequestError, match="2 requests are waiting") as refused:
+            job(queue, 3)
+        assert refused.value.kind.status == 503
+        assert queue.retry_after_s >= 1
+        runner.let.set()
+        await asyncio.gather(*(one.answer for one in jobs))
+
+    run(scenario())
+
+
+def test_a_request_that_nobody_waits_for_is_not_run(batcher: Callable[..., Batcher], runner: HeldRunner) -> None:
+    async def scenario() -> None:
+        queue = batcher()
+        first, second = await held(queue, runner), job(queue, 1)
+        second.answer.cancel()
+        runner.let.set()
+        await first.answer
+        assert (await job(queue, 2).answer)["y"][0, 0] == 4
+
+    run(scenario())
+    assert len(runner.shapes) == 2
+
+
+def test_a_request_that_waited_too_long_is_refused_and_not_run(
+    batcher: Callable[..., Batcher], runner: HeldRunner
+) -> None:
+    async def scenario() -> None:
+        queue = batcher()
+        first, late = await held(queue, runner), job(queue, 1, timeout_s=0.001)
+        await asyncio.sleep(0.05)
+        runner.let.set()
+        await first.answer
+        with pytest.raises(RequestError, match="waited too long") as refused:
+            await late.answer
+        assert refused.value.kind.status == 503
+
+    run(scenario())
+    assert len(runner.shapes) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(UserError("outside of the profile"), 400), (RuntimeFailedError("no memory"), 500), (ValueError("a bug"), 500)],
+)
+def test_a_run_that_fails_harms_only_the_request_that_makes_it_fail(
+    batcher: Callable[..., Batcher], runner: HeldRunner, error: Exception, status: int
+) -> None:
+    runner.error = lambda x: error if (x == 2).any() else None
+
+    async def scenario() -> None:
+        queue = batcher()
+        jobs = [await held(queue, runner), *(job(queue, value) for value in (1, 2, 3))]
+        runner.let.set()
+        answers = await asyncio.gather(*(one.answer for one in jobs), return_exceptions=True)
+        assert [int(answer["y"][0, 0]) for answer in answers if isinstance(answer, dict)] == [0, 2, 6]
+        (refused,) = (answer for answer in answers if isinstance(answer, RequestError))
+        assert refused.kind.status == status
+        assert (await job(queue, 4).answer)["y"][0, 0] == 8
+
+    run(scenario())
+
+
+def test_closing_runs_what_was_accepted_and_accepts_nothing_more(
+    batcher: Callable[..., Batcher], runner: HeldRunner
+) -> None:
+    async def scenario() -> None:
+        queue = batcher()
+        jobs = [await held(queue, runner), job(queue, 1, 4), job(queue, 2, 5)]
+        closing = asyncio.create_task(asyncio.to_thread(queue.close))
+        deadline = time.monotonic() + 30
+        refusals: list[int] = []
+        while not refusals:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+            try:
+                jobs.append(job(queue, 3))
+            except RequestError as refused:
+                refusals.append(refused.kind.status)
+        runner.let.set()
+        assert refusals == [503]
+        assert len(await asyncio.gather(*(one.answer for one in jobs))) == len(jobs)
+        await closing
+
+    run(scenario())
+
+
+def test_what_is_joined_comes_apart_again() -> None:
+    feeds = [{"a": np.full((rows, 2), rows), "b": np.full((rows, 3), -rows)} for rows in (1, 3, 2)]
+    parts = split_outputs(joined_feeds(feeds), [1, 3, 2])
+    for given, part in zip(feeds, parts, strict=True):
+        assert all(np.array_equal(given[name], part[name]) for name in given)
+
+
+@pytest.mark.parametrize(
+    ("of", "fields", "reason"),
+    [
+        ("nystrom", {}, ""),
+        ("lsh", {}, ""),
+        ("nystrom", {"pinv_init": "global"}, "pinv_init=global: batch mates are part of the input"),
+        ("nystrom", {"mask_landmarks": False, "segment_means_seq_len": 64}, "mask_landmarks=False"),
+    ],
+)
+def test_only_models_that_are_proven_batch_invariant_share_runs(
+    small_spec: Callable[..., BuildSpec], of: str, fields: dict[str, Any], reason: str
+) -> None:
+    found = why_not_joined(small_spec(of, **fields))
+    assert found.startswith(reason) if reason else found == ""

@@ -1,0 +1,296 @@
+"""The server itself: limits, tokens, slow and rude clients, overload, stopping. Raw HTTP, so that nothing is polite."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_fuzz import infer, malformed_requests, right_fields
+from serving_load import (
+    Connection,
+    Reply,
+    Sample,
+    ServerProcess,
+    binary_request,
+    closed_loop,
+    exchange_once,
+    json_of,
+    open_loop,
+    poisson_times,
+    post,
+    running_server,
+    stop_under_load,
+)
+
+from effexport.artifact import Artifact
+
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "serve"), pytest.mark.xdist_group("serving")]
+MIB = 1 << 20
+
+
+def exchange(server: ServerProcess, request: bytes) -> Reply:
+    return asyncio.run(exchange_once(server.port, request))
+
+
+def get(path: str, headers: str = "") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n".encode()
+
+
+def right_request(model: str = "small", headers: str = "") -> bytes:
+    return infer(model, json.dumps(right_fields()).encode(), headers)
+
+
+def test_curl_and_a_few_lines_of_json_get_an_answer(server: ServerProcess) -> None:
+    reply = exchange(server, right_request())
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "application/json"
+    assert json_of(reply)["outputs"][0]["shape"] == [1, 8, 32]
+    assert len(json_of(reply)["outputs"][0]["data"]) == 8 * 32
+
+
+def test_a_chunked_body_is_taken(server: ServerProcess) -> None:
+    body = json.dumps(right_fields()).encode()
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:7], body[7:50], body[50:]))
+    head = b"POST /v2/models/small/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert exchange(server, head + chunks + b"0\r\n\r\n").status == 200
+
+
+def test_a_list_of_encodings_allows_but_does_not_ask_for_compression(server: ServerProcess) -> None:
+    """HTTP libraries send such a list unasked, and floats take longer to pack than to compute."""
+    assert (
+        "content-encoding"
+        not in exchange(server, right_request(headers="Accept-Encoding: gzip, deflate, br\r\n")).headers
+    )
+    reply = exchange(server, right_request(headers="Accept-Encoding: gzip\r\n"))
+    assert reply.headers["content-encoding"] == "gzip"
+    assert json.loads(gzip.decompress(reply.body))["model_name"] == "small"
+
+
+@pytest.mark.parametrize("path", ["/", "/v2/models/small/infer/", "/v1/models/small", "/v2/models/small/config"])
+def test_what_is_not_served_is_answered_in_json(server: ServerProcess, path: str) -> None:
+    reply = exchange(server, get(path))
+    assert reply.status == 404
+    assert path in json_of(reply)["error"]
+
+
+def test_500_malformed_requests_each_get_a_4xx_and_nothing_leaks(server: ServerProcess, samples: list[Sample]) -> None:
+    requests = malformed_requests("small", 500)
+    # whatever is allocated once is there after the first hundred
+    for _, request in requests[:100]:
+        exchange(server, request)
+    rss, files = server.rss_bytes, server.open_files
+    answered = Counter()
+    for kind, request in requests:
+        reply = exchange(server, request)
+        assert 400 <= reply.status < 500, (kind, reply, request[:500])
+        answered[kind] += 1
+    assert answered.total() == 500
+    # 500 bodies of up to 200 kB would be 10 MiB and more, were they kept
+    assert server.rss_bytes - rss < 8 * MIB
+    assert server.open_files <= files + 1
+    assert server.metric("effexport_queue_depth") == 0
+    assert "Traceback" not in server.log.read_text()
+    outcome = asyncio.run(closed_loop(server.port, samples, 4, 24))
+    assert (outcome.statuses, outcome.wrong) == ({200: 24}, 0)
+
+
+def test_64_clients_lose_nothing_and_get_right_answers(server: ServerProcess, samples: list[Sample]) -> None:
+    outcome = asyncio.run(closed_loop(server.port, samples, 64, 2000))
+    assert outcome.statuses == {200: 2000}
+    assert (outcome.wrong, outcome.lost) == (0, 0)
+
+
+@pytest.mark.soak
+def test_64_clients_lose_nothing_of_10000_requests(server: ServerProcess, samples: list[Sample]) -> None:
+    rss = server.rss_bytes
+    outcome = asyncio.run(closed_loop(server.port, samples, 64, 10_000))
+    assert outcome.statuses == {200: 10_000}
+    assert (outcome.wrong, outcome.lost) == (0, 0)
+    assert server.rss_bytes - rss < 64 * MIB
+
+
+def overloaded(server: ServerProcess, samples: list[Sample], seconds: float) -> None:
+    """Twice of what it can: right answers and 503s, memory within bounds, and soon well again."""
+    capacity = asyncio.run(closed_loop(server.port, samples, 8, 400)).per_s
+    rss = server.rss_bytes
+    outcome = asyncio.run(open_loop(server.port, samples, poisson_times(2 * capacity, seconds)))
+    assert set(outcome.statuses) <= {200, 503}
+    assert outcome.statuses[200] > 0
+    assert outcome.retry_after == outcome.statuses[503]
+    assert (outcome.wrong, outcome.lost) == (0, 0)
+    assert server.rss_bytes - rss < 64 * MIB
+    well = asyncio.run(closed_loop(server.port, samples, 1, 20))
+    assert well.statuses == {200: 20}
+
+
+def test_overload_is_answered_with_503_and_the_server_recovers(
+    artifact: Artifact, folder: Path, samples: list[Sample]
+) -> None:
+    with running_server(artifact.path, folder, "--name", "small", "--queue-size", "8") as server:
+        overloaded(server, samples, 5.0)
+        # a crowd that comes at once does not fit into the queue, however fast the machine is
+        crowd = asyncio.run(open_loop(server.port, samples, [0.0] * 200))
+        assert set(crowd.statuses) == {200, 503}
+        assert (crowd.wrong, crowd.lost) == (0, 0)
+        assert server.metric("effexport_rejected_total") >= crowd.statuses[503]
+
+
+@pytest.mark.soak
+def test_a_minute_of_overload_leaves_the_server_as_it_was(
+    artifact: Artifact, folder: Path, samples: list[Sample]
+) -> None:
+    with running_server(artifact.path, folder, "--name", "small") as server:
+        overloaded(server, samples, 60.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_under_load_answers_everything_that_was_accepted(
+    artifact: Artifact, folder: Path, samples: list[Sample], number: int
+) -> None:
+    with running_server(artifact.path, folder, "--name", "small") as server:
+        stopped = asyncio.run(stop_under_load(server, samples, 32, 1.0, number))
+        assert stopped.exit_status == 0
+        assert (stopped.outcome.lost, stopped.outcome.wrong) == (0, 0)
+        assert set(stopped.outcome.statuses) <= {200, 503}
+        assert stopped.outcome.statuses[200] > 32
+        assert "stopped: every accepted request was answered" in server.log.read_text()
+
+
+def test_a_body_larger_than_the_limit_is_refused_before_it_is_read(artifact: Artifact, folder: Path) -> None:
+    with running_server(artifact.path, folder, "--name", "small", "--max-request-bytes", "1000") as server:
+        assert exchange(server, right_request()).status == 200
+        # the body never comes: the length alone decides
+        reply = exchange(server, b"POST /v2/models/small/infer HTTP/1.1\r\nContent-Length: 1001\r\n\r\n")
+        assert reply.status == 413
+        assert "takes at most 1000" in json_of(reply)["error"]
+        head = b"POST /v2/models/small/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        assert exchange(server, head + b"7d0\r\n" + b" " * 2000 + b"\r\n0\r\n\r\n").status == 413
+        bomb = gzip.compress(b" " * 10 * MIB)[:900]
+        assert (
+            exchange(server, infer("small", gzip.compress(b" " * 100_000), "Content-Encoding: gzip\r\n")).status == 413
+        )
+        assert exchange(server, infer("small", bomb, "Content-Encoding: gzip\r\n")).status == 413
+
+
+def test_a_body_that_dawdles_is_refused_and_others_are_not_held_up(artifact: Artifact, folder: Path) -> None:
+    async def scenario(port: int) -> tuple[Reply, Reply]:
+        slow = await Connection.open(port)
+        slow.writer.write(right_request()[:-10])
+        quick = await exchange_once(port, right_request())
+        refused = await asyncio.wait_for(slow.read_reply(), 20)
+        await slow.close()
+        return quick, refused
+
+    with running_server(artifact.path, folder, "--name", "small", "--timeout", "0.5") as server:
+        quick, slow = asyncio.run(scenario(server.port))
+        assert quick.status == 200
+        assert slow.status == 408
+        assert slow.headers["connection"] == "close"
+
+
+def test_a_client_that_goes_away_takes_nothing_with_it(server: ServerProcess, samples: list[Sample]) -> None:
+    files = server.open_files
+    for cut in (10, 150, len(samples[0].request) - 1, len(samples[0].request)):
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                connection.sendall(samples[0].request[:cut])
+    outcome = asyncio.run(closed_loop(server.port, samples, 2, 24))
+    assert (outcome.statuses, outcome.wrong) == ({200: 24}, 0)
+    deadline = time.monotonic() + 10
+    while server.open_files > files + 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert server.metric("effexport_queue_depth") == 0
+
+
+def test_a_token_is_asked_for_everywhere_but_at_the_probes(artifact: Artifact, folder: Path) -> None:
+    with running_server(artifact.path, folder, "--name", "small", EFFEXPORT_SERVE_TOKEN="s3cret") as server:
+        for path in ("/v2/health/live", "/v2/health/ready"):
+            assert exchange(server, get(path)).status == 200
+        for request in (get("/v2"), get("/metrics"), get("/v2/models/small"), post("/v2/repository/index", b"")):
+            assert exchange(server, request).status == 401
+        for given in ("", "Bearer", "Bearer wrong", "Bearer s3cret2", "Basic s3cret", "Bearer sécret"):
+            header = f"Authorization: {given}\r\n" if given else ""
+            reply = exchange(server, right_request(headers=header))
+            assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+        assert exchange(server, right_request(headers="Authorization: Bearer s3cret\r\n")).status == 200
+        assert "s3cret" not in server.log.read_text()
+
+
+def test_metrics_count_requests_runs_and_refusals(server: ServerProcess, samples: list[Sample]) -> None:
+    def counts() -> list[float]:
+        names = ("requests_total", "rejected_total", "batch_size_sum", "queue_seconds_count", "request_seconds_count")
+        return [server.metric(f"effexport_{name}") for name in names]
+
+    before = counts()
+    asyncio.run(closed_loop(server.port, samples, 1, 10))
+    exchange(server, infer("small", b"{}"))
+    assert [after - start for after, start in zip(counts(), before, strict=True)] == [11, 1, 10, 10, 11]
+    assert server.metric("process_resident_memory_bytes") > 0
+
+
+def test_the_port_of_another_server_is_one_clear_error(
+    cli: Callable[..., Any], artifact: Artifact, server: ServerProcess
+) -> None:
+    error = cli("serve", artifact.path, "--port", server.port).error(2)
+    assert f"cannot listen on 127.0.0.1 port {server.port}: Address already in use" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--max-batch", "0"), "--max-batch is 0; expected at least 1"),
+        (("--timeout", "nan"), "--timeout is nan"),
+        (("--queue-size", "-1"), "--queue-size is -1"),
+        (("--name", "a/b"), "the model's name is 'a/b'"),
+        (("--max-seq-len", "65"), "this model has positions for 64"),
+        (("--token", ""), "the token is empty"),
+        (("--runtime", "ortt"), "unknown --runtime 'ortt'; did you mean 'ort'?"),
+        (("--host", "no.such.host.invalid"), "which is no address"),
+        (("--min-replicas", "2"), "--min-replicas was given without --ray"),
+        (("--runtime", "trt-rtx"), "has no trt-rtx engine"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_anything_listens(
+    cli: Callable[..., Any], artifact: Artifact, options: tuple[str, ...], message: str
+) -> None:
+    assert message in cli("serve", artifact.path, "--port", "0", *options).error(2)
+
+
+def test_what_is_no_artifact_is_refused(cli: Callable[..., Any], tmp_path: Path) -> None:
+    assert "no artifact at" in cli("serve", tmp_path / "absent").error(2)
+
+
+def test_a_model_is_called_by_its_folder(artifact: Artifact, folder: Path) -> None:
+    with running_server(artifact.path, folder) as server:
+        assert server.model == artifact.path.name
+        assert binary_request(server.model, {})
+        assert json.loads(server.get(f"/v2/models/{artifact.path.name}"))["name"] == artifact.path.name
+
+
+def test_two_servers_of_one_artifact_do_not_disturb_each_other(
+    artifact: Artifact, server: ServerProcess, folder: Path, samples: list[Sample]
+) -> None:
+    results: list[Any] = []
+
+    def load(port: int) -> None:
+        results.append(asyncio.run(closed_loop(port, samples, 4, 100)))
+
+    with running_server(artifact.path, folder, "--name", "small", "--implementation", "body") as other:
+        threads = [threading.Thread(target=load, args=(one.port,)) for one in (server, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert other.stop() == 0
+    assert [(outcome.statuses, outcome.wrong) for outcome in results] == [({200: 100}, 0)] * 2
