@@ -68,6 +68,7 @@ def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tu
     import time
 
     from effexport.commands._sweep_text import sweep_progress
+    from effexport.errors import UserError
     from effexport.sweep.output import results_of_sweep, write_results
     from effexport.sweep.run import Sweep
 
@@ -90,6 +91,8 @@ def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tu
                     sweep.run(plan.to_run)
                 except KeyboardInterrupt:
                     complete = False
+                except OSError as error:
+                    raise UserError(f"cannot write to {store.path}: {error}; what is finished is kept") from error
         results = results_of_sweep(
             plan,
             store,

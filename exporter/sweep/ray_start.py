@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 from effexport.errors import MissingExtraError, UserError
@@ -11,6 +12,7 @@ from effexport.sweep.cluster import RayExecutor, short
 from effexport.sweep.gpus import gpus_here
 
 LOCAL_STORE_BYTES = 512 * 2**20
+CONNECT_SECONDS = 10.0
 
 
 def import_ray() -> Any:
@@ -46,6 +48,20 @@ def local_executor(limits: Limits, *, jobs: int, work: Work = run_attempt) -> Ra
     return RayExecutor(ray, f"this machine by Ray, {jobs} at a time", limits, cpus=1, wait_seconds=0, work=work)
 
 
+def check_reachable(address: str) -> None:
+    """Ray itself tries for minutes. Raises UserError where nothing listens at host:port; other addresses are Ray's."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"no Ray cluster at --address {address}: {error}; expected host:port of its head, as ray start printed it, "
+            "or auto on one of its nodes"
+        ) from error
+
+
 def cluster_executor(
     address: str, limits: Limits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
 ) -> RayExecutor:
@@ -56,6 +72,7 @@ def cluster_executor(
             f"--address is {address}; Ray's client cannot send artifacts back. Run effexport on a node of the cluster, "
             "with --address auto"
         )
+    check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:

@@ -110,7 +110,7 @@ class Sweep:
         if outcome.status == "finished" and event.folder is not None:
             try:
                 won = self.store.publish(cell, event.folder, attempt, outcome)
-            except EffexportError as error:
+            except (EffexportError, OSError) as error:
                 reason = f"its artifact did not arrive whole: {error}"
                 outcome = Outcome(status="failed", reason=reason, where=outcome.where, log=outcome.log)
             else:

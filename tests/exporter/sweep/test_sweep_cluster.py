@@ -233,9 +233,20 @@ def test_without_a_cluster_a_sweep_has_a_ray_of_its_own(store: Store, tmp_path: 
         assert reasons == {"no node with 1 CPU and 1 GPU; the nodes have: 1 × 2 CPU"}
 
 
-def test_a_cluster_that_is_not_there_is_one_message() -> None:
-    with pytest.raises(UserError, match=r"--address is ray://10\.0\.0\.1:10001; .* --address auto"):
-        cluster_executor("ray://10.0.0.1:10001", Limits(), cpus=1, wait_seconds=0)
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("ray://10.0.0.1:10001", r"--address is ray://10\.0\.0\.1:10001; .* --address auto"),
+        ("127.0.0.1:1", r"no Ray cluster at --address 127\.0\.0\.1:1: .*refused; expected host:port"),
+        ("127.0.0.1:99999", r"no Ray cluster at --address 127\.0\.0\.1:99999: .*; expected host:port"),
+        ("somewhere", r"no Ray cluster at --address somewhere: .*; expected host:port"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_one_message_at_once(address: str, said: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(UserError, match=said):
+        cluster_executor(address, Limits(), cpus=1, wait_seconds=0)
+    assert time.monotonic() - started < FOUND_DEAD_SECONDS
 
 
 def test_without_ray_an_address_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
