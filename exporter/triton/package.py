@@ -107,8 +107,8 @@ def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
         )
         if needs and release < first:
             raise UserError(
-                f"image tag {tag}: {change.name} needs {reason}, which images from {first[0]}.{first[1]:02} on have; choose "
-                "a later --image-tag"
+                f"image tag {tag}: {change.name} needs {reason}, which images from {first[0]}.{first[1]:02} on have; "
+                "choose a later --image-tag"
             )
 
 
