@@ -152,7 +152,7 @@ def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> 
         server_header=False,
         timeout_keep_alive=75,
         limit_concurrency=MAX_CONNECTIONS,
-        # a request waits for one timeout at most, and is run; then only clients are left that do not fetch their answers
+        # after that only clients are left that do not fetch their answers
         timeout_graceful_shutdown=math.ceil(30 + 2 * app.state.service.model.settings.timeout_s),
     )
     Server(config, app.state.service, on_ready).run(sockets=[bound])
