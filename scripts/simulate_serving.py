@@ -2,8 +2,9 @@
 """Predicts what `effexport serve` does under load, and compares that with what it did.
 
 The durations of runs are measured for every batch size, before and after each load. tests/serving_simulation.py, a
-simulation of queue and batching, draws from them. Simulation and server get the same arrivals, and both are printed.
-Last comes the plan: how many replicas some numbers of users need.
+simulation of queue and batching, draws from them. Simulation and server get the same arrivals, and both are printed;
+between them the server's own queue, with a runner that sleeps as long as runs took, for machines that are busy with
+other work too. Last comes the plan: how many replicas some numbers of users need.
 
     .venv/bin/python scripts/simulate_serving.py --artifact artifacts/lsh --seq-len 512
     .venv/bin/python scripts/simulate_serving.py --variant linear --seconds 30 --users 100,1000,10000 --limit-ms 500
@@ -21,8 +22,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
@@ -34,10 +37,15 @@ from serving_simulation import Simulated, simulate  # noqa: E402
 import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
 from effexport.runners.ort import OrtRunner  # noqa: E402
+from effexport.serving.batcher import Batcher  # noqa: E402
+from effexport.serving.errors import RequestError  # noqa: E402
+from effexport.serving.metrics import Metrics  # noqa: E402
+from effexport.serving.settings import ServingSettings  # noqa: E402
 
 LOADS = (0.25, 0.5, 0.8, 1.5)
 QUEUE_SIZE = 64
 Curve = Mapping[int, Sequence[float]]
+Array = npt.NDArray[Any]
 
 
 def measured_curve(runner: OrtRunner, seq_len: int, max_batch: int, rounds: int) -> dict[int, list[float]]:
@@ -100,6 +108,42 @@ def overhead_of(server: ServerProcess, sample: Sample) -> float:
     return (wall_s - (server.metric("effexport_compute_seconds_sum") - before)) / 30
 
 
+async def paced(times: Sequence[float], curve: Curve) -> tuple[list[float], int, float]:
+    """The server's own queue with a runner that sleeps as long as runs took: what a busy machine does not disturb.
+
+    Returns latencies, how many were refused, and the mean batch.
+    """
+    dice = np.random.default_rng(0)
+    batches: list[int] = []
+
+    def run(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        batches.append(len(feeds["x"]))
+        time.sleep(float(dice.choice(curve[batches[-1]])))
+        return feeds
+
+    batcher = Batcher(run, ServingSettings(max_batch=max(curve), queue_size=QUEUE_SIZE), Metrics("paced"), joins=True)
+    latencies: list[float] = []
+    refused = 0
+    begin = time.perf_counter() + 0.05
+    row = np.zeros((1, 1))
+
+    async def wait(answer: asyncio.Future[Mapping[str, Array]], planned: float) -> None:
+        await answer
+        latencies.append(time.perf_counter() - planned)
+
+    async with asyncio.TaskGroup() as group:
+        for offset in times:
+            await asyncio.sleep(max(0.0, begin + offset - time.perf_counter()))
+            try:
+                job = batcher.submit({"x": row}, 1, 600.0)
+            except RequestError:
+                refused += 1
+            else:
+                group.create_task(wait(job.answer, begin + offset))
+    batcher.close()
+    return latencies, refused, statistics.fmean(batches)
+
+
 def compare(
     server: ServerProcess,
     samples: Sequence[Sample],
@@ -118,10 +162,14 @@ def compare(
         real = asyncio.run(open_loop(server.port, samples, times))
         sizes = server.batch_sizes() - before
         curve, earlier = measure(), curve
-        predicted = prediction(times, {rows: earlier[rows] + curve[rows] for rows in curve}, overhead_s)
+        around = {rows: earlier[rows] + curve[rows] for rows in curve}
+        predicted = prediction(times, around, overhead_s)
         mean = sum(rows * count for rows, count in sizes.items()) / sum(sizes.values())
+        queue, queue_refused, queue_batch = asyncio.run(paced(times, around))
+        queue_line = Simulated(queue, [], queue_refused, times[-1])
         lines = (
             ("simulation", predicted.per_s, predicted.percentile_ms, predicted.refused, predicted.mean_batch),
+            ("queue", queue_line.per_s, queue_line.percentile_ms, queue_refused, queue_batch),
             ("server", real.per_s, real.percentile_ms, real.statuses[503], mean),
         )
         for name, per_s, percentile, refused, batch in lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 import threading
@@ -22,6 +23,8 @@ HEADER_TIMEOUT_S = 10.0
 # Connections that were quiet for so long may be closed when the server stops: no request is on its way.
 DRAIN_S = 0.3
 BACKLOG = 1024
+# More get a 503: every connection may hold an answer that its client does not fetch.
+MAX_CONNECTIONS = 2048
 _SLOW_HEADERS_BODY = f'{{"error":"the head of the request did not arrive within {HEADER_TIMEOUT_S:g} s"}}'.encode()
 _SLOW_HEADERS = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -148,5 +151,8 @@ def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> 
         log_level="error",
         server_header=False,
         timeout_keep_alive=75,
+        limit_concurrency=MAX_CONNECTIONS,
+        # after that only clients are left that do not fetch their answers
+        timeout_graceful_shutdown=math.ceil(30 + 2 * app.state.service.model.settings.timeout_s),
     )
     Server(config, app.state.service, on_ready).run(sockets=[bound])
