@@ -48,7 +48,7 @@ from serving_load import (  # noqa: E402
 
 import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
-from effexport.runners.ort import OrtRunner  # noqa: E402
+from effexport.runners import Runner  # noqa: E402
 from effexport.spec import BuildSpec, build_spec_from_options  # noqa: E402
 from effexport.tolerances import arithmetic_limit  # noqa: E402
 
@@ -61,7 +61,7 @@ class Bench:
     """What all phases share."""
 
     server: ServerProcess
-    runner: OrtRunner
+    runner: Runner
     samples: Sequence[Sample]
     seq_len: int
     arguments: argparse.Namespace
@@ -70,7 +70,7 @@ class Bench:
         return {"input_ids": np.random.default_rng(rows).integers(2, 250, (rows, self.seq_len))}
 
 
-def make_samples(model: str, runner: OrtRunner, spec: BuildSpec, seq_len: int, count: int) -> list[Sample]:
+def make_samples(model: str, runner: Runner, spec: BuildSpec, seq_len: int, count: int) -> list[Sample]:
     """Requests of one row, with what the runner answers to each alone. Rows that were joined may differ by rounding."""
     limit = arithmetic_limit(spec).value
     samples = []
@@ -278,6 +278,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--artifact", help="default: a default encoder is built")
     parser.add_argument("--variant", default="nystrom")
     parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--runtime", default="ort", help="as in effexport serve")
     parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--clients", type=int, default=16, help="of the closed loops that measure throughput")
     parser.add_argument("--requests", type=int, default=400, help="of one round")
@@ -298,11 +299,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         path = artifact_of(arguments, folder)
-        with effexport.load(path) as runner:
+        with effexport.load(path, runtime=arguments.runtime) as runner:
             spec = open_artifact(path).spec
             load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
             print(f"{path.name}: {spec.title}, seq {arguments.seq_len}, {os.cpu_count()} cores, load average {load}")
-            with running_server(path, folder, "--max-batch", str(arguments.max_batch)) as server:
+            options = ["--max-batch", str(arguments.max_batch), "--runtime", arguments.runtime]
+            with running_server(path, folder, *options) as server:
                 samples = make_samples(server.model, runner, spec, arguments.seq_len, 32)
                 bench = Bench(server, runner, samples, arguments.seq_len, arguments)
                 results = asyncio.run(run(bench, phases))
