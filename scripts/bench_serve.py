@@ -54,6 +54,7 @@ from effexport.tolerances import arithmetic_limit  # noqa: E402
 
 PHASES = ("throughput", "latency", "many", "overload", "malformed", "stop")
 MIB = 1 << 20
+COMPUTE = "effexport_compute_seconds_sum"
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,12 @@ async def throughput(bench: Bench) -> dict[str, Any]:
     ratios, rates, loops, cpu_ratios, sizes_seen = [], [], [], [], Counter()
     for _ in range(bench.arguments.rounds):
         before, cpu = bench.server.batch_sizes(), bench.server.cpu_s
+        computed = bench.server.metric(COMPUTE)
         outcome = await closed_loop(bench.server.port, bench.samples, bench.arguments.clients, bench.arguments.requests)
         sizes = bench.server.batch_sizes() - before
         rows = sum(size * count for size, count in sizes.items())
         server_cpu = (bench.server.cpu_s - cpu) / rows
+        computed = bench.server.metric(COMPUTE) - computed
         loop_s, loop_cpu_s = runner_loop(bench, sizes)
         loop_rate = rows / loop_s
         cpu_ratios.append(loop_cpu_s / rows / server_cpu)
@@ -125,7 +128,8 @@ async def throughput(bench: Bench) -> dict[str, Any]:
             f"  server {outcome.per_s:6.1f}/s, runner in a loop {loop_rate:6.1f}/s at the same batch sizes, "
             f"ratio {ratios[-1]:.2f}; CPU of a request {server_cpu * 1e3:.1f} and {loop_cpu_s / rows * 1e3:.1f} ms, "
             f"ratio {cpu_ratios[-1]:.2f}; wrong {outcome.wrong}, lost {outcome.lost}, statuses "
-            f"{dict(outcome.statuses)}; {client_share(outcome)}"
+            f"{dict(outcome.statuses)}; "
+            f"{100 * computed / outcome.wall_s:.0f} % of the time in runs; {client_share(outcome)}"
         )
     mean = sum(size * count for size, count in sizes_seen.items()) / sum(sizes_seen.values())
     ratio = statistics.median(ratios)
