@@ -48,12 +48,13 @@ from serving_load import (  # noqa: E402
 
 import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
-from effexport.runners.ort import OrtRunner  # noqa: E402
+from effexport.runners import Runner  # noqa: E402
 from effexport.spec import BuildSpec, build_spec_from_options  # noqa: E402
 from effexport.tolerances import arithmetic_limit  # noqa: E402
 
 PHASES = ("throughput", "latency", "many", "overload", "malformed", "stop")
 MIB = 1 << 20
+COMPUTE = "effexport_compute_seconds_sum"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Bench:
     """What all phases share."""
 
     server: ServerProcess
-    runner: OrtRunner
+    runner: Runner
     samples: Sequence[Sample]
     seq_len: int
     arguments: argparse.Namespace
@@ -70,7 +71,7 @@ class Bench:
         return {"input_ids": np.random.default_rng(rows).integers(2, 250, (rows, self.seq_len))}
 
 
-def make_samples(model: str, runner: OrtRunner, spec: BuildSpec, seq_len: int, count: int) -> list[Sample]:
+def make_samples(model: str, runner: Runner, spec: BuildSpec, seq_len: int, count: int) -> list[Sample]:
     """Requests of one row, with what the runner answers to each alone. Rows that were joined may differ by rounding."""
     limit = arithmetic_limit(spec).value
     samples = []
@@ -110,10 +111,12 @@ async def throughput(bench: Bench) -> dict[str, Any]:
     ratios, rates, loops, cpu_ratios, sizes_seen = [], [], [], [], Counter()
     for _ in range(bench.arguments.rounds):
         before, cpu = bench.server.batch_sizes(), bench.server.cpu_s
+        computed = bench.server.metric(COMPUTE)
         outcome = await closed_loop(bench.server.port, bench.samples, bench.arguments.clients, bench.arguments.requests)
         sizes = bench.server.batch_sizes() - before
         rows = sum(size * count for size, count in sizes.items())
         server_cpu = (bench.server.cpu_s - cpu) / rows
+        computed = bench.server.metric(COMPUTE) - computed
         loop_s, loop_cpu_s = runner_loop(bench, sizes)
         loop_rate = rows / loop_s
         cpu_ratios.append(loop_cpu_s / rows / server_cpu)
@@ -125,7 +128,8 @@ async def throughput(bench: Bench) -> dict[str, Any]:
             f"  server {outcome.per_s:6.1f}/s, runner in a loop {loop_rate:6.1f}/s at the same batch sizes, "
             f"ratio {ratios[-1]:.2f}; CPU of a request {server_cpu * 1e3:.1f} and {loop_cpu_s / rows * 1e3:.1f} ms, "
             f"ratio {cpu_ratios[-1]:.2f}; wrong {outcome.wrong}, lost {outcome.lost}, statuses "
-            f"{dict(outcome.statuses)}; {client_share(outcome)}"
+            f"{dict(outcome.statuses)}; "
+            f"{100 * computed / outcome.wall_s:.0f} % of the time in runs; {client_share(outcome)}"
         )
     mean = sum(size * count for size, count in sizes_seen.items()) / sum(sizes_seen.values())
     ratio = statistics.median(ratios)
@@ -278,6 +282,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--artifact", help="default: a default encoder is built")
     parser.add_argument("--variant", default="nystrom")
     parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--runtime", default="ort", help="as in effexport serve")
     parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--clients", type=int, default=16, help="of the closed loops that measure throughput")
     parser.add_argument("--requests", type=int, default=400, help="of one round")
@@ -298,11 +303,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         path = artifact_of(arguments, folder)
-        with effexport.load(path) as runner:
+        with effexport.load(path, runtime=arguments.runtime) as runner:
             spec = open_artifact(path).spec
             load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
             print(f"{path.name}: {spec.title}, seq {arguments.seq_len}, {os.cpu_count()} cores, load average {load}")
-            with running_server(path, folder, "--max-batch", str(arguments.max_batch)) as server:
+            options = ["--max-batch", str(arguments.max_batch), "--runtime", arguments.runtime]
+            with running_server(path, folder, *options) as server:
                 samples = make_samples(server.model, runner, spec, arguments.seq_len, 32)
                 bench = Bench(server, runner, samples, arguments.seq_len, arguments)
                 results = asyncio.run(run(bench, phases))

@@ -36,7 +36,7 @@ from serving_simulation import Simulated, simulate  # noqa: E402
 
 import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
-from effexport.runners.ort import OrtRunner  # noqa: E402
+from effexport.runners import Runner  # noqa: E402
 from effexport.serving.batcher import Batcher  # noqa: E402
 from effexport.serving.errors import RequestError  # noqa: E402
 from effexport.serving.metrics import Metrics  # noqa: E402
@@ -48,7 +48,7 @@ Curve = Mapping[int, Sequence[float]]
 Array = npt.NDArray[Any]
 
 
-def measured_curve(runner: OrtRunner, seq_len: int, max_batch: int, rounds: int) -> dict[int, list[float]]:
+def measured_curve(runner: Runner, seq_len: int, max_batch: int, rounds: int) -> dict[int, list[float]]:
     """Durations of runs by their rows; sizes take turns, so that what disturbs the machine disturbs all of them."""
     dice = np.random.default_rng(0)
     feeds = {rows: {"input_ids": dice.integers(2, 250, (rows, seq_len))} for rows in range(1, max_batch + 1)}
@@ -194,6 +194,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--artifact", help="default: a default encoder is built")
     parser.add_argument("--variant", default="nystrom")
     parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--runtime", default="ort", help="as in effexport serve")
     parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15, help="of the measurement of runs")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
@@ -208,7 +209,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         path = artifact_of(arguments, folder)
-        with effexport.load(path) as runner:
+        with effexport.load(path, runtime=arguments.runtime) as runner:
             spec = open_artifact(path).spec
             samples = make_samples(path.name, runner, spec, arguments.seq_len, 16)
             curve = measured_curve(runner, arguments.seq_len, arguments.max_batch, arguments.rounds)
@@ -217,7 +218,8 @@ def main() -> None:
             print("rows of a run: median duration, requests per second")
             for rows, times in curve.items():
                 print(f"  {rows:3d}: {1e3 * statistics.median(times):7.1f} ms {rows / statistics.median(times):7.1f}/s")
-            with running_server(path, folder, "--max-batch", str(arguments.max_batch)) as server:
+            options = ["--max-batch", str(arguments.max_batch), "--runtime", arguments.runtime]
+            with running_server(path, folder, *options) as server:
                 overhead_s = overhead_of(server, samples[0])
                 print(f"a lone request takes {1e3 * overhead_s:.1f} ms beside its run")
                 measure = partial(measured_curve, runner, arguments.seq_len, arguments.max_batch, arguments.rounds)
