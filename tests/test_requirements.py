@@ -187,6 +187,26 @@ def test_environments_for_tensorrt_of_earlier_files_count_as_missing(tensorrt_tr
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
 
 
+def test_the_environment_with_tritonserver_counts_only_as_made_from_the_present_requirements(tmp_path: Path) -> None:
+    for folder in ("scripts", "tests", ".venv-triton"):
+        (tmp_path / folder).mkdir()
+    for name in ("triton-requirements.txt", "environment.sh"):
+        shutil.copy(HERE.parent / "scripts" / name, tmp_path / "scripts")
+    command = "source scripts/environment.sh && triton_stamp"
+    stamp = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (tmp_path / ".venv-triton" / "effexport.stamp").write_text(stamp.stdout)
+    suite = TENSORRT_SUITE.replace("tensorrt", "triton")
+    result = run_suite(tmp_path / "tests", require="triton", suite=suite)
+    assert "1 passed" in result.stdout
+    assert "triton 2.51.0" in result.stdout
+    with (tmp_path / "scripts" / "triton-requirements.txt").open("a") as stream:
+        stream.write("\n")
+    result = run_suite(tmp_path / "tests", require="", suite=suite)
+    assert "environment with tritonserver (scripts/test.sh makes it) is not there" in result.stdout
+    result = run_suite(tmp_path / "tests", require="triton", suite=suite)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+
+
 def required_parts(folder: Path, *, uname: str, variables: dict[str, str], browser: bool = False) -> str:
     """What scripts/environment.sh requires on a machine that calls itself so, where there is no nvcc."""
     stubs = f"has_tool() {{ false; }}; has_browser() {{ {'true' if browser else 'false'}; }}"

@@ -17,6 +17,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 DEFAULT_MAX_BATCH = 8
 DEFAULT_IMAGE_TAG = "26.07-py3"
 LARGEST_VERSION = 2**63 - 1
+# Of the 32-bit fields of a configuration.
+LARGEST_NUMBER = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,9 @@ class PackageSpec:
             require(value is None or value >= 1, f"{name} is {value}; expected at least 1")
         for name in ("queue_delay_us", "max_queue"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected at least 0")
+        for name in ("max_batch", "instances", "threads", "live_versions", "queue_delay_us", "max_queue"):
+            value = getattr(self, name) or 0
+            require(value <= LARGEST_NUMBER, f"{name} is {value}; Triton takes at most {LARGEST_NUMBER}")
         require((self.version or 1) <= LARGEST_VERSION, f"version is {self.version}; Triton counts to 2^63 - 1")
         require(
             PurePosixPath(self.server_path).is_absolute() and self.server_path.isprintable(),

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from effexport.runners import Array
 
 
+# Larger batches are left to the first request: the files would outweigh the model.
+LARGEST_BYTES = 64_000_000
+
+
 @dataclass(frozen=True)
 class WarmUp:
     """One request. files: for each input, the name of a file in the folder `warmup` of the model, after its content."""
@@ -43,6 +47,8 @@ def warm_ups(artifact: Artifact, sizes: tuple[int, ...], engine: EngineInfo | No
     found = []
     for size in sizes:
         count = len(next(iter(case.inputs.values())))
+        if size * sum(value[:1].nbytes for value in case.inputs.values()) > LARGEST_BYTES:
+            continue
         rows = np.arange(size or count) % count
         inputs = {name: np.ascontiguousarray(value[rows]) for name, value in case.inputs.items()}
         if engine is None or any(accepts(profile, inputs) for profile in engine.profiles):

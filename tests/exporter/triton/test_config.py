@@ -118,6 +118,13 @@ def test_a_model_whose_samples_depend_on_their_batch_is_never_batched(
             package(artifact, tmp_path, name="m", **wanted)
 
 
+def test_a_huge_batch_is_allowed_and_not_warmed_up(built: Built, package: Packaging, tmp_path: Path) -> None:
+    package(built("softmax"), tmp_path, name="m", backends=("python",), max_batch=2**31 - 1, kind="gpu")
+    (config,) = parsed(tmp_path).values()
+    assert config["max_batch_size"] == 2**31 - 1
+    assert [warm["batch_size"] for warm in config["model_warmup"]] == [1]
+
+
 def test_a_batch_of_one_is_not_dynamic(built: Built, package: Packaging, tmp_path: Path) -> None:
     package(built("softmax"), tmp_path, name="m", backends=("python",), max_batch=1)
     (config,) = parsed(tmp_path).values()

@@ -285,6 +285,7 @@ def test_a_name_that_triton_or_a_url_cannot_have_is_refused(name: str) -> None:
         (("--version", "0"), "version is 0"),
         (("--version", str(2**63)), "2^63"),
         (("--max-batch", "0"), "max_batch is 0"),
+        (("--max-batch", str(2**31)), "at most 2147483647"),
         (("--preferred-batch", "4,x"), "expected sizes with commas"),
         (("--preferred-batch", "8,4"), "in order"),
         (("--preferred-batch", "4,16"), "--max-batch"),
