@@ -39,7 +39,7 @@ def answer_from_outputs(request: InferRequest, outputs: Mapping[str, Array], nam
         if wanted.binary:
             entry["parameters"] = {"binary_data_size": array.nbytes}
             # views: the one copy is that into the body. numpy alone views types that Python has no name for
-            binary.append(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+            binary.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         else:
             check_finite(wanted.name, array)
             entry["data"] = array.reshape(-1)
