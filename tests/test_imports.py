@@ -37,7 +37,8 @@ def tree_files() -> Iterator[Path]:
             for name in subfolders
             if name not in NOT_OURS and not name.endswith((".egg-info", "_cache")) and name != ".hypothesis"
         ]
-        yield from (Path(folder, name) for name in names)
+        # in a worktree of git, .git is a file
+        yield from (Path(folder, name) for name in names if name != ".git")
 
 
 def python_files(*folders: str) -> list[Path]:
