@@ -34,6 +34,18 @@ def value_error(actual: Array, expected: Array) -> float:
     return float(np.max(errors))  # not the built-in max, which may drop NaN
 
 
+def magnitude(x: Array) -> tuple[float, float]:
+    """The largest absolute value and the RMS of the elements that are no mask constants; zeros where there are none."""
+    rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    step = max(1, SLICE_ELEMENTS // max(1, rows.shape[1]))
+    largest, sums = 0.0, np.zeros(2)
+    for start in range(0, len(rows), step):
+        part = np.abs(rows[start : start + step].astype(np.float64))
+        largest = max(largest, float(np.max(part, where=part < MASK_CONSTANT, initial=0.0)))
+        sums += square_sums(part).sum(axis=1)
+    return largest, float(mean_root(*sums))
+
+
 def square_sums(x: Array) -> Array:
     """Sum of the squares and number of the elements that are no mask constants, float64 [2, rows]."""
     x = x.astype(np.float64)

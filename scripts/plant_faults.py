@@ -23,12 +23,11 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-# the conftest of the exporter's tests has the sizes of small models
-sys.path[:0] = [str(ROOT / "tests" / "exporter"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests")]
 
-from conftest import spec_of  # noqa: E402
 from fused_faults import ALL_FAULTS  # noqa: E402
 from planted_faults import CONFIGURATIONS, VARIANTS, Fault, plant  # noqa: E402
+from small_specs import spec_of  # noqa: E402
 
 from effexport.artifact import Artifact  # noqa: E402
 from effexport.artifact_from_spec import artifact_from_spec  # noqa: E402

@@ -14,24 +14,15 @@ from typing import Any
 
 import pytest
 from page_browser import Browser
+from small_specs import spec_of
 
 from effexport.artifact import Artifact, write_manifest
 from effexport.cli import main
 from effexport.models.spec import ATTENTION_SPECS
-from effexport.spec import BuildSpec, build_spec_from_options
+from effexport.spec import BuildSpec
 
 VARIANTS = tuple(ATTENTION_SPECS)
 SCOPES = ("attention", "encoder")
-SMALL: dict[str, Any] = {"dim": 32, "heads": 2, "seq_len": 64}
-# Chunks, segments and windows shorter than the sequence, or most of the algorithm would be idle.
-SMALL_FIELDS: dict[str, dict[str, Any]] = {
-    "linear": {"chunk_length": 16},
-    "nystrom": {"num_landmarks": 16, "conv_kernel_size": 5},
-    "lsh": {"chunk_length": 16},
-    "aft-full": {"position_dim": 8},
-    "aft-local": {"position_dim": 8, "window": 9},
-    "aft-conv": {"kernel_size": 5},
-}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -40,13 +31,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("variant", VARIANTS)
     if "scope" in metafunc.fixturenames:
         metafunc.parametrize("scope", SCOPES)
-
-
-def spec_of(variant: str, scope: str = "encoder", **fields: Any) -> BuildSpec:
-    layers = {"layers": 1} if scope == "encoder" else {}
-    return build_spec_from_options(
-        {"variant": variant, "scope": scope, **SMALL, **layers, **SMALL_FIELDS.get(variant, {}), **fields}, None
-    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,25 @@
+"""Specs of small models, which export in seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from effexport.spec import BuildSpec, build_spec_from_options
+
+SMALL: dict[str, Any] = {"dim": 32, "heads": 2, "seq_len": 64}
+# Chunks, segments and windows shorter than the sequence, or most of the algorithm would be idle.
+SMALL_FIELDS: dict[str, dict[str, Any]] = {
+    "linear": {"chunk_length": 16},
+    "nystrom": {"num_landmarks": 16, "conv_kernel_size": 5},
+    "lsh": {"chunk_length": 16},
+    "aft-full": {"position_dim": 8},
+    "aft-local": {"position_dim": 8, "window": 9},
+    "aft-conv": {"kernel_size": 5},
+}
+
+
+def spec_of(variant: str, scope: str = "encoder", **fields: Any) -> BuildSpec:
+    layers = {"layers": 1} if scope == "encoder" else {}
+    return build_spec_from_options(
+        {"variant": variant, "scope": scope, **SMALL, **layers, **SMALL_FIELDS.get(variant, {}), **fields}, None
+    )
