@@ -114,7 +114,8 @@ class Sample:
     limit: float
 
     def is_right(self, body: bytes, header_length: int) -> bool:
-        data = memoryview(body)[header_length:]
+        # a slice of bytes compares as memory, a memoryview element by element: the client has little time
+        data = body[header_length:]
         if data == self.expected:
             return True
         if len(data) != len(self.expected):
