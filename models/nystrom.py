@@ -141,8 +141,17 @@ def landmark_weights(keep: Tensor, num_landmarks: int) -> Tensor:
 
 
 def present_landmarks(keep: Tensor, num_landmarks: int) -> Tensor:
-    """Which landmarks stand for any kept token, boolean [batch, landmarks]: those whose mean of ones is one. Costs
-    little: no matrix of weights, and no scatter, for which TensorRT wants fewer tokens than landmarks."""
-    ones = torch.ones_like(keep, dtype=torch.float32)[:, None, :, None]
-    means: Tensor = segment_means(ones, keep, num_landmarks)
-    return means[:, 0, :, 0] > 0
+    """Which landmarks stand for any kept token, boolean [batch, landmarks].
+
+    Looks at each token once: no matrix of weights. And no scatter, for which TensorRT-RTX wants fewer tokens than
+    landmarks.
+    """
+    batch, seq_len = keep.shape
+    position = torch.arange(seq_len, device=keep.device)
+    length = (keep * (position + 1)).amax(dim=1)[:, None, None]
+    segment = (length + num_landmarks - 1) // num_landmarks
+    offset = torch.arange((seq_len + num_landmarks - 1) // num_landmarks, device=keep.device)
+    token = torch.arange(num_landmarks, device=keep.device)[:, None] * segment + offset
+    inside = (offset < segment) & (token < seq_len)
+    row = token.clamp(max=seq_len - 1) + seq_len * torch.arange(batch, device=keep.device)[:, None, None]
+    return (keep.flatten()[row] & inside).float().amax(dim=-1) > 0

@@ -219,7 +219,7 @@ class NystromSpec(AttentionSpec):
             return exact
         attentions = ("MaskedAttention",) if self.is_plain_softmax else ("MaskedAttention", "MaskedAttention")
         landmarks = self.mask_landmarks and not self.is_plain_softmax
-        means = ("SegmentMeans",) * 3 if landmarks else ()  # of the queries, of the keys and of the mask
+        means = ("SegmentMeans", "SegmentMeans") if landmarks else ()  # of the queries and of the keys
         return exact + attentions + means + (() if self.conv_kernel_size is None else ("SequenceConv",))
 
     @property
