@@ -14,6 +14,8 @@ from effexport.errors import EffexportError, UserError
 from effexport.serving.served_model import checked_name, folder_name
 from effexport.serving.target import ServingTarget
 
+# Of a minute each, in which Ray waits for its proxies.
+START_ATTEMPTS = 3
 GPU_RUNTIMES = ("ort-cuda", "ort-trt", "trt", "trt-rtx")
 
 
@@ -90,10 +92,10 @@ def deploy_until_stopped(
     check_port(host, port, replicas)
     connect(replicas.address)
     try:
-        serve.start(http_options={"host": host, "port": port, "request_timeout_s": None})
+        start_proxies(host, port)
         try:
             serve.run(application(target, replicas), name=name, route_prefix="/")
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise EffexportError(f"Ray Serve did not bring up {name}: {error}") from error
         on_ready(f"http://{host}:{port}", name)
         if replicas.address is None:
@@ -101,6 +103,19 @@ def deploy_until_stopped(
             serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def start_proxies(host: str, port: int) -> None:
+    """Ray waits a minute for its proxies, which a busy machine may not be done in; asked again, it waits on."""
+    from ray import serve
+
+    for attempt in range(START_ATTEMPTS):
+        try:
+            serve.start(http_options={"host": host, "port": port, "request_timeout_s": None})
+            return
+        except TimeoutError as error:
+            if attempt + 1 == START_ATTEMPTS:
+                raise EffexportError(f"Ray Serve did not start in {START_ATTEMPTS} minutes: {error}") from error
 
 
 def wait_for_signal() -> None:
