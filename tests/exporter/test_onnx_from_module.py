@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,15 @@ def test_every_custom_call_is_one_marked_node_with_a_body(built: Built, variant:
         (mark,) = [helper.get_attribute_value(a) for a in node.attribute if a.name == PLUGIN_NAMESPACE]
         assert mark == b"effexport"
     assert sorted(f.name for f in model.functions if f.domain == DOMAIN) == sorted(set(expected))
+
+
+@pytest.mark.parametrize("name", ["nystrom", "lsh"])
+def test_every_layer_keeps_its_own_operators(small_spec: Callable[..., BuildSpec], tmp_path: Path, name: str) -> None:
+    """The exporter merges equal nodes: what two layers compute of the mask alone must not be a custom operator."""
+    spec = small_spec(name, "encoder", layers=2)
+    model = export(spec, tmp_path / "model.onnx")
+    nodes = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
+    assert nodes == Counter(spec.attention.operators(fused=True) * 2)
 
 
 def test_no_forbidden_node_hides_in_graph_subgraphs_or_bodies(built: Built, variant: str, scope: str) -> None:
