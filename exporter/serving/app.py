@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from effexport import __version__
-from effexport.serving.errors import FAILED, NOT_FOUND, UNAUTHORIZED, ClientGoneError, RequestError
+from effexport.serving.errors import CROWDED, FAILED, NOT_FOUND, UNAUTHORIZED, ClientGoneError, Refusal, RequestError
 from effexport.serving.inference import Inference
 from effexport.serving.served_model import ServedModel
 
@@ -31,11 +31,16 @@ CLIENT_GONE_STATUS = 499
 
 
 class Service:
-    """Endpoints of one model. draining: the server stops; who asks whether it is ready is sent elsewhere."""
+    """Endpoints of one model.
+
+    draining: the server stops; who asks whether it is ready is sent elsewhere.
+    is_crowded: whether more connections are open than the server wants; then only probes are answered.
+    """
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
         self.draining = False
+        self.is_crowded: Callable[[], bool] = lambda: False
         self.inference = Inference(model)
 
     @property
@@ -93,6 +98,10 @@ class Service:
         if version != self.model.version:
             raise RequestError(f"no version {version[:32]!r} of {name}; expected {self.model.version!r}", NOT_FOUND)
 
+    def check_connections(self, request: Request) -> None:
+        if self.is_crowded() and request.url.path not in OPEN_PATHS:
+            raise RequestError("too many connections are open; try again later", CROWDED)
+
     def check_token(self, request: Request) -> None:
         token = self.model.settings.token
         if token is None or request.url.path in OPEN_PATHS:
@@ -114,6 +123,7 @@ def create_app(model: ServedModel) -> Starlette:
 
     def guarded(endpoint: Any) -> Any:
         async def call(request: Request) -> Response:
+            service.check_connections(request)
             service.check_token(request)
             response: Response = await endpoint(request)
             return response
@@ -137,14 +147,14 @@ def create_app(model: ServedModel) -> Starlette:
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         model.metrics.rejected(error.kind.reason)
-        return refusal(str(error), error.kind.status, service)
+        return refusal(str(error), error.kind, service)
 
     async def not_served(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return json_response({"error": f"{request.method} {request.url.path[:200]}: {error.detail}"}, error.status_code)
 
     async def failed(request: Request, error: Exception) -> Response:
-        return refusal("the server failed unexpectedly; its log says why", FAILED.status, service)
+        return refusal("the server failed unexpectedly; its log says why", FAILED, service)
 
     app = Starlette(
         routes=[Route(path, guarded(endpoint), methods=[method]) for path, endpoint, method in paths],
@@ -156,16 +166,16 @@ def create_app(model: ServedModel) -> Starlette:
     return app
 
 
-def refusal(message: str, status: int, service: Service) -> Response:
+def refusal(message: str, kind: Refusal, service: Service) -> Response:
     headers = {}
-    if status == 503:
+    if kind.status == 503:
         headers["retry-after"] = str(service.model.batcher.retry_after_s)
-    elif status == UNAUTHORIZED.status:
+    elif kind is UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
-    if status in (408, 413):
-        # the rest of the body is not waited for
+    if kind is CROWDED or kind.status in (408, 413):
+        # one connection less, or a body whose rest is not waited for
         headers["connection"] = "close"
-    return json_response({"error": message}, status, headers)
+    return json_response({"error": message}, kind.status, headers)
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -23,6 +23,7 @@ FAILED = Refusal(500, "failed")
 QUEUE_FULL = Refusal(503, "queue_full")
 WAITED_TOO_LONG = Refusal(503, "waited_too_long")
 NO_MEMORY = Refusal(503, "too_many_bytes")
+CROWDED = Refusal(503, "too_many_connections")
 STOPPING = Refusal(503, "stopping")
 
 

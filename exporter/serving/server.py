@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import resource
 import signal
 import socket
 import threading
@@ -25,6 +26,8 @@ DRAIN_S = 0.3
 BACKLOG = 1024
 # More get a 503: every connection may hold an answer that its client does not fetch.
 MAX_CONNECTIONS = 2048
+# Those, the ones that are being refused, and the files of the process itself.
+MAX_OPEN_FILES = 2 * MAX_CONNECTIONS
 _SLOW_HEADERS_BODY = f'{{"error":"the head of the request did not arrive within {HEADER_TIMEOUT_S:g} s"}}'.encode()
 _SLOW_HEADERS = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -75,6 +78,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._on_ready = on_ready
+        # uvicorn's own limit_concurrency says neither Retry-After nor anything to the metrics, and refuses probes
+        service.is_crowded = lambda: len(self.server_state.connections) > MAX_CONNECTIONS
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -139,8 +144,17 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def raise_file_limit() -> None:
+    """Many systems start a process with 1024 files, each connection being one, and let it ask for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT. The application's lifespan closes the model."""
+    raise_file_limit()
     config = uvicorn.Config(
         app,
         http=Protocol,
@@ -151,7 +165,6 @@ def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> 
         log_level="error",
         server_header=False,
         timeout_keep_alive=75,
-        limit_concurrency=MAX_CONNECTIONS,
         # after that only clients are left that do not fetch their answers
         timeout_graceful_shutdown=math.ceil(30 + 2 * app.state.service.model.settings.timeout_s),
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import resource
 import signal
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from serving_load import (
 )
 
 from effexport.artifact import Artifact
+from effexport.serving.server import MAX_CONNECTIONS
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "serve"), pytest.mark.xdist_group("serving")]
 MIB = 1 << 20
@@ -151,6 +154,41 @@ def test_a_minute_of_overload_leaves_the_server_as_it_was(
 ) -> None:
     with running_server(artifact.path, folder, "--name", "small") as server:
         overloaded(server, samples, 60.0)
+
+
+@contextmanager
+def file_limit(files: int) -> Iterator[None]:
+    """How many files processes that start within may open, unless they ask for more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_too_many_connections_are_told_when_to_come_back(artifact: Artifact, folder: Path) -> None:
+    async def load(server: ServerProcess) -> tuple[Reply, Reply, Reply]:
+        files = server.open_files
+        crowd = [await Connection.open(server.port) for _ in range(MAX_CONNECTIONS + 1)]
+        while server.open_files <= files + MAX_CONNECTIONS:  # the system took them, the server not yet
+            await asyncio.sleep(0.05)
+        refused = await crowd[0].exchange(right_request())
+        probe = await crowd[1].exchange(get("/v2/health/live"))
+        await asyncio.gather(*(connection.close() for connection in crowd[2:]))
+        while server.open_files > files + 2:
+            await asyncio.sleep(0.05)
+        well = await crowd[1].exchange(right_request())
+        await asyncio.gather(*(connection.close() for connection in crowd[:2]))
+        return refused, probe, well
+
+    with ExitStack() as stack:
+        with file_limit(1024):
+            server = stack.enter_context(running_server(artifact.path, folder, "--name", "small"))
+        refused, probe, well = asyncio.run(load(server))
+        assert (refused.status, probe.status, well.status) == (503, 200, 200)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["connection"] == "close"
+        assert "too many connections" in json_of(refused)["error"]
+        assert server.metric("effexport_rejected_total") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
