@@ -21,6 +21,7 @@ from effexport.module_source import source_from_path
 from effexport.reference import Case, load_reference
 from effexport.runners.ort_session import OrtSettings
 from effexport.trace import Trace
+from effexport.trace_judge import Judge
 from effexport.traced_module import TracedModule
 from effexport.value_error import value_error
 
@@ -330,7 +331,7 @@ def test_a_difference_may_be_off_by_what_float32_has_left_of_its_operands() -> N
     values["copy"] = values["weight"]
 
     def judged(error: float, known: dict[str, onnx.NodeProto]) -> dict[str, bool]:
-        judge = bisect.Judge(spec_of("aft-conv", "attention"), Case("any", {}, {}), (), known)
+        judge = Judge(spec_of("aft-conv", "attention"), Case("any", {}, {}), (), known)
         for name, value in values.items():
             judge(name, value + np.float32(error) if name in known else value, value, None)
         return {name: judge.results[name][0] <= judge.results[name][1] for name in nodes}

@@ -57,13 +57,21 @@ def nothing_was_written(folder: Path) -> bool:
     return not list(folder.glob("out/*"))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("model_scope", "precision"),
+    [
+        ("attention", "fp32"),
+        ("encoder", "fp16"),
+        pytest.param("attention", "fp16", marks=pytest.mark.soak),
+        pytest.param("encoder", "fp32", marks=pytest.mark.soak),
+    ],
+)
 def test_every_variant_becomes_an_engine_at_16384_tokens_with_two_dynamic_profiles(
-    small_spec: Specs, tmp_path: Path, variant: str, scope: str, precision: str
+    small_spec: Specs, tmp_path: Path, variant: str, model_scope: str, precision: str
 ) -> None:
     # chunks of 16 would mean 1024 of them, and a minute of compilation for nothing that 64 does not show
     chunk = {"chunk_length": 64} if variant == "lsh" else {}
-    spec = small_spec(variant, scope, seq_len=16384, precision=precision, **chunk)
+    spec = small_spec(variant, model_scope, seq_len=16384, precision=precision, **chunk)
     model = tmp_path / "model.onnx"
     onnx_from_module(module_from_spec(spec.model, spec.seed), spec, model)
     engine = tmp_path / "trt-rtx.engine"

@@ -32,7 +32,14 @@ def sweep_file(tmp_path: Path) -> Path:
 def started(*arguments: str | Path) -> subprocess.Popen[str]:
     """`effexport sweep …` in a process of its own, which has said that its first cell runs."""
     command = [sys.executable, "-m", "effexport", "sweep", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell starts what it puts into the background with SIGINT ignored, and that is inherited
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stderr is not None
     while "[0/1]" not in (line := process.stderr.readline()):
         assert line, "it has ended"
