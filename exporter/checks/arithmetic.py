@@ -95,12 +95,15 @@ class Figures:
         self._counts += np.bincount(np.digitize(relative.ravel(), HISTOGRAM_EDGES), minlength=len(self._counts))
 
     def measures(self) -> dict[str, float]:
-        """max_abs, in the units of the output; rms_error, relative to the RMS of the reference; cosine similarity."""
+        """max_abs, in the units of the output; rms_error, relative to the RMS of the reference; cosine similarity, 1 for
+        two answers of zeros."""
         errors, reference, answer = self._squares
         tiny = np.finfo(np.float64).tiny
         with np.errstate(invalid="ignore"):  # as above
             rms_error = np.sqrt(errors / np.maximum(reference, tiny))
             cosine = self._product / np.maximum(np.sqrt(reference) * np.sqrt(answer), tiny)
+        if reference == answer == 0:
+            cosine = 1.0
         return {"max_abs": self._max_abs, "rms_error": float(rms_error), "cosine": float(cosine)}
 
     def histogram(self) -> tuple[int, ...]:

@@ -228,6 +228,14 @@ def test_measures_are_those_of_their_formulas() -> None:
     assert measures["cosine"] == pytest.approx(cosine, abs=1e-12)
 
 
+def test_two_answers_of_zeros_have_the_same_direction() -> None:
+    figures = Figures()
+    figures.add(np.zeros((5, 7)), np.zeros((5, 7)))
+    assert figures.measures() == {"max_abs": 0.0, "rms_error": 0.0, "cosine": 1.0}
+    figures.add(arrays(5, 7), np.zeros((5, 7)))
+    assert figures.measures()["cosine"] == 0.0
+
+
 def test_the_histogram_counts_every_kept_element_once() -> None:
     expected = arrays(1, 4, 8)
     actual = expected.copy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,35 @@ def token_ids(rows: int, seq_len: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).integers(2, 250, (rows, seq_len))
 
 
-@pytest.fixture(scope="module")
-def samples(expected: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Sample]:
-    """Requests of three lengths for the model "small", with their right answers."""
+def samples_of(run: Callable[[dict[str, Any]], Any], lengths: Sequence[int]) -> list[Sample]:
+    """24 requests of these lengths for the model "small", with their right answers."""
     made = []
     for seed in range(24):
-        feeds = {"input_ids": token_ids(1, (16, 40, 64)[seed % 3], seed)}
-        right = expected(feeds)["last_hidden_state"]
+        feeds = {"input_ids": token_ids(1, lengths[seed % len(lengths)], seed)}
+        right = run(feeds)["last_hidden_state"]
         # rounding of float32 in sums over 32 channels; the rows of a joined run may be summed in another order
         made.append(Sample(binary_request("small", feeds), right.tobytes(), 1e-5))
     return made
+
+
+@pytest.fixture(scope="module")
+def samples(expected: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Sample]:
+    """Of three lengths."""
+    return samples_of(expected, (16, 40, 64))
+
+
+@pytest.fixture(scope="module")
+def long_artifact(built: Callable[..., Artifact]) -> Artifact:
+    """As `artifact`, for 4096 tokens: its runs take far longer than requests do, as those of real models."""
+    return built("linear", seq_len=4096)
+
+
+@pytest.fixture(scope="module")
+def long_samples(long_artifact: Artifact) -> list[Sample]:
+    import effexport
+
+    with effexport.load(long_artifact.path) as runner:
+        return samples_of(runner.run, (4096,))
 
 
 @pytest.fixture

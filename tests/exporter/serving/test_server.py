@@ -124,7 +124,7 @@ def test_64_clients_lose_nothing_of_10000_requests(server: ServerProcess, sample
 
 def overloaded(server: ServerProcess, samples: list[Sample], seconds: float) -> None:
     """Twice of what it can: right answers and 503s, memory within bounds, and soon well again."""
-    capacity = asyncio.run(closed_loop(server.port, samples, 8, 400)).per_s
+    capacity = asyncio.run(closed_loop(server.port, samples, 8, 200)).per_s
     rss = server.rss_bytes
     outcome = asyncio.run(open_loop(server.port, samples, poisson_times(2 * capacity, seconds)))
     assert set(outcome.statuses) <= {200, 503}
@@ -137,12 +137,12 @@ def overloaded(server: ServerProcess, samples: list[Sample], seconds: float) -> 
 
 
 def test_overload_is_answered_with_503_and_the_server_recovers(
-    artifact: Artifact, folder: Path, samples: list[Sample]
+    long_artifact: Artifact, folder: Path, long_samples: list[Sample]
 ) -> None:
-    with running_server(artifact.path, folder, "--name", "small", "--queue-size", "8") as server:
-        overloaded(server, samples, 5.0)
+    with running_server(long_artifact.path, folder, "--name", "small", "--queue-size", "8") as server:
+        overloaded(server, long_samples, 5.0)
         # a crowd that comes at once does not fit into the queue, however fast the machine is
-        crowd = asyncio.run(open_loop(server.port, samples, [0.0] * 200))
+        crowd = asyncio.run(open_loop(server.port, long_samples, [0.0] * 200))
         assert set(crowd.statuses) == {200, 503}
         assert (crowd.wrong, crowd.lost) == (0, 0)
         assert server.metric("effexport_rejected_total") >= crowd.statuses[503]
@@ -150,10 +150,10 @@ def test_overload_is_answered_with_503_and_the_server_recovers(
 
 @pytest.mark.soak
 def test_a_minute_of_overload_leaves_the_server_as_it_was(
-    artifact: Artifact, folder: Path, samples: list[Sample]
+    long_artifact: Artifact, folder: Path, long_samples: list[Sample]
 ) -> None:
-    with running_server(artifact.path, folder, "--name", "small") as server:
-        overloaded(server, samples, 60.0)
+    with running_server(long_artifact.path, folder, "--name", "small") as server:
+        overloaded(server, long_samples, 60.0)
 
 
 @contextmanager
