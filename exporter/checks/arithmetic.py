@@ -99,7 +99,7 @@ class Figures:
         two answers of zeros."""
         errors, reference, answer = self._squares
         tiny = np.finfo(np.float64).tiny
-        with np.errstate(invalid="ignore"):  # as above
+        with np.errstate(invalid="ignore", over="ignore"):  # as above, and any answer where zeros are right
             rms_error = np.sqrt(errors / np.maximum(reference, tiny))
             cosine = self._product / np.maximum(np.sqrt(reference) * np.sqrt(answer), tiny)
         if reference == answer == 0:
