@@ -95,8 +95,10 @@ class Figures:
         self._counts += np.bincount(np.digitize(relative.ravel(), HISTOGRAM_EDGES), minlength=len(self._counts))
 
     def measures(self) -> dict[str, float]:
-        """max_abs, in the units of the output; rms_error, relative to the RMS of the reference; cosine similarity, 1 for
-        two answers of zeros."""
+        """max_abs, in the units of the output; rms_error, relative to the RMS of the reference; cosine similarity.
+
+        Two answers of zeros have the cosine 1.
+        """
         errors, reference, answer = self._squares
         tiny = np.finfo(np.float64).tiny
         with np.errstate(invalid="ignore", over="ignore"):  # as above, and any answer where zeros are right
