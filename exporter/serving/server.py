@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import resource
 import signal
 import socket
 import threading
@@ -146,6 +145,10 @@ def url_of(bound: socket.socket) -> str:
 
 def raise_file_limit() -> None:
     """Many systems start a process with 1024 files, each connection being one, and let it ask for more."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -161,8 +161,10 @@ def file_limit(files: int) -> Iterator[None]:
     """How many files processes that start within may open, unless they ask for more."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_too_many_connections_are_told_when_to_come_back(artifact: Artifact, folder: Path) -> None:
@@ -183,7 +185,7 @@ def test_too_many_connections_are_told_when_to_come_back(artifact: Artifact, fol
     with ExitStack() as stack:
         with file_limit(1024):
             server = stack.enter_context(running_server(artifact.path, folder, "--name", "small"))
-        refused, probe, well = asyncio.run(load(server))
+        refused, probe, well = asyncio.run(asyncio.wait_for(load(server), 60))
         assert (refused.status, probe.status, well.status) == (503, 200, 200)
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.headers["connection"] == "close"
