@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
     from effexport.runners import Runner
-    from effexport.runners.decode import DecodeRunner
-    from effexport.runners.ort import OrtRunner
-    from effexport.runners.ort_session import OrtSettings
+    from effexport.runners.ort.decode import DecodeRunner
+    from effexport.runners.ort.runner import OrtRunner
+    from effexport.runners.ort.session import OrtSettings
 
 __version__ = "0.1.0"
 __all__ = ["OrtSettings", "__version__", "load", "load_decoder"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> type[OrtSettings]:
     """Imported when asked for, so that `import effexport` stays quick."""
     if name != "OrtSettings":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from effexport.runners.ort_session import OrtSettings
+    from effexport.runners.ort.session import OrtSettings
 
     return OrtSettings
 
@@ -49,7 +49,7 @@ def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str 
     from effexport.errors import UserError
     from effexport.runners import limits_from_spec
     from effexport.runners.artifact_runner import runner_from_artifact
-    from effexport.runners.ort import OrtRunner
+    from effexport.runners.ort.runner import OrtRunner
 
     artifact = open_artifact(Path(path))
     if runtime is not None:
@@ -67,7 +67,7 @@ def load_decoder(path: str | Path) -> DecodeRunner:
     from effexport.artifact import open_artifact
     from effexport.errors import UserError
     from effexport.runners import limits_from_spec
-    from effexport.runners.decode import DecodeRunner
+    from effexport.runners.ort.decode import DecodeRunner
 
     artifact = open_artifact(Path(path))
     if not artifact.spec.has_decode_step:

@@ -15,7 +15,7 @@ from typing import Any
 
 from effexport.engines.sidecar import engine_name
 from effexport.errors import UserError
-from effexport.onnx_graph import load_graph
+from effexport.export.onnx_graph import load_graph
 from effexport.spec import BuildSpec
 
 FORMAT_VERSION = 1

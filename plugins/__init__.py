@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
-from effexport.plugins.library import Library, LibraryError, find_library, get_library_path
+from effexport.plugins.building.library import Library, LibraryError, find_library, get_library_path
 
 __all__ = [
     "DOMAIN",

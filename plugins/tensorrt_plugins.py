@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from effexport.plugins import OPS
-from effexport.plugins.library import LibraryError
+from effexport.plugins.building.library import LibraryError
 
 # what the plugins are written for; the oldest whose own validation they were tried with is 10.16
 MIN_TENSORRT = (10, 13)

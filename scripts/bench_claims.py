@@ -27,16 +27,16 @@ import numpy as np
 import torch
 
 from effexport import load_decoder
-from effexport.artifact_from_spec import artifact_from_spec
 from effexport.bench.grid import Grid, Model
-from effexport.bench.machine import describe_machine, usable_cores
-from effexport.bench.models import inputs_of_case, onnx_from_case
+from effexport.bench.measuring.machine import describe_machine, usable_cores
+from effexport.bench.measuring.models import inputs_of_case, onnx_from_case
+from effexport.bench.measuring.run import Settings, bench
+from effexport.bench.measuring.timing import Contender, Rotation
 from effexport.bench.results import BenchResults, Case, Row
-from effexport.bench.run import Settings, bench
-from effexport.bench.timing import Contender, Rotation
+from effexport.build import artifact_from_spec
 from effexport.plugins import find_library
-from effexport.runners.ort import OrtRunner
-from effexport.runners.ort_session import OrtSettings
+from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.session import OrtSettings
 from effexport.spec import build_spec_from_options
 
 LINEAR_SHAPE = {"seq_len": 6000, "batch": 32, "head_dim": 64}

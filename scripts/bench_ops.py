@@ -27,8 +27,8 @@ from onnx import TensorProto, helper
 
 from effexport.environment import versions
 from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, find_library
-from effexport.runners.ort import OrtRunner
-from effexport.runners.ort_session import OrtSettings
+from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.session import OrtSettings
 
 ITERATIONS = 6
 PAUSE_SECONDS = 0.02

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests" / "support")]
 
 from serving_fuzz import malformed_requests  # noqa: E402
 from serving_load import (  # noqa: E402
@@ -48,9 +48,9 @@ from serving_load import (  # noqa: E402
 
 import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
+from effexport.proof.tolerances import arithmetic_limit  # noqa: E402
 from effexport.runners import Runner  # noqa: E402
 from effexport.spec import BuildSpec, build_spec_from_options  # noqa: E402
-from effexport.tolerances import arithmetic_limit  # noqa: E402
 
 PHASES = ("throughput", "latency", "many", "overload", "malformed", "stop")
 MIB = 1 << 20
@@ -260,7 +260,7 @@ async def stop(bench: Bench) -> dict[str, Any]:
 def artifact_of(arguments: argparse.Namespace, folder: Path) -> Path:
     if arguments.artifact is not None:
         return Path(arguments.artifact)
-    from effexport.artifact_from_spec import artifact_from_spec
+    from effexport.build import artifact_from_spec
 
     print(f"building the default {arguments.variant} encoder", flush=True)
     spec = build_spec_from_options({"variant": arguments.variant, "seq_len": max(1024, arguments.seq_len)}, None)

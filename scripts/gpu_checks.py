@@ -647,7 +647,7 @@ def ort_library() -> Path | None:
 
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         return None
-    from effexport.plugins.library import LibraryError, get_library_path
+    from effexport.plugins.building.library import LibraryError, get_library_path
 
     try:
         path: Path | None = get_library_path()

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
-    from effexport.runners.cuda import Cuda
-    from effexport.runners.trt import TrtRunner, TrtSettings
+    from effexport.runners.cuda.device import Cuda
+    from effexport.runners.trt.runner import TrtRunner, TrtSettings
     from effexport.spec import BuildSpec
 
     Arrays = dict[str, np.ndarray[Any, Any]]
@@ -315,9 +315,9 @@ def describe_machine() -> dict[str, str]:
 
 def why_left_out(target: str) -> str:
     """Why no engine of a target can be built here, in the words of whoever refuses; empty where one can."""
-    from effexport.engine_from_onnx import make_builder
     from effexport.engines.api import import_api
     from effexport.engines.builder_log import BuildLog
+    from effexport.engines.engine_from_onnx import make_builder
     from effexport.engines.profile import Profile
     from effexport.engines.spec import EngineSpec
     from effexport.errors import EffexportError
@@ -332,7 +332,7 @@ def why_left_out(target: str) -> str:
 
 def build_artifact(model: Model) -> Outcome:
     """The way of `effexport build --target`: the engine is compared with the reference before anything is written."""
-    from effexport.artifact_from_spec import artifact_from_spec
+    from effexport.build import artifact_from_spec
 
     _, report = artifact_from_spec(model.spec, model.artifact, engines=[engine_spec(model)])
     return Outcome({**engine_data(model.engine), "stages_s": report.seconds})
@@ -340,8 +340,8 @@ def build_artifact(model: Model) -> Outcome:
 
 def build_separately(model: Model) -> Outcome:
     """An engine that does not run here, or computes something else, still is a result."""
-    from effexport.artifact_from_spec import artifact_from_spec
-    from effexport.engine_from_onnx import engine_from_onnx
+    from effexport.build import artifact_from_spec
+    from effexport.engines.engine_from_onnx import engine_from_onnx
 
     artifact, _ = artifact_from_spec(model.spec, model.artifact)
     engine_from_onnx(artifact.model_path, engine_spec(model), model.engine, precision=model.spec.precision)
@@ -377,9 +377,9 @@ def engine_data(engine: Path) -> dict[str, Any]:
 
 def check_parity(model: Model) -> Outcome:
     from effexport.artifact import MODEL, REFERENCE
-    from effexport.engine_verification import verify_engine
-    from effexport.parity import summary
-    from effexport.reference import load_reference
+    from effexport.proof.cases import load_reference
+    from effexport.proof.checks.run_checks import summary
+    from effexport.proof.verify_engine import verify_engine
 
     cases = load_reference(model.artifact / REFERENCE)
     manifest = json.loads((model.artifact / "manifest.json").read_text(encoding="utf-8"))
@@ -405,8 +405,8 @@ def run_in_fresh_process(model: Model) -> Outcome:
 
     from effexport.artifact import REFERENCE
     from effexport.engines.sidecar import read_sidecar
-    from effexport.parity import summary
-    from effexport.reference import load_reference
+    from effexport.proof.cases import load_reference
+    from effexport.proof.checks.run_checks import summary
 
     info, reference = read_sidecar(model.engine), model.artifact / REFERENCE
     cases = [case for case in load_reference(reference) if covers(info.profiles, case.inputs)]
@@ -434,11 +434,11 @@ def covers(profiles: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> 
 
 
 def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
-    """As `effexport.parity` compares free runs."""
-    from effexport import parity
+    """As `effexport.proof.checks.run_checks` compares free runs."""
     from effexport.models.spec import LSHSpec
-    from effexport.reference import rms_change
-    from effexport.tolerances import arithmetic_limit, free_run_limit
+    from effexport.proof.cases import rms_change
+    from effexport.proof.checks import run_checks as parity
+    from effexport.proof.tolerances import arithmetic_limit, free_run_limit
 
     signature = parity.check_signature(case, outputs, spec)
     yield signature
@@ -530,7 +530,7 @@ def creators_of_ours(modules: Mapping[str, Any]) -> list[str]:
 
 
 def open_runner(engine: Path, settings: TrtSettings | None = None) -> TrtRunner:
-    from effexport.runners.trt import TrtRunner
+    from effexport.runners.trt.runner import TrtRunner
 
     return TrtRunner(engine, settings)
 
@@ -553,8 +553,8 @@ def run_soak(options: argparse.Namespace) -> dict[str, Any]:
     from effexport.engines.api import PRODUCTS
     from effexport.engines.sidecar import read_sidecar
     from effexport.errors import GraphWarning
-    from effexport.runners.cuda import open_cuda
-    from effexport.runners.trt import TrtSettings
+    from effexport.runners.cuda.device import open_cuda
+    from effexport.runners.trt.runner import TrtSettings
 
     # a soak that goes on without graphs would be a soak of something else
     warnings.simplefilter("error", GraphWarning)
@@ -597,7 +597,7 @@ def soak(runner: TrtRunner, cuda: Cuda, runs: int, index_limit: int) -> dict[str
 
 def random_sizes(runner: TrtRunner, count: int, rng: np.random.Generator) -> list[dict[str, int]]:
     """Distinct sizes of the dynamic dimensions within the first profile, its two ends among them."""
-    from effexport.runners.trt_memory import dim_ranges
+    from effexport.runners.trt.memory import dim_ranges
 
     ranges = dim_ranges(runner.inputs, runner.info.profiles[0])
     possible = math.prod(high - low + 1 for low, high in ranges.values())
@@ -614,7 +614,7 @@ def random_feeds(
     import numpy as np
 
     from effexport.runners import MASK_NAME
-    from effexport.runners.trt_memory import numpy_dtype, resolved
+    from effexport.runners.trt.memory import numpy_dtype, resolved
 
     feeds = {}
     for tensor in runner.inputs:
@@ -706,11 +706,11 @@ def time_artifact(model: Model) -> Outcome:
 def time_long_sequences(model: Model) -> Outcome:
     """An engine of the same model with room for long sequences. It is compared with PyTorch on the GPU alone."""
     from effexport.artifact import MODEL
-    from effexport.engine_from_onnx import engine_from_onnx
+    from effexport.engines.engine_from_onnx import engine_from_onnx
     from effexport.engines.profile import Profile, Range
     from effexport.engines.spec import EngineSpec
-    from effexport.module_source import module_from_seed
-    from effexport.onnx_from_module import onnx_from_module
+    from effexport.export.module_source import module_from_seed
+    from effexport.export.onnx_from_module import onnx_from_module
 
     lengths = [n for n in LENGTHS if n > model.spec.seq_len]
     spec = long_spec(model.spec, lengths[-1])
@@ -734,9 +734,9 @@ def time_engine(engine: Path, model: Model, spec: BuildSpec, lengths: Sequence[i
     """Latencies of an engine, plain and as a CUDA graph, beside PyTorch on the same inputs."""
     import torch
 
-    from effexport.module_source import module_from_seed
-    from effexport.onnx_from_module import at_precision
-    from effexport.runners.trt import TrtSettings
+    from effexport.export.module_source import module_from_seed
+    from effexport.export.onnx_from_module import at_precision
+    from effexport.runners.trt.runner import TrtSettings
 
     # as the engine and PyTorch's own products: float32 means all of its bits
     torch.backends.cudnn.allow_tf32 = False
@@ -821,10 +821,10 @@ def difference_of(output: Any, expected: Any, spec: BuildSpec, feeds: Mapping[st
     A model that hashes is judged by the root mean square and against one: its buckets flip, and only nonsense shows.
     """
     from effexport.models.spec import LSHSpec
-    from effexport.parity import relative_error
-    from effexport.reference import rms
+    from effexport.proof.cases import rms
+    from effexport.proof.checks.run_checks import relative_error
+    from effexport.proof.tolerances import arithmetic_limit
     from effexport.runners import MASK_NAME
-    from effexport.tolerances import arithmetic_limit
 
     keep = feeds[MASK_NAME][0] != 0
     actual, wanted = output[0][keep].astype("float32"), expected[0].float().cpu().numpy()[keep]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plants every fault of tests/planted_faults.py into small artifacts, and shows which checks catch it.
+"""Plants every fault of tests/support/planted_faults.py into small artifacts, and shows which checks catch it.
 
 Each artifact is first verified as it is: a healthy model that fails is an error too. Exit status 1 when a fault escapes
 or a healthy model fails.
@@ -23,21 +23,21 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests" / "support")]
 
 from fused_faults import ALL_FAULTS  # noqa: E402
 from planted_faults import CONFIGURATIONS, VARIANTS, Fault, plant  # noqa: E402
 from small_specs import spec_of  # noqa: E402
 
 from effexport.artifact import Artifact  # noqa: E402
-from effexport.artifact_from_spec import artifact_from_spec  # noqa: E402
-from effexport.candidates import OrtCandidate  # noqa: E402
+from effexport.build import artifact_from_spec  # noqa: E402
 from effexport.errors import EffexportError  # noqa: E402
-from effexport.parity import Check, relative_error  # noqa: E402
-from effexport.reference import Case, load_reference, rms  # noqa: E402
+from effexport.proof.candidates import OrtCandidate  # noqa: E402
+from effexport.proof.cases import Case, load_reference, rms  # noqa: E402
+from effexport.proof.checks.run_checks import Check, relative_error  # noqa: E402
+from effexport.proof.verify import verify_candidate  # noqa: E402
 from effexport.runners import limits_from_spec  # noqa: E402
-from effexport.runners.ort_session import OrtSettings  # noqa: E402
-from effexport.verification import verify_candidate  # noqa: E402
+from effexport.runners.ort.session import OrtSettings  # noqa: E402
 
 SETTINGS = OrtSettings(memory_arena=False)
 REFUSED = "does not run"

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Predicts what `effexport serve` does under load, and compares that with what it did.
 
-The durations of runs are measured for every batch size, before and after each load. tests/serving_simulation.py, a
-simulation of queue and batching, draws from them. Simulation and server get the same arrivals, and both are printed;
+The durations of runs are measured for every batch size, before and after each load.
+tests/support/serving_simulation.py, a simulation of queue and batching, draws from them.
+Simulation and server get the same arrivals, and both are printed;
 between them the server's own queue, with a runner that sleeps as long as runs took, for machines that are busy with
 other work too. Last comes the plan: how many replicas some numbers of users need.
 
@@ -28,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "scripts")]
 
 from bench_serve import artifact_of, make_samples  # noqa: E402
 from serving_load import Sample, ServerProcess, exchange_once, open_loop, poisson_times, running_server  # noqa: E402
@@ -37,9 +38,9 @@ from serving_simulation import Simulated, simulate  # noqa: E402
 import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
 from effexport.runners import Runner  # noqa: E402
-from effexport.serving.batcher import Batcher  # noqa: E402
-from effexport.serving.errors import RequestError  # noqa: E402
-from effexport.serving.metrics import Metrics  # noqa: E402
+from effexport.serving.protocol.errors import RequestError  # noqa: E402
+from effexport.serving.server.batcher import Batcher  # noqa: E402
+from effexport.serving.server.metrics import Metrics  # noqa: E402
 from effexport.serving.settings import ServingSettings  # noqa: E402
 
 LOADS = (0.25, 0.5, 0.8, 1.5)

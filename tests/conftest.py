@@ -104,12 +104,12 @@ class CudaCompiler:
     name = "nvcc"
 
     def is_present(self) -> bool:
-        from effexport.plugins.toolchain import find_nvcc
+        from effexport.plugins.building.toolchain import find_nvcc
 
         return find_nvcc() is not None
 
     def version(self) -> str:
-        from effexport.plugins.toolchain import find_nvcc
+        from effexport.plugins.building.toolchain import find_nvcc
 
         return str(find_nvcc())
 

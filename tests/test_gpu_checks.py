@@ -222,7 +222,7 @@ def test_kernels_are_launched_with_inputs_then_integers_then_outputs() -> None:
 @pytest.mark.requires("onnx")
 @pytest.mark.requires("ort")
 def test_onnx_runtime_runs_the_kernels_on_bound_tensors() -> None:
-    from effexport.plugins.library import get_library_path
+    from effexport.plugins.building.library import get_library_path
 
     runner = gpu_checks.OrtRunner(get_library_path(), "cpu")
     for dtype in ("float32", "float16", "bfloat16"):

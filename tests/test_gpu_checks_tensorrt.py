@@ -1,4 +1,4 @@
-"""scripts/gpu_checks_tensorrt.py, as far as it goes without a GPU; tests/fake_tensorrt.py says what its fakes prove."""
+"""scripts/gpu_checks_tensorrt.py without a GPU; tests/support/fake_tensorrt.py says what its fakes prove."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ import torch
 from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
 
 from effexport.engines.sidecar import EngineInfo, write_sidecar
-from effexport.module_source import module_from_seed
-from effexport.reference import Case, run_module, save_reference
-from effexport.runners.trt import TrtRunner, TrtSettings
+from effexport.export.module_source import module_from_seed
+from effexport.proof.cases import Case, run_module, save_reference
+from effexport.runners.trt.runner import TrtRunner, TrtSettings
 from effexport.spec import BuildSpec, build_spec_from_options
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -488,7 +488,7 @@ def test_without_timing_latencies_are_left_out_by_name(monkeypatch: pytest.Monke
 
 
 def test_checks_that_fail_or_do_not_run_are_a_problem() -> None:
-    from effexport.parity import Check
+    from effexport.proof.checks.run_checks import Check
 
     good, bad = Check("a", "c", "m", "passed"), Check("b", "c", "error", "failed", 3.0, 1.0)
     idle = Check("a", "c", "m", "not run", reason="outside")

@@ -18,8 +18,8 @@ import pytest
 
 import effexport
 from effexport.plugins import OPS
-from effexport.plugins.headers import find_headers
-from effexport.plugins.sources import SOURCES
+from effexport.plugins.building.headers import find_headers
+from effexport.plugins.building.sources import SOURCES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from triton_server import ENVIRONMENT, TritonServer, environment
 
-from effexport.artifact_from_spec import artifact_from_spec
+from effexport.build import artifact_from_spec
 from effexport.cli import main
 from effexport.spec import build_spec_from_options
 

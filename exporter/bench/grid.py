@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from effexport.bench.results import Case
-from effexport.bench.runtimes import RUNTIMES
 from effexport.errors import UserError
 from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, EncoderSpec, attention_spec
 from effexport.models.validation import did_you_mean
+from effexport.runtimes import RUNTIMES
 from effexport.spec import DTYPE_OF_PRECISION, BuildSpec
 
 SCOPES = ("core", "attention", "encoder")

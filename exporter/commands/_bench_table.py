@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from effexport.bench.advise import megabytes, ranking
+from effexport.bench.rendering.advise import megabytes, ranking
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.bench.advise import Advice
+    from effexport.bench.rendering.advise import Advice
     from effexport.bench.results import BenchResults, Row
 
 BUSY = "most timings vary by more than a quarter of their median: something else is using this machine"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from effexport.parity import Check, summary
-from effexport.report.text import number, status_of
+from effexport.proof.checks.run_checks import Check, summary
+from effexport.report.rendering.text import number, status_of
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, Task
 
-    from effexport.runners.ort_session import OrtSettings
+    from effexport.runners.ort.session import OrtSettings
 
 # Columns of tables when stderr is a file or a pipe, whose width is unknown.
 LOG_WIDTH = 130
@@ -39,7 +39,7 @@ ENGINE_HELP = f"{ORT_HELP} trt, trt-rtx: the engine of the artifact."
 
 def settings_from_options(runtime: str, implementation: str) -> OrtSettings:
     """Raises UserError for an unknown name."""
-    from effexport.runners.ort_session import IMPLEMENTATIONS, RUNTIMES, OrtSettings
+    from effexport.runners.ort.session import IMPLEMENTATIONS, RUNTIMES, OrtSettings
 
     check_choice("--runtime", runtime, RUNTIMES)
     check_choice("--implementation", implementation, IMPLEMENTATIONS)

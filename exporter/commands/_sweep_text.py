@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.bench.text import duration, memory
+from effexport.bench.rendering.text import duration, memory
 from effexport.commands.bench import time_left
-from effexport.report.text import number
+from effexport.report.rendering.text import number
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from effexport.bench.advise import Advice
     from effexport.bench.grid import Grid
-    from effexport.bench.progress import OnStep
+    from effexport.bench.measuring.progress import OnStep
+    from effexport.bench.measuring.run import Settings
+    from effexport.bench.rendering.advise import Advice
     from effexport.bench.results import BenchResults
-    from effexport.bench.run import Settings
 
 DEFAULT_OUTPUT = Path("bench")
 INTERRUPTED = 130
@@ -72,14 +72,14 @@ def command(
     Beside every row stands its floor: the matrix products of its formula, and one pass over its inputs and outputs,
     timed in the same run. Ctrl-C ends a run and keeps what was measured. --advise writes a folder only with -o.
     """
-    from effexport.bench.output import check_bench_output, write_results
+    from effexport.bench.rendering.output import check_bench_output, write_results
 
     request = Request(flags, advise=advise, memory_limit=memory_limit, command=repeated(context))
     grid, settings, limit_bytes = request.resolve()
     target = output or (None if advise else DEFAULT_OUTPUT)
     if target is not None:
         check_bench_output(target, force=force)
-    from effexport.bench.run import bench
+    from effexport.bench.measuring.run import bench
     from effexport.commands._bench_table import print_advice, print_rows
 
     console = stderr_console()
@@ -114,9 +114,9 @@ class Request:
         """Raises UserError and SpecError for options that contradict each other or cannot work."""
         from dataclasses import replace
 
-        from effexport.bench.advise import bytes_from_text
         from effexport.bench.grid import Grid
-        from effexport.bench.run import Settings
+        from effexport.bench.measuring.run import Settings
+        from effexport.bench.rendering.advise import bytes_from_text
 
         self.check_numbers()
         self.check_advice()
@@ -207,7 +207,7 @@ def repeated(context: click.Context) -> str:
 
 
 def advised(results: BenchResults, limit_bytes: int | None) -> Advice:
-    from effexport.bench.advise import advice_from_results
+    from effexport.bench.rendering.advise import advice_from_results
 
     return advice_from_results(results, limit_bytes)
 
@@ -231,7 +231,7 @@ def print_results(results: BenchResults, advice: Advice | None) -> None:
 def exit_code(results: BenchResults) -> int:
     """1 where parity failed, or a model of ours did not run. That others cannot export or compile one is a finding, and
     what this machine cannot run is no failure."""
-    from effexport.bench.runtimes import RUNTIMES
+    from effexport.runtimes import RUNTIMES
 
     if not results.complete:
         return INTERRUPTED

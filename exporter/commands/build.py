@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from effexport.artifact import Artifact
-    from effexport.module_source import ModuleSource
+    from effexport.export.module_source import ModuleSource
     from effexport.report import Report
     from effexport.spec import BuildSpec
 
@@ -90,7 +90,7 @@ def command(
     engines = engine_request.resolve(spec)
     output = output or Path("artifacts") / name
     check_output(output, force=force)
-    from effexport.artifact_from_spec import artifact_from_spec
+    from effexport.build import artifact_from_spec
 
     console = stderr_console()
     with stage_progress(console) as progress:
@@ -127,8 +127,8 @@ class Request:
 
         Raises SpecError and UserError for requests that contradict themselves or cannot work.
         """
+        from effexport.export.module_source import module_from_factory, source_from_module, source_from_path
         from effexport.models.validation import require
-        from effexport.module_source import module_from_factory, source_from_module, source_from_path
         from effexport.spec import build_spec_from_checkpoint, build_spec_from_module, build_spec_from_options
 
         given = [f"--{name}" for name in ("checkpoint", "weights") if getattr(self, name) is not None]

@@ -38,7 +38,7 @@ def build_command(cuda: bool | None, force: bool, as_json: bool, debug: bool) ->
     the Debian archive), and nvcc for the CUDA kernels. Exit status 1 when compiling fails, 2 when a tool is missing.
     """
     from effexport.cli import print_json
-    from effexport.plugins.build import build_library
+    from effexport.plugins.building.build import build_library
 
     console = stderr_console()
     with stage_progress(console) as on_stage:
@@ -82,7 +82,7 @@ def info_command(as_json: bool, debug: bool) -> None:
     """
     from effexport.cli import print_json
     from effexport.plugins import find_library
-    from effexport.plugins.library import cache_folder, list_builds
+    from effexport.plugins.building.library import cache_folder, list_builds
 
     library = find_library()
     described = describe(library) if library else {"library": None}
@@ -140,8 +140,8 @@ def operators(library: Library | None) -> list[dict[str, Any]]:
 
 def devices(library: Library) -> str:
     """What the library has kernels for, and how to add what it lacks."""
-    from effexport.plugins.build import NO_NVCC
-    from effexport.plugins.toolchain import find_nvcc
+    from effexport.plugins.building.build import NO_NVCC
+    from effexport.plugins.building.toolchain import find_nvcc
 
     assert library.info is not None
     if library.info.has_cuda:
@@ -153,15 +153,15 @@ def devices(library: Library) -> str:
 
 def is_intact(library: Library) -> bool | None:
     """Whether the file is the one that was built; None if nothing says what it should be."""
-    from effexport.plugins.library import sha256_of
+    from effexport.plugins.building.library import sha256_of
 
     return None if library.info is None else sha256_of(library.path) == library.info.sha256
 
 
 def library_warnings(library: Library) -> list[str]:
     """What the user should hear about a library that can be used all the same."""
-    from effexport.plugins.headers import runtime_warning
-    from effexport.plugins.library import LIBRARY_VARIABLE
+    from effexport.plugins.building.headers import runtime_warning
+    from effexport.plugins.building.library import LIBRARY_VARIABLE
 
     warnings = []
     if library.outdated:

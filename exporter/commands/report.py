@@ -95,7 +95,7 @@ def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[st
         "verdicts": [side.report.verdict for side in sides],
     }
     if form == "junit":
-        from effexport.report.junit import junit_from_reports
+        from effexport.report.rendering.junit import junit_from_reports
 
         return junit_from_reports([(side.name, side.report) for side in sides]), said
     if len(sides) == 1:
@@ -110,7 +110,7 @@ def named(first: Path, second: Path | None) -> list[tuple[Path, str]]:
 
 def one_report(side: Side, form: str) -> str:
     from effexport.report import html_from_report, json_from_report
-    from effexport.report.markdown import markdown_from_report
+    from effexport.report.rendering.markdown import markdown_from_report
 
     if form == "json":
         return json_from_report(side.report)
@@ -121,8 +121,8 @@ def one_report(side: Side, form: str) -> str:
 
 def comparison_text(comparison: Comparison, form: str) -> str:
     from effexport.json_text import json_text
-    from effexport.report.html import html_from_comparison
-    from effexport.report.markdown import markdown_from_comparison
+    from effexport.report.rendering.html import html_from_comparison
+    from effexport.report.rendering.markdown import markdown_from_comparison
 
     if form == "json":
         return json_text(comparison.to_dict()) + "\n"

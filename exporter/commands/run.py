@@ -46,11 +46,11 @@ def command(
     """
     if (input_file is None) == (text_file is None):
         raise click.UsageError("give either --input FILE.npz or --text FILE")
-    from effexport.arrays import check_writable, load_npz, save_npz
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
+    from effexport.files import check_writable, load_npz, save_npz
+    from effexport.proof.inputs.text import windows_from_text
     from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
-    from effexport.text import windows_from_text
 
     check_runtime(runtime, implementation)
     if output_file is not None:

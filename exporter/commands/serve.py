@@ -19,8 +19,8 @@ from effexport.commands._options import (
 from effexport.serving.settings import ServingSettings
 
 if TYPE_CHECKING:
-    from effexport.serving.served_model import ServedModel
-    from effexport.serving.target import ServingTarget
+    from effexport.serving.server.served_model import ServedModel
+    from effexport.serving.server.target import ServingTarget
 
 DEFAULTS = ServingSettings()
 TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
@@ -108,7 +108,7 @@ def command(
     object on stdout says where the server is, as soon as it accepts requests.
     """
     from effexport.errors import UserError
-    from effexport.serving.target import ServingTarget
+    from effexport.serving.server.target import ServingTarget
 
     settings = ServingSettings(
         max_batch=max_batch,
@@ -140,12 +140,12 @@ def command(
 
 def serve_here(target: ServingTarget, host: str, port: int, as_json: bool) -> None:
     """One model in this process."""
-    from effexport.serving.extras import require_serving
+    from effexport.serving.server.extras import require_serving
 
     require_serving()
     from effexport.cli import print_json
-    from effexport.serving.app import create_app
-    from effexport.serving.server import bound_socket, run_server, url_of
+    from effexport.serving.server.app import create_app
+    from effexport.serving.server.server import bound_socket, run_server, url_of
 
     console = stderr_console()
     bound = bound_socket(host, port)
@@ -173,11 +173,11 @@ def serve_here(target: ServingTarget, host: str, port: int, as_json: bool) -> No
 def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, object], as_json: bool) -> None:
     """The same application on a cluster."""
     from effexport.cli import print_json
-    from effexport.serving.extras import require_ray
+    from effexport.serving.server.extras import require_ray
 
     require_ray()
-    from effexport.serving.ray_deployment import ReplicaSettings, deploy_until_stopped
-    from effexport.serving.served_model import VERSION
+    from effexport.serving.server.ray_deployment import ReplicaSettings, deploy_until_stopped
+    from effexport.serving.server.served_model import VERSION
 
     address = given.get("address")
     console = stderr_console()

@@ -119,7 +119,7 @@ def messages_of_ray(store: Store) -> Iterator[None]:
 
 
 def say_plan(console: Console, plan: Plan, store: Store, request: SweepRequest) -> None:
-    from effexport.bench.text import counted
+    from effexport.bench.rendering.text import counted
 
     states = [plan.states[cell.id] for cell in plan.cells]
     parts = [f"{states.count('finished')} finished before", f"{len(plan.to_run)} to run"]

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from effexport.artifact import Artifact
-    from effexport.reference import Case
-    from effexport.reference_choice import ReferenceChoice
-    from effexport.trace import Trace
-    from effexport.verification import Verification
+    from effexport.proof.cases import Case
+    from effexport.proof.references.choice import ReferenceChoice
+    from effexport.proof.trace.result import Trace
+    from effexport.proof.verify import Verification
 
 
 @click.command("verify")
@@ -66,7 +66,7 @@ def command(
     Exit status 1 when a check fails.
     """
     from effexport.cli import print_json
-    from effexport.reference_choice import parse_choice
+    from effexport.proof.references.choice import parse_choice
     from effexport.runners.artifact_runner import check_runtime
 
     choice = parse_choice(reference)
@@ -74,7 +74,7 @@ def command(
     from effexport.artifact import open_artifact
     from effexport.commands._checks import print_checks
     from effexport.environment import versions
-    from effexport.parity import passed, summary
+    from effexport.proof.checks.run_checks import passed, summary
 
     opened = open_artifact(artifact)
     console = stderr_console()
@@ -141,8 +141,8 @@ class Candidate:
 
     def verify(self, cases: Sequence[Case]) -> Verification:
         from effexport.commands._options import settings_from_options
-        from effexport.engine_verification import verify_engine
-        from effexport.verification import verify_candidate
+        from effexport.proof.verify import verify_candidate
+        from effexport.proof.verify_engine import verify_engine
 
         spec, hashes = self.artifact.spec, self.artifact.manifest["hash_values"]
         if self.is_engine:
@@ -152,8 +152,8 @@ class Candidate:
 
     def trace(self, weights: Path | None, case: Case) -> Trace | str:
         """Where it leaves the module, on the inputs of one case, or a sentence on why that cannot be found."""
-        from effexport.bisect import trace_if_possible
         from effexport.commands._options import settings_from_options
+        from effexport.proof.trace.bisect import trace_if_possible
 
         if self.is_engine:
             return f"no trace: a {self.runtime} engine keeps no intermediate values; trace its model with --runtime ort"
@@ -171,8 +171,8 @@ def verify_artifact(
 ) -> tuple[Verification, Trace | str | None]:
     """Checks against the chosen references; and a trace, if it is asked for or a check has failed."""
     from effexport.commands._options import settings_from_options
-    from effexport.reference_choice import references_from_choice
-    from effexport.verification import Verification, case_to_trace, verify_decode_step
+    from effexport.proof.references.choice import references_from_choice
+    from effexport.proof.verify import Verification, case_to_trace, verify_decode_step
 
     artifact, spec = candidate.artifact, candidate.artifact.spec
     result, cases = Verification(), []

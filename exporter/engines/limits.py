@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from effexport.engines.bounds import STANDARD_DOMAINS, Scope, attributes_of, largest_value, scopes
 from effexport.errors import UserError
-from effexport.onnx_graph import FORBIDDEN_OPS, all_nodes
+from effexport.export.onnx_graph import FORBIDDEN_OPS, all_nodes
 from effexport.plugins import DOMAIN
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from effexport.engines.limits import check_limits
 from effexport.engines.spec import EngineSpec
-from effexport.onnx_graph import value_types
+from effexport.export.onnx_graph import value_types
 from effexport.plugins import DOMAIN, OPS, LibraryError
 
 if TYPE_CHECKING:
     import onnx
 
-    from effexport.onnx_graph import ValueType
+    from effexport.export.onnx_graph import ValueType
 
 
 @dataclass(frozen=True)

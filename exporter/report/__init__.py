@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from effexport.report.html import html_from_report
 from effexport.report.model import REPORT_VERSION, RUNTIME_NAMES, Report, json_from_report
-from effexport.report.text import flat_fields, number, sizes
+from effexport.report.rendering.html import html_from_report
+from effexport.report.rendering.text import flat_fields, number, sizes
 
 __all__ = [
     "REPORT_VERSION",

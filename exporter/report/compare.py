@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from effexport.parity import Check, summary
+from effexport.proof.checks.run_checks import Check, summary
 from effexport.report.model import Report
-from effexport.report.text import field_text, flat_fields, megabytes, number, status_of
+from effexport.report.rendering.text import field_text, flat_fields, megabytes, number, status_of
 
 
 @dataclass(frozen=True)

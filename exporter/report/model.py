@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from effexport.json_text import json_text
-from effexport.parity import Check, Worst, passed, summary
+from effexport.proof.checks.run_checks import Check, Worst, passed, summary
 
 # 2: measures, worst element, length and histogram of a check; layers, bench and weights_from.
 REPORT_VERSION = 2

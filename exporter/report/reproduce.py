@@ -7,11 +7,11 @@ import shlex
 from typing import Any
 
 from effexport.engines.api import PRODUCTS
+from effexport.export.module_source import SEED
 from effexport.models.spec import EncoderSpec, attention_spec, spec_to_dict
-from effexport.module_source import SEED
-from effexport.parity import Check
+from effexport.proof.checks.run_checks import Check
 from effexport.report.model import Report
-from effexport.report.text import flat_fields
+from effexport.report.rendering.text import flat_fields
 from effexport.spec import BuildSpec
 
 # What `effexport build` has a flag for; other fields go into a file for --spec.
@@ -89,7 +89,7 @@ def _python_command(spec: dict[str, Any], output: str) -> str:
         [
             "python - <<'END'",
             "from pathlib import Path",
-            "from effexport.artifact_from_spec import artifact_from_spec",
+            "from effexport.build import artifact_from_spec",
             "from effexport.spec import BuildSpec",
             f"artifact_from_spec(BuildSpec.from_dict({spec!r}), Path({output!r}))",
             "END",

@@ -8,8 +8,8 @@ from effexport.engines.api import PRODUCTS
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
 from effexport.runners import Runner, limits_from_spec
-from effexport.runners.ort_session import IMPLEMENTATIONS, OrtSettings
-from effexport.runners.ort_session import RUNTIMES as ORT_RUNTIMES
+from effexport.runners.ort.session import IMPLEMENTATIONS, OrtSettings
+from effexport.runners.ort.session import RUNTIMES as ORT_RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -43,12 +43,12 @@ def runner_from_artifact(
     check_runtime(runtime, implementation)
     limits = limits_from_spec(artifact.spec)
     if runtime in PRODUCTS:
-        from effexport.engine_from_onnx import model_digest
-        from effexport.runners.trt import TrtRunner
+        from effexport.engines.engine_from_onnx import model_digest
+        from effexport.runners.trt.runner import TrtRunner
 
         engine = artifact.engine_path(runtime)
         return TrtRunner(engine, limits=limits, onnx_sha256=model_digest(artifact.model_path))
-    from effexport.runners.ort import OrtRunner
+    from effexport.runners.ort.runner import OrtRunner
 
     settings = OrtSettings(provider=ORT_RUNTIMES[runtime], implementation=implementation, threads=threads)
     return OrtRunner(artifact.model_path, settings, limits=limits)

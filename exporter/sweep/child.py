@@ -70,7 +70,7 @@ def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
 
 
 def build(cell: Cell, output: Path) -> None:
-    from effexport.artifact_from_spec import artifact_from_spec
+    from effexport.build import artifact_from_spec
 
     engines = () if cell.engine is None else (cell.engine,)
     artifact_from_spec(cell.spec, output, engines=engines, on_stage=lambda name: print(f"… {name}", flush=True))
@@ -91,7 +91,7 @@ def check_gpu(cell: Cell) -> None:
     """Raises UserError where the GPU that was lent to this process is not of the architecture that was asked for."""
     if not cell.needs_gpu or not cell.gpu:
         return
-    from effexport.runners.cuda import current_compute_capability
+    from effexport.runners.cuda.device import current_compute_capability
 
     found = current_compute_capability("tensorrt")
     if f"sm_{found}" != cell.gpu:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effexport.bench.machine import memory_info, usable_cores
+from effexport.bench.measuring.machine import memory_info, usable_cores
 
 # What a build of the default encoder takes, with room to spare.
 CELL_BYTES = 2 * 2**30

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from effexport.bench.text import duration, memory
-from effexport.report.templates import template_environment
-from effexport.report.text import moment, number
+from effexport.bench.rendering.text import duration, memory
+from effexport.report.rendering.templates import template_environment
+from effexport.report.rendering.text import moment, number
 from effexport.sweep.results import Row, SweepResults
 
 # A longer table is folded; what stands below it would not be found otherwise.
@@ -34,7 +34,7 @@ def html_from_results(results: SweepResults) -> str:
         "memory": memory,
         "path": quote,
     }
-    environment = template_environment(("report", "sweep"), filters)
+    environment = template_environment(("report/rendering", "plots", "sweep"), filters)
     return environment.get_template("page.html.j2").render(
         results=results,
         groups=groups_of(results.rows),

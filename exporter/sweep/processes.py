@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from effexport.bench.machine import usable_cores
+from effexport.bench.measuring.machine import usable_cores
 from effexport.sweep.attempt import Attempt, Limits, Work, run_attempt
 from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event

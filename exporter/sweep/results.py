@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from effexport.bench.text import counted, listed
-from effexport.checks.result import METRIC
+from effexport.bench.rendering.text import counted, listed
 from effexport.json_text import json_text
-from effexport.report.text import status_of
+from effexport.proof.checks.result import METRIC
+from effexport.report.rendering.text import status_of
 from effexport.sweep.cell import Cell
 
 FORMAT_VERSION = 1

@@ -11,9 +11,9 @@ from pathlib import Path
 from effexport.artifact import MANIFEST, Artifact
 from effexport.engines.sidecar import EngineInfo, read_sidecar
 from effexport.errors import UserError
-from effexport.onnx_graph import external_files
-from effexport.plugins.library import LIBRARY_NAME
-from effexport.runners.ort_session import OrtSettings, library_for
+from effexport.export.onnx_graph import external_files
+from effexport.plugins.building.library import LIBRARY_NAME
+from effexport.runners.ort.session import OrtSettings, library_for
 from effexport.triton.content import Content
 from effexport.triton.spec import BACKENDS, PackageSpec
 

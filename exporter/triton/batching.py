@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from effexport.checks.invariance import why_not_invariant
 from effexport.errors import UserError
+from effexport.proof.checks.invariance import why_not_invariant
 from effexport.spec import BuildSpec
 from effexport.triton.spec import DEFAULT_MAX_BATCH, PackageSpec
 

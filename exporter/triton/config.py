@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from effexport import __version__
-from effexport.plugins.library import LIBRARY_NAME
+from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.runners import DEFAULTS
 from effexport.spec import TensorInfo
 from effexport.triton.backends import Backend

@@ -15,7 +15,7 @@ from effexport.runners import checked_feeds
 
 if TYPE_CHECKING:
     from effexport.runners import Array
-    from effexport.runners.ort import OrtRunner
+    from effexport.runners.ort.runner import OrtRunner
 
 Answer = dict[str, "Array"] | EffexportError
 

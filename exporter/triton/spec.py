@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from effexport.models.validation import SpecError, did_you_mean, require
-from effexport.runners.ort_session import IMPLEMENTATIONS
+from effexport.runners.ort.session import IMPLEMENTATIONS
 
 # Triton's backends that can run an artifact, in the order in which one is chosen where several could serve it.
 BACKENDS = ("onnxruntime", "python", "tensorrt")

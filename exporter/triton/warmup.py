@@ -10,7 +10,7 @@ import numpy as np
 
 from effexport.artifact import Artifact
 from effexport.engines.sidecar import EngineInfo
-from effexport.reference import load_reference
+from effexport.proof.cases import load_reference
 
 if TYPE_CHECKING:
     from effexport.runners import Array

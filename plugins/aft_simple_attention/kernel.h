@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "element_types.h"
+#include "native/element_types.h"
 
 namespace effexport::aft_simple_attention {
 

@@ -1,6 +1,6 @@
 // effexport::IterativePinv for ONNX Runtime: checks its inputs and forwards them to the kernels.
 
-#include "ort_op.h"
+#include "native/ort_op.h"
 
 #include <memory>
 #include <new>

@@ -11,7 +11,7 @@
 #include <limits>
 #include <vector>
 
-#include "cpu_dispatch.h"
+#include "native/cpu_dispatch.h"
 #include "lsh_attention/chunk.h"
 #include "lsh_attention/kernel.h"
 
@@ -43,7 +43,7 @@ struct Window {
 };
 
 #define EFFEXPORT_PER_INSTRUCTION_SET "lsh_attention/window.h"
-#include "instruction_sets.h"
+#include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 
 #define ATTEND(set) &set::attend

@@ -4,7 +4,7 @@
 //
 // Rows of all matrices are multiples of 16 floats and begin on cache lines; the number of rows is a multiple of kTileRows.
 
-#include "simd.h"
+#include "native/simd.h"
 
 // Products of some columns: out += nothing, out = Σ over segments of X_s Y_s. X_s begins segment_stride after X_(s−1); the
 // factors Y_s lie at y[s] + column.

@@ -1,6 +1,6 @@
 // effexport::LSHSort for ONNX Runtime: checks its input and forwards it to the kernels.
 
-#include "ort_op.h"
+#include "native/ort_op.h"
 
 #include "lsh_sort/kernel.h"
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from effexport.plugins import DOMAIN, OPS
-from effexport.plugins.ptx import ptx_from_source
+from effexport.plugins.building.ptx import ptx_from_source
 
 OP = OPS["LSHSort"]
 # as in kernel_cuda.cu; a test compares the launches

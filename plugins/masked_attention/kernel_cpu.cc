@@ -10,7 +10,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "cpu_dispatch.h"
+#include "native/cpu_dispatch.h"
 #include "masked_attention/kernel.h"
 
 namespace effexport::masked_attention {
@@ -50,7 +50,7 @@ struct Tile {
 };
 
 #define EFFEXPORT_PER_INSTRUCTION_SET "masked_attention/tiles.h"
-#include "instruction_sets.h"
+#include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 
 struct Functions {

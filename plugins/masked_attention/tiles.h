@@ -2,7 +2,7 @@
 // set, each time inside a namespace of its own and with the macros REGISTER_BYTES (of a vector register) and REGISTERS (in
 // a row of a tile); hence no include guard.
 
-#include "simd.h"
+#include "native/simd.h"
 
 // Inputs are read where they are, and need not begin on a multiple of a register.
 typedef float LooseFloats __attribute__((vector_size(REGISTER_BYTES), may_alias, aligned(4)));

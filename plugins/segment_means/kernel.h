@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "element_types.h"
+#include "native/element_types.h"
 
 namespace effexport::segment_means {
 

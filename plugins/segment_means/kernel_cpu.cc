@@ -7,7 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cpu_dispatch.h"
+#include "native/cpu_dispatch.h"
 
 namespace effexport::segment_means {
 namespace {
@@ -24,7 +24,7 @@ struct Rows {
 };
 
 #define EFFEXPORT_PER_INSTRUCTION_SET "segment_means/rows.h"
-#include "instruction_sets.h"
+#include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 
 struct Functions {

@@ -1,6 +1,6 @@
 // effexport::SegmentMeans for ONNX Runtime: checks its inputs and forwards them to the kernels.
 
-#include "ort_op.h"
+#include "native/ort_op.h"
 
 #include "segment_means/kernel.h"
 

@@ -1,7 +1,7 @@
 // The mean of some rows. kernel_cpu.cc includes this file once for every instruction set, each time inside a namespace of
 // its own and with the macros REGISTER_BYTES (of a vector register) and REGISTERS; hence no include guard.
 
-#include "simd.h"
+#include "native/simd.h"
 
 // Inputs are read where they are, and need not begin on a multiple of a register.
 typedef float LooseFloats __attribute__((vector_size(REGISTER_BYTES), may_alias, aligned(4)));

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cpu_dispatch.h"
+#include "native/cpu_dispatch.h"
 #include "sequence_conv/kernel.h"
 
 namespace effexport::sequence_conv {
@@ -27,7 +27,7 @@ struct Sums {
 };
 
 #define EFFEXPORT_PER_INSTRUCTION_SET "sequence_conv/rows.h"
-#include "instruction_sets.h"
+#include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 
 using Convolve = void (*)(const Sums& sums);

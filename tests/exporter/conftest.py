@@ -50,7 +50,7 @@ def small_spec() -> Callable[..., BuildSpec]:
 def built(worker_folder: Path) -> Callable[..., Artifact]:
     """(variant, scope, **fields) → a healthy artifact, built when first asked for. Do not change its files."""
     from effexport.artifact import open_artifact
-    from effexport.artifact_from_spec import artifact_from_spec
+    from effexport.build import artifact_from_spec
 
     def artifact(variant: str, scope: str = "encoder", **fields: Any) -> Artifact:
         options = "".join(f"-{name}-{value}" for name, value in sorted(fields.items()))

@@ -28,9 +28,9 @@ from effexport.artifact import (
     read_manifest,
     write_manifest,
 )
-from effexport.artifact_from_spec import artifact_from_spec
+from effexport.build import artifact_from_spec
 from effexport.errors import StageError, UserError
-from effexport.parity import Check
+from effexport.proof.checks.run_checks import Check
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -62,7 +62,7 @@ def quick_export(built: Built, monkeypatch: pytest.MonkeyPatch) -> BuildSpec:
     """A spec whose export only copies a file, so that tests of what surrounds it are fast."""
     artifact = built("softmax", "attention", fused=False)
     monkeypatch.setattr(
-        "effexport.onnx_from_module.onnx_from_module",
+        "effexport.export.onnx_from_module.onnx_from_module",
         lambda module, spec, path: shutil.copy(artifact.model_path, path),
     )
     return artifact.spec
@@ -294,7 +294,7 @@ def test_external_data_that_is_missing_is_an_error(copied: Copied, rewrite_manif
 
 
 def test_a_reference_that_is_something_else_is_an_error(copied: Copied, rewrite_manifest: Rewrite) -> None:
-    from effexport.reference import load_reference
+    from effexport.proof.cases import load_reference
 
     folder = copied()
     for data in (b"", b"nonsense", b"\xff" * 100, (2).to_bytes(8, "little") + b"{}"):
@@ -334,12 +334,12 @@ def failing(*arguments: object, **options: object) -> None:
     "stage",
     [
         "effexport.models.encoder.module_from_spec",
-        "effexport.onnx_from_module.onnx_from_module",
-        "effexport.reference.reference_from_module",
-        "effexport.reference.save_reference",
-        "effexport.verification.run_checks",
-        "effexport.artifact_from_spec.html_from_report",
-        "effexport.artifact_from_spec.write_manifest",
+        "effexport.export.onnx_from_module.onnx_from_module",
+        "effexport.proof.cases.reference_from_module",
+        "effexport.proof.cases.save_reference",
+        "effexport.proof.verify.run_checks",
+        "effexport.build.html_from_report",
+        "effexport.build.write_manifest",
     ],
 )
 def test_a_stage_that_raises_leaves_what_was_there(
@@ -359,7 +359,7 @@ def test_a_failed_check_writes_nothing_and_is_quoted(
     quick_export: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = Check("arithmetic", "export: 1 × 64", "error", "failed", 0.5, 2e-5, detail="worst at x[0, 0, 0]")
-    monkeypatch.setattr("effexport.verification.run_checks", lambda *arguments: [check])
+    monkeypatch.setattr("effexport.proof.verify.run_checks", lambda *arguments: [check])
     with pytest.raises(StageError, match=r"(?s)1 of 1 checks failed; nothing was written.*0\.5 > 2e-05 worst at x"):
         artifact_from_spec(quick_export, tmp_path / "softmax")
     assert list(tmp_path.iterdir()) == []

@@ -123,7 +123,7 @@ REFORMER_CASES = [
 def test_a_reformer_checkpoint_computes_what_transformers_computes_with_its_rotations(
     cli: Callable[..., Any], tmp_path: Path, kind: str, fields: dict[str, Any]
 ) -> None:
-    from effexport.module_source import source_from_path
+    from effexport.export.module_source import source_from_path
 
     model = saved(tmp_path / "checkpoint", kind, REFORMER | fields)
     result = cli("build", "--checkpoint", tmp_path / "checkpoint", "--seed", "5", "-o", tmp_path / "out", "--json")

@@ -367,7 +367,7 @@ def test_the_body_holds_no_node_that_a_runtime_lacks_or_runs_serially(opset: int
 def test_shape_inference_keeps_symbolic_dimensions(dims: tuple[Any, ...]) -> None:
     import onnx
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     model = aft_model("float16", body=True, dims=dims)
@@ -383,7 +383,7 @@ def test_shape_inference_keeps_symbolic_dimensions(dims: tuple[Any, ...]) -> Non
 def test_the_schema_says_what_the_operator_takes() -> None:
     import onnx
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     schema = onnx.defs.get_schema("AFTSimpleAttention", OPSET_VERSION, DOMAIN)

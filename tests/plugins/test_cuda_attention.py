@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import effexport.plugins
-from effexport.plugins.toolchain import find_compiler, find_nvcc
+from effexport.plugins.building.toolchain import find_compiler, find_nvcc
 
 PLUGINS = Path(effexport.plugins.__file__).parent
 NATIVE = Path(__file__).parent / "native"

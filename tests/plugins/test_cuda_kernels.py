@@ -14,7 +14,7 @@ import pytest
 from cuda_kernels import ENTRIES, PLUGINS, THREADS, build, run
 
 from effexport.plugins import OPS
-from effexport.plugins.toolchain import CUDA_ARCHITECTURES, find_nvcc
+from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc
 
 KERNELS = tuple(sorted(op.torch_name for op in OPS.values()))
 # the others run under the sanitizers in test_cuda_attention.py

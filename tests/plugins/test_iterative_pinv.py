@@ -275,7 +275,7 @@ def test_nodes_with_different_iterations_cannot_share_a_body() -> None:
 def test_shape_inference_keeps_symbolic_dimensions(dims: tuple) -> None:
     import onnx
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     register_schemas()  # the registry belongs to the process: a second call must not fail
@@ -292,7 +292,7 @@ def test_shape_inference_keeps_symbolic_dimensions(dims: tuple) -> None:
 def test_the_schema_says_what_the_operator_takes() -> None:
     import onnx
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     schema = onnx.defs.get_schema("IterativePinv", OPSET_VERSION, DOMAIN)

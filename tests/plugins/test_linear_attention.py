@@ -302,7 +302,7 @@ def test_the_body_holds_no_node_that_a_runtime_lacks_or_runs_serially(causal: bo
 def test_the_output_has_the_shape_of_v(sizes: tuple[Any, ...]) -> None:
     import onnx
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     b, h, n, d, m = sizes
@@ -318,7 +318,7 @@ def test_the_output_has_the_shape_of_v(sizes: tuple[Any, ...]) -> None:
 def test_the_schema_says_what_the_operator_takes() -> None:
     import onnx
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     schema = onnx.defs.get_schema("EluLinearAttention", OPSET_VERSION, DOMAIN)

@@ -471,7 +471,7 @@ def test_nodes_with_different_attributes_cannot_share_a_body() -> None:
 def test_shape_inference_keeps_symbolic_dimensions(body: bool) -> None:
     import onnx
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     model = attention_model(Case().attributes, body=body)
@@ -486,7 +486,7 @@ def test_shape_inference_keeps_symbolic_dimensions(body: bool) -> None:
 def test_the_schema_says_what_the_operator_takes() -> None:
     import onnx
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     schema = onnx.defs.get_schema("LSHAttention", OPSET_VERSION, DOMAIN)

@@ -223,7 +223,7 @@ def test_the_body_holds_no_node_that_a_runtime_lacks_or_runs_serially(num_bucket
 def test_shape_inference_keeps_symbolic_dimensions(dims: tuple) -> None:
     import onnx
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     model = sort_model(20, [33], dims=dims)
@@ -241,7 +241,7 @@ def test_shape_inference_keeps_symbolic_dimensions(dims: tuple) -> None:
 def test_the_schema_says_what_the_operator_takes() -> None:
     import onnx
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     schema = onnx.defs.get_schema("LSHSort", OPSET_VERSION, DOMAIN)

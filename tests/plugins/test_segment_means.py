@@ -252,7 +252,7 @@ def test_the_schema_infers_the_shape_of_the_means() -> None:
     import onnx
     from onnx import helper
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     node = helper.make_node(OP, ["x", "keep"], ["out"], domain=DOMAIN, num_segments=5, **{PLUGIN_NAMESPACE: DOMAIN})

@@ -204,7 +204,7 @@ def test_the_schema_infers_the_shape_of_x() -> None:
     import onnx
     from onnx import helper
 
-    from effexport.onnx_from_module import register_schemas
+    from effexport.export.onnx_from_module import register_schemas
 
     register_schemas()
     node = helper.make_node(

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from effexport.plugins import DOMAIN, OPS, PLUGIN_NAMESPACE, LibraryError, tensorrt_plugins
+from effexport.plugins.building.toolchain import find_nvcc
 from effexport.plugins.iterative_pinv import trt as pinv
 from effexport.plugins.lsh_sort import trt as sort
-from effexport.plugins.toolchain import find_nvcc
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "tensorrt"

@@ -6,7 +6,7 @@ import pytest
 
 from effexport.bench.grid import Grid, Model, models_from_text, numbers, spec_from_case, words
 from effexport.bench.presets import PRESETS
-from effexport.bench.published import PUBLISHED, TITLES
+from effexport.bench.rendering.published import PUBLISHED, TITLES
 from effexport.errors import UserError
 from effexport.models.spec import LSHSpec, SpecError
 

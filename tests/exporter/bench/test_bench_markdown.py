@@ -10,7 +10,7 @@ import pytest
 from bench_results import FAILED, LENGTHS, MODELS, results, row, without_timing
 from page_browser import Browser, complaints
 
-from effexport.bench.markdown import HEAD, markdown_from_results, plot_svg_from_results
+from effexport.bench.rendering.markdown import HEAD, markdown_from_results, plot_svg_from_results
 from effexport.bench.results import BenchResults, results_from_json
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from effexport.bench import memory
 from effexport.bench.grid import Grid, models_from_text
+from effexport.bench.measuring import memory
 from effexport.bench.results import Case
 
 PLANTED = """
 import sys
-from effexport.bench.memory_child import peak_bytes_of
+from effexport.bench.measuring.memory_child import peak_bytes_of
 MB = 10**6
 held = bytearray(300 * MB)  # before: not counted
 for i in range(0, len(held), 4096):
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_said_with_both_sizes(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_machine_is_described_in_words() -> None:
-    from effexport.bench.machine import free_memory_bytes, memory_info, processor_name, usable_cores
+    from effexport.bench.measuring.machine import free_memory_bytes, memory_info, processor_name, usable_cores
 
     assert processor_name()
     assert usable_cores() >= 1

@@ -9,16 +9,22 @@ import numpy as np
 import onnx
 import pytest
 
-from effexport.bench import run as bench_run
-from effexport.bench.agreement import agreement, reference_of_case
-from effexport.bench.candidates import candidate_from_case
 from effexport.bench.grid import Grid, Model, spec_from_case
-from effexport.bench.models import core_axes, inputs_of_case, module_from_case, onnx_from_case, signature_of_case
-from effexport.bench.naive import naive_onnx_from_case
+from effexport.bench.measuring import run as bench_run
+from effexport.bench.measuring.agreement import agreement, reference_of_case
+from effexport.bench.measuring.candidates import candidate_from_case
+from effexport.bench.measuring.models import (
+    core_axes,
+    inputs_of_case,
+    module_from_case,
+    onnx_from_case,
+    signature_of_case,
+)
+from effexport.bench.measuring.naive import naive_onnx_from_case
 from effexport.bench.results import Case
 from effexport.errors import StageError
+from effexport.export.onnx_graph import all_nodes
 from effexport.models.spec import ATTENTION_SPECS
-from effexport.onnx_graph import all_nodes
 from effexport.plugins import DOMAIN
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -112,7 +118,7 @@ def test_half_precision_is_judged_by_its_own_limit() -> None:
 
 
 def test_an_export_that_fails_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.bench import naive
+    from effexport.bench.measuring import naive
 
     monkeypatch.setattr(naive, "reference_of_operator", dict)
     with pytest.raises(StageError, match="plain export: "):

@@ -22,15 +22,15 @@ from page_browser import (
     weak_colours,
 )
 
-from effexport.bench.beside import measured_sheet, sections
-from effexport.bench.curves import crossovers, curves
-from effexport.bench.headline import headlines, interruption, parity_sentence, problems, verdict
-from effexport.bench.page import html_from_results
-from effexport.bench.plots import MAX_TICKS, figures, ticks_between
-from effexport.bench.published import PUBLISHED, TITLES
+from effexport.bench.rendering.beside import measured_sheet, sections
+from effexport.bench.rendering.curves import crossovers, curves
+from effexport.bench.rendering.headline import headlines, interruption, parity_sentence, problems, verdict
+from effexport.bench.rendering.page import html_from_results
+from effexport.bench.rendering.plots import MAX_TICKS, figures, ticks_between
+from effexport.bench.rendering.published import PUBLISHED, TITLES
+from effexport.bench.rendering.table import table_of
+from effexport.bench.rendering.text import duration, duration_with, memory, rate, three_digits
 from effexport.bench.results import BenchResults, Row
-from effexport.bench.table import table_of
-from effexport.bench.text import duration, duration_with, memory, rate, three_digits
 
 HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
 

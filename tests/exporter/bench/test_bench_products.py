@@ -7,7 +7,7 @@ import math
 import pytest
 
 from effexport.bench.grid import Grid, models_from_text
-from effexport.bench.products import FEWEST_ROWS, Product, pieces, products_of_case
+from effexport.bench.measuring.products import FEWEST_ROWS, Product, pieces, products_of_case
 from effexport.bench.results import Case
 
 BATCH, HEADS, D, N = 2, 3, 16, 192
@@ -72,7 +72,7 @@ def test_pieces_of_a_product_have_its_flops_and_fit(product: Product, largest_by
 
 @pytest.mark.requires("torch")
 def test_the_floor_runs_on_any_shape() -> None:
-    from effexport.bench.floor import run_pass, run_products, traffic_bytes
+    from effexport.bench.measuring.floor import run_pass, run_products, traffic_bytes
 
     for variant in ("softmax", "aft-simple", "lsh:chunk_length=16"):
         case = case_of(variant, "attention")

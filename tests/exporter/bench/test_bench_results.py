@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from effexport.bench.advise import advice_from_results, bytes_from_text
-from effexport.bench.csv_text import COLUMNS, csv_from_results
-from effexport.bench.output import check_bench_output, write_results
+from effexport.bench.rendering.advise import advice_from_results, bytes_from_text
+from effexport.bench.rendering.csv_text import COLUMNS, csv_from_results
+from effexport.bench.rendering.output import check_bench_output, write_results
 from effexport.bench.results import BenchResults, Case, Floor, Parity, Row, Timing, results_from_json
 from effexport.errors import UserError
 

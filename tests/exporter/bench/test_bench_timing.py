@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from effexport.bench.timing import Contender, Rotation, times_faster, timing_from_samples
+from effexport.bench.measuring.timing import Contender, Rotation, times_faster, timing_from_samples
 
 
 class FakeClock:

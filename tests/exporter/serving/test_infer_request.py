@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effexport.serving.errors import RequestError
-from effexport.serving.infer_request import InferRequest, request_from_body
-from effexport.serving.infer_response import answer_from_outputs
+from effexport.serving.protocol.errors import RequestError
+from effexport.serving.protocol.infer_request import InferRequest, request_from_body
+from effexport.serving.protocol.infer_response import answer_from_outputs
+from effexport.serving.protocol.signature import Signature, signature_from_spec
 from effexport.serving.settings import ServingSettings
-from effexport.serving.signature import Signature, signature_from_spec
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("serve")

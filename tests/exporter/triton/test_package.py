@@ -18,12 +18,12 @@ import pytest
 from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
-from effexport.reference import load_reference
-from effexport.tolerances import case_limit
+from effexport.proof.cases import load_reference
+from effexport.proof.tolerances import case_limit
+from effexport.proof.value_error import value_error
 from effexport.triton.backends import zip_of_effexport
 from effexport.triton.package import Package
 from effexport.triton.spec import PackageSpec
-from effexport.value_error import value_error
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native")
 Built = Callable[..., Artifact]

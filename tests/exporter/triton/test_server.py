@@ -16,10 +16,10 @@ import pytest
 from triton_server import TritonServer, ask_client
 
 from effexport.artifact import Artifact
-from effexport.reference import Case, load_reference
-from effexport.tolerances import case_limit
+from effexport.proof.cases import Case, load_reference
+from effexport.proof.tolerances import case_limit
+from effexport.proof.value_error import value_error
 from effexport.triton.package import Package
-from effexport.value_error import value_error
 
 pytestmark = [
     pytest.mark.requires("torch", "onnx", "ort", "native", "triton"),

@@ -27,7 +27,7 @@
 #include <utility>
 #include <vector>
 
-#include "element_types.h"
+#include "native/element_types.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>

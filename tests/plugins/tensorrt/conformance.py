@@ -26,7 +26,8 @@ import tensorrt as trt
 import tensorrt.plugin as trtp
 from tensorrt_bindings.plugin import _tensor
 
-from effexport.plugins import OPS, ptx, sources, tensorrt_plugins
+from effexport.plugins import OPS, tensorrt_plugins
+from effexport.plugins.building import ptx, sources
 
 OPERATIONS: dict[Any, Callable[[int, int], int]] = {
     trt.DimensionOperation.SUM: operator.add,

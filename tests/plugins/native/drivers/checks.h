@@ -13,7 +13,7 @@
 #include <random>
 #include <vector>
 
-#include "element_types.h"
+#include "native/element_types.h"
 
 inline int failures = 0;
 

@@ -1,4 +1,4 @@
-#include "element_types.h"
+#include "native/element_types.h"
 
 #include "checks.h"
 

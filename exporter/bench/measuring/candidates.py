@@ -1,0 +1,270 @@
+"""What is timed: one object per case, with its inputs bound beforehand, so that a call computes and copies nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from effexport.bench.grid import spec_from_case
+from effexport.bench.measuring.floor import synchronize
+from effexport.bench.measuring.models import module_from_case, signature_of_case, tensors_from_arrays
+from effexport.bench.results import Case
+from effexport.errors import EffexportError, RuntimeUnsupportedError
+from effexport.runtimes import RUNTIMES
+
+if TYPE_CHECKING:
+    import torch
+
+    from effexport.proof.candidates import RunnerCandidate as Bucketed
+    from effexport.runners import Array
+    from effexport.runners.ort.session import OrtSettings
+
+    OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
+
+# A compiler, and a runtime, say at length what they could not do; the first lines name it.
+LONGEST_MESSAGE = 300
+
+
+class Candidate(Protocol):
+    """A loaded model. bind: put inputs in place, once, before the first run. run: one call, finished when it returns.
+
+    outputs: of the last call, by name, on the host. implementation: per custom operator, what runs it.
+    with_buckets: of a model that hashes, the outputs with these buckets, and the buckets it would have chosen itself;
+    None where its buckets are out of sight.
+    """
+
+    @property
+    def implementation(self) -> Mapping[str, str]: ...
+
+    def bind(self, feeds: Mapping[str, Array]) -> None: ...
+
+    def run(self) -> None: ...
+
+    def outputs(self) -> dict[str, Array]: ...
+
+    def with_buckets(
+        self, feeds: Mapping[str, Array], buckets: Mapping[str, Array]
+    ) -> tuple[dict[str, Array], dict[str, Array]] | None: ...
+
+    def close(self) -> None: ...
+
+
+class NotRunnableError(Exception):
+    """This machine cannot run the case; the message says why. It is no failure of the model."""
+
+
+class TorchCandidate:
+    """A module in eager PyTorch, or compiled. Raises NotRunnableError where torch.compile has no compiler."""
+
+    def __init__(self, case: Case, *, compiled: bool = False, device: str = "cpu") -> None:
+        import torch
+
+        from effexport.bench.measuring.machine import has_compiler
+        from effexport.export.onnx_from_module import at_precision
+
+        module = at_precision(module_from_case(case), case.precision).to(device)
+        self.implementation: dict[str, str] = {}
+        self._call: Any = module
+        if compiled:
+            if not has_compiler():
+                raise NotRunnableError("torch.compile needs a C++ compiler, and there is none on this machine")
+            # the lengths of a benchmark are known: each gets code of its own
+            self._call = torch.compile(module, dynamic=False)
+        self._case = case
+        self._device = device
+        self._given: tuple[torch.Tensor, ...] = ()
+        self._result: torch.Tensor | None = None
+
+    def bind(self, feeds: Mapping[str, Array]) -> None:
+        # copies, as the bound inputs of other runtimes are
+        self._given = tuple(x.clone() for x in tensors_from_arrays(self._case, feeds, self._device))
+
+    def run(self) -> None:
+        import torch
+
+        with torch.inference_mode():
+            self._result = self._call(*self._given)
+            synchronize(self._device)
+
+    def outputs(self) -> dict[str, Array]:
+        assert self._result is not None
+        (tensor,) = signature_of_case(self._case).outputs
+        return {tensor.name: array_from_tensor(self._result)}
+
+    def with_buckets(self, feeds: Mapping[str, Array], buckets: Mapping[str, Array]) -> None:
+        return None
+
+    def release(self) -> None:
+        """Let go of inputs and outputs."""
+        self._given, self._result = (), None
+
+    def close(self) -> None:
+        self.release()
+        self._call = None
+
+
+class RunnerCandidate:
+    """A runner of ONNX Runtime or TensorRT. open_given: see `ort_with_given_buckets`."""
+
+    def __init__(self, runner: Any, open_given: OpenGiven | None = None) -> None:
+        self._runner = runner
+        self._open_given = open_given
+        self._bound: Any = None
+        self.implementation: dict[str, str] = dict(runner.implementation)
+
+    def bind(self, feeds: Mapping[str, Array]) -> None:
+        self._bound = self._runner.bind(feeds)
+
+    def run(self) -> None:
+        self._bound.run()
+
+    def outputs(self) -> dict[str, Array]:
+        outputs: dict[str, Array] = self._bound.outputs()
+        return outputs
+
+    def with_buckets(
+        self, feeds: Mapping[str, Array], buckets: Mapping[str, Array]
+    ) -> tuple[dict[str, Array], dict[str, Array]] | None:
+        given = self._open_given and self._open_given(tuple(buckets))
+        if not given:
+            return None
+        with given as candidate:
+            assert candidate.run_with_buckets is not None
+            return candidate.run_with_buckets(feeds, buckets)
+
+    def close(self) -> None:
+        self._bound = None
+        self._runner.close()
+
+
+def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_arena: bool = True) -> Candidate:
+    """model: the ONNX file or engine, where the runtime reads one. memory_arena: see OrtSettings.
+
+    Raises NotRunnableError for what this machine cannot run, and EffexportError for a model that does not load.
+    """
+    runtime = RUNTIMES[case.runtime]
+    if not runtime.graph:
+        return TorchCandidate(case, compiled=case.runtime == "compile", device=runtime.device)
+    assert model is not None
+    if case.runtime in ("trt", "trt-rtx"):
+        from effexport.runners.trt.runner import TrtRunner
+
+        return RunnerCandidate(TrtRunner(model))
+    from effexport.runners.ort.runner import OrtRunner
+
+    settings = ort_settings(case, threads, memory_arena)
+    return RunnerCandidate(OrtRunner(model, settings), lambda hashes: ort_with_given_buckets(model, hashes, settings))
+
+
+def ort_with_given_buckets(
+    model: Path, hashes: Sequence[str], settings: OrtSettings
+) -> AbstractContextManager[Bucketed] | None:
+    """The same model in a second session, with the buckets of its hashes as inputs; None where they cannot be found.
+
+    hashes: names of the bucket values, as the reference has them.
+    """
+    from effexport.proof.bucket_injection import hash_values, with_given_buckets
+    from effexport.proof.candidates import RunnerCandidate as BucketedCandidate
+    from effexport.runners.ort.runner import OrtRunner
+
+    values = hash_values(model, hashes)
+    if not values:
+        return None
+
+    @contextmanager
+    def opened() -> Iterator[Bucketed]:
+        with OrtRunner(with_given_buckets(model, values), settings, external_folder=model.parent.resolve()) as runner:
+            yield BucketedCandidate(runner, runner, hashes, values)
+
+    return opened()
+
+
+def ort_settings(case: Case, threads: int, memory_arena: bool = True) -> OrtSettings:
+    from effexport.runners.ort.session import OrtSettings
+
+    runtime = RUNTIMES[case.runtime]
+    return OrtSettings(
+        provider=runtime.device,
+        implementation=runtime.implementation,
+        threads=threads,
+        memory_arena=memory_arena or runtime.device != "cpu",
+    )
+
+
+def reason_not_here(runtime: str) -> str | None:
+    """Why this machine cannot run a runtime; None where it can."""
+    if RUNTIMES[runtime].device == "cpu":
+        return None
+    if runtime == "torch-cuda":
+        import torch
+
+        return None if torch.cuda.is_available() else "PyTorch sees no NVIDIA GPU here"
+    from effexport.runners.cuda.device import open_cuda
+
+    try:
+        open_cuda("rtx" if runtime == "trt-rtx" else "tensorrt").close()
+    except EffexportError as error:
+        return f"needs an NVIDIA GPU: {short(error).partition(';')[0]}"
+    return reason_without_runtime(runtime)
+
+
+def reason_without_runtime(runtime: str) -> str | None:
+    """Why a runtime that needs a GPU is not installed; None where it is."""
+    try:
+        if runtime == "ort-cuda":
+            from effexport.runners.ort.session import PROVIDERS, import_onnxruntime
+
+            if PROVIDERS["cuda"] not in import_onnxruntime().get_available_providers():
+                return "this onnxruntime is built without CUDA: pip install 'effexport[gpu]'"
+        else:
+            from effexport.engines.api import import_api
+
+            import_api(runtime)  # type: ignore[arg-type]
+    except EffexportError as error:
+        return short(error)
+    return None
+
+
+def engine_from_case(case: Case, model: Path, output: Path) -> None:
+    """A TensorRT engine for the one size of a case. Raises what `engine_from_onnx` raises."""
+    from effexport.engines.engine_from_onnx import engine_from_onnx
+    from effexport.engines.profile import Profile, Range
+    from effexport.engines.spec import EngineSpec
+
+    sizes = {"batch": case.batch, "seq": case.seq_len}
+    profile = Profile({name: Range(size, size, size) for name, size in sizes.items()})
+    spec = EngineSpec(target=case.runtime, profiles=(profile,))  # type: ignore[arg-type]
+    engine_from_onnx(model, spec, output, precision=spec_from_case(case).precision)
+
+
+def array_from_tensor(tensor: torch.Tensor) -> Array:
+    """On the host, in the element type that the runners use."""
+    from effexport.proof.cases import numpy_dtype
+
+    value = tensor.detach().cpu()
+    if str(value.dtype) == "torch.bfloat16":
+        return np.asarray(value.float().numpy()).astype(numpy_dtype("bfloat16"))
+    return np.asarray(value.numpy())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """PyTorch and ONNX Runtime say so in words only."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        words in text for words in ("can't allocate memory", "failed to allocate memory", "out of memory", "bad_alloc")
+    )
+
+
+def is_beyond_runtime(error: BaseException) -> bool:
+    """Whether the runtime has no kernel for an element type here, such as bfloat16 on a CPU: nobody's failure."""
+    return isinstance(error, RuntimeUnsupportedError) and "NOT_IMPLEMENTED" in str(error)
+
+
+def short(error: BaseException) -> str:
+    """The beginning of a message, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"

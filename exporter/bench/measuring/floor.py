@@ -1,0 +1,81 @@
+"""The floor: the matrix products of a formula alone, and one pass over the bytes that go in and out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from effexport.bench.measuring.models import signature_of_case
+from effexport.bench.measuring.products import Product, pieces
+from effexport.bench.results import Case
+
+if TYPE_CHECKING:
+    import torch
+
+# Matrices of one call of torch.matmul: several times what it takes to use a processor well.
+LARGEST_BYTES = 64 * 2**20
+
+
+def run_products(products: Sequence[Product], device: str = "cpu") -> Callable[[], None]:
+    """A call that does all products in float32 with torch.matmul, into outputs that are there already.
+
+    Large products are done in parts, and parts of one shape share their matrices: what a fused implementation
+    keeps in registers is not written to memory as a whole here either. The numbers are random, as those of a model are.
+    """
+    import torch
+
+    parts = [part for product in products for part in pieces(product, LARGEST_BYTES)]
+
+    generator = torch.Generator().manual_seed(0)
+
+    def matrices(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    buffers: dict[Product, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    for product in parts:
+        if product not in buffers:
+            count, m, k, n = product.count, product.m, product.k, product.n
+            buffers[product] = (matrices(count, m, k), matrices(count, k, n), torch.empty(count, m, n, device=device))
+
+    def run() -> None:
+        with torch.inference_mode():
+            for product in parts:
+                left, right, out = buffers[product]
+                torch.matmul(left, right, out=out)
+            synchronize(device)
+
+    return run
+
+
+def run_pass(nbytes: int, device: str = "cpu") -> Callable[[], None]:
+    """A call that moves `nbytes` with all threads: a copy of half as many reads a half and writes a half."""
+    import torch
+
+    source = torch.ones(max(1, nbytes // 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def run() -> None:
+        target.copy_(source)
+        synchronize(device)
+
+    return run
+
+
+def traffic_bytes(case: Case) -> int:
+    """Bytes of all inputs and outputs of one call."""
+    sizes = {"batch": case.batch, "seq": case.seq_len}
+    item = {"float16": 2, "bfloat16": 2, "int64": 8}
+    signature = signature_of_case(case)
+    return sum(
+        item.get(tensor.dtype, 4) * math.prod(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.dims)
+        for tensor in (*signature.inputs, *signature.outputs)
+    )
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        cuda: Any = torch.cuda
+        cuda.synchronize()

@@ -1,0 +1,149 @@
+"""case → module, its inputs and its ONNX file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.bench.grid import spec_from_case
+from effexport.bench.results import Case
+from effexport.spec import BuildSpec, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from effexport.runners import Array
+
+INPUT_SEED = 20_240_101
+OUTPUT = "context"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Inputs and outputs of what is timed, in the order of the module's arguments."""
+
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+
+
+def module_from_case(case: Case) -> nn.Module:
+    """What is timed: the layer or encoder, or for the scope "core" the attention in it.
+
+    Float32, in evaluation mode, not fused; the weights are drawn from a seed.
+    """
+    from effexport.export.module_source import module_from_seed
+    from effexport.models.attention_core import AttentionCore
+    from effexport.models.layers import AttentionLayer
+
+    module = module_from_seed(spec_from_case(case))
+    if case.scope != "core":
+        return module
+    assert isinstance(module, AttentionLayer)
+    return AttentionCore(module).eval()
+
+
+def signature_of_case(case: Case) -> Signature:
+    """Names, types and dimensions; known without the module, so that what measures memory need not load PyTorch."""
+    spec = spec_from_case(case)
+    if case.scope != "core":
+        return Signature(spec.inputs, spec.outputs)
+    groups, channels = core_axes(spec)
+    inputs = tuple(
+        TensorInfo(name, spec.dtype, ("batch", groups, spec.seq_dim, width)) for name, width in channels.items()
+    )
+    return Signature(inputs, (TensorInfo(OUTPUT, spec.dtype, ("batch", groups, spec.seq_dim, channels["v"])),))
+
+
+def core_axes(spec: BuildSpec) -> tuple[int, dict[str, int]]:
+    """Heads of what a layer's `project` returns, and the channels of each tensor by name."""
+    attention = spec.attention
+    if attention.variant == "lsh":
+        return attention.heads, {"qk": attention.head_size, "v": attention.head_size}
+    if attention.variant == "aft-conv":
+        # each head has a single key channel
+        return attention.heads, {"q": attention.head_size, "k": 1, "v": attention.head_size}
+    if not attention.has_heads:
+        return 1, dict.fromkeys(("q", "k", "v"), attention.dim)
+    return attention.heads, dict.fromkeys(("q", "k", "v"), attention.head_size)
+
+
+def inputs_of_case(case: Case) -> dict[str, Array]:
+    """What every candidate of a size is given: normal numbers or random tokens, and a mask that hides nothing."""
+    from effexport.proof.cases import numpy_dtype
+
+    spec, rng = spec_from_case(case), np.random.default_rng(INPUT_SEED)
+    sizes = {"batch": case.batch, "seq": case.seq_len}
+    arrays: dict[str, Array] = {}
+    for tensor in signature_of_case(case).inputs:
+        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in tensor.dims]
+        if tensor.name == "attention_mask":
+            arrays[tensor.name] = np.ones(shape, dtype=np.int64)
+        elif tensor.dtype == "int64":
+            arrays[tensor.name] = rng.integers(0, vocab_size(spec), shape, dtype=np.int64)
+        else:
+            arrays[tensor.name] = rng.standard_normal(shape, dtype=np.float32).astype(
+                numpy_dtype(tensor.dtype), copy=False
+            )
+    return arrays
+
+
+def vocab_size(spec: BuildSpec) -> int:
+    from effexport.models.spec import EncoderSpec
+
+    assert isinstance(spec.model, EncoderSpec)
+    return spec.model.vocab_size
+
+
+def tensors_from_arrays(case: Case, arrays: Mapping[str, Array], device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    """The inputs as PyTorch takes them, at the precision of the case."""
+    import torch
+
+    tensors = []
+    for tensor in signature_of_case(case).inputs:
+        array = arrays[tensor.name]
+        # numpy's bfloat16 is foreign to PyTorch; the numbers survive the way through float32
+        value = torch.from_numpy(array if array.dtype == np.int64 else array.astype(np.float32, copy=False))
+        tensors.append(value.to(device=device, dtype=getattr(torch, tensor.dtype)))
+    return tuple(tensors)
+
+
+def onnx_from_case(case: Case, path: Path) -> None:
+    """Export the model of a case with our operators and their bodies to `path`; batch and length stay free.
+
+    Raises StageError when the exporter fails or the graph breaks its promise.
+    """
+    from effexport.export.onnx_from_module import at_precision, onnx_from_module, write_graph
+    from effexport.export.onnx_graph import GraphPromise
+
+    spec, module = spec_from_case(case), module_from_case(case)
+    if case.scope != "core":
+        onnx_from_module(module, spec, path)
+        return
+    signature = signature_of_case(case)
+    promise = GraphPromise(signature.inputs, signature.outputs, spec.custom_ops)
+    write_graph(at_precision(module, spec.precision), example_of_case(case), promise, spec, path)
+
+
+def example_of_case(case: Case) -> tuple[torch.Tensor, ...]:
+    """Small inputs for tracing; see `example_inputs`, whose sizes they have.
+
+    One token less than the longest: a length that equals the number of learned positions would be taken for a constant.
+    """
+    import torch
+
+    from effexport.export.onnx_from_module import example_inputs
+
+    spec = spec_from_case(case)
+    batch, seq_len = example_inputs(spec)[0].shape[:2]
+    if spec.max_seq_len is not None:
+        seq_len = max(1, min(seq_len, spec.max_seq_len - 1))
+    sizes = {"batch": batch, "seq": seq_len}
+    return tuple(
+        torch.zeros([sizes[d] if isinstance(d, str) else d for d in tensor.dims], dtype=getattr(torch, tensor.dtype))
+        for tensor in signature_of_case(case).inputs
+    )

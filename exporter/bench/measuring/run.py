@@ -1,0 +1,334 @@
+"""grid → rows: prepare, prove, time in turns, measure memory. One size at a time, all its candidates together."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.bench.grid import Grid
+from effexport.bench.measuring.agreement import Reference, agreement, reference_of_case
+from effexport.bench.measuring.candidates import (
+    Candidate,
+    NotRunnableError,
+    candidate_from_case,
+    engine_from_case,
+    is_beyond_runtime,
+    is_out_of_memory,
+    reason_not_here,
+    short,
+)
+from effexport.bench.measuring.floor import run_pass, run_products, traffic_bytes
+from effexport.bench.measuring.machine import describe_machine, usable_cores
+from effexport.bench.measuring.memory import MemoryUnknownError, arena_fits, peak_memory, reason_too_large
+from effexport.bench.measuring.models import inputs_of_case, onnx_from_case
+from effexport.bench.measuring.naive import naive_onnx_from_case
+from effexport.bench.measuring.products import products_of_case
+from effexport.bench.measuring.progress import CHILD_SECONDS, PREPARE_SECONDS, OnStep, Pace, timing_cost
+from effexport.bench.measuring.timing import FEWEST_ROUNDS, Contender, Rotation, times_faster, timing_from_samples
+from effexport.bench.results import BenchResults, Case, Floor, Row
+from effexport.environment import versions
+from effexport.errors import EffexportError
+from effexport.models.validation import SpecError
+from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+# One file serves all lengths of a layer; others have positions or a number of buckets that follow from the length.
+LENGTH_FREE = ("softmax", "linear", "aft-simple", "aft-conv")
+# torch.compile falls back to eager mode, without a word, after 8 shapes or models that share code.
+RECOMPILE_LIMIT = 1024
+NO_ARENA = "ran without ONNX Runtime's memory arena, which would have kept its peak from the others"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure. threads: of every runtime; None: one per core. max_seconds: of timed runs per row."""
+
+    rounds: int = 15
+    max_seconds: float = 10.0
+    threads: int | None = None
+    memory: bool = True
+    preset: str = ""
+    command: str = ""
+
+
+@dataclass
+class Prepared:
+    """A case on its way to a row: once `row` has another status than measured, nothing more is done with it."""
+
+    row: Row
+    candidate: Candidate | None = None
+    model: Path | None = None
+    memory_arena: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.row.case.label} on {self.row.case.runtime}"
+
+    def stop(self, reason: str, *, failed: bool) -> None:
+        self.row = replace(self.row, status="failed" if failed else "not run", reason=reason)
+        self.close()
+
+    def close(self) -> None:
+        if self.candidate is not None:
+            self.candidate.close()
+        self.candidate = None
+
+
+@dataclass
+class Question:
+    """What all runtimes of one model are asked, and PyTorch's answer: made when first needed."""
+
+    case: Case
+
+    @cached_property
+    def feeds(self) -> dict[str, Array]:
+        return inputs_of_case(self.case)
+
+    @cached_property
+    def reference(self) -> Reference:
+        return reference_of_case(self.case, self.feeds)
+
+
+@dataclass
+class Bench:
+    """A run in progress. rows: of sizes that are finished, and after an interrupt what the last one had measured."""
+
+    grid: Grid
+    settings: Settings
+    folder: Path
+    pace: Pace
+    threads: int
+    rows: list[Row] = field(default_factory=list)
+    _models: dict[str, Path | Exception] = field(default_factory=dict)
+    _not_here: dict[str, str | None] = field(default_factory=dict)
+
+    def run(self) -> None:
+        sizes = itertools.groupby(self.grid.cases(), key=lambda case: (case.seq_len, case.batch, case.precision))
+        for _, cases in sizes:
+            self.size(list(cases))
+
+    def size(self, cases: Sequence[Case]) -> None:
+        """All cases of one length, batch and precision."""
+        found: list[Prepared] = []
+        rotation = Rotation([], self.settings.rounds, self.settings.max_seconds)
+        try:
+            for _, group in itertools.groupby(cases, key=lambda case: case.label):
+                found += self.prepared(list(group))
+            ready = [item for item in found if item.candidate is not None]
+            rotation.contenders = [*self.contenders(ready)]
+            self.time(rotation, ready)
+            for item in ready:
+                item.close()
+            self.finish(rotation, found)
+            if self.settings.memory:
+                self.measure_memory(found)
+            self.rows += [item.row for item in found]
+        except KeyboardInterrupt:
+            self.finish(rotation, found)
+            self.rows += [item.row for item in found if item.row.timing is not None or item.row.reason]
+            raise
+        finally:
+            for item in found:
+                item.close()
+
+    def prepared(self, cases: Sequence[Case]) -> Iterator[Prepared]:
+        """The cases of one model: loaded, and equal to PyTorch; or with a reason why not."""
+        question = Question(cases[0])
+        for case in cases:
+            self.pace.say(f"{describe(case)}: preparing")
+            item = Prepared(Row(case=case, status="measured"))
+            reason = self.reason_not_run(case)
+            if reason is not None:
+                item.stop(reason, failed=False)
+            else:
+                self.prepare(item, question)
+            self.pace.pay(PREPARE_SECONDS)
+            yield item
+
+    def reason_not_run(self, case: Case) -> str | None:
+        if case.runtime not in self._not_here:
+            self._not_here[case.runtime] = reason_not_here(case.runtime)
+        return self._not_here[case.runtime] or reason_too_large(case)
+
+    def prepare(self, item: Prepared, question: Question) -> None:
+        """Load the candidate, run it once and compare."""
+        case = item.row.case
+        item.memory_arena = not RUNTIMES[case.runtime].graph or arena_fits(case)
+        try:
+            item.model = self.model_of_case(case)
+            item.candidate = candidate_from_case(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
+            item.candidate.bind(question.feeds)
+            item.candidate.run()
+            parity = agreement(item.candidate, case, question.reference)
+        except NotRunnableError as reason:
+            item.stop(str(reason), failed=False)
+            return
+        except Exception as error:  # runtimes and compilers have no common base class for their errors
+            item.stop(short(error), failed=not (is_out_of_memory(error) or is_beyond_runtime(error)))
+            return
+        note = "" if item.memory_arena else NO_ARENA
+        item.row = replace(item.row, parity=parity, implementation=dict(item.candidate.implementation), note=note)
+        if not parity.passed:
+            item.stop(
+                f"parity: {parity.metric} {told(parity.value)} > {told(parity.limit)}; {parity.detail}", failed=True
+            )
+
+    def model_of_case(self, case: Case) -> Path | None:
+        """The file that the runtime reads, made when first asked for. Raises what making it raised, every time."""
+        runtime = RUNTIMES[case.runtime]
+        if not runtime.graph:
+            return None
+        length = "any" if case.scope != "encoder" and case.variant in LENGTH_FREE else case.seq_len
+        name = f"{case.label}-{length}-{case.precision}-{runtime.graph}".replace(" ", "_").replace("/", "_")
+        path = self.made(f"{name}.onnx", lambda path: self.export(case, path))
+        if case.runtime in ("trt", "trt-rtx"):
+            model = path
+            engine = f"{name}-{case.batch}-{case.runtime}.engine"
+            return self.made(engine, lambda path: engine_from_case(case, model, path))
+        return path
+
+    def export(self, case: Case, path: Path) -> None:
+        export = naive_onnx_from_case if RUNTIMES[case.runtime].graph == "naive" else onnx_from_case
+        export(case, path)
+
+    def made(self, name: str, make: Callable[[Path], None]) -> Path:
+        if name not in self._models:
+            try:
+                make(self.folder / name)
+                self._models[name] = self.folder / name
+            except (EffexportError, SpecError) as error:
+                self._models[name] = error
+        found = self._models[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def contenders(self, ready: Sequence[Prepared]) -> Iterator[Contender]:
+        """The candidates of one size, and the floors of their models."""
+        devices = {(item.row.case.label, RUNTIMES[item.row.case.runtime].device): item.row.case for item in ready}
+        for item in ready:
+            assert item.candidate is not None
+            runtime = RUNTIMES[item.row.case.runtime]
+            # every session has threads of its own
+            yield Contender(item.name, item.candidate.run, item.name if runtime.graph else "torch")
+        for (label, device), case in devices.items():
+            yield Contender(f"products of {label} on {device}", run_products(products_of_case(case), device), "torch")
+            yield Contender(f"pass of {label} on {device}", run_pass(traffic_bytes(case), device), "torch")
+
+    def time(self, rotation: Rotation, ready: Sequence[Prepared]) -> None:
+        if not ready:
+            return
+        settings = self.settings
+        title = describe(replace(ready[0].row.case, label="all models", runtime=""))
+        cost = sum(timing_cost(item.row.case, settings.rounds, settings.max_seconds) for item in ready)
+
+        def on_round(number: int) -> None:
+            self.pace.pay(cost / settings.rounds)
+            self.pace.say(f"{title}: round {number} of {settings.rounds}")
+
+        self.pace.say(f"{title}: warming up")
+        rotation.run(on_round)
+
+    def finish(self, rotation: Rotation, found: Sequence[Prepared]) -> None:
+        """Timings, floors and ratios of a rotation, as far as it came."""
+        for item in found:
+            own = rotation.samples.get(item.name, {})
+            if item.name in rotation.failures:
+                item.stop(f"while it was timed: {short(rotation.failures[item.name])}", failed=True)
+            elif len(own) >= min(FEWEST_ROUNDS, self.settings.rounds):
+                case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
+                softmax = rotation.samples.get(f"{self.softmax_label} on {case.runtime}", {})
+                torch = rotation.samples.get(f"{case.label} on {TORCH_OF_DEVICE[device]}", {})
+                item.row = replace(
+                    item.row,
+                    timing=timing_from_samples([*own.values()]),
+                    floor=floor_of(rotation, case.label, device),
+                    times_softmax=times_faster(own, softmax),
+                    times_torch=times_faster(own, torch),
+                )
+
+    @property
+    def softmax_label(self) -> str:
+        """The label of plain softmax attention in this grid, or "" without one."""
+        labels = [model.label for model in self.grid.models if model.variant == "softmax" and not model.options]
+        return next(iter(labels), "")
+
+    def measure_memory(self, found: Sequence[Prepared]) -> None:
+        for item in found:
+            case = item.row.case
+            self.pace.say(f"{describe(case)}: measuring memory")
+            if item.row.timing is not None:
+                try:
+                    peak = peak_memory(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
+                    item.row = replace(item.row, peak_bytes=peak)
+                except MemoryUnknownError as error:
+                    note = f"peak memory is unknown: {short(error)}"
+                    item.row = replace(item.row, note="; ".join(filter(None, (item.row.note, note))))
+            self.pace.pay(CHILD_SECONDS)
+
+
+def bench(grid: Grid, settings: Settings | None = None, on_step: OnStep = lambda step: None) -> BenchResults:
+    """Measure every case of a grid. An interrupt (Ctrl-C) ends it, and what was measured by then is returned."""
+    import torch
+
+    settings = settings or Settings()
+    threads = settings.threads or usable_cores()
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    complete = True
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, before)
+        if "compile" in grid.runtimes:
+            import torch._dynamo.config
+
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-bench-")))
+        running = Bench(grid, settings, folder, Pace(total_cost(grid, settings), on_step), threads)
+        try:
+            running.run()
+        except KeyboardInterrupt:
+            complete = False
+        rows = tuple(running.rows)
+    return BenchResults(
+        rows=rows,
+        created=created,
+        command=settings.command,
+        rounds=settings.rounds,
+        threads=threads,
+        machine=describe_machine(),
+        environment={name: version for name, version in versions().items() if version is not None},
+        preset=settings.preset,
+        complete=complete,
+    )
+
+
+def total_cost(grid: Grid, settings: Settings) -> float:
+    fixed = PREPARE_SECONDS + CHILD_SECONDS * settings.memory
+    return sum(fixed + timing_cost(case, settings.rounds, settings.max_seconds) for case in grid.cases())
+
+
+def floor_of(rotation: Rotation, label: str, device: str) -> Floor | None:
+    """Medians of the same rounds as the candidates': what slows the machine for a while slows all of them."""
+    products = rotation.median_ms(f"products of {label} on {device}")
+    one_pass = rotation.median_ms(f"pass of {label} on {device}")
+    return None if products is None or one_pass is None else Floor(products_ms=products, pass_ms=one_pass)
+
+
+def describe(case: Case) -> str:
+    batch = f"{case.batch} × " if case.batch > 1 else ""
+    runtime = f" on {case.runtime}" if case.runtime else ""
+    return f"{case.label}, {batch}{case.seq_len} tokens{runtime}"
+
+
+def told(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.3g}"

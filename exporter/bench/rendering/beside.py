@@ -1,0 +1,209 @@
+"""Measured figures beside published ones, in the layout in which they were published: models down, lengths across."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from effexport.bench.rendering.curves import YARDSTICK, Curve, curves, has_several_batches, is_timed, yardstick_of
+from effexport.bench.rendering.headline import status_of
+from effexport.bench.rendering.published import Cell, Published, published_of
+from effexport.bench.rendering.text import NOTHING, duration_with, three_digits
+from effexport.bench.results import BenchResults, Row
+from effexport.models.spec import NystromSpec
+
+# what a cell of measured figures says: of a row, and of softmax at the same length where that was timed
+Said = Callable[[Row, Row | None], "Entry"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cell of a table. below: a second line, for its ratio to softmax."""
+
+    text: str
+    below: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """begins: whether it stands for something else than the line above it."""
+
+    name: str
+    source: str
+    entries: tuple[Entry, ...]
+    begins: bool = False
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table. lines: with a source each where published and measured ones alternate. note: what its cells are."""
+
+    title: str
+    columns: tuple[str, ...]
+    lines: tuple[Line, ...]
+    note: str = ""
+
+    @property
+    def has_sources(self) -> bool:
+        return any(line.source for line in self.lines)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A publication, and its table if it has one."""
+
+    published: Published
+    sheet: Sheet | None
+
+
+def sections(results: BenchResults) -> list[Section]:
+    """What the preset of a benchmark repeats."""
+    if results.preset == "nystrom-table1":
+        return [Section(published, _alternating(published, results)) for published in published_of(results.preset)]
+    return [
+        Section(published, _as_published(published) if published.rows else None)
+        for published in published_of(results.preset)
+    ]
+
+
+def measured_sheet(results: BenchResults) -> Sheet | None:
+    """All measured rows of a preset, in the layout of papers; None where they stand among the published ones."""
+    if results.preset == "nystrom-table1" or not published_of(results.preset):
+        return None
+    # means for the blog, which published means
+    said, note = (_mean_entry, _MEAN_NOTE) if results.preset == "linear-blog" else (_pair_entry, _PAIR_NOTE)
+    columns, lines = _columns(results.rows), []
+    found = _lines(curves(results), columns, said)
+    places = list(dict.fromkeys(curve.place for curve, _ in found))
+    for place in places:
+        here = [line for curve, line in found if curve.place == place]
+        source = place if len(places) > 1 else ""
+        lines += [replace(line, source=source, begins=n == 0) for n, line in enumerate(here)]
+    return Sheet("Measured", _heads(columns), tuple(lines), note)
+
+
+def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
+    """How many times the mean of softmax is that of each other model, by length."""
+    every = curves(results)
+    ratios = []
+    for curve in every:
+        yardstick = yardstick_of(curve, every)
+        if yardstick:
+            own, other = curve.values(_mean_ms), yardstick.values(_mean_ms)
+            ratios.append((curve, {length: other[length] / own[length] for length in own if length in other}))
+    return [(curve, values) for curve, values in ratios if values]
+
+
+def _mean_ms(row: Row) -> float | None:
+    return None if row.timing is None else row.timing.mean_ms
+
+
+_MEAN_NOTE = "Mean ± standard deviation of all runs; below, how many times the mean of softmax is that of the model."
+_PAIR_NOTE = (
+    "Memory in MB / time in ms (median); below, how many times less memory and time than softmax in the same setting."
+)
+
+
+def _as_published(published: Published) -> Sheet:
+    lines = [Line(str(row[0]), "", tuple(Entry(_cell_text(cell)) for cell in row[1:])) for row in published.rows]
+    return Sheet("Published", published.columns[1:], tuple(lines))
+
+
+def _alternating(published: Published, results: BenchResults) -> Sheet:
+    """Every published row, and below it the measured rows that repeat it; then those that repeat none."""
+    # a length that was measured takes the place of the published one, whatever its batch
+    columns = sorted(({int(length): 0 for length in published.columns[1:]} | dict(_columns(results.rows))).items())
+    measured = _lines(curves(results), columns, _pair_entry)
+    lines: list[Line] = []
+    for row in published.rows:
+        by_length = dict(zip(map(int, published.columns[1:]), row[1:], strict=True))
+        yardstick = dict(zip(map(int, published.columns[1:]), published.rows[0][1:], strict=True))
+        entries = tuple(_published_entry(by_length.get(length), yardstick.get(length)) for length, _ in columns)
+        lines.append(Line(str(row[0]), "published", entries, True))
+        lines += [line for curve, line in measured if _repeats(str(row[0]), curve)]
+    names = [str(row[0]) for row in published.rows]
+    others = [line for curve, line in measured if not any(_repeats(name, curve) for name in names)]
+    lines += [replace(line, begins=n == 0) for n, line in enumerate(others)]
+    return Sheet("Published and measured", _heads(columns), tuple(lines), _PAIR_NOTE)
+
+
+def _repeats(name: str, curve: Curve) -> bool:
+    """Whether a curve measures what a row of the Nyströmformer table names: `Nyströmformer-64` has 64 landmarks."""
+    if name == "Transformer":
+        return curve.is_yardstick
+    model, _, landmarks = name.partition("-")
+    case = curve.rows[0].case
+    named = re.search(r"\d+$", case.label)
+    given = case.options.get("num_landmarks", named[0] if named else NystromSpec.num_landmarks)
+    return model == "Nyströmformer" and case.variant == "nystrom" and str(given) == landmarks
+
+
+def _lines(every: Sequence[Curve], columns: Sequence[tuple[int, int]], said: Said) -> list[tuple[Curve, Line]]:
+    lines = []
+    for curve in every:
+        yardstick = yardstick_of(curve, every)
+        others = {row.case.seq_len: row for row in yardstick.rows if is_timed(row)} if yardstick else {}
+        rows = {row.case.seq_len: row for row in curve.rows}
+        entries = tuple(
+            said(rows[length], others.get(length)) if length in rows else Entry(NOTHING) for length, _ in columns
+        )
+        lines.append((curve, Line(curve.label, f"measured, {curve.place}", entries)))
+    return lines
+
+
+def _pair_entry(row: Row, softmax: Row | None) -> Entry:
+    """`450 / 12.3`, and below `22.7 × / 12.6 ×`."""
+    if not is_timed(row) or row.timing is None:
+        return Entry(status_of(row))
+    size = None if row.peak_bytes is None else row.peak_bytes / 1e6
+    less = softmax.peak_bytes / row.peak_bytes if softmax and softmax.peak_bytes and row.peak_bytes else None
+    faster = row.times_softmax if softmax or row.case.variant != YARDSTICK else None
+    return Entry(_pair(size, row.timing.median_ms), _ratios(less, faster))
+
+
+def _mean_entry(row: Row, softmax: Row | None) -> Entry:
+    if not is_timed(row) or row.timing is None:
+        return Entry(status_of(row))
+    ratio = softmax.timing.mean_ms / row.timing.mean_ms if softmax and softmax.timing else None
+    return Entry(
+        duration_with(row.timing.mean_ms, row.timing.deviation_ms), "" if ratio is None else f"{three_digits(ratio)} ×"
+    )
+
+
+def _published_entry(cell: Cell, softmax: Cell) -> Entry:
+    if not isinstance(cell, tuple) or not isinstance(softmax, tuple):
+        return Entry(_cell_text(cell))
+    return Entry(_cell_text(cell), "" if cell == softmax else _ratios(softmax[0] / cell[0], softmax[1] / cell[1]))
+
+
+def _pair(size: float | None, time: float) -> str:
+    return f"{three_digits(size)} / {three_digits(time)}"
+
+
+def _ratios(less: float | None, faster: float | None) -> str:
+    if less is None and faster is None:
+        return ""
+    return " / ".join(NOTHING if ratio is None else f"{three_digits(ratio)} ×" for ratio in (less, faster))
+
+
+def _cell_text(cell: Cell) -> str:
+    """A published cell with the digits that were printed."""
+    if cell is None:
+        return NOTHING
+    if isinstance(cell, tuple):
+        return " / ".join(map(str, cell))
+    return str(cell)
+
+
+def _columns(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """Length and batch of each column; batch 0 where batches differ at one length: they are in the names of curves."""
+    if has_several_batches(rows):
+        return sorted({(row.case.seq_len, 0) for row in rows})
+    return sorted({(row.case.seq_len, row.case.batch) for row in rows})
+
+
+def _heads(columns: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """`1,024`, or `1,024 × 16` with the batch where it changes with the length."""
+    varies = len({batch for _, batch in columns if batch}) > 1
+    return tuple(f"{length:,} × {batch}" if varies and batch else f"{length:,}" for length, batch in columns)

@@ -1,0 +1,155 @@
+"""What a benchmark found, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from effexport.bench.rendering.curves import YARDSTICK, Curve, curves, is_timed, yardstick_of
+from effexport.bench.rendering.text import counted, duration, listed, memory, three_digits
+from effexport.bench.results import BenchResults, Row, Status
+from effexport.report.rendering.text import number
+
+Verdict = Literal["passed", "failed", "not run"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows without a timing, for the same reason. rows: how many, and of which models."""
+
+    status: str
+    reason: str
+    rows: str
+
+
+def verdict(results: BenchResults) -> Verdict:
+    """failed: some row is. not run: nothing was timed, or it is not known whether the rest would have failed."""
+    if any(_failed(row) for row in results.rows):
+        return "failed"
+    whole = results.complete and results.rows and all(is_timed(row) for row in results.rows)
+    return "passed" if whole else "not run"
+
+
+def interruption(results: BenchResults) -> str:
+    """That a benchmark has not ended by itself; "" where it has."""
+    if results.complete:
+        return ""
+    return (
+        f"Interrupted: {counted(len(results.rows), 'row was', 'rows were')} finished by then, and the rest is missing."
+    )
+
+
+def parity_sentence(results: BenchResults) -> str:
+    """Whether what was timed computes the right thing, and what has no timing."""
+    compared = [row for row in results.rows if row.parity and (row.parity.value is not None or not row.parity.passed)]
+    wrong = [row for row in compared if row.parity and not row.parity.passed]
+    parts = []
+    if wrong:
+        parts.append(f"{len(wrong)} of {counted(len(compared), 'candidate')} failed parity: {_labels(wrong)}.")
+    elif compared:
+        one = len(compared) == 1
+        parts.append("The one candidate passed parity." if one else f"All {len(compared):,} candidates passed parity.")
+    else:
+        parts.append("No candidate was compared with a reference.")
+    others = [row for row in results.rows if row.status == "failed" and row not in wrong]
+    if others:
+        parts.append(f"{counted(len(others), 'row')} failed for another reason.")
+    missing = sum(status_of(row) == "not run" for row in results.rows)
+    if missing:
+        parts.append(f"{counted(missing, 'row was', 'rows were')} not run.")
+    return " ".join(parts)
+
+
+def headlines(results: BenchResults) -> list[str]:
+    """For each runtime, the fastest first: what is fastest at the longest length that was timed there."""
+    found = [curve for curve in curves(results) if curve.medians()]
+    if not found:
+        return ["Nothing was timed."]
+    groups: dict[str, list[Curve]] = {}
+    for curve in found:
+        groups.setdefault(curve.place, []).append(curve)
+    said = [_headline(group, found) for group in groups.values()]
+    return [sentence for _, _, sentence in sorted(said, key=lambda entry: entry[:2])]
+
+
+def problems(results: BenchResults) -> list[Problem]:
+    """Rows that have no timing, by reason."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in results.rows:
+        if not is_timed(row):
+            groups.setdefault((status_of(row), reason_of(row)), []).append(row)
+    return [
+        Problem(status, reason, f"{counted(len(rows), 'row')} ({_labels(rows)})")
+        for (status, reason), rows in sorted(groups.items(), key=lambda entry: entry[0][0])
+    ]
+
+
+def status_of(row: Row) -> Status:
+    """A row that failed parity has failed, and one without a timing was not run, whatever else it says."""
+    if _failed(row):
+        return "failed"
+    return "measured" if is_timed(row) else "not run"
+
+
+def reason_of(row: Row) -> str:
+    """Why a row has no timing: with what parity found, if it is that."""
+    parts = [row.reason]
+    if row.parity and not row.parity.passed:
+        if row.parity.value is not None:
+            parts.append(f"{row.parity.metric} {number(row.parity.value)}, limit {number(row.parity.limit)}")
+        parts.append(row.parity.detail)
+    return "; ".join(dict.fromkeys(part for part in parts if part)) or "no reason is known"
+
+
+def _failed(row: Row) -> bool:
+    return row.status == "failed" or (row.parity is not None and not row.parity.passed)
+
+
+def _labels(rows: Sequence[Row]) -> str:
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        runtimes = names.setdefault(row.case.label, [])
+        if row.case.runtime not in runtimes:
+            runtimes.append(row.case.runtime)
+    return "; ".join(f"{label} on {listed(runtimes)}" for label, runtimes in names.items())
+
+
+def _headline(group: Sequence[Curve], found: Sequence[Curve]) -> tuple[int, float, str]:
+    """For one place: minus the length and the time per token of the fastest, to sort by, and the sentence."""
+    longest = max(length for curve in group for length in curve.medians())
+    at_end = sorted((c for c in group if longest in c.medians()), key=lambda curve: curve.medians()[longest])
+    best = at_end[0]
+    row = next(row for row in best.rows if row.case.seq_len == longest and is_timed(row))
+    sentence = f"At {longest:,} tokens on {best.place}, {best.label} is the fastest"
+    if len(at_end) == 1:
+        sentence = f"At {longest:,} tokens on {best.place}, only {best.label} was timed,"
+    sentence += f" with {duration(best.medians()[longest])}"
+    if best.is_yardstick:
+        if len(at_end) > 1:
+            slower = at_end[1].medians()[longest] / best.medians()[longest]
+            sentence += f"; {at_end[1].label} is next and takes {three_digits(slower)} times as long"
+    else:
+        sentence += _beside_yardstick(row, best, found)
+    return -longest, 1 / (row.tokens_per_second or 1), f"{sentence}."
+
+
+def _beside_yardstick(row: Row, curve: Curve, found: Sequence[Curve]) -> str:
+    """`: 12.7 times as fast as softmax, and 22.8 times less memory (…)`."""
+    parts = []
+    if row.times_softmax is not None:
+        parts.append(f"{three_digits(row.times_softmax)} times as fast as {YARDSTICK}")
+    yardstick = yardstick_of(curve, found)
+    other = _row_at(yardstick, row.case.seq_len) if yardstick else None
+    if other and other.peak_bytes and row.peak_bytes:
+        share = other.peak_bytes / row.peak_bytes
+        sizes = f"{memory(row.peak_bytes)} against {memory(other.peak_bytes)}"
+        change = f"{three_digits(share)} times less" if share >= 1 else f"{three_digits(1 / share)} times as much"
+        parts.append(f"with {change} memory ({sizes})")
+    if not parts:
+        return f"; {YARDSTICK} was not timed there" if other is None or other.timing is None else ""
+    return f": {', '.join(parts)}"
+
+
+def _row_at(curve: Curve, length: int) -> Row | None:
+    return next((row for row in curve.rows if row.case.seq_len == length), None)

@@ -1,0 +1,54 @@
+"""Benchmarks as pages: one self-contained file, no scripts, no network."""
+
+from __future__ import annotations
+
+from effexport.bench.rendering.beside import mean_ratios, measured_sheet, sections
+from effexport.bench.rendering.curves import crossovers, curves
+from effexport.bench.rendering.headline import headlines, interruption, parity_sentence, problems, verdict
+from effexport.bench.rendering.plots import figures, mean_ratio_figure
+from effexport.bench.rendering.published import TITLES
+from effexport.bench.rendering.table import differing_options, table_of
+from effexport.bench.rendering.text import listed
+from effexport.bench.results import BenchResults
+from effexport.report.rendering.templates import template_environment
+from effexport.report.rendering.text import moment
+
+# A longer table is folded; what stands below it would not be found otherwise.
+MAX_OPEN_ROWS = 40
+
+
+def html_from_results(results: BenchResults) -> str:
+    """The page of a benchmark, whatever is missing in it."""
+    environment = template_environment(
+        ("report/rendering", "plots", "bench/rendering"), {"moment": moment, "css": lambda text: text.replace(" ", "-")}
+    )
+    by_mean = mean_ratio_figure(mean_ratios(results), curves(results)) if results.preset == "linear-blog" else None
+    return environment.get_template("page.html.j2").render(
+        results=results,
+        title=title_of(results),
+        headlines=headlines(results),
+        verdict=verdict(results),
+        parity=parity_sentence(results),
+        interruption=interruption(results),
+        problems=problems(results),
+        sections=sections(results),
+        measured=measured_sheet(results),
+        by_mean=[by_mean] if by_mean else [],
+        figures=figures(results),
+        crossovers=crossovers(curves(results)),
+        table=table_of(results.rows),
+        is_open=len(results.rows) <= MAX_OPEN_ROWS,
+        options=differing_options(results.rows),
+        has_floors=any(row.floor for row in results.rows),
+        has_memory=any(row.peak_bytes is not None for row in results.rows),
+    )
+
+
+def title_of(results: BenchResults) -> str:
+    """The published experiment that is repeated, else the models that are compared."""
+    if results.preset:
+        return f"Repeated: {TITLES.get(results.preset, results.preset)}"
+    labels = list(dict.fromkeys(row.case.label for row in results.rows))
+    if not labels or len(labels) > 6:
+        return f"Attention benchmark of {len(labels)} models" if labels else "Attention benchmark"
+    return f"Attention benchmark: {listed(labels)}"

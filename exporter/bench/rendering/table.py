@@ -1,0 +1,147 @@
+"""The rows of a benchmark as a table: what is the same in every row is said once, what nobody measured is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from effexport.bench.rendering.curves import is_timed
+from effexport.bench.rendering.headline import reason_of, status_of
+from effexport.bench.rendering.text import NOTHING, duration, duration_with, memory, rate, three_digits
+from effexport.bench.results import Row
+from effexport.report.rendering.text import number
+
+
+@dataclass(frozen=True)
+class Column:
+    """numeric: aligned to the right. is_measured: has nothing to say of a row without a timing."""
+
+    title: str
+    text: Callable[[Row], str]
+    numeric: bool = True
+    is_measured: bool = True
+
+
+@dataclass(frozen=True)
+class Line:
+    """cells: of the columns that describe the case and, where the row has a timing, of the measured ones.
+
+    reason: why it has none; "" where it has one.
+    """
+
+    name: str
+    status: str
+    cells: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one length."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """columns: those after the name, in the order of the cells. measured: how many of them, at the end, are measured.
+
+    shared: what is the same in every row, by the title of its column.
+    """
+
+    columns: tuple[Column, ...]
+    groups: tuple[Group, ...]
+    shared: dict[str, str]
+
+    @property
+    def measured(self) -> int:
+        return sum(column.is_measured for column in self.columns)
+
+
+def parity_text(row: Row) -> str:
+    """`2.5e-06 of 0.0002`, with the metric; what there is where there is no figure."""
+    if row.parity is None:
+        return NOTHING
+    if row.parity.value is None:
+        return row.parity.detail or ("passed" if row.parity.passed else "failed")
+    return f"{number(row.parity.value)} of {number(row.parity.limit)}"
+
+
+def implementation_text(row: Row) -> str:
+    return ", ".join(f"{operator}: {what}" for operator, what in row.implementation.items()) or NOTHING
+
+
+def options_text(row: Row) -> str:
+    return ", ".join(f"{name} {value}" for name, value in row.case.options.items()) or NOTHING
+
+
+def _median(row: Row) -> str:
+    return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
+
+
+def _mean(row: Row) -> str:
+    return NOTHING if row.timing is None else duration_with(row.timing.mean_ms, row.timing.deviation_ms)
+
+
+def _floor(row: Row) -> str:
+    return NOTHING if row.floor is None else duration(row.floor.total_ms)
+
+
+def _metric(row: Row) -> str:
+    return NOTHING if row.parity is None else row.parity.metric
+
+
+_CASE = (
+    Column("Runtime", lambda row: row.case.runtime, False, False),
+    Column("Scope", lambda row: row.case.scope, False, False),
+    Column("Batch", lambda row: f"{row.case.batch:,}", True, False),
+    Column("Precision", lambda row: row.case.precision, False, False),
+    Column("Heads", lambda row: f"{row.case.heads} × {row.case.head_dim}", True, False),
+)
+_MEASURED = (
+    Column("Median ± spread", _median),
+    Column("Mean ± deviation", _mean),
+    Column("Tokens/s", lambda row: rate(row.tokens_per_second)),
+    Column("× softmax", lambda row: three_digits(row.times_softmax)),
+    Column("× torch", lambda row: three_digits(row.times_torch)),
+    Column("Floor", _floor),
+    Column("× floor", lambda row: three_digits(row.times_floor)),
+    Column("Peak memory", lambda row: memory(row.peak_bytes)),
+    Column("Parity", parity_text),
+    Column("Parity metric", _metric, False),
+    Column("Operators", implementation_text, False),
+    Column("Runs", lambda row: NOTHING if row.timing is None else f"{row.timing.runs:,}"),
+)
+_SHARED_NAMES = ("Runtime", "Scope", "Batch", "Precision", "Heads", "Parity metric", "Runs")
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """All rows by length, in each length in the order of the benchmark."""
+    timed = [row for row in rows if is_timed(row)]
+    shared: dict[str, str] = {}
+    columns = []
+    for column in (*_CASE, *_MEASURED):
+        texts = {column.text(row) for row in (timed if column.is_measured else rows)}
+        said = texts - {NOTHING}
+        if len(said) == 1 and column.title in _SHARED_NAMES and (len(texts) == 1 or column.title == "Parity metric"):
+            shared[column.title] = said.pop()
+        elif said:
+            columns.append(column)
+    lengths = sorted({row.case.seq_len for row in rows})
+    groups = [
+        Group(f"{length:,} tokens", tuple(_line(row, columns) for row in rows if row.case.seq_len == length))
+        for length in lengths
+    ]
+    return Table(tuple(columns), tuple(groups), shared)
+
+
+def differing_options(rows: Iterable[Row]) -> dict[str, str]:
+    """What is special about a model, by its label, for those of which anything is."""
+    return {row.case.label: options_text(row) for row in rows if row.case.options}
+
+
+def _line(row: Row, columns: Sequence[Column]) -> Line:
+    measured = is_timed(row)
+    cells = tuple(column.text(row) for column in columns if measured or not column.is_measured)
+    return Line(row.case.label, status_of(row), cells, "" if measured else reason_of(row))

@@ -1,0 +1,170 @@
+"""onnx → engine: a TensorRT or TensorRT-RTX engine with its sidecar."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from effexport import __version__
+from effexport.artifact import file_digest
+from effexport.engines.api import PRODUCTS, Api, Builder, IBuilderConfig, bytes_of, import_api
+from effexport.engines.builder_log import BuildLog, OnProgress, explain, make_monitor
+from effexport.engines.config import config_from_spec, save_timing_cache
+from effexport.engines.layers import check_dtypes, check_precision, layers_of_engine, layers_of_network
+from effexport.engines.network import Network, network_from_model
+from effexport.engines.preparation import prepared_model
+from effexport.engines.sidecar import EngineInfo, sidecar_path, write_sidecar
+from effexport.engines.spec import EngineSpec
+from effexport.errors import StageError, UserError
+from effexport.export.onnx_graph import external_files, graph_tensors, load_graph, value_types
+
+STAGE = "TensorRT build"
+
+
+def engine_from_onnx(
+    model: Path,
+    spec: EngineSpec,
+    output: Path,
+    *,
+    precision: str = "fp32",
+    remarks: tuple[str, ...] = (),
+    on_progress: OnProgress = lambda phase, share: None,
+) -> EngineInfo:
+    """Build an engine and write it to `output`, with its sidecar beside it: both, or neither.
+
+    model: a model.onnx, its external weights beside it. precision: of its matrix products, which is checked; the types
+    themselves are in the graph. remarks: sentences for the sidecar.
+    Raises MissingExtraError without TensorRT, UserError for a model or a file that cannot be used, SpecError for a
+    profile that does not fit, and StageError when the parser, the builder or the check of element types fails.
+    """
+    api = import_api(spec.target)
+    prepared = prepared_model(load_graph(model), spec)
+    inputs, outputs = graph_tensors(prepared.model.graph.input), graph_tensors(prepared.model.graph.output)
+    shapes = tuple(profile.shapes(inputs) for profile in spec.profiles)
+
+    built_for = compute_capabilities(spec)
+    log = BuildLog(api)
+    builder = make_builder(api, log, spec)
+    network = network_from_model(api, builder, log, spec.target, prepared.model.SerializeToString(), model)
+    layers = list(layers_of_network(network.definition))
+    dtypes = {name: dtype for name, (dtype, _) in value_types(prepared.model).items()}
+    compared = check_dtypes(layers, dtypes)
+    check_precision(layers, precision)
+
+    config = config_from_spec(api, builder, spec, shapes)
+    started = time.perf_counter()
+    engine = built(api, builder, network, config, log, on_progress)
+    seconds = time.perf_counter() - started
+    info = EngineInfo(
+        target=spec.target,
+        tensorrt_version=api.__version__,
+        effexport_version=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        precision=precision,
+        inputs=inputs,
+        outputs=outputs,
+        profiles=shapes,
+        options=spec.options(),
+        onnx_sha256=model_digest(model),
+        onnx_bytes=model.stat().st_size,
+        engine_sha256=hashlib.sha256(engine).hexdigest(),
+        engine_bytes=len(engine),
+        build_seconds=round(seconds, 3),
+        compute_capabilities=built_for,
+        hardware_compatibility=spec.hardware_compatibility,
+        version_compatible=spec.version_compatible,
+        implementation=prepared.implementation,
+        layers=tuple(layers),
+        tensors_compared=compared,
+        remarks=(*remarks, *prepared.remarks),
+    )
+    info = inspected(api, info, engine, dtypes)
+    write_engine(output, engine, info)
+    save_timing_cache(spec, config)
+    return info
+
+
+def make_builder(api: Api, log: BuildLog, spec: EngineSpec) -> Builder:
+    product = PRODUCTS[spec.target].title
+    try:
+        return api.Builder(log.logger)
+    except (TypeError, RuntimeError) as error:  # the factory of the library gave nothing
+        raise StageError(STAGE, f"{product} {api.__version__} does not start: {explain(log.errors)}") from error
+
+
+def built(
+    api: Api, builder: Builder, network: Network, config: IBuilderConfig, log: BuildLog, on_progress: OnProgress
+) -> bytes:
+    """Run the builder. Raises StageError with the reason and the remedy, and KeyboardInterrupt after Ctrl-C."""
+    monitor = make_monitor(api, on_progress)
+    config.progress_monitor = monitor
+    serialised = builder.build_serialized_network(network.definition, config)
+    if monitor.interrupted:
+        raise KeyboardInterrupt
+    if serialised is None:
+        raise StageError(STAGE, explain(log.errors))
+    return bytes_of(serialised)
+
+
+def compute_capabilities(spec: EngineSpec) -> tuple[int, ...]:
+    """The GPUs that the engine is for. Raises UserError where target trt finds no GPU to build on."""
+    if spec.target == "trt-rtx":
+        return spec.compute_capabilities
+    from effexport.runners.cuda.device import current_compute_capability
+
+    return (current_compute_capability(PRODUCTS[spec.target].extra),)
+
+
+def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, str]) -> EngineInfo:
+    """With what the engine says of itself, where a GPU can load it: its own layers, tactics and memory."""
+    from effexport.runners.cuda.device import current_compute_capability
+
+    try:
+        current_compute_capability(PRODUCTS[info.target].extra)
+    except UserError:
+        return info  # no GPU: the network that it was built from has to do
+    log = BuildLog(api)
+    runtime = api.Runtime(log.logger)
+    if info.version_compatible:
+        runtime.engine_host_code_allowed = True  # the engine was built a moment ago
+    loaded = runtime.deserialize_cuda_engine(engine)
+    if loaded is None:
+        # built for other GPUs than this one, or refused; whoever loads it is told why
+        return replace(info, remarks=(*info.remarks, f"not loaded on this machine: {explain(log.errors)}"))
+    layers = layers_of_engine(loaded.create_engine_inspector().get_engine_information(api.LayerInformationFormat.JSON))
+    compared = info.tensors_compared + check_dtypes(layers, expected)
+    return replace(
+        info,
+        layers=tuple(layers),
+        layers_from="engine",
+        tensors_compared=compared,
+        device_memory_bytes=int(loaded.device_memory_size_v2),
+    )
+
+
+def write_engine(output: Path, engine: bytes, info: EngineInfo) -> None:
+    """The sidecar first, under its final name only when both are complete."""
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    beside = sidecar_path(temporary.with_suffix(f".{os.getpid()}.engine"))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(engine)
+        write_sidecar(beside, info)
+        beside.replace(sidecar_path(output))
+        temporary.replace(output)
+    except OSError as error:
+        raise UserError(f"cannot write the engine to {output}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
+
+
+def model_digest(model: Path) -> str:
+    """SHA-256 of a model.onnx, and of the files that hold its weights, where it has such."""
+    digests = [file_digest(file) for file in (model, *external_files(model))]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

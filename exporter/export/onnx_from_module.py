@@ -1,0 +1,219 @@
+"""module → onnx: one file with one node per custom operator, its function bodies attached, and its promises checked."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from effexport.errors import StageError
+from effexport.export.onnx_graph import GraphPromise, check_graph
+from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.runners import DEFAULTS
+from effexport.spec import DTYPE_OF_PRECISION, EXTERNAL_DATA_THRESHOLD_BYTES, BuildSpec
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+    from torch import nn
+
+STAGE = "export"
+# Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
+BUCKETS_SUFFIX = "buckets"
+_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+
+
+def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path) -> None:
+    """Export `module`, which must be in evaluation mode and float32, to `path`.
+
+    Lower precision is reached in a copy of the module. Weights go to `<path>.data` beside the file when
+    they exceed EXTERNAL_DATA_THRESHOLD_BYTES or the spec asks for it.
+    Raises StageError when the exporter fails or the graph breaks a promise of the spec.
+    """
+    promise = GraphPromise(spec.inputs, spec.outputs, spec.custom_ops)
+    write_graph(at_precision(module, spec.precision), example_inputs(spec), promise, spec, path)
+
+
+def write_graph(
+    module: nn.Module, example: tuple[torch.Tensor, ...], promise: GraphPromise, spec: BuildSpec, path: Path
+) -> None:
+    """Trace `module` on `example`, finish the graph, save it and check what it promises."""
+    model = program_from_module(module, example, promise, spec).model
+    mark_custom_nodes(model)
+    attach_function_bodies(model, spec.opset)
+    strip_metadata(model)
+    save(model, spec, path)
+    check_graph(path, promise)
+
+
+def at_precision(module: nn.Module, precision: str) -> nn.Module:
+    """A float32 module in the given precision, as a copy unless it is float32.
+
+    What must stay float32 looks after itself.
+    """
+    import torch
+
+    if precision == "fp32":
+        return module
+    return copy.deepcopy(module).to(getattr(torch, DTYPE_OF_PRECISION[precision]))
+
+
+def program_from_module(
+    module: nn.Module, example: tuple[torch.Tensor, ...], promise: GraphPromise, spec: BuildSpec
+) -> torch.onnx.ONNXProgram:
+    """The traced graph, with the names and dynamic dimensions of the promise: for ONNX, and as PyTorch's program."""
+    import torch
+
+    from effexport.models.layers import fused_operators
+
+    dynamic = [{i: dim for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in promise.inputs]
+    register_schemas()
+    table: dict[Any, Any] = {
+        getattr(torch.ops.effexport, op.torch_name).default: op.load().onnx_translation for op in OPS.values()
+    }
+    with quiet_exporter(), fused_operators(module, spec.fused):
+        try:
+            program = torch.onnx.export(
+                module,
+                example,
+                dynamo=True,
+                opset_version=spec.opset,
+                input_names=[tensor.name for tensor in promise.inputs],
+                output_names=[tensor.name for tensor in promise.outputs],
+                # torch.export sees *inputs as one nested argument
+                dynamic_shapes=(tuple(dynamic),) if takes_star_args(module) else tuple(dynamic),
+                custom_translation_table=table,
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            # its own message is a page of advice; the cause says what went wrong
+            cause = str(error.__cause__ or error).strip().splitlines()[0]
+            message = f"torch.onnx could not export the module: {cause}; --debug shows the whole trace"
+            raise StageError(STAGE, message) from error
+    if program is None:
+        raise StageError(STAGE, "torch.onnx returned no program")
+    return program
+
+
+def takes_star_args(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+
+
+def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
+    """Small inputs for tracing; their sizes leave no mark on the graph.
+
+    torch.export takes a size of 1 for a constant, and so it does with a chunk count of 1: the example spans several
+    chunks where the model allows it.
+    """
+    import torch
+
+    # a model that pads by itself pads to a multiple of all its chunk lengths
+    chunk_length: int = getattr(spec.model, "pad_multiple", getattr(spec.attention, "chunk_length", 64))
+    several_chunks = 3 * chunk_length + 8
+    longest = spec.max_seq_len or several_chunks
+    sizes = {"batch": 2, "choices": 3, "seq": spec.fixed_seq_len or max(2, min(several_chunks, longest))}
+    return tuple(
+        torch.full(
+            [sizes[dim] if isinstance(dim, str) else dim for dim in tensor.dims],
+            DEFAULTS.get(tensor.name, 0),
+            dtype=getattr(torch, tensor.dtype),
+        )
+        for tensor in spec.inputs
+    )
+
+
+@contextlib.contextmanager
+def quiet_exporter() -> Iterator[None]:
+    """The exporter's own notices say nothing to our users; its errors are exceptions."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def register_schemas() -> None:
+    """Make onnx know the custom operators. The registry belongs to the process, so a second call is a no-op."""
+    import onnx.defs
+
+    for op in OPS.values():
+        if not onnx.defs.has(op.onnx_name, DOMAIN):
+            onnx.defs.register_schema(op.load().onnx_schema())
+
+
+def mark_custom_nodes(model: ir.Model) -> None:
+    """Name custom nodes after their module, and mark them for TensorRT."""
+    import onnx_ir as ir
+
+    seen: Counter[str] = Counter()
+    for node in model.graph:
+        if node.domain != DOMAIN:
+            continue
+        owner = module_path(node)
+        name = f"{owner}/{node.op_type}" if owner else node.op_type
+        # a module may hold several of one operator
+        node.name = f"{name}_{seen[name]}" if seen[name] else name
+        seen[name] += 1
+        node.attributes[PLUGIN_NAMESPACE] = ir.AttrString(PLUGIN_NAMESPACE, DOMAIN)
+        if node.op_type == "LSHSort" and node.inputs[0] is not None:
+            node.inputs[0].name = f"{owner}.{BUCKETS_SUFFIX}" if owner else BUCKETS_SUFFIX
+    model.graph.opset_imports.setdefault(DOMAIN, OPSET_VERSION)
+
+
+def module_path(node: ir.Node) -> str:
+    """Path of the attention module that a node came from, "" for the root: "blocks.0.attention"."""
+    import ast
+
+    scopes: list[str] = ast.literal_eval(node.metadata_props.get(_SCOPES_KEY, "[]"))
+    # the last scope is the operator itself
+    return scopes[-2] if len(scopes) > 1 else ""
+
+
+def attach_function_bodies(model: ir.Model, opset: int) -> None:
+    """Give every custom operator in the graph its body of standard operators."""
+    import onnx_ir as ir
+
+    for op in OPS.values():
+        nodes = [n for n in model.graph if n.domain == DOMAIN and n.op_type == op.onnx_name]
+        if nodes:
+            protos = [ir.serde.serialize_node(node) for node in nodes]
+            function = ir.serde.deserialize_function(op.load().onnx_function_body(protos, opset))
+            model.functions[function.identifier()] = function
+
+
+def strip_metadata(model: ir.Model) -> None:
+    """Drop the exporter's notes, which carry stack traces with the paths of this machine; keep the module path."""
+    for node in model.graph.all_nodes():
+        scopes = node.metadata_props.get(_SCOPES_KEY)
+        path = module_path(node) if scopes else ""
+        node.metadata_props.clear()
+        node.doc_string = None
+        if path:
+            node.metadata_props["effexport.module"] = path
+    for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.metadata_props.clear()
+    model.graph.name = "effexport"
+    model.producer_name = "effexport"
+
+
+def save(model: ir.Model, spec: BuildSpec, path: Path) -> None:
+    import onnx_ir as ir
+
+    weight_bytes = sum(
+        value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
+    )
+    external = spec.external_data or weight_bytes > EXTERNAL_DATA_THRESHOLD_BYTES
+    ir.save(model, path, external_data=f"{path.name}.data" if external else None)

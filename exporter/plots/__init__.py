@@ -1,0 +1,1 @@
+"""Plots as SVG, for reports, benchmarks and sweeps."""

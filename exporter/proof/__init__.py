@@ -1,0 +1,1 @@
+"""The proof that an exported file computes what PyTorch computes."""

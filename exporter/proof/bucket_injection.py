@@ -1,0 +1,43 @@
+"""Graphs of hash-based models with their buckets laid open: as inputs, to give, and as outputs, to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from effexport.export.onnx_graph import all_nodes, load_graph
+from effexport.plugins import DOMAIN
+
+GIVEN_SUFFIX = ".given"
+
+
+def hash_values(path: Path, expected: Sequence[str]) -> list[str]:
+    """Graph values that hold buckets, in the order of `expected`.
+
+    Tools that optimise a graph inline the sort, or rename values: look for the name first, then for the sort itself.
+    Returns an empty list when neither is found for every layer.
+    """
+    model = load_graph(path)
+    produced = {name for node in model.graph.node for name in node.output}
+    if all(name in produced for name in expected):
+        return list(expected)
+    sorted_values = [node.input[0] for node in model.graph.node if node.domain == DOMAIN and node.op_type == "LSHSort"]
+    return sorted_values if len(sorted_values) == len(expected) else []
+
+
+def with_given_buckets(path: Path, values: Sequence[str]) -> bytes:
+    """The serialised model in which every consumer of a bucket value reads a new input `<value>.given` instead, and
+    the value itself becomes an output."""
+    import onnx
+
+    model = load_graph(path)
+    for value in values:
+        given = value + GIVEN_SUFFIX
+        for node in all_nodes(model):
+            for i, name in enumerate(node.input):
+                if name == value:
+                    node.input[i] = given
+        for new, collection in ((given, model.graph.input), (value, model.graph.output)):
+            collection.append(onnx.helper.make_tensor_value_info(new, onnx.TensorProto.INT32, ["rows", "padded"]))
+    serialised: bytes = model.SerializeToString()
+    return serialised

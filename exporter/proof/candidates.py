@@ -1,0 +1,77 @@
+"""Models under the parity check: a runner, and a second one that takes the buckets of a model that hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.export.onnx_graph import load_graph
+from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values, with_given_buckets
+from effexport.runners import FeedLimits, Runner
+from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.session import OrtSettings
+
+if TYPE_CHECKING:
+    from effexport.proof.checks.run_checks import RunWithBuckets
+    from effexport.runners import Array
+
+
+class RunnerCandidate:
+    """A runner; where the model hashes, `given` runs the same model with the buckets as inputs.
+
+    hashes: names of the bucket values in the order of the layers, as the reference has them; values: their names in the
+    model. Both are empty for models that do not hash.
+    """
+
+    def __init__(
+        self, runner: Runner, given: Runner | None = None, hashes: Sequence[str] = (), values: Sequence[str] = ()
+    ) -> None:
+        self._runner = runner
+        self._given = given
+        self._hashes = tuple(hashes)
+        self._values = tuple(values)
+        self.implementation = dict(runner.implementation)
+
+    def accepts(self, inputs: Mapping[str, Array]) -> bool:
+        return True
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return self._runner.run(inputs)
+
+    @property
+    def run_with_buckets(self) -> RunWithBuckets | None:
+        return self._run_with_buckets if self._given is not None else None
+
+    def _run_with_buckets(
+        self, inputs: Mapping[str, Array], buckets: Mapping[str, Array]
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        assert self._given is not None
+        feeds = dict(inputs)
+        for name, value in zip(self._hashes, self._values, strict=True):
+            feeds[value + GIVEN_SUFFIX] = np.ascontiguousarray(buckets[name])
+        results = self._given.run(feeds)
+        own = {name: results.pop(value) for name, value in zip(self._hashes, self._values, strict=True)}
+        return results, own
+
+
+class OrtCandidate(RunnerCandidate):
+    """A model file in ONNX Runtime; where the model hashes, a second session takes the buckets as inputs.
+
+    hashes: names of the bucket values in the order of the layers, empty for models that do not hash.
+    """
+
+    def __init__(
+        self, path: Path, hashes: Sequence[str], limits: FeedLimits, settings: OrtSettings | None = None
+    ) -> None:
+        load_graph(path)
+        runner = OrtRunner(path, settings, limits=limits)
+        values = hash_values(path, hashes) if hashes else []
+        given = None
+        if values:
+            given = OrtRunner(
+                with_given_buckets(path, values), settings, limits=limits, external_folder=path.parent.resolve()
+            )
+        super().__init__(runner, given, hashes, values)

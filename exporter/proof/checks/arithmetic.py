@@ -1,0 +1,132 @@
+"""One answer against the reference's: shape and dtype, finite values, the same again, and the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.proof.cases import Case, rms
+from effexport.proof.checks.result import HISTOGRAM_EDGES, METRIC, Check, Worst, judged
+from effexport.proof.tolerances import Limit
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+
+def check_signature(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
+    """Names, dtypes and shapes of the outputs."""
+    expected = {name: (spec.dtype, case.outputs[name].shape) for name in case.outputs}
+    actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}
+    detail = "" if actual == expected else f"outputs are {actual}; expected {expected}"
+    return Check("signature", case.title, "names, dtypes, shapes", "failed" if detail else "passed", detail=detail)
+
+
+def check_finite(case: Case, outputs: Mapping[str, Array]) -> Check:
+    bad = sum(int(np.count_nonzero(~np.isfinite(array.astype(np.float32)))) for array in outputs.values())
+    return judged("finite", case, "NaN or Inf elements", bad, Limit(0, "no output may be NaN or infinite"))
+
+
+def check_repeatable(case: Case, first: Mapping[str, Array], second: Mapping[str, Array]) -> Check:
+    different = sum(
+        first[name].size if first[name].shape != second[name].shape else differing_bits(first[name], second[name])
+        for name in first
+    )
+    reason = Limit(0, "the same input twice gives the same bits")
+    return judged("repeatable", case, "elements that differ", different, reason)
+
+
+def differing_bits(a: Array, b: Array) -> int:
+    """Elements whose bits differ; NaN equals NaN here, since `check_finite` judges it."""
+    raw = f"u{a.dtype.itemsize}"
+    return int(np.count_nonzero(a.view(raw) != b.view(raw)))
+
+
+def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, name: str = "arithmetic") -> Check:
+    """Largest error of the kept tokens, relative to the scale of the reference; the other measures beside it."""
+    value, worst = -1.0, None
+    figures = Figures()
+    for output, expected in case.outputs.items():
+        for sample in range(len(expected)):
+            actual, wanted = case.kept(outputs[output], sample), case.kept(expected, sample)
+            error, (row, channel) = relative_error(actual, wanted)
+            figures.add(actual, wanted)
+            # NaN wins over every number, and stays
+            if value == value and (error > value or error != error):
+                value = error
+                token = int(np.flatnonzero(case.keep[sample])[row]) if len(wanted) > 1 else row
+                index = (sample, token, channel)
+                worst = Worst(output, index, float(actual[row, channel]), float(wanted[row, channel]))
+    detail = ""
+    if worst is not None:
+        place = ", ".join(map(str, worst.index))
+        detail = f"worst at {worst.output}[{place}]: {worst.actual:.6g}, reference {worst.expected:.6g}"
+    check = judged(name, case, METRIC, value, limit, detail)
+    return replace(check, measures=figures.measures(), histogram=figures.histogram(), worst=worst)
+
+
+def check_overall(case: Case, check: Check, limit: Limit | None) -> Iterator[Check]:
+    """The RMS error that an arithmetic check has found, against a limit much sharper than that of one element."""
+    if limit is not None:
+        yield judged("overall error", case, "RMS error / RMS", check.measures["rms_error"], limit)
+
+
+class Figures:
+    """Sums over samples, from which the measures of a whole case follow."""
+
+    def __init__(self) -> None:
+        self._max_abs = 0.0
+        self._squares = np.zeros(3)  # of the error, of the reference, of the answer
+        self._product = 0.0
+        self._counts = np.zeros(len(HISTOGRAM_EDGES) + 1, dtype=np.int64)
+
+    def add(self, actual: Array, expected: Array) -> None:
+        """actual, expected: [tokens, channels] of one sample."""
+        actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite makes the measures so too
+            error = np.abs(actual - expected)
+            self._max_abs = float(np.maximum(self._max_abs, error.max(initial=0.0)))
+            self._squares += [np.sum(np.square(x)) for x in (error, expected, actual)]
+            self._product += float(np.sum(actual * expected))
+            relative = error / scale_of(expected)
+        self._counts += np.bincount(np.digitize(relative.ravel(), HISTOGRAM_EDGES), minlength=len(self._counts))
+
+    def measures(self) -> dict[str, float]:
+        """max_abs, in the units of the output; rms_error, relative to the RMS of the reference; cosine similarity.
+
+        Two answers of zeros have the cosine 1.
+        """
+        errors, reference, answer = self._squares
+        tiny = np.finfo(np.float64).tiny
+        with np.errstate(invalid="ignore", over="ignore"):  # as above, and any answer where zeros are right
+            rms_error = np.sqrt(errors / np.maximum(reference, tiny))
+            cosine = self._product / np.maximum(np.sqrt(reference) * np.sqrt(answer), tiny)
+        if reference == answer == 0:
+            cosine = 1.0
+        return {"max_abs": self._max_abs, "rms_error": float(rms_error), "cosine": float(cosine)}
+
+    def histogram(self) -> tuple[int, ...]:
+        return tuple(int(count) for count in self._counts)
+
+
+def relative_error(actual: Array, expected: Array) -> tuple[float, tuple[int, int]]:
+    """max |actual − expected| / scale over [tokens, channels], and where; NaN wins over every number.
+
+    The scale of a token is the RMS of its sample, or its own where that is larger: the first tokens of a causal model,
+    which average over few keys, are ten times larger than the rest, and so is their rounding.
+    """
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # inf − inf is NaN, which is what it should be
+        error = np.abs(actual - expected) / scale_of(expected)
+    token, channel = np.unravel_index(int(np.argmax(error)), error.shape)
+    return float(error[token, channel]), (int(token), int(channel))
+
+
+def scale_of(expected: Array) -> Array:
+    """What errors of each token are relative to, [tokens, 1]."""
+    own = np.sqrt(np.mean(np.square(expected), axis=-1, keepdims=True))
+    scale: Array = np.maximum(np.maximum(own, rms(expected)), np.finfo(np.float32).tiny)
+    return scale

@@ -1,0 +1,85 @@
+"""Models that hash: arithmetic with identical buckets, agreement of the buckets, and the free run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.models.spec import LSHSpec
+from effexport.proof.cases import Case, rms_change
+from effexport.proof.checks.arithmetic import check_arithmetic, check_overall
+from effexport.proof.checks.candidate import Candidate
+from effexport.proof.checks.result import Check, judged
+from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit, overall_limit
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+
+def check_hashed(
+    candidate: Candidate, case: Case, free_outputs: Mapping[str, Array], spec: BuildSpec
+) -> Iterator[Check]:
+    """A hash-based model: arithmetic with the reference's buckets, agreement of the buckets, and the free run.
+
+    One flipped bucket moves the borders of chunks and changes a third of all outputs a little, so a free-running
+    output is never compared element by element.
+    """
+    if candidate.run_with_buckets is None:
+        # the buckets are out of sight: ask for plain agreement, which holds as long as no bucket flips
+        yield check_arithmetic(case, free_outputs, case_limit(spec, case.own_error), "arithmetic (buckets not visible)")
+    else:
+        outputs, own_buckets = candidate.run_with_buckets(case.inputs, case.buckets)
+        yield from check_given_buckets(case, outputs, own_buckets, spec)
+    yield check_free_run(case, free_outputs, spec)
+
+
+def check_given_buckets(
+    case: Case, outputs: Mapping[str, Array], own_buckets: Mapping[str, Array], spec: BuildSpec
+) -> Iterator[Check]:
+    """What a candidate answered with the reference's buckets, and the buckets it would have chosen itself."""
+    limit = case_limit(spec, case.own_error)
+    check = check_arithmetic(case, outputs, limit, "arithmetic with identical buckets")
+    yield check
+    yield from check_overall(case, check, overall_limit(spec, case.own_error))
+    yield from check_buckets(case, own_buckets, spec)
+
+
+def check_free_run(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
+    """What a candidate answered with its own buckets, against what other rotations would have changed."""
+    assert case.seed_noise is not None
+    limit = free_run_limit(spec, case.seed_noise, case.precision_noise)
+    return judged("free run", case, "RMS error / RMS", rms_change(case, outputs), limit)
+
+
+def check_buckets(case: Case, own: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
+    """Buckets that the candidate chose for the reference's inputs: few may differ, and only near-ties."""
+    flips, tokens, widest, by_layer = 0, 0, 0.0, []
+    for name, expected in case.buckets.items():
+        if own[name].shape != expected.shape:
+            detail = f"{name} is {list(own[name].shape)}; expected {list(expected.shape)}"
+            yield Check("bucket agreement", case.title, "buckets that differ", "failed", detail=detail)
+            return
+        # which of two equal projections is the largest is for each runtime to say
+        differs = (own[name] != expected) & (case.margins[name] != 0)
+        flips += int(differs.sum())
+        by_layer.append(f"{name.removesuffix('.buckets')}: {int(differs.sum())} of {expected.size}")
+        tokens += expected.size
+        # not the built-in max, which drops NaN
+        widest = float(np.maximum(widest, case.margins[name][differs].max(initial=0.0)))
+    yield judged(
+        "bucket agreement", case, "buckets that differ", flips, bucket_flip_limit(spec, tokens), "; ".join(by_layer)
+    )
+    yield judged("bucket near-ties", case, "widest margin of a differing bucket", widest, near_tie_limit(spec))
+
+
+def sample_buckets(buckets: Array, row: int, length: int, spec: BuildSpec) -> Array:
+    """The buckets of one sample, cropped to its length and padded to whole chunks."""
+    attention = spec.attention
+    assert isinstance(attention, LSHSpec)
+    per_sample = attention.heads * attention.num_hashes
+    own = buckets[row * per_sample : (row + 1) * per_sample, :length]
+    pad = -length % attention.chunk_length
+    return np.pad(own, ((0, 0), (0, pad)), constant_values=attention.total_buckets)

@@ -1,0 +1,119 @@
+"""What must not matter: batch mates, padding, what padding holds, and, for a causal model, what comes later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.models.spec import LookAroundSpec, LSHSpec, NystromSpec
+from effexport.proof.cases import Case, padding_of_other_content
+from effexport.proof.checks.arithmetic import relative_error
+from effexport.proof.checks.candidate import Candidate
+from effexport.proof.checks.hashed import sample_buckets
+from effexport.proof.checks.result import OUTSIDE, Check, judged
+from effexport.proof.tolerances import Limit, case_limit
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+METRIC = "max |alone − in batch| / RMS"
+
+
+def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
+    """Each sample alone, without its padding, equals its rows in the batch."""
+    name, metric = "batch invariance", "max |alone − in batch| / RMS"
+    reason = why_not_invariant(spec)
+    if reason:
+        return Check(name, case.title, metric, "not run", reason=reason)
+    limit = case_limit(spec, case.own_error)
+    reference_free = Limit(limit.value, f"{limit.reason}; neither batch mates nor padding may add to it")
+    worst, detail = 0.0, ""
+    run_with_buckets = candidate.run_with_buckets
+    if run_with_buckets is not None:
+        # the same buckets for both, or a near-tie could tell them apart
+        outputs, _ = run_with_buckets(case.inputs, case.buckets)
+    for row, keep in enumerate(case.keep):
+        length = int(np.flatnonzero(keep)[-1]) + 1
+        if spec.attention.fixed_seq_len is not None:
+            length = keep.size
+        alone = {key: value[row : row + 1, :length] for key, value in case.inputs.items()}
+        if not candidate.accepts(alone):
+            return Check(name, case.title, metric, "not run", reason=f"sample {row} on its own {OUTSIDE}")
+        if run_with_buckets is not None:
+            given = {key: sample_buckets(value, row, length, spec) for key, value in case.buckets.items()}
+            result, _ = run_with_buckets(alone, given)
+        else:
+            result = candidate.run(alone)
+        for output in case.outputs:
+            error, _ = relative_error(result[output][0], outputs[output][row, :length])
+            if error > worst or error != error:
+                worst, detail = error, f"worst in sample {row}"
+    return judged(name, case, metric, worst, reference_free, detail)
+
+
+def why_not_invariant(spec: BuildSpec) -> str:
+    """Which published behaviour, if any, makes padding or batch mates part of a sample's input."""
+    attention = spec.attention
+    if isinstance(spec.model, CheckpointSpec):
+        return spec.model.why_not_invariant
+    if isinstance(attention, NystromSpec):
+        if not attention.mask_landmarks:
+            return "mask_landmarks=False: padding is part of the input"
+        if attention.pinv_init == "global" and not attention.is_plain_softmax:
+            return "pinv_init=global: batch mates are part of the input"
+    if isinstance(attention, LookAroundSpec) and attention.circular:
+        return "circular=True: the first chunk sees the last one, so the amount of padding is part of the input"
+    return ""
+
+
+def check_padding_content(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
+    """Kept tokens get the same answer whatever the padding holds."""
+    name, metric = "padding content", "max |change| / RMS"
+    reason = why_padding_counts(spec)
+    if reason:
+        return Check(name, case.title, metric, "not run", reason=reason)
+    changed = candidate.run(padding_of_other_content(case, spec))
+    worst, detail = 0.0, ""
+    for output in case.outputs:
+        for row in range(len(case.keep)):
+            error, _ = relative_error(case.kept(changed[output], row), case.kept(outputs[output], row))
+            if error > worst or error != error:
+                worst, detail = error, f"worst in sample {row} of {output}"
+    limit = case_limit(spec, case.own_error)
+    return judged(name, case, metric, worst, Limit(limit.value, f"{limit.reason}; padding may not add to it"), detail)
+
+
+def why_padding_counts(spec: BuildSpec) -> str:
+    """Which published behaviour, if any, makes the content of padding part of a sample's input."""
+    if isinstance(spec.model, CheckpointSpec):
+        return spec.model.why_not_invariant
+    if isinstance(spec.attention, NystromSpec) and not spec.attention.mask_landmarks:
+        return "mask_landmarks=False: padding is part of the input"
+    return ""
+
+
+def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
+    """A causal model answers the first tokens as if nothing came after them."""
+    name, metric = "causal prefix", "max |prefix − whole| / RMS"
+    if isinstance(spec.attention, LSHSpec):
+        reason = "later tokens take places in the sort, and so move the borders of chunks"
+        return Check(name, case.title, metric, "not run", reason=reason)
+    length = max(1, case.keep.shape[1] // 2 + 1)
+    prefix = {key: value[:, :length] for key, value in case.inputs.items()}
+    if not candidate.accepts(prefix):
+        return Check(name, case.title, metric, "not run", reason=f"a prefix of {length} tokens {OUTSIDE}")
+    answer = candidate.run(prefix)
+    worst = 0.0
+    for output in case.outputs:
+        for row in range(len(case.keep)):
+            error, _ = relative_error(answer[output][row], outputs[output][row, :length])
+            worst = float(np.maximum(worst, error))
+    limit = case_limit(spec, case.own_error)
+    detail = f"prefix of {length} tokens"
+    return judged(
+        name, case, metric, worst, Limit(limit.value, f"{limit.reason}; later tokens may not add to it"), detail
+    )

@@ -1,0 +1,67 @@
+"""Does a model compute what the reference computed? Every check that applies, case by case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from effexport.models.spec import LSHSpec
+from effexport.proof.cases import Case
+from effexport.proof.checks.arithmetic import (
+    check_arithmetic,
+    check_finite,
+    check_overall,
+    check_repeatable,
+    check_signature,
+    relative_error,
+)
+from effexport.proof.checks.candidate import Arrays, Candidate, RunWithBuckets
+from effexport.proof.checks.hashed import check_hashed
+from effexport.proof.checks.invariance import check_batch_invariance, check_padding_content, check_prefix
+from effexport.proof.checks.long_sequences import check_long_sequence
+from effexport.proof.checks.result import HISTOGRAM_EDGES, METRIC, OUTSIDE, Check, Worst, judged, passed, summary
+from effexport.proof.tolerances import case_limit, overall_limit
+from effexport.spec import BuildSpec
+
+__all__ = [
+    "HISTOGRAM_EDGES",
+    "METRIC",
+    "Arrays",
+    "Candidate",
+    "Check",
+    "RunWithBuckets",
+    "Worst",
+    "check_arithmetic",
+    "judged",
+    "passed",
+    "relative_error",
+    "run_checks",
+    "summary",
+]
+
+
+def run_checks(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> Iterator[Check]:
+    """Every check that applies, case by case."""
+    for index, case in enumerate(cases):
+        if not candidate.accepts(case.inputs):
+            yield Check("shapes", case.title, "not measured", "not run", reason=f"this case {OUTSIDE}")
+            continue
+        outputs = candidate.run(case.inputs)
+        yield check_signature(case, outputs, spec)
+        if set(outputs) != set(case.outputs) or any(outputs[n].shape != case.outputs[n].shape for n in outputs):
+            continue  # nothing else can be compared
+        yield check_finite(case, outputs)
+        yield check_repeatable(case, outputs, candidate.run(case.inputs))
+        if isinstance(spec.attention, LSHSpec):
+            yield from check_hashed(candidate, case, outputs, spec)
+        else:
+            check = check_arithmetic(case, outputs, case_limit(spec, case.own_error))
+            yield check
+            yield from check_overall(case, check, overall_limit(spec, case.own_error))
+        if len(case.keep) > 1:
+            yield check_batch_invariance(candidate, case, outputs, spec)
+        if not case.keep.all():
+            yield check_padding_content(candidate, case, outputs, spec)
+        if spec.is_causal and index == 0:
+            yield check_prefix(candidate, case, outputs, spec)
+    if spec.precision != "fp32":
+        yield from check_long_sequence(candidate, cases, spec)

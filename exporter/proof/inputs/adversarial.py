@@ -1,0 +1,76 @@
+"""Inputs at which a correct formula and a careless implementation part: what each variant finds hard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.models.spec import EncoderSpec, LinearSpec, LSHSpec
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from effexport.runners import Array
+
+# Long enough for several chunks and segments, short enough to cost nothing.
+LENGTH = 200
+# Between the largest and the smallest key: where float16 gives 0 / 0, where float32 loses e^k, where it overflows.
+KEY_GAPS = (20, 60, 110)
+# φ(k) = e^k for k < 0: keys around this value make denominators of the size of eps, and far below float16's smallest.
+SMALL_KEY = -16.0
+TOKEN = 3
+
+
+def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str, Array]]:
+    """Inputs by the name of their case, each one sample without padding.
+
+    All: the same token everywhere, so that landmarks are nearly singular, softmaxes uniform, and all hashes equal.
+    Attention layers, which take any hidden states, besides: zeros, whose projections tie in every hash; keys far apart
+    for AFT; small denominators for linear attention.
+    """
+    if isinstance(spec.model, CheckpointSpec):
+        return {}  # their own conditions of length and of inputs; see the sweeps of the tests
+    length = spec.fixed_seq_len or min(spec.seq_len, LENGTH)
+    if isinstance(spec.model, EncoderSpec):
+        tokens = np.full((1, length), min(TOKEN, spec.model.vocab_size - 1), dtype=np.int64)
+        return {"identical tokens": {"input_ids": tokens, "attention_mask": ones(length)}}
+    rng = np.random.default_rng(LENGTH)
+    plain = rng.standard_normal((length, spec.attention.dim))
+    found = {"identical tokens": np.broadcast_to(plain[:1], plain.shape)}
+    if isinstance(spec.attention, LSHSpec):
+        found["zero tokens"] = np.where(np.arange(length)[:, None] % 3 == 0, 0.0, plain)
+    if spec.variant.startswith("aft-"):
+        # from zero up, where exp overflows if the largest key is not subtracted
+        for gap in KEY_GAPS:
+            places = (rng.random((length, 1)) < 0.5).astype(np.float64)
+            found[f"key gap {gap}"] = plain + hidden_for_keys(module, gap * places)
+    if isinstance(spec.attention, LinearSpec):
+        found["small denominators"] = plain + hidden_for_keys(module, np.full((length, 1), SMALL_KEY))
+    return {name: hidden_inputs(hidden, spec) for name, hidden in found.items()}
+
+
+def hidden_inputs(hidden: Array, spec: BuildSpec) -> dict[str, Array]:
+    from effexport.proof.cases import numpy_dtype
+
+    states = np.ascontiguousarray(hidden[None], dtype=np.float32).astype(numpy_dtype(spec.dtype))
+    return {"hidden_states": states, "attention_mask": ones(hidden.shape[0])}
+
+
+def ones(length: int) -> Array:
+    return np.ones((1, length), dtype=np.int64)
+
+
+def hidden_for_keys(module: Any, keys: Array) -> Array:
+    """Hidden states [tokens, dim] that the key projection takes to `keys` [tokens, 1], the same for every channel, as
+    nearly as least squares can; where keys have fewer channels than states, exactly."""
+    weight: torch.Tensor = module.key.weight.detach().double()
+    wanted = np.broadcast_to(keys, (len(keys), weight.shape[0]))
+    if module.key.bias is not None:
+        wanted = wanted - module.key.bias.detach().double().numpy()
+    solution, *_ = np.linalg.lstsq(weight.numpy(), wanted.T, rcond=1e-3)
+    hidden: Array = solution.T
+    return hidden

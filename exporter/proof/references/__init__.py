@@ -1,0 +1,1 @@
+"""References other than our own PyTorch modules."""

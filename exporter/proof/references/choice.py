@@ -1,0 +1,254 @@
+"""What a model is compared with: the choices of `verify --reference`, each a source of cases."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.artifact import Artifact, open_artifact
+from effexport.engines.api import PRODUCTS
+from effexport.errors import UserError
+from effexport.models.validation import did_you_mean
+from effexport.proof.checks.run_checks import Candidate, Check
+from effexport.proof.verify import REFERENCE_SEED_OFFSET, module_again
+from effexport.runners import FeedLimits, limits_from_spec
+from effexport.runners.ort.session import RUNTIMES as ORT_RUNTIMES
+from effexport.runners.ort.session import OrtSettings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from effexport.proof.cases import Case
+    from effexport.runners import Array
+
+NAMED = ("auto", "golden", "torch", "transformers")
+GOLDEN_SUFFIX = ".safetensors"
+EXPECTED = f"{', '.join(NAMED)}, FILE{GOLDEN_SUFFIX}, or PATH@RUNTIME, such as other/artifact@ort"
+# New inputs: another draw than that of the golden file.
+NEW_INPUTS_OFFSET = REFERENCE_SEED_OFFSET + 1
+OnStage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ReferenceChoice:
+    """A parsed --reference. kind: one of NAMED, "file" or "runtime"; path and runtime: of the last two."""
+
+    kind: str
+    path: Path = Path()
+    runtime: str = ""
+
+    @property
+    def title(self) -> str:
+        """What a model that passes is equal to."""
+        return {"file": str(self.path), "runtime": f"{self.path}@{self.runtime}"}.get(self.kind, "PyTorch")
+
+
+@dataclass
+class Reference:
+    """Cases of one source. missing: what it could not answer, as checks that were not run."""
+
+    kind: str
+    cases: list[Case] = field(default_factory=list)
+    missing: list[Check] = field(default_factory=list)
+
+
+def parse_choice(text: str) -> ReferenceChoice:
+    """Raises UserError for what is no reference, and for files that are not there."""
+    if text in NAMED:
+        return ReferenceChoice(text)
+    path, at, runtime = text.rpartition("@")
+    if at:
+        known = (*ORT_RUNTIMES, *PRODUCTS)
+        if runtime not in known:
+            raise UserError(
+                f"--reference {text}: unknown runtime {runtime!r}{did_you_mean(runtime, known)} "
+                f"Expected PATH@RUNTIME with one of: {', '.join(known)}"
+            )
+        if not path:
+            raise UserError(f"--reference {text}: expected an artifact or an ONNX file before the @")
+        return check_runtime_reference(ReferenceChoice("runtime", Path(path), runtime))
+    if text.endswith(GOLDEN_SUFFIX):
+        return ReferenceChoice("file", Path(text))
+    if text and Path(text).exists():
+        raise UserError(f"--reference {text} names no runtime; expected PATH@RUNTIME, such as {text}@ort")
+    raise UserError(f"unknown --reference {text!r}{did_you_mean(text, NAMED)} Expected: {EXPECTED}")
+
+
+def check_runtime_reference(choice: ReferenceChoice) -> ReferenceChoice:
+    if not choice.path.exists():
+        raise UserError(
+            f"--reference {choice.title}: there is no {choice.path}; expected an artifact or an ONNX file before the @"
+        )
+    if choice.path.is_file() and choice.runtime in PRODUCTS:
+        raise UserError(
+            f"--reference {choice.title}: an engine belongs to an artifact, and {choice.path} is a file; expected the "
+            "folder of an artifact, or one of: " + ", ".join(ORT_RUNTIMES)
+        )
+    return choice
+
+
+def references_from_choice(
+    choice: ReferenceChoice, artifact: Artifact, weights: Path | None, names: Sequence[str], on_stage: OnStage
+) -> Iterator[Reference]:
+    """The cases that an artifact is compared with. names: of the wanted cases; none: all.
+
+    Raises UserError for a case that the reference does not have, a golden file that is none or of another model, and
+    a runtime or transformers that is not installed.
+    """
+    for reference in all_references(choice, artifact, weights, names, on_stage):
+        check_cases(reference, artifact, choice)
+        yield reference
+
+
+def all_references(
+    choice: ReferenceChoice, artifact: Artifact, weights: Path | None, names: Sequence[str], on_stage: OnStage
+) -> Iterator[Reference]:
+    from effexport.proof.cases import load_reference
+
+    golden = load_reference(choice.path if choice.kind == "file" else artifact.reference_path)
+    cases = wanted_cases(golden, names)
+    if choice.kind in ("auto", "golden"):
+        on_stage("comparing with the golden file")
+        yield Reference("golden", cases)
+    elif choice.kind == "file":
+        on_stage(f"comparing with {choice.title}")
+        yield Reference("file", cases)
+    elif choice.kind == "runtime":
+        on_stage(f"comparing with {choice.title}")
+        yield runtime_reference(choice, artifact, cases)
+    if choice.kind == "torch" or (choice.kind == "auto" and importlib.util.find_spec("torch") is not None):
+        on_stage("comparing with PyTorch on new inputs")
+        yield torch_reference(artifact, weights, names)
+    elif choice.kind == "transformers":
+        yield from transformers_references(artifact, weights, cases, names, on_stage)
+
+
+def wanted_cases(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
+    known = [case.name for case in cases]
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"there is no case {name!r}{did_you_mean(name, known)} Expected: {', '.join(map(repr, known))}"
+            )
+    return [case for case in cases if not names or case.name in names]
+
+
+def check_cases(reference: Reference, artifact: Artifact, choice: ReferenceChoice) -> None:
+    """Raises UserError for cases with other inputs, outputs or hashes than the artifact has."""
+    spec = artifact.spec
+    inputs, outputs = {t.name for t in spec.inputs}, {t.name for t in spec.outputs}
+    hashes = set(artifact.manifest["hash_values"])
+    for case in reference.cases:
+        for what, given, expected in (
+            ("inputs", set(case.inputs), inputs),
+            ("outputs", set(case.outputs), outputs),
+            ("hashes", set(case.buckets), hashes),
+        ):
+            if given != expected:
+                raise UserError(
+                    f"--reference {choice.title} is of another model: its {what} are {sorted(given)}; "
+                    f"those of {artifact.path} are {sorted(expected)}"
+                )
+
+
+def torch_reference(artifact: Artifact, weights: Path | None, names: Sequence[str]) -> Reference:
+    """The PyTorch module itself, made again, on inputs of a new seed."""
+    module = module_again(artifact, weights)
+    if isinstance(module, str):
+        return Reference("torch", missing=[not_run("PyTorch module", "all cases", module)])
+    return Reference("torch", new_cases(artifact, module, names))
+
+
+def new_cases(artifact: Artifact, module: nn.Module, names: Sequence[str]) -> list[Case]:
+    from effexport.proof.cases import reference_from_module
+
+    spec = artifact.spec
+    return wanted_cases(reference_from_module(module, spec, spec.seed + NEW_INPUTS_OFFSET), names)
+
+
+def transformers_references(
+    artifact: Artifact, weights: Path | None, golden: Sequence[Case], names: Sequence[str], on_stage: OnStage
+) -> Iterator[Reference]:
+    """transformers' answers to the golden inputs, then to new ones.
+
+    Raises UserError for an artifact of no checkpoint, another checkpoint than that, and without transformers.
+    """
+    from effexport.models.checkpoint import PUBLISHED
+    from effexport.models.checkpoint_spec import CheckpointSpec
+    from effexport.proof.references.transformers import import_transformers, with_answers_of_transformers
+
+    model = artifact.spec.model
+    if not isinstance(model, CheckpointSpec) or model.family not in PUBLISHED:
+        raise UserError(
+            f"--reference transformers: {artifact.path} was not built from a checkpoint; expected an artifact of "
+            "effexport build --checkpoint; for this one use --reference torch"
+        )
+    import_transformers()
+    module = module_again(artifact, weights)
+    if isinstance(module, str):
+        raise UserError(f"--reference transformers: {module}")
+    assert weights is not None
+    on_stage("comparing with transformers on the golden inputs")
+    yield Reference("transformers", *with_answers_of_transformers(golden, model, weights))
+    on_stage("comparing with transformers on new inputs")
+    yield Reference("transformers", *with_answers_of_transformers(new_cases(artifact, module, names), model, weights))
+
+
+def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequence[Case]) -> Reference:
+    """What another model, or another runtime, answers to the golden inputs."""
+    result = Reference("runtime")
+    with contextlib.ExitStack() as stack:
+        candidate, longest = opened_reference(choice, artifact, stack)
+        for case in cases:
+            seq_len = case.keep.shape[-1]
+            if longest is not None and seq_len > longest:
+                reason = f"{choice.title} takes at most {longest} tokens"
+            elif not candidate.accepts(case.inputs):
+                reason = f"this case is outside the shapes that {choice.title} was built for"
+            else:
+                result.cases.append(dataclasses.replace(case, outputs=answers(candidate, case)))
+                continue
+            result.missing.append(not_run("reference", case.title, reason))
+    return result
+
+
+def opened_reference(
+    choice: ReferenceChoice, artifact: Artifact, stack: contextlib.ExitStack
+) -> tuple[Candidate, int | None]:
+    """The model of a choice, to be closed with the stack, and the longest sequence it takes."""
+    from effexport.engines.sidecar import read_sidecar
+    from effexport.proof.candidates import OrtCandidate
+    from effexport.proof.verify_engine import engine_candidate
+
+    if choice.path.is_file():
+        hashes, path, limits = artifact.manifest["hash_values"], choice.path, FeedLimits()
+    else:
+        other = open_artifact(choice.path)
+        hashes, path, limits = other.manifest["hash_values"], other.model_path, limits_from_spec(other.spec)
+        if choice.runtime in PRODUCTS:
+            engine = other.engine_path(choice.runtime)
+            candidate = engine_candidate(engine, read_sidecar(engine), path, other.spec, hashes)
+            return stack.enter_context(candidate), limits.max_seq_len
+    settings = OrtSettings(provider=ORT_RUNTIMES[choice.runtime], memory_arena=False)
+    return OrtCandidate(path, hashes, limits, settings), limits.max_seq_len
+
+
+def answers(candidate: Candidate, case: Case) -> Mapping[str, Array]:
+    """Float32 outputs, with the buckets of the case where the model shows its own: one that flips would change a third
+    of all outputs."""
+    if candidate.run_with_buckets is not None and case.buckets:
+        outputs, _ = candidate.run_with_buckets(case.inputs, case.buckets)
+    else:
+        outputs = candidate.run(case.inputs)
+    return {name: array.astype(np.float32) for name, array in outputs.items()}
+
+
+def not_run(name: str, case: str, reason: str) -> Check:
+    return Check(name, case, "not measured", "not run", reason=reason)

@@ -1,0 +1,130 @@
+"""The answers of transformers' own model of a checkpoint, for `verify --reference transformers`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from effexport.errors import UserError
+from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.models.nystromformer_spec import NystromformerSpec
+from effexport.models.reformer_spec import ReformerSpec
+from effexport.models.spec import LSHSpec
+from effexport.proof.checks.run_checks import Check
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from effexport.proof.cases import Case
+    from effexport.runners import Array
+
+# What this product is compared with; release 5 fails on these models, or leaves a bias out.
+VERSION = "4.57.1"
+CHECK = "transformers"
+
+
+def import_transformers() -> Any:
+    """Raises UserError where it is missing, or of a release that computes something else."""
+    remedy = f"it is no part of effexport, install it with: pip install transformers=={VERSION}"
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(f"--reference transformers needs transformers; {remedy}") from error
+    if transformers.__version__.split(".")[0] != VERSION.split(".")[0]:
+        raise UserError(
+            f"--reference transformers needs release {VERSION}, or another 4; this is {transformers.__version__}; "
+            + remedy
+        )
+    return transformers
+
+
+def with_answers_of_transformers(
+    cases: Sequence[Case], spec: CheckpointSpec, folder: Path
+) -> tuple[list[Case], list[Check]]:
+    """The cases with the outputs of transformers in float32, and what it could not answer.
+
+    cases: of our own module, whose buckets and noise are kept: with equal rotations transformers chooses the same
+    buckets. folder: the checkpoint.
+    """
+    reason = why_not_comparable(spec)
+    if reason:
+        return [], [not_run("all cases", reason)]
+    model = model_from_checkpoint(spec, folder)
+    answered, missing = [], []
+    for case in cases:
+        answer = outputs_or_reason(model, spec, case)
+        if isinstance(answer, str):
+            missing.append(not_run(case.title, answer))
+        else:
+            answered.append(dataclasses.replace(case, outputs=answer))
+    return answered, missing
+
+
+def why_not_comparable(spec: CheckpointSpec) -> str:
+    """Which correction, chosen when the artifact was built, makes every answer differ; see docs/checkpoints.md."""
+    if isinstance(spec, NystromformerSpec) and spec.pinv_init == "per_head" and not spec.is_plain_softmax:
+        return (
+            "pinv_init per_head scales each pseudo-inverse by itself; transformers scales by a maximum over the batch"
+        )
+    if isinstance(spec, ReformerSpec) and spec.mask_constants == "safe" and spec.num_hashes > 1:
+        return "mask_constants safe corrects the weights of the hash rounds, which do not add up to one in transformers"
+    return ""
+
+
+def model_from_checkpoint(spec: CheckpointSpec, folder: Path) -> nn.Module:
+    """transformers' class for the task, float32, with the rotations of the spec."""
+    transformers = import_transformers()
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config.use_cache = False
+    if isinstance(spec, ReformerSpec):
+        config.num_hashes = spec.num_hashes
+        config.num_buckets = list(spec.bucket_factors) if len(spec.bucket_factors) > 1 else spec.bucket_factors[0]
+    kind = getattr(transformers, spec.TASKS[spec.task])
+    model: nn.Module = kind.from_pretrained(folder, config=config, local_files_only=True).float().eval()
+    if isinstance(spec, ReformerSpec):
+        # it draws the rotations of a layer anew in every pass, after seeding with this
+        hashed = [layer for layer, name in enumerate(spec.attn_layers) if name == "lsh"]
+        children: list[Any] = [child for child in model.modules() if hasattr(child, "hash_seed")]
+        for layer, child in zip(hashed, children, strict=True):
+            attention = spec.attention_of_layer(layer)
+            assert isinstance(attention, LSHSpec)
+            child.hash_seed = attention.hash_seed
+    return model
+
+
+def outputs_or_reason(model: nn.Module, spec: CheckpointSpec, case: Case) -> dict[str, Array] | str:
+    """Float32 outputs by name, or why this case has no answer."""
+    import torch
+
+    seq_len = case.keep.shape[-1]
+    extra = 0
+    if isinstance(spec, NystromformerSpec) and not spec.is_plain_softmax:
+        # it runs at one length only; our graph pads to it by itself
+        extra = spec.segment_means_seq_len - seq_len
+    fills = {"input_ids": spec.pad_token_id}
+    inputs = {
+        name: torch.nn.functional.pad(torch.from_numpy(np.asarray(array)), (0, extra), value=fills.get(name, 0))
+        for name, array in case.inputs.items()
+    }
+    try:
+        # it seeds the generator of the whole process
+        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+            result = model(**inputs)
+    except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+        return f"transformers does not run this case: {str(error).strip().splitlines()[0]}"
+    outputs: dict[str, Array] = {}
+    for name, dims in spec.outputs.items():
+        array = result[name].numpy()
+        outputs[name] = np.ascontiguousarray(array[:, :seq_len] if "seq" in dims else array)
+        for sample in range(len(array)):
+            if not np.isfinite(case.kept(outputs[name], sample)).all():
+                return "transformers' own answer to this case is not finite"
+    return outputs
+
+
+def not_run(case: str, reason: str) -> Check:
+    return Check(CHECK, case, "not measured", "not run", reason=reason)

@@ -1,0 +1,1 @@
+"""Finds the first value inside a graph that differs from PyTorch."""

@@ -1,0 +1,197 @@
+"""Where does a model file leave its PyTorch module? Intermediate values compared in the order of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.errors import StageError
+from effexport.export.onnx_graph import load_graph
+from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values
+from effexport.proof.trace.judge import Judge
+from effexport.proof.trace.result import Suspect, Trace, TracedValue
+from effexport.proof.trace.traced_file import TracedFile
+from effexport.runners import limits_from_spec
+from effexport.runners.ort.session import OrtSettings, RuntimeFailedError, RuntimeUnsupportedError
+
+if TYPE_CHECKING:
+    import onnx
+    from torch import nn
+
+    from effexport.artifact import Artifact
+    from effexport.proof.cases import Case
+    from effexport.proof.trace.traced_module import Origin, TracedModule
+    from effexport.runners import Array
+
+# Where `onnx_from_module` keeps the path of a node's module.
+MODULE_KEY = "effexport.module"
+# Intermediate values of one run of the model: more values take more runs, not more memory.
+BATCH_BYTES = 256 * 2**20
+
+
+def trace_if_possible(
+    model: Path, artifact: Artifact, weights: Path | None, case: Case, settings: OrtSettings
+) -> Trace | str:
+    """As `trace_from_model` with the module made again from the seed or `weights`; a sentence where that cannot be."""
+    import importlib.util
+
+    from effexport.proof.verify import module_again
+
+    if importlib.util.find_spec("torch") is None:
+        return "no trace: PyTorch is not installed"
+    if settings.provider == "tensorrt":
+        return "no trace: TensorRT keeps no intermediate values; trace the file with --runtime ort"
+    module = module_again(artifact, weights)
+    if isinstance(module, str):
+        return f"no trace: {module}"
+    return trace_or_reason(model, artifact, module, case, settings)
+
+
+def trace_or_reason(
+    model: Path, artifact: Artifact, module: nn.Module, case: Case, settings: OrtSettings | None = None
+) -> Trace | str:
+    """As `trace_from_model`; a sentence where the module or the model does not run."""
+    try:
+        return trace_from_model(model, artifact, module, case, settings)
+    except (StageError, RuntimeUnsupportedError, RuntimeFailedError) as error:
+        return f"no trace: {str(error).splitlines()[0]}"
+
+
+def trace_from_model(
+    model: Path, artifact: Artifact, module: nn.Module, case: Case, settings: OrtSettings | None = None
+) -> Trace:
+    """Compare the intermediate values of a model file in ONNX Runtime with those of `module` on the inputs of `case`.
+
+    model: the artifact's own, or one that a tool has made from it. The graph is run as it is written, without the
+    optimisations that would fuse values away, and custom operators as their settings say. Where the model hashes, both
+    sides go on with PyTorch's buckets. The values of one run take BATCH_BYTES at most, or one value if that is larger.
+    Raises StageError where the module cannot be exported again, RuntimeUnsupportedError and RuntimeFailedError where
+    the model does not run.
+    """
+    from effexport.proof.trace.traced_module import TracedModule
+
+    return trace_from_traced(model, artifact, TracedModule(module, artifact.spec), case, settings)
+
+
+def trace_from_traced(
+    model: Path, artifact: Artifact, traced: TracedModule, case: Case, settings: OrtSettings | None = None
+) -> Trace:
+    """As `trace_from_model`, for a module that has been exported again: that takes longer than the trace."""
+    spec = artifact.spec
+    pairable = same_origins(traced.origins, load_graph(artifact.model_path))
+    proto = load_graph(model)
+    nodes = [(node, value) for node in proto.graph.node for value in node.output if value]
+    paired = {value: node for node, value in nodes if value in pairable}
+    file = TracedFile(model, settings or OrtSettings(), limits_from_spec(spec))
+    judge = Judge(spec, case, traced.may_flip, paired)
+    compare(traced, file, list(paired), case, judge, exact=traced.is_rounded)
+    if not traced.is_rounded:
+        # a second look, at PyTorch's own rounding, for what float32 may have made of an ill-conditioned value
+        compare(traced, file, [n for n, (error, limit) in judge.results.items() if not error <= limit], case, judge)
+    values = tuple(
+        TracedValue(name, pairable[name].module, node.op_type, *judge.results[name]) for name, node in paired.items()
+    )
+    trace = Trace(str(model), case.title, values, len(pairable), len(nodes) - len(paired))
+    if trace.first_divergence is None:
+        return trace
+    suspects = suspects_of(trace.first_divergence.name, proto, paired.keys())
+    return Trace(trace.model, trace.case, values, trace.pairable, trace.not_paired, suspects)
+
+
+def same_origins(origins: Mapping[str, Origin], model: onnx.ModelProto) -> dict[str, Origin]:
+    """The values that the artifact's own model makes as this export does.
+
+    Names are numbered by the exporter: another release of PyTorch may give them to other values.
+    """
+    made = {value: (node.op_type, module_of_node(node)) for node in model.graph.node for value in node.output}
+    return {
+        value: origin
+        for value, origin in origins.items()
+        # the file keeps a path for every node that has one, and the exporter's word for those that have none
+        if value in made and made[value][0] == origin.op_type and origin.module in (made[value][1], "")
+    }
+
+
+def module_of_node(node: onnx.NodeProto) -> str:
+    return next((entry.value for entry in node.metadata_props if entry.key == MODULE_KEY), "")
+
+
+def compare(
+    traced: TracedModule, file: TracedFile, names: Sequence[str], case: Case, judge: Judge, *, exact: bool = True
+) -> None:
+    """Judge every value. The module and the model run once per batch of values, and exactly once more if need be."""
+    if not names:
+        return
+    sizes: dict[str, int] = {}
+    buckets: dict[str, Array] = {}
+
+    def measure(name: str, array: Array) -> None:
+        sizes[name] = array.nbytes
+        if name in traced.hashes:
+            buckets[name] = np.ascontiguousarray(array)
+
+    traced.run(case.inputs, measure)
+    hashes = hash_values(file.path, traced.hashes) if traced.hashes else []
+    given = {value + GIVEN_SUFFIX: buckets[name] for name, value in zip(traced.hashes, hashes, strict=False)}
+    for batch in batches(names, sizes):
+        actual = file.run(batch, case.inputs, hashes, given)
+        compare_batch(traced, case, actual, buckets, judge, exact=exact)
+
+
+def compare_batch(
+    traced: TracedModule,
+    case: Case,
+    actual: dict[str, Array],
+    buckets: Mapping[str, Array],
+    judge: Judge,
+    *,
+    exact: bool,
+) -> None:
+    """Judge the values of one run, `actual`, which is emptied: each goes as soon as it is judged."""
+    if not exact:
+        traced.run(case.inputs, lambda n, expected: judge(n, actual.pop(n), expected, None) if n in actual else None)
+        return
+    rounded: dict[str, Array] = {}
+    traced.run(case.inputs, lambda name, array: rounded.update({name: array}) if name in actual else None)
+    traced.run(
+        case.inputs,
+        lambda n, wide: judge(n, actual.pop(n), rounded.pop(n), wide) if n in actual else None,
+        buckets=buckets,
+        exact=True,
+    )
+
+
+def batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names in their order, in groups of at most BATCH_BYTES."""
+    batch: list[str] = []
+    total = 0
+    for name in names:
+        if batch and total + sizes[name] > BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(name)
+        total += sizes[name]
+    if batch:
+        yield batch
+
+
+def suspects_of(name: str, model: onnx.ModelProto, agreeing: Collection[str]) -> tuple[Suspect, ...]:
+    """The node of a value and the nodes of unpaired values that it is computed from, in the order of the graph."""
+    maker = {value: node for node in model.graph.node for value in node.output if value}
+    weights = {tensor.name for tensor in model.graph.initializer}
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        value = waiting.pop()
+        if value in found or value not in maker or (value in agreeing and value != name):
+            continue
+        found.add(value)
+        waiting.extend(maker[value].input)
+    return tuple(
+        Suspect(value, node.op_type, module_of_node(node), tuple(i for i in node.input if i in weights))
+        for value, node in maker.items()
+        if value in found
+    )

@@ -1,0 +1,128 @@
+"""Is a model file equal to its reference in a runtime? What `build` and `verify` have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.export.onnx_graph import custom_ops_of_model
+from effexport.models.module_spec import ModuleSpec
+from effexport.proof.checks.float32_ops import check_islands
+from effexport.proof.checks.run_checks import METRIC, Check, run_checks
+from effexport.runners import limits_from_spec
+from effexport.runners.ort.session import OrtSettings, RuntimeUnsupportedError
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from effexport.artifact import Artifact
+    from effexport.proof.cases import Case
+
+# Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
+REFERENCE_SEED_OFFSET = 7919
+OTHER_DRAW = "this PyTorch draws other weights from the seed than the one that built the artifact"
+
+
+@dataclass
+class Verification:
+    """Checks of one model file. implementation: per custom operator, what ran: "kernel", "body" or "not run"."""
+
+    checks: list[Check] = field(default_factory=list)
+    implementation: dict[str, str] = field(default_factory=dict)
+
+    def __iadd__(self, other: Verification) -> Verification:
+        self.checks += other.checks
+        self.implementation |= other.implementation
+        return self
+
+
+def verify_candidate(
+    model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str], settings: OrtSettings
+) -> Verification:
+    """Check a model file against reference cases in ONNX Runtime. What cannot run is said, not skipped."""
+    from effexport.proof.candidates import OrtCandidate
+
+    # every case has a shape of its own, and up to two sessions are open: what a run needs is given back after it
+    settings = dataclasses.replace(settings, memory_arena=False)
+    try:
+        candidate = OrtCandidate(model, hashes, limits_from_spec(spec), settings)
+    except RuntimeUnsupportedError as error:
+        return Verification([not_run("parity", spec, error)], dict.fromkeys(custom_ops_of_model(model), "not run"))
+    checks = [*run_checks(candidate, cases, spec), *check_islands(model, spec)]
+    return Verification(checks, candidate.implementation)
+
+
+def verify_bodies(
+    model: Path, case: Case, spec: BuildSpec, hashes: Sequence[str], settings: OrtSettings
+) -> Verification:
+    """One check that the model is right without the kernel library too, as it has to be anywhere else."""
+    bodies = dataclasses.replace(settings, implementation="body")
+    checks = verify_candidate(model, [case], spec, hashes, bodies).checks
+    failed = [check for check in checks if check.status == "failed"]
+    arithmetic = next((check for check in checks if check.metric == METRIC), checks[0])
+    worst = failed[0] if failed else arithmetic
+    detail = "; ".join(f"{check.name}: {check.metric} {check.value} > {check.limit} {check.detail}" for check in failed)
+    return Verification([dataclasses.replace(worst, name="function bodies", detail=detail)])
+
+
+def verify_decode_step(model: Path, cases: Sequence[Case], spec: BuildSpec, settings: OrtSettings) -> Verification:
+    """Check a decode step against the answer to a whole sequence."""
+    from effexport.export.decode_step import check_decode_step
+
+    try:
+        return Verification([check_decode_step(model, cases[0], spec, settings)])
+    except RuntimeUnsupportedError as error:
+        return Verification([not_run("decode step", spec, error)])
+
+
+def not_run(name: str, spec: BuildSpec, error: RuntimeUnsupportedError) -> Check:
+    """bfloat16 is exported for GPUs; a CPU that has no kernels for it is said, not skipped. All else is an error."""
+    if spec.precision != "bf16" or "NOT_IMPLEMENTED" not in str(error):
+        raise error
+    reason = f"ONNX Runtime has no bfloat16 kernels on this machine: {str(error).splitlines()[0]}"
+    return Check(name, "all cases", "not measured", "not run", reason=reason)
+
+
+def module_again(artifact: Artifact, weights: Path | None) -> nn.Module | str:
+    """The PyTorch module of an artifact, float32 and in evaluation mode, or a sentence on why it cannot be made.
+
+    weights: where they came from, a checkpoint folder or a file; None where they were drawn from the seed.
+    Raises SpecError for weights that do not fit.
+    """
+    from effexport.export.module_source import SEED, source_from_path
+
+    spec = artifact.spec
+    origin = artifact.manifest["weights_from"]
+    if isinstance(spec.model, ModuleSpec):
+        return f"the module came from {origin}, code that an artifact does not hold: build again to compare"
+    if origin != SEED and weights is None:
+        return f"the weights came from {origin}: name it with --weights to compare with PyTorch on new inputs"
+    module = source_from_path(weights).make(spec)
+    if weights_digest(module) != artifact.manifest["weights_sha256"]:
+        return "these are not the weights that the artifact was built with" if weights else OTHER_DRAW
+    return module
+
+
+def case_to_trace(checks: Sequence[Check], cases: Sequence[Case], *, wanted: bool) -> Case | None:
+    """The case of the first failed check. If none has failed but a trace is wanted, a padded one, which uses most of
+    a graph, or else the first."""
+    for check in checks:
+        if check.status == "failed":
+            return next((case for case in cases if case.title == check.case), cases[0] if cases else None)
+    if not wanted or not cases:
+        return None
+    return next((case for case in cases if not case.keep.all()), cases[0])
+
+
+def weights_digest(module: nn.Module) -> str:
+    """Checksum of all parameters and buffers, to recognise the module when it is made again."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,135 @@
+"""Which plots a report has, and what they show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from effexport.plots.axes import Axis, power
+from effexport.plots.svg import Point, Series, histogram, scatter
+from effexport.proof.checks.run_checks import HISTOGRAM_EDGES, Check
+from effexport.report.model import Report
+from effexport.report.rendering.text import measured, number
+
+YARDSTICK = "softmax"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot with its heading, and a sentence that says what to see in it."""
+
+    title: str
+    caption: str
+    svg: str
+
+
+def error_figures(report: Report) -> list[Figure]:
+    """Errors against the length of the sequence, one plot for each way to measure; layers; histograms."""
+    by_metric: dict[str, list[Check]] = {}
+    for check in report.checks:
+        if check.seq_len and check.value is not None and "RMS" in check.metric:
+            by_metric.setdefault(check.metric, []).append(check)
+    figures = [
+        _error_against_length(f"length-{n}", metric, checks)
+        for n, (metric, checks) in enumerate(by_metric.items())
+        # where there is no error at all, the table says it in a line
+        if len({check.seq_len for check in checks}) > 1 and any(check.value for check in checks)
+    ]
+    if report.layers:
+        figures.append(_error_per_layer(report.layers))
+    by_name: dict[str, list[Check]] = {}
+    for check in report.checks:
+        if any(check.histogram):
+            by_name.setdefault(check.name, []).append(check)
+    return figures + [_histogram(f"histogram-{n}", *entry) for n, entry in enumerate(by_name.items())]
+
+
+def _error_against_length(key: str, metric: str, checks: Sequence[Check]) -> Figure:
+    by_name: dict[str, list[Check]] = {}
+    for check in checks:
+        by_name.setdefault(check.name, []).append(check)
+    series = [
+        Series(name, [Point(c.seq_len or 0, c.value or 0.0, f"{c.case}: {number(c.value)}") for c in group], "marks")
+        for name, group in by_name.items()
+    ]
+    limits = {(c.seq_len or 0, c.limit) for c in checks if c.limit}
+    if limits:
+        series.append(Series("limit", [Point(x, y) for x, y in sorted(limits)], "limit"))
+    worst = max(checks, key=lambda c: math.inf if c.value is None or not math.isfinite(c.value) else c.value)
+    lengths = sorted({check.seq_len or 0 for check in checks})
+    caption = (
+        f"Largest: {number(worst.value)} in {worst.name} ({worst.case}), limit {number(worst.limit)}. "
+        f"{len(checks)} comparisons at {len(lengths)} lengths."
+    )
+    title = f"Error against sequence length: {metric}"
+    svg = scatter(key, title, caption, Axis("tokens", True, lengths), Axis(metric, True), series)
+    return Figure(title, caption, svg)
+
+
+def _error_per_layer(layers: Sequence[dict[str, Any]]) -> Figure:
+    points = [
+        Point(n, row["error"], f"{row['layer']} ({row.get('op_type', '')}): {number(row['error'])}")
+        for n, row in enumerate(layers, start=1)
+    ]
+    worst = max(layers, key=lambda row: row["error"] if math.isfinite(row["error"]) else math.inf)
+    caption = (
+        f"Largest: {number(worst['error'])} in {worst['layer']} ({worst.get('op_type', '')}). "
+        f"{len(layers)} layers in the order of the model; the table below names them."
+    )
+    step = max(1, math.ceil(len(layers) / 12))
+    ticks = list(range(1, len(layers) + 1, step))
+    title = "Error per layer"
+    y = Axis("relative error", True)
+    return Figure(
+        title, caption, scatter("layers", title, caption, Axis("layer", ticks=ticks), y, [Series(title, points)])
+    )
+
+
+def _histogram(key: str, name: str, checks: Sequence[Check]) -> Figure:
+    counts = [sum(column) for column in zip(*(c.histogram for c in checks if c.histogram), strict=True)]
+    labels = [power(edge) for edge in HISTOGRAM_EDGES]
+    limit = min((c.limit for c in checks if c.limit), default=None)
+    place = None if limit is None else math.log10(limit) - math.log10(HISTOGRAM_EDGES[0]) + 1
+    total = sum(counts)
+    high = max(n for n, count in enumerate(counts) if count)
+    edge = f"below {labels[high]}" if high < len(labels) else f"of {labels[-1]} or more"
+    caption = (
+        f"{total:,} elements of all cases; the {counts[high]:,} with the largest errors are {edge}"
+        + (f", the limit is {number(limit)}." if limit is not None else ".")
+        + " The heights are logarithmic, to show the tail."
+    )
+    title = f"Histogram of errors: {name}"
+    return Figure(title, caption, histogram(key, title, caption, "|error| / RMS", labels, counts, place))
+
+
+def bench_figures(bench: Sequence[dict[str, Any]]) -> list[Figure]:
+    """Latency and memory against length, with softmax as the yardstick where it was measured."""
+    wanted = (("latency_ms", "Latency", "milliseconds"), ("peak_mb", "Peak memory", "megabytes"))
+    return [_bench(bench, *names) for names in wanted if any(row.get(names[0]) is not None for row in bench)]
+
+
+def _bench(bench: Sequence[dict[str, Any]], field: str, what: str, unit: str) -> Figure:
+    grouped: dict[tuple[str, str], list[Point]] = {}
+    for row in sorted(bench, key=lambda row: (row["variant"] != YARDSTICK, row["seq_len"])):
+        if row.get(field) is not None:
+            label = f"{row['variant']}, {row['runtime']}, {row['seq_len']} tokens: {measured(row[field])} {unit}"
+            point = Point(row["seq_len"], row[field], label)
+            grouped.setdefault((row["variant"], row["runtime"]), []).append(point)
+    series = [
+        Series(
+            f"{variant}, {runtime}" + (" (yardstick)" if variant == YARDSTICK else ""),
+            points,
+            "yardstick" if variant == YARDSTICK else "line",
+        )
+        for (variant, runtime), points in grouped.items()
+    ]
+    lengths = sorted({int(point.x) for points in grouped.values() for point in points})
+    longest = [f"{one.name} {measured(one.points[-1].y)}" for one in series if one.points[-1].x == lengths[-1]]
+    caption = f"At {lengths[-1]:,} tokens, in {unit}: {'; '.join(longest)}."
+    if not any(variant == YARDSTICK for variant, _ in grouped):
+        caption += f" {YARDSTICK} was not measured, so there is no yardstick."
+    title = f"{what} against sequence length"
+    svg = scatter(f"bench-{field}", title, caption, Axis("tokens", True, lengths), Axis(unit, True), series)
+    return Figure(title, caption, svg)

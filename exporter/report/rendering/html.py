@@ -1,0 +1,88 @@
+"""Reports as pages: one self-contained file, no scripts, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from effexport.engines.api import PRODUCTS
+from effexport.proof.checks.run_checks import Check, summary
+from effexport.report.compare import Comparison, case_text, result_text
+from effexport.report.model import RUNTIME_NAMES, Report, counted
+from effexport.report.rendering.figures import bench_figures, error_figures
+from effexport.report.rendering.templates import template_environment
+from effexport.report.rendering.text import (
+    explanation,
+    field_text,
+    flat_fields,
+    measured,
+    measures_text,
+    megabytes,
+    moment,
+    number,
+    share_of_limit,
+    size_text,
+    sizes,
+    status_of,
+)
+from effexport.report.reproduce import REBUILT, build_command, verify_command
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+def html_from_report(report: Report, artifact: str = ".") -> str:
+    """The page of a report. artifact: how its commands name the artifact; "." is the folder that the page lies in."""
+    groups: dict[str, list[Check]] = {}
+    for check in report.checks:
+        groups.setdefault(check.name, []).append(check)
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            report=report,
+            size=size_text(flat_fields(report.spec)),
+            runtime=RUNTIME_NAMES[report.runtime],
+            products=PRODUCTS,
+            groups=groups,
+            problems=[check for check in report.checks if check.status != "passed"],
+            summary=summary(report.checks),
+            fields=flat_fields(report.spec),
+            errors=error_figures(report),
+            bench=bench_figures(report.bench),
+            buckets=bucket_rows(report.checks),
+            artifact=artifact,
+            build_command=build_command(report, REBUILT),
+            verify_command=lambda check: verify_command(check, report, artifact),
+        )
+    )
+
+
+def html_from_comparison(comparison: Comparison) -> str:
+    return _environment().get_template("comparison.html.j2").render(comparison=comparison)
+
+
+def bucket_rows(checks: Sequence[Check]) -> list[tuple[Check, Check | None]]:
+    """Per case: how many buckets differ, and how wide the widest margin of one is."""
+    ties = {check.case: check for check in checks if check.name.endswith("bucket near-ties")}
+    return [(check, ties.get(check.case)) for check in checks if check.name.endswith("bucket agreement")]
+
+
+def _environment() -> jinja2.Environment:
+    filters: dict[str, Any] = {
+        "number": number,
+        "measured": measured,
+        "measures": measures_text,
+        "moment": moment,
+        "said": explanation,
+        "status": status_of,
+        "share": share_of_limit,
+        "sizes": sizes,
+        "field": field_text,
+        "megabytes": megabytes,
+        "case": case_text,
+        "result": result_text,
+        "css": lambda status: status.replace(" ", "-"),
+        "counted": lambda entry: counted(entry["passed"], entry["failed"], entry["not run"]),
+    }
+    return template_environment(("report/rendering", "plots"), filters)

@@ -1,0 +1,122 @@
+"""Reports as Markdown, for pull requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from effexport.proof.checks.run_checks import Check, summary
+from effexport.report.compare import Comparison, Row, case_text, result_text
+from effexport.report.model import RUNTIME_NAMES, Report
+from effexport.report.rendering.text import explanation, moment, number, share_of_limit, status_of
+from effexport.report.reproduce import REBUILT, build_command, quoted, verify_command
+
+SIGNS = {"passed": "✅", "failed": "❌", "not run": "⚠️"}
+
+
+def markdown_from_report(report: Report, artifact: str) -> str:
+    """The verdict, a table of checks, every failure in full, notes. artifact: how its commands name the artifact."""
+    parts = [
+        f"### {SIGNS[report.verdict]} {escaped(report.title)}, {escaped(report.spec['precision'])}",
+        escaped(report.sentence),
+        escaped(_facts(report)),
+        _check_table(report.checks),
+    ]
+    problems = [check for check in report.checks if check.status != "passed"]
+    parts += ["\n".join(_problem(check, report, artifact) for check in problems)] if problems else []
+    parts += ["\n".join(f"* {escaped(note)}" for note in report.notes)] if report.notes else []
+    commands = f"effexport verify {quoted(artifact)}\n\n{build_command(report, REBUILT)}"
+    parts.append(folded("Check it again, build it again", fenced(commands)))
+    versions = [(name, version or "not installed") for name, version in report.environment.items()]
+    parts.append(folded("Environment", table(("part", "version"), versions)))
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_from_comparison(comparison: Comparison) -> str:
+    sides = (comparison.first, comparison.second)
+    names = tuple(side.name for side in sides)
+    checks = [
+        (
+            row.name,
+            result_text(row.first),
+            result_text(row.second),
+            "–" if row.ratio is None else f"× {number(row.ratio)}",
+        )
+        for row in comparison.checks
+    ]
+    cases = [(name, case, case_text(first), case_text(second)) for name, case, first, second in comparison.cases]
+    parts = [
+        f"### {escaped(names[0])} and {escaped(names[1])}",
+        "\n".join(f"* {SIGNS[s.report.verdict]} {escaped(s.name)}: {escaped(s.report.sentence)}" for s in sides),
+        _pairs("differs in the spec", names, comparison.spec)
+        if comparison.spec
+        else "Both were built from the same spec.",
+        table(("check", *names, "ratio"), checks),
+        folded("Every case", table(("check", "case", *names), cases)),
+        _pairs("size", names, comparison.files),
+        folded("Build times", _pairs("stage", names, comparison.seconds)),
+    ]
+    if comparison.environment:
+        parts.append(_pairs("differs in the environment", names, comparison.environment))
+    return "\n\n".join(parts) + "\n"
+
+
+def _facts(report: Report) -> str:
+    """One line: where it ran, and what ran the custom operators."""
+    ran = [
+        f"effexport::{op} {'not run' if how == 'not run' else f'as {how}'}" for op, how in report.implementation.items()
+    ]
+    engines = [f"{engine['file']}" for engine in report.engines]
+    return "; ".join([f"{RUNTIME_NAMES[report.runtime]} against PyTorch", *ran, *engines, moment(report.created)])
+
+
+def _check_table(checks: Sequence[Check]) -> str:
+    rows = []
+    for name, entry in summary(checks).items():
+        status = status_of(entry)
+        cases = f"{entry['passed']} of {entry['passed'] + entry['failed'] + entry['not run']}"
+        worst, limit = entry["worst"], entry["limit"]
+        figures = (number(worst), number(limit), share_of_limit(worst, limit), cases)
+        rows.append((name, f"{SIGNS[status]} {status}", entry["metric"], *figures))
+    return table(("check", "result", "metric", "worst", "limit", "of limit", "passed"), rows, right=4)
+
+
+def _problem(check: Check, report: Report, artifact: str) -> str:
+    head = f"{SIGNS[check.status]} **{check.status}**: {escaped(check.name)} ({escaped(check.case)})"
+    return f"* {head}: {escaped(explanation(check))}\n{_indented(fenced(verify_command(check, report, artifact)))}"
+
+
+def _pairs(title: str, names: tuple[str, ...], rows: Iterable[Row]) -> str:
+    return table((title, *names), [(row.name, row.first or "–", row.second or "–") for row in rows])
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
+    """right: how many of the last columns hold figures."""
+    marks = ["---"] * (len(head) - right) + ["---:"] * right
+    lines = [head, *rows]
+    text = [f"| {' | '.join(escaped(cell) for cell in line)} |" for line in lines]
+    return "\n".join([text[0], f"|{'|'.join(marks)}|", *text[1:]])
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown and its tables leave as it is: on one line, without HTML, links, emphasis or mentions."""
+    for sign in "\\`*_[]|~":
+        text = text.replace(sign, f"\\{sign}")
+    # an invisible joiner keeps @name from calling somebody
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "@\u2060")
+    return " ".join(text.split())
+
+
+def fenced(text: str) -> str:
+    """A block of code, in a fence longer than any inside."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}\n{text}\n{fence}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def folded(title: str, body: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"

@@ -1,0 +1,106 @@
+"""Figures and fields as people read them; every rendering of a report says them the same way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from effexport.proof.checks.run_checks import Check
+
+
+def number(value: float | None) -> str:
+    """A figure for people: counts as integers, errors with two digits."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return str(value)
+    return str(int(value)) if value == int(value) and abs(value) < 1e6 else f"{value:.2g}"
+
+
+def status_of(entry: Mapping[str, Any]) -> str:
+    """What an entry of `summary` amounts to: one failure is a failure."""
+    return "failed" if entry["failed"] else "passed" if entry["passed"] else "not run"
+
+
+def explanation(check: Check) -> str:
+    """What a check found, where, and why its limit is what it is."""
+    value = "" if check.value is None else f" {number(check.value)}, limit {number(check.limit)}"
+    measured = "" if check.status == "not run" else f"{check.metric}{value}"
+    return "; ".join(part for part in (measured, check.detail, check.reason) if part)
+
+
+def share_of_limit(value: float | None, limit: float | None) -> str:
+    """How much of a limit is used up, in percent; nothing where there is no limit, or one of 0."""
+    if value is None or not limit:
+        return "–"
+    if not math.isfinite(value):
+        return "beyond"
+    percent = 100 * value / limit
+    return "< 1 %" if 0 < percent < 1 else f"{percent:,.0f} %"
+
+
+def measures_text(measures: Mapping[str, float]) -> str:
+    """Further figures of a check. A cosine is close to 1, so it needs its digits."""
+    names = {"max_abs": "largest |error|", "rms_error": "RMS error / RMS", "cosine": "cosine"}
+    said = {n: f"{v:.9g}" if n == "cosine" else number(v) for n, v in measures.items()}
+    return ", ".join(f"{names.get(name, name)} {value}" for name, value in said.items())
+
+
+def measured(value: float | None) -> str:
+    """A latency or a size, with three digits."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def moment(created: str) -> str:
+    """`2026-01-02T03:04:05+00:00` without what people do not read."""
+    return created.replace("T", " ").replace("+00:00", " UTC")
+
+
+def size_text(fields: dict[str, Any]) -> str:
+    """The sizes of a model that a spec has, in words."""
+    words = {
+        "dim": "width {}",
+        "hidden_size": "width {}",
+        "heads": "{} heads",
+        "layers": "{} layers",
+        "seq_len": "exported for {} tokens",
+        "batch": "batch {}",
+    }
+    return ", ".join(text.format(fields[name]) for name, text in words.items() if name in fields)
+
+
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def field_text(value: Any) -> str:
+    """A field of a spec: None is what is not set, and lists are read without brackets."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def flat_fields(spec: dict[str, Any]) -> dict[str, Any]:
+    """A nested spec as one table."""
+    flat: dict[str, Any] = {}
+    for name, value in spec.items():
+        flat |= flat_fields(value) if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def sizes(profiles: list[dict[str, Any]]) -> str:
+    """Optimisation profiles in words: `input_ids 1 × 1 to 4 × 1024, tuned for 1 × 1024`, one input for each."""
+
+    def shape(dims: list[int]) -> str:
+        return " × ".join(map(str, dims))
+
+    first = [next(iter(profile.items())) for profile in profiles]
+    return "; ".join(
+        f"{name} {shape(smallest)} to {shape(largest)}, tuned for {shape(optimum)}"
+        for name, (smallest, optimum, largest) in first
+    )

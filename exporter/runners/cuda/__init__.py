@@ -1,0 +1,1 @@
+"""GPU memory, streams and graphs, through cuda-python or PyTorch."""

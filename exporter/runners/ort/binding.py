@@ -1,0 +1,95 @@
+"""ONNX Runtime's IOBinding: inputs and outputs that stay where they are, on the device, from run to run."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from effexport.errors import UserError
+from effexport.runners.ort.session import OrtSettings, RuntimeFailedError, import_onnxruntime
+from effexport.runners.ort.values import array_from_value, value_from_array
+from effexport.spec import TensorInfo
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+GRAPH_ID_KEY = "gpu_graph_id"
+# Runs with this id neither capture nor replay a graph.
+NO_GRAPH = "-1"
+
+
+class BoundModel:
+    """A model bound to inputs and outputs of one shape, made by `OrtRunner.bind`.
+
+        bound = runner.bind(feeds)          # copies the inputs to the device and makes room for the outputs
+        bound.run()                         # copies nothing
+        outputs = bound.outputs()           # copies the outputs to the host
+        bound.update({"input_ids": ids})    # other values, same shapes
+
+    With `cuda_graph`, the first runs capture what the GPU does, and later ones replay it in one launch. Each method
+    holds a lock; what belongs together (update, run, outputs) is for the caller to keep together.
+    """
+
+    _graph_ids = itertools.count(1)
+
+    def __init__(
+        self, session: Any, feeds: Mapping[str, Array], outputs: tuple[TensorInfo, ...], settings: OrtSettings
+    ) -> None:
+        """feeds: complete and checked."""
+        ort = import_onnxruntime()
+        self._session = session
+        self._outputs = outputs
+        self._lock = threading.Lock()
+        self._inputs = {name: value_from_array(ort, array.copy(), settings.device) for name, array in feeds.items()}
+        self._signature = {name: (array.dtype, array.shape) for name, array in feeds.items()}
+        self._binding = session.io_binding()
+        for name, value in self._inputs.items():
+            self._binding.bind_ortvalue_input(name, value)
+        # shapes of outputs are known after a run, and from then on their memory stays
+        for tensor in outputs:
+            self._binding.bind_output(tensor.name, settings.device)
+        session.run_with_iobinding(self._binding, run_options(NO_GRAPH))
+        self._results = self._binding.get_outputs()
+        for tensor, value in zip(outputs, self._results, strict=True):
+            self._binding.bind_ortvalue_output(tensor.name, value)
+        self._options = run_options(str(next(self._graph_ids)) if settings.cuda_graph else NO_GRAPH)
+
+    def update(self, feeds: Mapping[str, Array]) -> None:
+        """Copy new values, unchecked, into bound inputs. Raises UserError for another name, dtype or shape."""
+        for name, array in feeds.items():
+            if name not in self._signature:
+                raise UserError(f"input {name!r} is not bound; expected one of: {', '.join(self._signature)}")
+            if (array.dtype, array.shape) != self._signature[name]:
+                dtype, shape = self._signature[name]
+                raise UserError(
+                    f"input {name!r} is {array.dtype} {list(array.shape)}, but {dtype} {list(shape)} is bound; "
+                    "bind the runner again for another shape"
+                )
+        with self._lock:
+            for name, array in feeds.items():
+                self._inputs[name].update_inplace(array)
+
+    def run(self) -> None:
+        """Compute the outputs from the inputs, on the device. Raises RuntimeFailedError when the graph fails."""
+        with self._lock:
+            try:
+                self._session.run_with_iobinding(self._binding, self._options)
+            except Exception as error:  # onnxruntime has no common base class for its errors
+                raise RuntimeFailedError(f"ONNX Runtime failed on bound inputs: {error}") from error
+
+    def outputs(self) -> dict[str, Array]:
+        """Copies of the outputs of the last run, on the host."""
+        with self._lock:
+            return {
+                tensor.name: array_from_value(value, tensor.dtype)
+                for tensor, value in zip(self._outputs, self._results, strict=True)
+            }
+
+
+def run_options(graph_id: str) -> Any:
+    """Options of one run; graph_id names the CUDA graph to capture or replay."""
+    options = import_onnxruntime().RunOptions()
+    options.add_run_config_entry(GRAPH_ID_KEY, graph_id)
+    return options

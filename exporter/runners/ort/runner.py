@@ -1,0 +1,119 @@
+"""ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from effexport.errors import EffexportError
+from effexport.runners import FeedLimits, checked_feeds
+from effexport.runners.ort.binding import NO_GRAPH, BoundModel, run_options
+from effexport.runners.ort.session import OrtSettings, RuntimeFailedError, import_onnxruntime, session_from_model
+from effexport.runners.ort.values import array_from_value, value_from_array
+from effexport.spec import TensorInfo
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+_DTYPE_OF_ORT_TYPE = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(bfloat16)": "bfloat16",
+    "tensor(double)": "float64",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(bool)": "bool",
+}
+
+
+class OrtRunner:
+    """Runs an ONNX model. Thread-safe; use it as a context manager or call `close`.
+
+    model: path of the file, or the serialised model together with the folder of its external data.
+    implementation: per custom operator of the model, what runs it here: "kernel" or "body".
+    Raises MissingExtraError without onnxruntime, UserError for a provider or kernels that are not there, and
+    RuntimeUnsupportedError when ONNX Runtime refuses the model.
+    """
+
+    def __init__(
+        self,
+        model: Path | bytes,
+        settings: OrtSettings | None = None,
+        *,
+        limits: FeedLimits | None = None,
+        external_folder: Path | None = None,
+    ) -> None:
+        self.settings = settings or OrtSettings()
+        session = session_from_model(model, self.settings, external_folder)
+        self._session: Any = session.inference
+        # these feeds come and go: a CUDA graph would remember where they were
+        self._options = run_options(NO_GRAPH) if self.settings.cuda_graph else None
+        self.implementation: dict[str, str] = dict(session.implementation)
+        self.limits = limits or FeedLimits()
+        self.inputs = tuple(tensor_info(value) for value in self._session.get_inputs())
+        self.outputs = tuple(tensor_info(value) for value in self._session.get_outputs())
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays by input name → arrays by output name. An absent attention mask means no padding.
+
+        Raises UserError for a wrong name, dtype, rank, size or value, and RuntimeFailedError when the graph fails.
+        """
+        complete = self._checked(feeds)
+        names = [tensor.name for tensor in self.outputs]
+        try:
+            if "bfloat16" in {tensor.dtype for tensor in (*self.inputs, *self.outputs)}:
+                return self._run_values(complete, names)
+            return dict(zip(names, self._session.run(names, complete, self._options), strict=True))
+        except Exception as error:  # onnxruntime has no common base class for its errors
+            raise run_failure(complete, error) from error
+
+    def bind(self, feeds: Mapping[str, Array]) -> BoundModel:
+        """Put these inputs and room for the outputs on the device, for many runs of one shape without copies.
+
+        Raises as `run` does.
+        """
+        complete = self._checked(feeds)
+        try:
+            return BoundModel(self._session, complete, self.outputs, self.settings)
+        except EffexportError:
+            raise
+        except Exception as error:  # onnxruntime has no common base class for its errors
+            raise run_failure(complete, error) from error
+
+    def _checked(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        if self._session is None:
+            raise EffexportError("this runner is closed; load the artifact again")
+        return checked_feeds(feeds, self.inputs, self.limits)
+
+    def _run_values(self, feeds: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
+        """As `run`, for models with types that numpy does not have."""
+        ort = import_onnxruntime()
+        values = {name: value_from_array(ort, array) for name, array in feeds.items()}
+        results = self._session.run_with_ort_values(names, values, self._options)
+        dtypes = [tensor.dtype for tensor in self.outputs]
+        return {n: array_from_value(value, dtype) for n, dtype, value in zip(names, dtypes, results, strict=True)}
+
+    def close(self) -> None:
+        """Free the session; `run` fails from then on."""
+        self._session = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def run_failure(feeds: Mapping[str, Array], error: Exception) -> RuntimeFailedError:
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
+    return RuntimeFailedError(f"ONNX Runtime failed on {shapes}: {error}")
+
+
+def tensor_info(value: Any) -> TensorInfo:
+    """TensorInfo of a session's input or output."""
+    dims = tuple(dim if dim is not None else "?" for dim in value.shape)
+    return TensorInfo(value.name, _DTYPE_OF_ORT_TYPE.get(value.type, value.type), dims)

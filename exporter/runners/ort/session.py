@@ -1,0 +1,274 @@
+"""ONNX Runtime sessions: which provider runs the model, and which implementation its custom operators get."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from effexport.errors import KernelWarning, MissingExtraError, UserError
+from effexport.errors import RuntimeFailedError as RuntimeFailedError  # where callers look for it
+from effexport.errors import RuntimeUnsupportedError as RuntimeUnsupportedError
+from effexport.export.onnx_graph import custom_ops_of_model, external_files
+from effexport.models.validation import did_you_mean
+from effexport.plugins import Library, LibraryError, find_library
+from effexport.runners.ort import tensorrt_provider as ort_tensorrt
+
+if TYPE_CHECKING:
+    from effexport.engines.sidecar import ShapeRange
+
+PROVIDERS: dict[str, str] = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": ort_tensorrt.PROVIDER,
+}
+# The names of the command line.
+RUNTIMES: dict[str, str] = {"ort": "cpu", "ort-cuda": "cuda", "ort-trt": "tensorrt"}
+# Of custom operators: whatever is there, our kernels or an error, the function bodies of the model.
+IMPLEMENTATIONS = ("auto", "kernel", "body")
+
+EXTERNAL_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+# From ONNX Runtime 1.24 on, a session can say which provider runs which node; earlier ones ignore the key.
+ASSIGNMENT_KEY = "session.record_ep_graph_assignment_info"
+
+
+@dataclass(frozen=True)
+class OrtSettings:
+    """How ONNX Runtime runs a model.
+
+    provider: "cpu", "cuda", or "tensorrt", which leaves to CUDA what TensorRT does not take.
+    implementation: of custom operators: "kernel" needs the kernel library, "body" leaves it aside, and "auto" takes
+    kernels where the library is there. TensorRT sees bodies as part of the graph, and kernels cut it into parts.
+    threads: size of the thread pool inside operators; None lets ONNX Runtime decide.
+    cuda_graph: what `bind` returns is captured as a CUDA graph and replayed.
+    memory_arena: keep freed CPU memory for later runs: faster, but a model then holds on to its highest peak.
+    tf32: let the GPU round the inputs of float32 products to 11 bits. Faster, and outside the limits of fp32 parity.
+    TensorRT does so unless NVIDIA_TF32_OVERRIDE=0 is in the environment.
+    profile: for "tensorrt", the smallest, optimal and largest shape of every input: one engine is built when the model
+    is loaded. Without, engines are built when inputs first arrive, and again for shapes outside of those before. The
+    inputs of parts of a graph are in no profile, so it excludes kernels.
+    """
+
+    provider: str = "cpu"
+    implementation: str = "auto"
+    threads: int | None = None
+    cuda_graph: bool = False
+    memory_arena: bool = True
+    tf32: bool = False
+    profile: Mapping[str, ShapeRange] | None = None
+
+    @property
+    def runtime(self) -> str:
+        """The name of the command line."""
+        return next(name for name, provider in RUNTIMES.items() if provider == self.provider)
+
+    @property
+    def device(self) -> str:
+        """Where tensors and kernels are: "cpu" or "cuda"."""
+        return "cpu" if self.provider == "cpu" else "cuda"
+
+    def __post_init__(self) -> None:
+        for name, known in (("provider", tuple(PROVIDERS)), ("implementation", IMPLEMENTATIONS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise UserError(f"unknown {name} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"threads is {self.threads}; expected at least 1")
+        # a CUDA graph must hold the whole model, and which parts of it TensorRT takes is not known before
+        for name, useful in (("cuda_graph", ("cuda",)), ("tf32", ("cuda", "tensorrt")), ("profile", ("tensorrt",))):
+            if getattr(self, name) and self.provider not in useful:
+                needed = " or ".join(map(repr, useful))
+                raise UserError(f"{name} needs the provider {needed}; the provider is {self.provider!r}")
+
+
+@dataclass(frozen=True)
+class Session:
+    """An open session. implementation: per custom operator of the model, "kernel" or "body"."""
+
+    inference: Any
+    implementation: dict[str, Literal["kernel", "body"]]
+
+
+def session_from_model(model: Path | bytes, settings: OrtSettings, external_folder: Path | None = None) -> Session:
+    """Open a model: the path of a file, or the serialised model with the folder of its external data.
+
+    Raises MissingExtraError without onnxruntime, UserError for a provider or kernels that are not there, and
+    RuntimeUnsupportedError when ONNX Runtime refuses the model.
+    """
+    ort = import_onnxruntime()
+    providers = providers_from_settings(ort, settings)
+    custom_ops = custom_ops_of_model(model)
+    library = library_for(custom_ops, settings)
+    options = session_options(ort, settings, external_folder)
+    if library is not None and not register_library(options, library, settings):
+        library = None
+    excluded = custom_ops if library is not None else ()
+    if settings.provider == "tensorrt":
+        providers.insert(0, tensorrt_provider(ort, model, external_folder, settings, excluded))
+    source = model if isinstance(model, bytes) else str(model)
+    try:
+        # by default, onnxruntime answers a failing provider by printing a note and going on with the next one
+        inference = ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
+    except Exception as error:  # onnxruntime has no common base class for its errors
+        raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
+    check_provider(inference, settings)
+    if settings.provider == "tensorrt" and (assigned := assigned_ops(inference)) is not None:
+        ort_tensorrt.check_share(assigned, excluded)
+    return Session(inference, implementation_of(inference, custom_ops, library, settings))
+
+
+def session_options(ort: Any, settings: OrtSettings, external_folder: Path | None) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry(ASSIGNMENT_KEY, "1")
+    options.enable_cpu_mem_arena = settings.memory_arena
+    if settings.threads is not None:
+        options.intra_op_num_threads = settings.threads
+    if external_folder is not None:
+        options.add_session_config_entry(EXTERNAL_FOLDER_KEY, str(external_folder))
+    return options
+
+
+def providers_from_settings(ort: Any, settings: OrtSettings) -> list[Any]:
+    """The provider list of onnxruntime, without TensorRT: CUDA if it is wanted, and the CPU for what it lacks.
+
+    Raises UserError when onnxruntime does not have the wanted provider.
+    """
+    if settings.provider == "cpu":
+        return [PROVIDERS["cpu"]]
+    available = ort.get_available_providers()
+    if PROVIDERS[settings.provider] not in available:
+        raise UserError(
+            f"onnxruntime {ort.__version__} has no {PROVIDERS[settings.provider]}, only {', '.join(available)}; "
+            "for the GPU replace it: pip uninstall onnxruntime, then pip install 'effexport[gpu]'"
+        )
+    if hasattr(ort, "preload_dlls"):
+        # CUDA libraries that pip installed are on no search path; what it prints of missing ones is no output of ours
+        with contextlib.redirect_stdout(sys.stderr):
+            ort.preload_dlls()
+    options = {"use_tf32": str(int(settings.tf32)), "enable_cuda_graph": str(int(settings.cuda_graph))}
+    return [(PROVIDERS["cuda"], options), PROVIDERS["cpu"]]
+
+
+def tensorrt_provider(
+    ort: Any, model: Path | bytes, external_folder: Path | None, settings: OrtSettings, excluded: Sequence[str]
+) -> tuple[str, dict[str, str]]:
+    """TensorRT's entry of the provider list. excluded: operators that our kernels run.
+
+    Raises UserError where TensorRT's libraries are missing, or there is no place for its engines.
+    """
+    ort_tensorrt.load_libraries(ort)
+    ort_tensorrt.check_tf32(settings.tf32)
+    conditions = (ort.__version__, ort_tensorrt.tf32_allowed(), sorted(excluded), settings.profile)
+    engines = ort_tensorrt.engine_folder(model, external_files(model, external_folder), *conditions)
+    return PROVIDERS["tensorrt"], ort_tensorrt.provider_options(settings.profile, excluded, engines)
+
+
+def check_provider(inference: Any, settings: OrtSettings) -> None:
+    """onnxruntime only warns when a provider does not start, and goes on without it."""
+    wanted, running = PROVIDERS[settings.provider], inference.get_providers()
+    if wanted not in running:
+        raise UserError(
+            f"{wanted} did not start, and the model would run on {', '.join(running)}; expected an NVIDIA GPU, its "
+            f"driver, and the {'TensorRT, ' * (settings.provider == 'tensorrt')}CUDA and cuDNN libraries of this "
+            "onnxruntime-gpu. The lines above from ONNX Runtime say what it missed"
+        )
+
+
+def library_for(custom_ops: Sequence[str], settings: OrtSettings) -> Library | None:
+    """The kernel library that a model is to use. Warns when bodies run for want of kernels.
+
+    Raises UserError when the settings ask for kernels and there are none, or none that go with a profile.
+    """
+    if settings.implementation == "body" or not custom_ops:
+        return None
+    names = ", ".join(custom_ops)
+    if settings.profile:
+        # "User needs to provide all the dynamic shape inputs with associated profiles", says the provider otherwise
+        if settings.implementation == "kernel":
+            raise UserError(
+                f"kernels were asked for {names}, which cut the graph into parts, and a profile has no shapes for the "
+                "inputs of parts; leave out the profile, or let the bodies run"
+            )
+        return None
+    library = kernel_library()
+    if library is None:
+        fall_back(settings, f"no kernel library is built for {names}; build it with: effexport plugins build")
+    elif settings.device == "cuda" and library.info is not None and not library.info.has_cuda:
+        fall_back(
+            settings,
+            f"{library.path} has no CUDA kernels for {names}; where there is an nvcc, build them with: "
+            "effexport plugins build --cuda",
+        )
+        return None
+    elif library.outdated:
+        warn(f"{library.path} was built from other sources than these; renew it with: effexport plugins build")
+    return library
+
+
+def kernel_library() -> Library | None:
+    """The library of this installation, if it is built. Raises UserError when EFFEXPORT_LIBRARY names no file."""
+    try:
+        return find_library()
+    except LibraryError as error:
+        raise UserError(str(error)) from error
+
+
+def register_library(options: Any, library: Library, settings: OrtSettings) -> bool:
+    try:
+        options.register_custom_ops_library(str(library.path))
+    except Exception as error:  # onnxruntime has no common base class for its errors
+        fall_back(settings, f"ONNX Runtime does not load {library.path}: {error}")
+        return False
+    return True
+
+
+def fall_back(settings: OrtSettings, reason: str) -> None:
+    """Bodies instead of kernels: a warning, or an error where kernels were asked for."""
+    if settings.implementation == "kernel":
+        raise UserError(f"kernels were asked for, but {reason}")
+    warn(f"custom operators run as function bodies, which are slower: {reason}")
+
+
+def warn(message: str) -> None:
+    warnings.warn(message, KernelWarning, stacklevel=2)
+
+
+def implementation_of(
+    inference: Any, custom_ops: Sequence[str], library: Library | None, settings: OrtSettings
+) -> dict[str, Literal["kernel", "body"]]:
+    """What runs each custom operator: as the session says, or, before 1.24, by its rule that a kernel wins."""
+    if not custom_ops:
+        return {}
+    assigned = assigned_ops(inference)
+    if assigned is None:
+        return dict.fromkeys(custom_ops, "kernel" if library else "body")
+    wanted = PROVIDERS[settings.device]  # kernels are not TensorRT's, also where it runs the rest
+    for op in custom_ops:
+        elsewhere = [provider for provider, ops in assigned.items() if op in ops and provider != wanted]
+        if elsewhere:
+            warn(f"{op} runs on {', '.join(elsewhere)}: the library has no kernel for {wanted}")
+    ran = set().union(*assigned.values())
+    return {op: "kernel" if op in ran else "body" for op in custom_ops}
+
+
+def assigned_ops(inference: Any) -> dict[str, set[str]] | None:
+    """Per provider, the operators that it runs; None before 1.24, whose sessions cannot say."""
+    if not hasattr(inference, "get_provider_graph_assignment_info"):
+        return None
+    assigned: dict[str, set[str]] = {}
+    for part in inference.get_provider_graph_assignment_info():
+        assigned.setdefault(part.ep_name, set()).update(node.op_type for node in part.get_nodes())
+    return assigned
+
+
+def import_onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingExtraError("onnxruntime", "cpu") from error
+    return onnxruntime

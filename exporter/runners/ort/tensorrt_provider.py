@@ -1,0 +1,191 @@
+"""ONNX Runtime's TensorRT provider: its options, its cache of engines, and the libraries that it needs.
+
+The provider hands to TensorRT what its parser knows, builds engines when shapes are first seen, and leaves the rest to
+CUDA. Precision lives in the graph: the provider builds strongly typed networks as long as its FP16 and INT8 options
+are off. It differs from an engine of `--target trt` in that ONNX Runtime owns the engines.
+
+Custom operators: TensorRT sees either the standard operators of their bodies, and takes the whole graph; or, with our
+CUDA kernels, the parts of the graph between them.
+
+Names and values of the options: https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html, and
+the library of onnxruntime-gpu 1.31.1 itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib
+import os
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from effexport.engines.api import PRODUCTS, installed_version, version_tuple
+from effexport.errors import KernelWarning, UserError
+from effexport.plugins import LibraryError
+from effexport.plugins.building.library import cache_folder
+
+if TYPE_CHECKING:
+    from effexport.engines.sidecar import ShapeRange
+
+PROVIDER = "TensorrtExecutionProvider"
+CACHE_NAME = "ort-trt"
+# Read by NVIDIA's libraries, once per process: 0 forbids TF32 everywhere.
+TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"
+_PROVIDER_LIBRARY = Path("capi") / "libonnxruntime_providers_tensorrt.so"
+_SHAPE_OPTIONS = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
+
+
+def provider_options(
+    profile: Mapping[str, ShapeRange] | None, excluded: Collection[str], engines: Path
+) -> dict[str, str]:
+    """The options of the provider; its Python side takes "True" and "False", and no numbers, for switches.
+
+    profile: the smallest, optimal and largest shape of every input. None lets the provider build for the shapes that
+    it is given, and build again whenever one lies outside of all before.
+    excluded: operators that TensorRT is not to be asked about. engines: folder of cached engines and timings.
+    Raises UserError for a name of an input that the provider cannot read.
+    """
+    options = {
+        # on, networks would be weakly typed, and TensorRT would choose the precision of every layer
+        "trt_fp16_enable": "False",
+        "trt_int8_enable": "False",
+        "trt_engine_cache_enable": "True",
+        "trt_engine_cache_path": str(engines),
+        "trt_timing_cache_enable": "True",
+        "trt_timing_cache_path": str(engines),
+    }
+    if profile:
+        options |= profile_options(profile)
+    if excluded:
+        options["trt_op_types_to_exclude"] = ",".join(excluded)
+    return options
+
+
+def profile_options(profile: Mapping[str, ShapeRange]) -> dict[str, str]:
+    """`name:1x16,other:1x16` for the smallest, the optimal and the largest shapes. Inputs of rank 0 have none."""
+    for name in profile:
+        if "," in name or ":" in name:
+            raise UserError(
+                f"the input {name!r} has a comma or a colon in its name, which ONNX Runtime's TensorRT provider cannot "
+                "read in a profile; rename the input, or leave the profile out"
+            )
+    return {
+        option: ",".join(f"{name}:{'x'.join(map(str, shapes[i]))}" for name, shapes in profile.items() if shapes[i])
+        for i, option in enumerate(_SHAPE_OPTIONS)
+    }
+
+
+def engine_folder(model: Path | bytes, external: Collection[Path], *conditions: object) -> Path:
+    """The folder for engines of this model under these conditions; made if it is not there.
+
+    ONNX Runtime names engines by the names in the graph alone, and would take an engine with the weights or the shapes
+    of another model for this one's: so each model, with its weights, and each set of conditions has a folder.
+
+    external: files with weights of the model. Raises UserError when there is no place for a cache.
+    """
+    digest = hashlib.sha256(repr(conditions).encode())
+    for part in (model, *sorted(external)):
+        if isinstance(part, bytes):
+            digest.update(hashlib.sha256(part).digest())
+        else:
+            with part.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    try:
+        folder = cache_folder() / CACHE_NAME / digest.hexdigest()[:32]
+        folder.mkdir(parents=True, exist_ok=True)
+    except (LibraryError, OSError) as error:
+        raise UserError(f"there is no place to keep engines of ONNX Runtime's TensorRT provider: {error}") from error
+    return folder
+
+
+def tf32_allowed() -> bool:
+    """Whether TensorRT may use TF32 in this process."""
+    return os.environ.get(TF32_VARIABLE) != "0"
+
+
+def check_tf32(wanted: bool) -> None:
+    """Warn when float32 products may be rounded although nobody asked for it.
+
+    TensorRT allows TF32 unless its builder is told otherwise, and the provider has no option to tell it
+    (microsoft/onnxruntime issue 26029). The environment variable is the user's to set: it holds for the whole process.
+    """
+    if wanted or not tf32_allowed():
+        return
+    warnings.warn(
+        "ONNX Runtime's TensorRT provider lets the GPU round the inputs of float32 products to 11 bits (TF32) and has "
+        f"no option against it, so fp32 parity may fail; set {TF32_VARIABLE}=0 before starting Python, or ask for tf32",
+        KernelWarning,
+        stacklevel=2,
+    )
+
+
+def linked_libraries(ort: Any) -> tuple[str, ...]:
+    """TensorRT libraries that the provider of this onnxruntime is linked with, such as libnvinfer.so.10.
+
+    Empty where there is no such library to ask, as on Windows.
+    """
+    try:
+        contents = (Path(ort.__file__).parent / _PROVIDER_LIBRARY).read_bytes()
+    except OSError:
+        return ()
+    return tuple(sorted({name.decode() for name in re.findall(rb"libnv(?:infer|onnxparser)\.so\.\d+", contents)}))
+
+
+def load_libraries(ort: Any) -> None:
+    """Load the TensorRT that the provider is linked with; pip keeps it where no search path leads.
+
+    Raises UserError when it is not there, or only another major version of it.
+    """
+    names = linked_libraries(ort)
+    if not names:
+        return
+    major = int(names[0].rsplit(".", 1)[1])
+    version = installed_version("trt")
+    if version is not None and version_tuple(version)[0] == major:
+        # importing the package loads its libraries, which are then found by their names; if it fails, so do they
+        with contextlib.suppress(ImportError, OSError):
+            importlib.import_module(PRODUCTS["trt"].module)
+    for name in names:
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            raise missing_libraries(ort, major, version, error) from error
+
+
+def missing_libraries(ort: Any, major: int, version: str | None, error: OSError) -> UserError:
+    oldest = PRODUCTS["trt"].oldest
+    lower = ".".join(map(str, oldest)) if oldest[0] == major else str(major)
+    installed = "no TensorRT of pip is installed"
+    if version is not None:
+        other = version_tuple(version)[0] != major
+        installed = f"TensorRT {version} is installed" + (", which it cannot use" if other else "")
+    return UserError(
+        f"onnxruntime {ort.__version__} is linked with TensorRT {major}, whose libraries do not load ({error}); "
+        f"{installed}: pip install 'tensorrt>={lower},<{major + 1}', or put its libraries on LD_LIBRARY_PATH"
+    )
+
+
+def check_share(assigned: Mapping[str, Collection[str]], excluded: Collection[str]) -> None:
+    """Raises UserError when TensorRT runs nothing of the model, and warns of operators that it left to others.
+
+    assigned: per provider, the operators that it runs, as the session says. excluded: those it was not to run.
+    """
+    if not assigned.get(PROVIDER):
+        others = ", ".join(sorted(assigned))
+        raise UserError(
+            f"TensorRT took no node of the model, which would run on {others}; use --runtime ort-cuda, or look at what "
+            "ONNX Runtime says about it in the lines above"
+        )
+    left = {op for provider, ops in assigned.items() if provider != PROVIDER for op in ops} - set(excluded)
+    if left:
+        warnings.warn(
+            f"TensorRT did not take {', '.join(sorted(left))}, which run on CUDA or the CPU instead; each such node "
+            "cuts the graph into parts that copy or wait for each other",
+            KernelWarning,
+            stacklevel=2,
+        )

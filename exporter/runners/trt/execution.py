@@ -1,0 +1,243 @@
+"""A loaded engine at work: its contexts, its memory, whose turn it is, and what has to be freed."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from effexport.engines.api import PRODUCTS, ICudaEngine, IExecutionContext, IRuntimeConfig
+from effexport.errors import EffexportError, RuntimeFailedError, UserError
+from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory
+from effexport.runners.trt.context import Call, Context, EngineRefusalError, Graphs, Shapes
+from effexport.runners.trt.loading import Loaded, Source, forget, load_engine, said
+from effexport.runners.trt.memory import EAGER_BYTES, Buffers, Shape, largest_shapes, nbytes_of, numpy_dtype
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+
+@dataclass(frozen=True)
+class TrtSettings:
+    """How TensorRT runs an engine, on the GPU that is current in the thread that loads it.
+
+    cuda_graph: from the second run of a shape on, launch what the engine does as one CUDA graph.
+    max_graphs: how many shapes have a graph at a time; those not used for longest give way. TensorRT-RTX keeps graphs
+    itself, and does not ask.
+    weight_streaming_budget_bytes: of the weights that can be streamed, how much stays on the GPU; None leaves it to
+    TensorRT. Only for engines built with --weight-streaming.
+    """
+
+    cuda_graph: bool = False
+    max_graphs: int = 8
+    weight_streaming_budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_graphs < 1:
+            raise UserError(f"max_graphs is {self.max_graphs}; expected at least 1; cuda_graph=False has none")
+        budget = self.weight_streaming_budget_bytes
+        if budget is not None and budget < 0:
+            raise UserError(f"the weight streaming budget is {budget} bytes; expected at least 0")
+
+
+class Work:
+    """Memory for the inputs and outputs of runs, and the graphs of them. The caller has a turn of the execution."""
+
+    def __init__(self, cuda: Cuda, main: Context, graphs: Graphs, buffers: Buffers) -> None:
+        self._cuda = cuda
+        self._main = main
+        self._graphs = graphs
+        self._buffers = buffers
+        self._call: Call | None = None
+        self._output_shapes: dict[str, Shape] = {}
+
+    def prepare(self, profile: int, shapes: Shapes) -> None:
+        """Make room for a run of these shapes. Raises EngineRefusalError, and EffexportError without memory."""
+        self._output_shapes = dict(self._main.output_shapes(profile, shapes))
+        room = {**dict(shapes), **self._output_shapes}
+        self._buffers.reserve(room)
+        self._call = Call(profile, shapes, tuple((name, self._buffers.address(name)) for name in room))
+
+    def reserve(self, shapes: Mapping[str, Shape]) -> None:
+        self._buffers.reserve(shapes)
+
+    def write(self, feeds: Mapping[str, Array]) -> None:
+        """Queue copies of inputs to the device."""
+        for name, array in feeds.items():
+            self._buffers.write(name, array)
+
+    def launch(self) -> None:
+        """Queue a run. Raises EngineRefusalError and CudaError."""
+        assert self._call is not None, "prepare comes first"
+        self._graphs.run(self._call)
+
+    def fetch(self) -> dict[str, Array]:
+        """Wait for all that is queued; copies of the outputs."""
+        for name, shape in self._output_shapes.items():
+            self._buffers.fetch(name, shape)
+        self._cuda.synchronize()
+        return {name: self._buffers.read(name, shape) for name, shape in self._output_shapes.items()}
+
+    def close(self) -> None:
+        self._graphs.close()
+        self._buffers.close()
+
+
+class Execution:
+    """A loaded engine with its contexts and all memory of it: what has to be freed, in what order, once.
+
+    captures: whether runs are captured as graphs by us. TensorRT-RTX does so itself: it compiles kernels for a shape
+    while the first runs of it use slower ones, and only it knows when a graph is worth capturing.
+    abandoned: work whose owner is gone. Garbage is collected in any thread at any time, and CUDA takes no calls amid a
+    capture, so it is freed when nothing is queued: at the begin of the next turn, or the end of one that failed.
+    """
+
+    def __init__(self, source: Source, settings: TrtSettings) -> None:
+        """Raises UserError and EffexportError as `load_engine` does, and CudaError; nothing then stays behind."""
+        self.cuda = source.cuda
+        self._source, self._settings = source, settings
+        self._title = PRODUCTS[source.info.target].title
+        self.captures = settings.cuda_graph and source.info.target == "trt"
+        self.abandoned: deque[Work] = deque()
+        self._works: list[Work] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._scratch: DeviceMemory | None = None
+        self._config: IRuntimeConfig | None = None  # kept as long as the context of it
+        self._cleanup = ExitStack()  # frees in the reverse order
+        self._cleanup.callback(self.cuda.close)
+        try:
+            with self.cuda.selected():
+                self._load()
+        except EngineRefusalError as error:
+            self.close()
+            raise EffexportError(f"{self._title} does not run {source.path}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> None:
+        info = self._source.info
+        self._loaded = load_engine(self._source)
+        self._cleanup.callback(self._loaded.close)
+        self._stream_weights(engine_of(self._loaded))
+        if self.captures:
+            # how much depends on the weights that are streamed
+            scratch = self._scratch = self.cuda.allocate(max(1, engine_of(self._loaded).device_memory_size_v2))
+            self._cleanup.callback(lambda: self.cuda.free(scratch))
+        self._main = self._new_context()
+        self._cleanup.callback(self._main.close)
+        tensors = (*info.inputs, *info.outputs)
+        largest = largest_shapes(info)
+        maxima = {t.name: nbytes_of(largest[t.name], numpy_dtype(t.dtype)) for t in tensors if t.name in largest}
+        # what `run` works with; `bind` makes others
+        self.shared = self.new_work(max_graphs=self._settings.max_graphs, maxima=maxima)
+        if sum(maxima.values()) <= EAGER_BYTES:
+            self.shared.reserve(largest)
+
+    def _stream_weights(self, engine: ICudaEngine) -> None:
+        budget = self._settings.weight_streaming_budget_bytes
+        if budget is None:
+            return
+        streamable = engine.streamable_weights_size
+        if not streamable:
+            raise UserError(
+                f"{self._source.path} was built without weight streaming, so it takes no budget for it; leave the "
+                "budget out, or build it again with --weight-streaming"
+            )
+        # with all of them on the GPU nothing is streamed
+        engine.weight_streaming_budget_v2 = min(budget, streamable)
+
+    def _new_context(self) -> Context:
+        """Raises EngineRefusalError."""
+        created = self._create_context(engine_of(self._loaded))
+        if created is None:
+            raise EngineRefusalError(f"it creates no execution context: {said(self._loaded.log)}")
+        if self._scratch is not None:
+            created.set_device_memory(self._scratch.address, self._scratch.nbytes)
+        outputs = [tensor.name for tensor in self._source.info.outputs]
+        return Context(created, outputs, self.cuda.stream_handle)
+
+    def _create_context(self, engine: ICudaEngine) -> IExecutionContext | None:
+        api = self._source.api
+        if self.captures:
+            # runs take turns, so the contexts of all graphs can share one scratch memory
+            return engine.create_execution_context(api.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if self._settings.cuda_graph:
+            config = self._config = engine.create_runtime_config()
+            config.cuda_graph_strategy = api.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+            return engine.create_execution_context(config)
+        return engine.create_execution_context()
+
+    def new_work(self, max_graphs: int, maxima: Mapping[str, int] | None = None) -> Work:
+        """Memory for runs of its own, freed once it is in `abandoned`, or with the rest. maxima: see Buffers."""
+        info = self._source.info
+        graphs = Graphs(self.cuda, self._main, self._new_context, max_graphs if self.captures else 0)
+        work = Work(self.cuda, self._main, graphs, Buffers(self.cuda, (*info.inputs, *info.outputs), maxima))
+        self._works.append(work)
+        return work
+
+    def _sweep(self) -> None:
+        while self.abandoned:
+            work = self.abandoned.popleft()
+            self._works.remove(work)
+            work.close()
+
+    @contextmanager
+    def turn(self, feeds: Mapping[str, Array] | None) -> Iterator[None]:
+        """The engine to oneself. feeds: what is being run, for the message; None for bound inputs.
+
+        Raises EffexportError once this is closed, and RuntimeFailedError when TensorRT or CUDA fails inside.
+        """
+        with self._lock:
+            self.require_open()
+            try:
+                with self.cuda.selected():
+                    forget(self._loaded.log)
+                    self._sweep()
+                    try:
+                        yield
+                    except BaseException:
+                        # what is queued still reads and writes the memory that the next turn uses
+                        with suppress(CudaError):
+                            self.cuda.synchronize()
+                        self._sweep()
+                        raise
+            except (EngineRefusalError, CudaError) as error:
+                shapes = "bound inputs" if feeds is None else listed(feeds)
+                log = self._loaded.log
+                reason = f"{error} (it says: {said(log)})" if log.errors else str(error)
+                raise RuntimeFailedError(f"{self._title} failed on {shapes}: {reason}") from error
+
+    def require_open(self) -> None:
+        if self._closed:
+            raise EffexportError("this runner is closed; load the engine again")
+
+    def close(self) -> None:
+        """Free everything, in order. After a failure of the GPU nothing can be freed any more, nor need be."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            with suppress(CudaError), self.cuda.selected():
+                with suppress(CudaError):
+                    self.cuda.synchronize()
+                for work in self._works:
+                    with suppress(CudaError):
+                        work.close()
+                self._works.clear()
+                self.abandoned.clear()
+                self._config = None
+                self._cleanup.close()
+
+
+def engine_of(loaded: Loaded) -> ICudaEngine:
+    assert loaded.engine is not None, "this engine is closed"
+    return loaded.engine
+
+
+def listed(feeds: Mapping[str, Array]) -> str:
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())

@@ -1,0 +1,151 @@
+"""From the file of an engine to an engine in memory: what is asked before TensorRT sees it, and of it afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from effexport.engines.api import PRODUCTS, Api, ICudaEngine, Runtime, import_api
+from effexport.engines.builder_log import BuildLog, plain
+from effexport.engines.sidecar import (
+    REBUILD,
+    EngineInfo,
+    check_engine_file,
+    check_model,
+    check_runs_here,
+    read_sidecar,
+)
+from effexport.errors import EffexportError, UserError
+from effexport.runners.cuda.device import Cuda, open_cuda
+
+
+@dataclass(frozen=True)
+class Source:
+    """An engine that may be loaded here: its file is whole, and everything that running it needs is there."""
+
+    path: Path
+    info: EngineInfo
+    api: Api
+    cuda: Cuda
+
+
+@dataclass
+class Loaded:
+    """A deserialised engine. The runtime and the log have to outlive it."""
+
+    engine: ICudaEngine | None
+    runtime: Runtime | None
+    log: BuildLog
+
+    def close(self) -> None:
+        self.engine = None
+        self.runtime = None
+
+
+def checked_source(path: Path, onnx_sha256: str | None, api: Api | None, cuda: Cuda | None) -> Source:
+    """What can be asked without TensorRT's help, cheapest first, so that the first thing wrong is what is reported.
+
+    onnx_sha256: of the model that the engine should come from; None where it stands alone.
+    Raises UserError and MissingExtraError.
+    """
+    info = read_sidecar(path)
+    check_engine_file(path, info)
+    if onnx_sha256 is not None:
+        check_model(path, info, onnx_sha256)
+    api = api or import_api(info.target)
+    cuda = cuda or open_cuda(PRODUCTS[info.target].extra)
+    try:
+        check_runs_here(path, info, api.__version__, cuda.compute_capability)
+    except UserError:
+        with cuda.selected():
+            cuda.close()
+        raise
+    return Source(path, info, api, cuda)
+
+
+def load_engine(source: Source) -> Loaded:
+    """Deserialise an engine, and compare its tensors with the sidecar's.
+
+    Raises UserError for an engine that TensorRT-RTX finds invalid here, and EffexportError when it cannot be loaded or
+    is not what its sidecar says.
+    """
+    api, info = source.api, source.info
+    log = BuildLog(api)
+    runtime = api.Runtime(log.logger)
+    serialized = source.path.read_bytes()
+    if info.target == "trt-rtx":
+        check_validity(source.path, api, runtime, serialized, log)
+    elif info.version_compatible:
+        # such an engine carries a lean runtime of its own release, which is host code; its checksum is ours
+        runtime.engine_host_code_allowed = True
+    engine = runtime.deserialize_cuda_engine(serialized)
+    if engine is None:
+        raise EffexportError(f"{PRODUCTS[info.target].title} does not load {source.path}: {said(log)}")
+    check_tensors(source.path, api, engine, info)
+    return Loaded(engine, runtime, log)
+
+
+def check_validity(path: Path, api: Api, runtime: Runtime, serialized: bytes, log: BuildLog) -> None:
+    """Raises UserError when TensorRT-RTX can tell by its header that an engine does not run here."""
+    validity, diagnostics = runtime.get_engine_validity(serialized[: runtime.engine_header_size])
+    if validity != api.EngineValidity.INVALID:
+        return
+    kinds = api.EngineInvalidityDiagnostics
+    rebuild = "build it again here with --target trt-rtx"
+    words = {
+        kinds.VERSION_MISMATCH: f"it is of another release of TensorRT-RTX than {api.__version__}: {rebuild}",
+        kinds.UNSUPPORTED_CC: f"it was not built for this kind of GPU: {rebuild}",
+        kinds.OLD_CUDA_DRIVER: "the driver is older than the one it needs: upgrade the NVIDIA driver",
+        kinds.OLD_CUDA_RUNTIME: "the CUDA runtime is older than the one it needs: upgrade it",
+        kinds.INSUFFICIENT_GPU_MEMORY: "the GPU has too little memory for it: free some, or use a larger one",
+        kinds.MALFORMED_ENGINE: f"it is no engine of TensorRT-RTX: {REBUILD}",
+        kinds.CUDA_ERROR: "CUDA failed while TensorRT-RTX looked at the GPU: check it with nvidia-smi",
+    }
+    reasons = [text for kind, text in words.items() if int(diagnostics) & int(kind)]
+    raise UserError(f"TensorRT-RTX does not run {path}: {'; '.join(reasons) or said(log)}")
+
+
+def check_tensors(path: Path, api: Api, engine: ICudaEngine, info: EngineInfo) -> None:
+    """Raises EffexportError unless the engine has the inputs, outputs, dtypes and profiles of its sidecar."""
+    dtypes = dtype_names(api)
+    found, expected = [], []
+    for index in range(engine.num_io_tensors):
+        name = engine.get_tensor_name(index)
+        kind = "input" if engine.get_tensor_mode(name) == api.TensorIOMode.INPUT else "output"
+        dtype = engine.get_tensor_dtype(name)
+        found.append(f"{kind} {name} {dtypes.get(dtype, dtype)}")
+        if engine.get_tensor_location(name) != api.TensorLocation.DEVICE:
+            raise EffexportError(f"{path}: {kind} {name!r} lives in host memory, which effexport does not support")
+    for kind, tensors in (("input", info.inputs), ("output", info.outputs)):
+        expected += [f"{kind} {tensor.name} {tensor.dtype}" for tensor in tensors]
+    if sorted(found) != sorted(expected):
+        raise EffexportError(f"{path} has {', '.join(found)}; its sidecar says {', '.join(expected)}; {REBUILD}")
+    if engine.num_optimization_profiles != len(info.profiles):
+        raise EffexportError(
+            f"{path} has {engine.num_optimization_profiles} profiles; its sidecar says {len(info.profiles)}; {REBUILD}"
+        )
+
+
+def dtype_names(api: Api) -> dict[Any, str]:
+    """TensorRT's element types → those of TensorInfo."""
+    types = api.DataType
+    return {
+        types.FLOAT: "float32",
+        types.HALF: "float16",
+        types.BF16: "bfloat16",
+        types.INT64: "int64",
+        types.INT32: "int32",
+        types.BOOL: "bool",
+    }
+
+
+def said(log: BuildLog) -> str:
+    """What TensorRT said first of what went wrong."""
+    return plain(log.errors[0]) if log.errors else "it gave no reason"
+
+
+def forget(log: BuildLog) -> None:
+    """A runner lives long, and its log must not grow."""
+    log.errors.clear()
+    log.warnings.clear()

@@ -1,0 +1,160 @@
+"""The memory of a runner's inputs and outputs, on the GPU and pinned on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from effexport.engines.sidecar import EngineInfo, ShapeRange
+from effexport.errors import EffexportError
+from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory, PinnedMemory
+from effexport.spec import TensorInfo
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+# What a runner takes at once, for the largest shapes of its profiles. Beyond it memory comes as runs need it: a
+# profile up to 65536 tokens says what is possible, and not that anybody will pay for it.
+EAGER_BYTES = 256 * 2**20
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Buffer:
+    """One tensor's memory. nbytes: of each of the two."""
+
+    device: DeviceMemory | None = None
+    pinned: PinnedMemory | None = None
+    nbytes: int = 0
+
+
+class Buffers:
+    """Memory that grows to what the largest run needs, and never shrinks. The caller holds the lock of `cuda`.
+
+    maxima: per tensor, the bytes of its largest shape, where known: growth, by doubling, ends there.
+    """
+
+    def __init__(self, cuda: Cuda, tensors: Sequence[TensorInfo], maxima: Mapping[str, int] | None = None) -> None:
+        self._cuda = cuda
+        self._maxima = dict(maxima or {})
+        self._dtypes = {tensor.name: numpy_dtype(tensor.dtype) for tensor in tensors}
+        self._buffers = {tensor.name: Buffer() for tensor in tensors}
+
+    def reserve(self, shapes: Mapping[str, Shape]) -> None:
+        """Make room. The addresses of tensors that had too little change, and what was in them is lost.
+
+        Raises EffexportError when memory runs out; what is there then is still whole.
+        """
+        for name, shape in shapes.items():
+            needed = nbytes_of(shape, self._dtypes[name])
+            buffer = self._buffers[name]
+            if needed > buffer.nbytes:
+                doubled = min(2 * buffer.nbytes, self._maxima.get(name, needed))
+                self._replace(name, buffer, max(needed, doubled))
+
+    def _replace(self, name: str, buffer: Buffer, nbytes: int) -> None:
+        cuda = self._cuda
+        self._free(buffer)
+        try:
+            buffer.device = cuda.allocate(nbytes)
+            buffer.pinned = cuda.allocate_pinned(nbytes)
+        except CudaError as error:
+            free, total = cuda.memory_info()
+            raise EffexportError(
+                f"{name!r} needs {nbytes:,} bytes on the GPU and as many pinned on the host, and they are not to be "
+                f"had ({error}; the GPU has {free:,} bytes free of {total:,}); run smaller batches, or free memory"
+            ) from error
+        buffer.nbytes = nbytes
+
+    def address(self, name: str) -> int:
+        device = self._buffers[name].device
+        assert device is not None, "reserve comes first"
+        return device.address
+
+    def write(self, name: str, array: Array) -> None:
+        """Queue a copy of an array to the device; the array may change at once."""
+        buffer = self._buffers[name]
+        assert buffer.device is not None, "reserve comes first"
+        assert buffer.pinned is not None, "reserve comes first"
+        np.copyto(self._view(buffer.pinned, name, array.shape), array, casting="no")
+        self._cuda.copy_to_device(buffer.device, buffer.pinned, array.nbytes)
+
+    def fetch(self, name: str, shape: Shape) -> None:
+        """Queue a copy of a tensor to the host. `read` has it after the next `synchronize`."""
+        buffer = self._buffers[name]
+        assert buffer.device is not None, "reserve comes first"
+        assert buffer.pinned is not None, "reserve comes first"
+        self._cuda.copy_to_host(buffer.pinned, buffer.device, nbytes_of(shape, self._dtypes[name]))
+
+    def read(self, name: str, shape: Shape) -> Array:
+        """A copy of what `fetch` brought: the memory itself is overwritten by the next run."""
+        pinned = self._buffers[name].pinned
+        assert pinned is not None, "reserve comes first"
+        return self._view(pinned, name, shape).copy()
+
+    def _view(self, pinned: PinnedMemory, name: str, shape: Shape) -> Array:
+        dtype = self._dtypes[name]
+        return pinned.array[: nbytes_of(shape, dtype)].view(dtype).reshape(shape)
+
+    def _free(self, buffer: Buffer) -> None:
+        device, pinned = buffer.device, buffer.pinned
+        buffer.device, buffer.pinned, buffer.nbytes = None, None, 0
+        if device is not None:
+            self._cuda.free(device)
+        if pinned is not None:
+            self._cuda.free_pinned(pinned)
+
+    def close(self) -> None:
+        for buffer in self._buffers.values():
+            self._free(buffer)
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """Of a TensorInfo's element type. numpy knows bfloat16 only through ml_dtypes."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def nbytes_of(shape: Shape, dtype: np.dtype[np.generic]) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def largest_shapes(info: EngineInfo) -> dict[str, Shape]:
+    """The shapes that take the most memory, per tensor, over all profiles.
+
+    An output is left out where its dimensions do not all occur in the inputs: only a run tells.
+    """
+    largest: dict[str, Shape] = {}
+    for profile in info.profiles:
+        sizes = {dim: high for dim, (_, high) in dim_ranges(info.inputs, profile).items()}
+        for tensor in (*info.inputs, *info.outputs):
+            shape = profile[tensor.name][2] if tensor.name in profile else resolved(tensor, sizes)
+            if shape is not None and math.prod(shape) > math.prod(largest.get(tensor.name, (0,))):
+                largest[tensor.name] = shape
+    return largest
+
+
+def resolved(tensor: TensorInfo, sizes: Mapping[str, int]) -> Shape | None:
+    known = [sizes.get(dim) if isinstance(dim, str) else dim for dim in tensor.dims]
+    return None if None in known else tuple(size for size in known if size is not None)
+
+
+def dim_ranges(inputs: Sequence[TensorInfo], profile: Mapping[str, ShapeRange]) -> dict[str, tuple[int, int]]:
+    """Smallest and largest size of every dynamic dimension, by its name; a nameless one is "input[axis]"."""
+    ranges: dict[str, tuple[int, int]] = {}
+    for tensor in inputs:
+        smallest, _, largest = profile[tensor.name]
+        for axis, dim in enumerate(tensor.dims):
+            if isinstance(dim, str):
+                ranges.setdefault(dim_name(tensor, axis), (smallest[axis], largest[axis]))
+    return ranges
+
+
+def dim_name(tensor: TensorInfo, axis: int) -> str:
+    dim = tensor.dims[axis]
+    return f"{tensor.name}[{axis}]" if dim == "?" else str(dim)

@@ -1,0 +1,169 @@
+"""TensorRT and TensorRT-RTX."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from effexport.engines.api import Api
+from effexport.errors import UserError
+from effexport.runners import FeedLimits, checked_feeds
+from effexport.runners.cuda.device import Cuda
+from effexport.runners.trt.context import shapes_of
+from effexport.runners.trt.execution import Execution
+from effexport.runners.trt.execution import TrtSettings as TrtSettings
+from effexport.runners.trt.loading import checked_source
+from effexport.runners.trt.memory import dim_name, dim_ranges
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+
+class TrtRunner:
+    """Runs an engine. Thread-safe: runs of several threads take turns. Use it as a context manager or call `close`.
+
+    engine: path of the file, whose sidecar is beside it. onnx_sha256: of the model.onnx that it should come from; None
+    where it stands alone. limits: as for OrtRunner. cuda, api: other implementations; the runner closes `cuda`.
+    implementation: per custom operator of the model, what runs it: "plugin" or "body".
+    Raises UserError for an engine that is missing, damaged, of another model, or not for this release or GPU, or
+    without a GPU; MissingExtraError without TensorRT or cuda-python; EffexportError when TensorRT does not load it.
+    """
+
+    def __init__(
+        self,
+        engine: Path,
+        settings: TrtSettings | None = None,
+        *,
+        limits: FeedLimits | None = None,
+        onnx_sha256: str | None = None,
+        cuda: Cuda | None = None,
+        api: Api | None = None,
+    ) -> None:
+        self.settings = settings or TrtSettings()
+        self.limits = limits or FeedLimits()
+        source = checked_source(engine, onnx_sha256, api, cuda)
+        self.info = source.info
+        self.inputs, self.outputs = source.info.inputs, source.info.outputs
+        self.implementation: dict[str, str] = dict(source.info.implementation)
+        self._covered = [dim_ranges(self.inputs, profile) for profile in source.info.profiles]
+        self._execution = Execution(source, self.settings)
+        # who drops a runner without closing it gets the memory back all the same
+        self._finalizer = weakref.finalize(self, self._execution.close)
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays by input name → arrays by output name. An absent attention mask means no padding.
+
+        Raises UserError for a wrong name, dtype, rank, size or value and for a shape outside the profiles, and
+        RuntimeFailedError when TensorRT fails.
+        """
+        profile, complete = self._checked(feeds)
+        execution = self._execution
+        with execution.turn(complete):
+            work = execution.shared
+            work.prepare(profile, shapes_of(complete))
+            work.write(complete)
+            work.launch()
+            return work.fetch()
+
+    def bind(self, feeds: Mapping[str, Array]) -> BoundEngine:
+        """Put these inputs and room for the outputs on the device, for many runs of one shape without copies.
+
+        Raises as `run` does.
+        """
+        profile, complete = self._checked(feeds)
+        return BoundEngine(self, self._execution, profile, complete)
+
+    def _checked(self, feeds: Mapping[str, Array]) -> tuple[int, dict[str, Array]]:
+        self._execution.require_open()
+        complete = checked_feeds(feeds, self.inputs, self.limits)
+        return self._profile_for(complete), complete
+
+    def _profile_for(self, feeds: Mapping[str, Array]) -> int:
+        """The first profile that covers the shapes of complete feeds. Raises UserError when none does."""
+        given = {
+            dim_name(tensor, axis): feeds[tensor.name].shape[axis]
+            for tensor in self.inputs
+            for axis, dim in enumerate(tensor.dims)
+            if isinstance(dim, str)
+        }
+        for index, ranges in enumerate(self._covered):
+            if all(low <= given[dim] <= high for dim, (low, high) in ranges.items()):
+                return index
+        sizes = ", ".join(f"{dim} {size}" for dim, size in given.items())
+        profiles = "; or ".join(
+            ", ".join(f"{dim} {low} to {high}" for dim, (low, high) in ranges.items()) for ranges in self._covered
+        )
+        flag = ",".join(f"{dim}=1:{size}:{size}" for dim, size in given.items())
+        raise UserError(
+            f"the inputs have {sizes}; this engine was built for {profiles}: build it again with a profile that covers "
+            f"them, such as --profile {flag}"
+        )
+
+    def close(self) -> None:
+        """Free the engine and all its memory, what `bind` returned included; `run` fails from then on."""
+        self._execution.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class BoundEngine:
+    """An engine bound to inputs and outputs of one shape, made by `TrtRunner.bind`; used as `ort_binding.BoundModel`.
+
+    Each method holds the lock of the runner; what belongs together (update, run, outputs) is for the caller to keep
+    together. The memory is the runner's again when this object goes, or the runner is closed.
+    """
+
+    def __init__(self, runner: TrtRunner, execution: Execution, profile: int, feeds: Mapping[str, Array]) -> None:
+        """feeds: complete and checked."""
+        self._runner = runner  # which would otherwise be closed, when nobody else keeps it
+        self._execution = execution
+        self._feeds_signature = {name: (array.dtype, array.shape) for name, array in feeds.items()}
+        with execution.turn(feeds):
+            work = self._work = execution.new_work(max_graphs=1)
+            try:
+                work.prepare(profile, shapes_of(feeds))
+                work.write(feeds)
+                # the second run captures, where graphs are wanted
+                for _ in range(2 if execution.captures else 1):
+                    work.launch()
+                execution.cuda.synchronize()
+            except BaseException:
+                execution.abandoned.append(work)
+                raise
+        finalizer = weakref.finalize(self, execution.abandoned.append, work)
+        finalizer.atexit = False  # closing the runner frees it then
+
+    def update(self, feeds: Mapping[str, Array]) -> None:
+        """Copy new values, unchecked, into bound inputs. Raises UserError for another name, dtype or shape."""
+        for name, array in feeds.items():
+            if name not in self._feeds_signature:
+                raise UserError(f"input {name!r} is not bound; expected one of: {', '.join(self._feeds_signature)}")
+            if (array.dtype, array.shape) != self._feeds_signature[name]:
+                dtype, shape = self._feeds_signature[name]
+                raise UserError(
+                    f"input {name!r} is {array.dtype} {list(array.shape)}, but {dtype} {list(shape)} is bound; "
+                    "bind the runner again for another shape"
+                )
+        with self._execution.turn(feeds):
+            self._work.write(feeds)
+            self._execution.cuda.synchronize()
+
+    def run(self) -> None:
+        """Compute the outputs from the inputs, on the device. Raises RuntimeFailedError when TensorRT fails."""
+        with self._execution.turn(None):
+            self._work.launch()
+            self._execution.cuda.synchronize()
+
+    def outputs(self) -> dict[str, Array]:
+        """Copies of the outputs of the last run, on the host."""
+        with self._execution.turn(None):
+            return self._work.fetch()

@@ -1,0 +1,1 @@
+"""The KServe V2 protocol: requests and responses as bytes."""

@@ -1,0 +1,66 @@
+"""The body of an answer: JSON, alone or followed by the binary data of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from effexport.serving.protocol.datatypes import DATATYPES
+from effexport.serving.protocol.errors import FAILED, RequestError
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+    from effexport.serving.protocol.infer_request import InferRequest
+
+
+@dataclass(frozen=True)
+class Answer:
+    """header_length: of the JSON, where binary data follows it."""
+
+    body: bytes
+    header_length: int | None
+
+
+def answer_from_outputs(request: InferRequest, outputs: Mapping[str, Array], name: str, version: str) -> Answer:
+    """Raises RequestError for numbers that JSON does not have, NaN and infinity."""
+    import numpy as np
+    import orjson
+
+    described: list[dict[str, Any]] = []
+    binary: list[memoryview] = []
+    for wanted in request.outputs:
+        array = outputs[wanted.name]
+        entry: dict[str, Any] = {
+            "name": wanted.name,
+            "datatype": DATATYPES[array.dtype.name],
+            "shape": list(array.shape),
+        }
+        if wanted.binary:
+            entry["parameters"] = {"binary_data_size": array.nbytes}
+            # views: the one copy is that into the body. numpy alone views types that Python has no name for
+            binary.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        else:
+            check_finite(wanted.name, array)
+            entry["data"] = array.reshape(-1)
+        described.append(entry)
+    fields: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": described}
+    if request.id is not None:
+        fields["id"] = request.id
+    text = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+    return joined(text, binary)
+
+
+def joined(text: bytes, binary: Sequence[memoryview]) -> Answer:
+    if not binary:
+        return Answer(text, None)
+    return Answer(b"".join([text, *binary]), len(text))
+
+
+def check_finite(name: str, array: Array) -> None:
+    import numpy as np
+
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise RequestError(
+            f"output {name!r} holds NaN or infinity, which JSON does not have; ask for binary data", FAILED
+        )

@@ -1,0 +1,63 @@
+"""Tensors as JSON: numbers in row-major order, flat or nested, checked one type at a time."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from effexport.serving.protocol.datatypes import BINARY_ONLY, DATATYPES
+from effexport.serving.protocol.errors import RequestError
+from effexport.serving.protocol.signature import element_count, shown
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+    from effexport.spec import TensorInfo
+
+# JSON has no other numbers; a bool is an int to Python, but not to the protocol.
+_ELEMENTS: dict[str, tuple[set[type], str]] = {
+    "BOOL": ({bool}, "true or false"),
+    "INT32": ({int}, "integers"),
+    "INT64": ({int}, "integers"),
+    "FP32": ({int, float}, "numbers"),
+    "FP64": ({int, float}, "numbers"),
+}
+
+
+def array_from_json(data: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Array:
+    """shape: checked before. Raises RequestError for elements of another type, number or range."""
+    import numpy as np
+
+    datatype = DATATYPES[tensor.dtype]
+    if datatype in BINARY_ONLY:
+        raise RequestError(f"input {tensor.name!r} is {datatype}, which has no JSON; send it as binary data")
+    flat = flat_elements(data, tensor.name, shape)
+    accepted, expected = _ELEMENTS[datatype]
+    others = set(map(type, flat)) - accepted
+    if others:
+        first = next(value for value in flat if type(value) in others)
+        raise RequestError(f"data of input {tensor.name!r} holds {shown(first)}; expected {expected} for {datatype}")
+    try:
+        with np.errstate(over="ignore"):
+            array = np.array(flat, dtype=tensor.dtype)
+    except OverflowError:
+        raise RequestError(f"data of input {tensor.name!r} holds a number outside of {datatype}") from None
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise RequestError(f"data of input {tensor.name!r} holds a number outside of {datatype}")
+    return array.reshape(shape)
+
+
+def flat_elements(data: Any, name: str, shape: tuple[int, ...]) -> list[Any]:
+    """The elements in row-major order. Raises RequestError unless there are as many as the shape says."""
+    if not isinstance(data, list):
+        raise RequestError(f"data of input {name!r} is {shown(data)}; expected a list")
+    count = element_count(shape)
+    if not any(type(item) is list for item in data):
+        if len(data) != count:
+            raise RequestError(f"data of input {name!r} has {len(data)} elements; its shape {list(shape)} has {count}")
+        return data
+    level: list[Any] = [data]
+    for size in shape:
+        if not all(type(item) is list and len(item) == size for item in level):
+            raise RequestError(f"nested data of input {name!r} does not have its shape, {list(shape)}")
+        level = list(chain.from_iterable(level))
+    return level

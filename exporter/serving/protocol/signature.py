@@ -1,0 +1,110 @@
+"""What a model takes and gives, with the limits that a request is held to before anything is allocated for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from effexport.errors import UserError
+from effexport.models.validation import did_you_mean
+from effexport.runners import DEFAULTS, FeedLimits, checked_feeds, limits_from_spec
+from effexport.serving.protocol.datatypes import DATATYPES
+from effexport.serving.protocol.errors import RequestError
+from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
+from effexport.spec import BuildSpec, TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from effexport.runners import Array
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Names, types and dims of a model. max_sizes: the largest size of every dimension that has a limit, by name."""
+
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    limits: FeedLimits
+    max_sizes: Mapping[str, int]
+
+    def input_named(self, name: str) -> TensorInfo:
+        return named(self.inputs, name, "input")
+
+    def output_named(self, name: str) -> TensorInfo:
+        return named(self.outputs, name, "output")
+
+    def checked_shape(self, tensor: TensorInfo, shape: Any) -> tuple[int, ...]:
+        """The shape that a request states, within the dims and limits. Raises RequestError."""
+        given = f"input {tensor.name!r} has shape {shown(shape)}"
+        if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+            raise RequestError(f"{given}; expected a list of integers: {tensor}")
+        if len(shape) != len(tensor.dims):
+            raise RequestError(f"{given}, of rank {len(shape)}; expected rank {len(tensor.dims)}: {tensor}")
+        for dim, size in zip(tensor.dims, shape, strict=True):
+            if size < 1 or (isinstance(dim, int) and size != dim):
+                raise RequestError(f"{given}; expected {tensor}, every size at least 1")
+            if isinstance(dim, int):
+                continue
+            largest = self.max_sizes.get(dim)
+            if largest is not None and size > largest:
+                raise RequestError(f"{given}: {dim} is {size}; this server takes at most {largest}{_REMEDY[dim]}")
+        return tuple(shape)
+
+    def complete(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """The feeds with defaults for what may be left out. Raises RequestError for what does not fit."""
+        try:
+            return checked_feeds(feeds, self.inputs, self.limits)
+        except UserError as error:
+            raise RequestError(str(error)) from error
+
+    def metadata(self) -> dict[str, Any]:
+        """`inputs` and `outputs` of the V2 model metadata; −1 stands for a dynamic dimension."""
+        return {
+            "inputs": [tensor_metadata(t) for t in self.inputs],
+            "outputs": [tensor_metadata(t) for t in self.outputs],
+        }
+
+    @property
+    def optional_inputs(self) -> tuple[str, ...]:
+        return tuple(tensor.name for tensor in self.inputs if tensor.name in DEFAULTS)
+
+
+# What the message about a dimension that is too large adds.
+_REMEDY = {
+    "batch": " rows in a request: send several requests, which are joined, or start it with a larger --max-batch",
+    "seq": " tokens: shorten or split the input, or start it with a larger --max-seq-len if the model takes more",
+}
+
+
+def signature_from_spec(spec: BuildSpec, settings: ServingSettings) -> Signature:
+    """Raises UserError for a --max-seq-len that the model has no positions for."""
+    own, wanted = spec.max_seq_len, settings.max_seq_len
+    if own is not None and wanted is not None and wanted > own:
+        raise UserError(f"--max-seq-len is {wanted}; this model has positions for {own}: build with a larger --seq-len")
+    longest = wanted or own or max(DEFAULT_MAX_SEQ_LEN, spec.seq_len)
+    return Signature(spec.inputs, spec.outputs, limits_from_spec(spec), {"batch": settings.max_batch, "seq": longest})
+
+
+def named(tensors: tuple[TensorInfo, ...], name: str, kind: str) -> TensorInfo:
+    for tensor in tensors:
+        if tensor.name == name:
+            return tensor
+    names = [tensor.name for tensor in tensors]
+    raise RequestError(f"unknown {kind} {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")
+
+
+def tensor_metadata(tensor: TensorInfo) -> dict[str, Any]:
+    shape = [dim if isinstance(dim, int) else -1 for dim in tensor.dims]
+    return {"name": tensor.name, "datatype": DATATYPES[tensor.dtype], "shape": shape}
+
+
+def element_count(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)
+
+
+def shown(value: object, longest: int = 80) -> str:
+    """A value of a request for a message: somebody else chose it, so its length is bounded."""
+    text = repr(value)
+    return text if len(text) <= longest else f"{text[:longest]}…"

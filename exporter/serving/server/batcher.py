@@ -1,0 +1,198 @@
+"""Continuous batching: one thread runs the model; whenever it is free it takes what waits and fits together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from effexport.errors import EffexportError, UserError
+from effexport.serving.protocol.errors import FAILED, QUEUE_FULL, STOPPING, WAITED_TOO_LONG, RequestError
+from effexport.serving.server.joining import Key, joined_feeds, joining_key, split_outputs
+from effexport.serving.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+    from effexport.serving.settings import ServingSettings
+
+logger = logging.getLogger("effexport.serving")
+Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that waits. Times are of time.perf_counter. Cancelling the answer takes it out of the queue."""
+
+    feeds: Mapping[str, Array]
+    rows: int
+    key: Key
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[Mapping[str, Array]]
+    deadline: float
+    enqueued: float = field(default_factory=time.perf_counter)
+    started: bool = False
+
+
+Outcome = tuple[Job, "Mapping[str, Array] | Exception"]
+
+
+class Batcher:
+    """A bounded queue and the thread that empties it. joins: whether requests may share a run."""
+
+    def __init__(self, run: Run, settings: ServingSettings, metrics: Metrics, *, joins: bool) -> None:
+        self._run = run
+        self._settings = settings
+        self._metrics = metrics
+        self._joins = joins
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._busy_s = 0.01  # duration of recent runs, for Retry-After
+        metrics.observe_queue(lambda: len(self._waiting))
+        self._thread = threading.Thread(target=self._work, name="effexport-runner", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._waiting) >= self._settings.queue_size
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def retry_after_s(self) -> int:
+        """Whole seconds until the queue of now is empty, as HTTP wants it."""
+        return max(1, round(len(self._waiting) * self._busy_s))
+
+    def refuse_if_full(self) -> None:
+        if self.is_full:
+            raise RequestError(f"{self._settings.queue_size} requests are waiting; try again later", QUEUE_FULL)
+
+    def submit(self, feeds: Mapping[str, Array], rows: int, timeout_s: float) -> Job:
+        """Called by the event loop.
+
+        Raises RequestError when the queue is full, or the server stops.
+        """
+        loop = asyncio.get_running_loop()
+        job = Job(feeds, rows, joining_key(feeds), loop, loop.create_future(), time.perf_counter() + timeout_s)
+        with self._changed:
+            if self._closing:
+                raise RequestError("the server is stopping; send the request to another one", STOPPING)
+            self.refuse_if_full()
+            self._waiting.append(job)
+            self._changed.notify()
+        return job
+
+    def close(self) -> None:
+        """Run what was accepted, then stop."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while batch := self._take():
+            started = time.perf_counter()
+            deliver(self._outcomes(batch))
+            self._busy_s += 0.2 * ((time.perf_counter() - started) / len(batch) - self._busy_s)
+
+    def _take(self) -> list[Job]:
+        """The oldest job with those that may join it; empty when the server stops."""
+        with self._changed:
+            while True:
+                self._drop_late()
+                if self._waiting and not self._is_worth_waiting():
+                    return self._first_batch()
+                if not self._waiting:
+                    if self._closing:
+                        return []
+                    self._changed.wait()
+
+    def _is_worth_waiting(self) -> bool:
+        """Whether the delay for joining is not over; if so, waits for it or for the next job."""
+        delay_s = self._settings.batch_delay_ms / 1e3
+        if not (delay_s and self._joins) or self._closing:
+            return False
+        rows = sum(job.rows for job in self._waiting if job.key == self._waiting[0].key)
+        left = self._waiting[0].enqueued + delay_s - time.perf_counter()
+        if rows >= self._settings.max_batch or left <= 0:
+            return False
+        self._changed.wait(left)
+        return True
+
+    def _first_batch(self) -> list[Job]:
+        first = self._waiting.popleft()
+        batch, rows = [first], first.rows
+        if not self._joins:
+            return batch
+        for job in [job for job in self._waiting if job.key == first.key]:
+            if rows == self._settings.max_batch:
+                break
+            if rows + job.rows <= self._settings.max_batch:
+                self._waiting.remove(job)
+                batch.append(job)
+                rows += job.rows
+        return batch
+
+    def _drop_late(self) -> None:
+        """Jobs that nobody waits for, or that waited too long, are not run."""
+        now = time.perf_counter()
+        late = [job for job in self._waiting if job.deadline < now or job.answer.cancelled()]
+        for job in late:
+            self._waiting.remove(job)
+        deliver([(job, waited_too_long()) for job in late])
+
+    def _outcomes(self, batch: Sequence[Job]) -> list[Outcome]:
+        """What each job gets. A run that fails is tried again one by one: the others are not to blame."""
+        started = time.perf_counter()
+        for job in batch:
+            if not job.started:
+                job.started = True
+                self._metrics.waited(started - job.enqueued)
+        rows = [job.rows for job in batch]
+        try:
+            outputs = self._run(joined_feeds([job.feeds for job in batch]))
+        except Exception as error:  # the thread must outlive whatever a runtime raises
+            if len(batch) > 1:
+                return [outcome for job in batch for outcome in self._outcomes([job])]
+            return [(batch[0], refusal_from_error(error))]
+        self._metrics.ran(sum(rows), time.perf_counter() - started)
+        return list(zip(batch, split_outputs(outputs, rows), strict=True))
+
+
+def waited_too_long() -> RequestError:
+    return RequestError("the request waited too long for the runner; try again later", WAITED_TOO_LONG)
+
+
+def refusal_from_error(error: Exception) -> RequestError:
+    if isinstance(error, UserError):
+        return RequestError(str(error))
+    if isinstance(error, EffexportError):
+        return RequestError(str(error), FAILED)
+    logger.error("a run failed unexpectedly", exc_info=error)
+    return RequestError("the run failed unexpectedly; the log of the server says why", FAILED)
+
+
+def deliver(outcomes: Sequence[Outcome]) -> None:
+    """Hand results to the event loops that wait for them, in one call for each loop."""
+    for loop in {job.loop for job, _ in outcomes}:
+        # a loop that has ended has nobody left who waits
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, [(job, result) for job, result in outcomes if job.loop is loop])
+
+
+def settle(outcomes: Sequence[Outcome]) -> None:
+    for job, result in outcomes:
+        if job.answer.done():
+            continue
+        if isinstance(result, Exception):
+            job.answer.set_exception(result)
+        else:
+            job.answer.set_result(result)

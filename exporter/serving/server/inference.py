@@ -1,0 +1,87 @@
+"""One infer request from its body to its answer: read, checked, queued, run, written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from effexport.serving.protocol.body import THREAD_BYTES, ByteBudget, Receive, compress, read_body, wanted_encoding
+from effexport.serving.protocol.errors import ClientGoneError
+from effexport.serving.protocol.infer_request import InferRequest, request_from_body
+from effexport.serving.protocol.infer_response import answer_from_outputs
+from effexport.serving.server.batcher import Job, waited_too_long
+from effexport.serving.server.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from effexport.runners import Array
+
+HEADER_LENGTH = "inference-header-content-length"
+
+
+class Inference:
+    """Answers infer requests of one model."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._budget = ByteBudget(model.settings.max_bytes_in_memory)
+
+    async def answer(self, request: Request) -> Response:
+        """Raises RequestError for what is refused, ClientGoneError when the client did not wait."""
+        settings = self._model.settings
+        # before its body is read: a server under load answers that it is at once
+        self._model.batcher.refuse_if_full()
+        with self._budget.account() as take:
+            body = await read_body(
+                request.receive, request.headers, settings.max_request_bytes, settings.timeout_s, take
+            )
+            infer_request = request_from_body(body, request.headers.get(HEADER_LENGTH), self._model.signature)
+            outputs = await self._outputs(infer_request, request.receive)
+        return await self._response(infer_request, outputs, wanted_encoding(request.headers.get("accept-encoding")))
+
+    async def _outputs(self, request: InferRequest, receive: Receive) -> Mapping[str, Array]:
+        timeout_s = min(self._model.settings.timeout_s, request.timeout_s or self._model.settings.timeout_s)
+        job = self._model.batcher.submit(request.feeds, request.rows, timeout_s)
+        gone = asyncio.ensure_future(client_gone(receive))
+        try:
+            return await first_of(job, gone, timeout_s)
+        finally:
+            gone.cancel()
+            job.answer.cancel()
+
+    async def _response(self, request: InferRequest, outputs: Mapping[str, Array], encoding: str | None) -> Response:
+        answer = answer_from_outputs(request, outputs, self._model.name, self._model.version)
+        body, headers = answer.body, {}
+        if answer.header_length is not None:
+            headers["Inference-Header-Content-Length"] = str(answer.header_length)
+        if encoding is not None:
+            headers["Content-Encoding"] = encoding
+            headers["Vary"] = "Accept-Encoding"
+            packed = len(body) > THREAD_BYTES
+            body = await asyncio.to_thread(compress, body, encoding) if packed else compress(body, encoding)
+        kind = "application/octet-stream" if answer.header_length is not None else "application/json"
+        return Response(body, headers=headers, media_type=kind)
+
+
+async def first_of(job: Job, gone: asyncio.Future[None], timeout_s: float) -> Mapping[str, Array]:
+    """The outputs, unless the client goes away, or the runner does not take the job in time."""
+    timeout: float | None = timeout_s
+    while True:
+        either: tuple[asyncio.Future[Any], ...] = (job.answer, gone)
+        done, _ = await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if job.answer in done:
+            return job.answer.result()
+        if gone in done:
+            raise ClientGoneError
+        if not job.started:
+            raise waited_too_long()
+        timeout = None  # it is being run, which cannot be stopped
+
+
+async def client_gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,166 @@
+"""The same application on Ray Serve: replicas on many machines, more of them under load."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from effexport.errors import EffexportError, UserError
+from effexport.serving.server.served_model import checked_name, folder_name
+from effexport.serving.server.target import ServingTarget
+
+# Of a minute each, in which Ray waits for its proxies.
+START_ATTEMPTS = 3
+GPU_RUNTIMES = ("ort-cuda", "ort-trt", "trt", "trt-rtx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSettings:
+    """How many replicas there are, and what each of them takes. address: of a cluster; None: Ray on this machine.
+
+    gpus: may be a share of one. cpus: also the threads of ONNX Runtime.
+    """
+
+    address: str | None = None
+    min_replicas: int = 1
+    max_replicas: int = 4
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise UserError(
+                f"--min-replicas is {self.min_replicas} and --max-replicas {self.max_replicas}; expected 1 or "
+                "more, and a maximum that is no smaller"
+            )
+        for option, value, low in (("--replica-cpus", self.cpus, 0.1), ("--replica-gpus", self.gpus, 0.0)):
+            if not low <= value < math.inf:
+                raise UserError(f"{option} is {value:g}; expected at least {low:g}")
+
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any], runtime: str) -> ReplicaSettings:
+        """given: what the user set. A runtime on a GPU gets a whole one unless that says otherwise."""
+        return cls(**{"gpus": 1.0 if runtime in GPU_RUNTIMES else 0.0, **given})
+
+
+def application(target: ServingTarget, replicas: ReplicaSettings) -> Any:
+    """A Ray Serve application. Every replica opens the artifact at the same path, so that must be on every machine."""
+    from ray import serve
+
+    target = replace(target, artifact=target.artifact.resolve(), threads=max(1, int(replicas.cpus)))
+    settings = target.settings
+
+    def build_app() -> Any:
+        from effexport.serving.server.app import create_app
+
+        return create_app(target.load())
+
+    deployment = serve.deployment(
+        name="effexport",
+        # a replica has a queue of its own; one that is full answers 503 by itself
+        max_ongoing_requests=settings.queue_size + settings.max_batch,
+        autoscaling_config={
+            "min_replicas": replicas.min_replicas,
+            "max_replicas": replicas.max_replicas,
+            # more than one batch in work and one that waits: another replica would help
+            "target_ongoing_requests": 2 * settings.max_batch,
+        },
+        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
+        # what was accepted is answered before a replica goes
+        graceful_shutdown_timeout_s=settings.timeout_s,
+    )
+    return deployment(serve.ingress(build_app)()).bind()
+
+
+def deploy_until_stopped(
+    target: ServingTarget, replicas: ReplicaSettings, host: str, port: int, on_ready: Callable[[str, str], None]
+) -> None:
+    """On this machine: serve until SIGTERM or Ctrl-C. On a cluster: deploy, and leave it there.
+
+    on_ready: called with URL and model name when the application answers. The artifact is checked here first.
+    Raises UserError for an artifact or a cluster that is not there, EffexportError when no replica comes up.
+    """
+    import ray
+    from ray import serve
+
+    name = checked_artifact_name(target)
+    check_port(host, port, replicas)
+    connect(replicas.address)
+    try:
+        start_proxies(host, port)
+        try:
+            serve.run(application(target, replicas), name=name, route_prefix="/")
+        except (RuntimeError, TimeoutError) as error:
+            raise EffexportError(f"Ray Serve did not bring up {name}: {error}") from error
+        on_ready(f"http://{host}:{port}", name)
+        if replicas.address is None:
+            wait_for_signal()
+            serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+def start_proxies(host: str, port: int) -> None:
+    """Ray waits a minute for its proxies, which a busy machine may not be done in; asked again, it waits on."""
+    from ray import serve
+
+    for attempt in range(START_ATTEMPTS):
+        try:
+            serve.start(http_options={"host": host, "port": port, "request_timeout_s": None})
+            return
+        except TimeoutError as error:
+            if attempt + 1 == START_ATTEMPTS:
+                raise EffexportError(f"Ray Serve did not start in {START_ATTEMPTS} minutes: {error}") from error
+
+
+def wait_for_signal() -> None:
+    """Until SIGTERM or Ctrl-C. Ray has handlers of its own, which end the process as a failure: ours replace them."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    # a wait without a limit would not let handlers run on every platform
+    while not stop.wait(1.0):
+        pass
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def checked_artifact_name(target: ServingTarget) -> str:
+    """The model's name. What cannot be served is refused here, where the user sees it, and not in a replica's log."""
+    from effexport.artifact import open_artifact
+    from effexport.runners.artifact_runner import check_runtime
+    from effexport.serving.protocol.signature import signature_from_spec
+
+    check_runtime(target.runtime, target.implementation)
+    artifact = open_artifact(target.artifact)
+    signature_from_spec(artifact.spec, target.settings)
+    return checked_name(target.name if target.name is not None else folder_name(artifact.path))
+
+
+def check_port(host: str, port: int, replicas: ReplicaSettings) -> None:
+    """Ray would take minutes to say so. A cluster's ports are its own."""
+    from effexport.serving.server.server import bound_socket
+
+    if port == 0:
+        raise UserError("--port is 0; Ray Serve needs a port that is chosen before")
+    if replicas.address is None:
+        bound_socket(host, port).close()
+
+
+def connect(address: str | None) -> None:
+    """A new Ray on this machine, or the cluster at an address. Raises UserError when there is none."""
+    import ray
+
+    # no reports to Ray's makers without being asked
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is None:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
+        return
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(f"--address is {address!r}, where no Ray cluster answers: {error}") from error

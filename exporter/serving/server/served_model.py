@@ -1,0 +1,123 @@
+"""An artifact that is ready to answer requests: its runner, its signature and its queue."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from effexport.errors import UserError
+from effexport.serving.protocol.signature import Signature, signature_from_spec
+from effexport.serving.server.batcher import Batcher
+from effexport.serving.server.joining import why_not_joined
+from effexport.serving.server.metrics import Metrics
+from effexport.serving.settings import ServingSettings
+
+if TYPE_CHECKING:
+    from effexport.artifact import Artifact
+    from effexport.runners import Array, Runner
+    from effexport.spec import BuildSpec
+
+# An artifact is one version of a model; another one is another artifact, on another server.
+VERSION = "1"
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class ServedModel:
+    """Call `close` to finish what was accepted and free the runner, which it owns.
+
+    why_not_joined: why requests never share a run, or "".
+    """
+
+    version = VERSION
+
+    def __init__(self, runner: Runner, spec: BuildSpec, name: str, settings: ServingSettings, platform: str) -> None:
+        self.name = checked_name(name)
+        self.settings = settings
+        self.platform = platform
+        self.signature: Signature = signature_from_spec(spec, settings)
+        self.why_not_joined = why_not_joined(spec)
+        self.metrics = Metrics(name)
+        self._runner = runner
+        self._warm_up_length = min(spec.fixed_seq_len or spec.seq_len, self.signature.max_sizes["seq"])
+        self.batcher = Batcher(runner.run, settings, self.metrics, joins=not self.why_not_joined)
+        self._closed = False
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._closed and self.batcher.is_alive
+
+    @property
+    def implementation(self) -> Mapping[str, str]:
+        return self._runner.implementation
+
+    def metadata(self) -> dict[str, Any]:
+        """The V2 model metadata."""
+        return {"name": self.name, "versions": [VERSION], "platform": self.platform, **self.signature.metadata()}
+
+    def warm_up(self) -> None:
+        """One run of the length it was built for, so that the first request does not pay for what is done once.
+
+        Raises what the runner raises: a model that cannot run is found out before the server is ready.
+        """
+        self._runner.run(self.example_feeds(1, self._warm_up_length))
+
+    def example_feeds(self, rows: int, seq_len: int) -> dict[str, Array]:
+        """Zeros of the signature's types, which every model takes; what may be left out is."""
+        import numpy as np
+
+        from effexport.serving.protocol.datatypes import numpy_dtype
+
+        sizes = {"batch": rows, "seq": seq_len}
+        feeds = {}
+        for tensor in self.signature.inputs:
+            if tensor.name not in self.signature.optional_inputs:
+                shape = [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
+                feeds[tensor.name] = np.zeros(shape, numpy_dtype(tensor.dtype))
+        return feeds
+
+    def close(self) -> None:
+        self._closed = True
+        self.batcher.close()
+        self._runner.close()
+
+
+def served_model(
+    artifact: Artifact, settings: ServingSettings, name: str | None, load_runner: Callable[[], Runner], platform: str
+) -> ServedModel:
+    """An artifact in the runtime that load_runner opens, warmed up. name: None for that of its folder.
+
+    Raises UserError for a name that does not fit into a URL, and what the runner raises.
+    """
+    name = checked_name(name if name is not None else folder_name(artifact.path))
+    # limits that cannot work are found out before the model is loaded
+    signature_from_spec(artifact.spec, settings)
+    model = ServedModel(load_runner(), artifact.spec, name, settings, platform)
+    try:
+        model.warm_up()
+    except BaseException:
+        model.close()
+        raise
+    return model
+
+
+def platform_of(runtime: str) -> str:
+    """What the protocol calls a runtime and its format."""
+    from effexport.engines.api import PRODUCTS
+
+    return "tensorrt_plan" if runtime in PRODUCTS else "onnxruntime_onnx"
+
+
+def folder_name(path: Path) -> str:
+    """Also of `.` and of a path that ends in `..`."""
+    return path.resolve().name
+
+
+def checked_name(name: str) -> str:
+    if not NAME_PATTERN.fullmatch(name):
+        raise UserError(
+            f"the model's name is {name!r}; expected at most 128 letters, digits, '.', '_' and '-', the first a letter "
+            "or digit: choose one with --name"
+        )
+    return name

@@ -1,0 +1,174 @@
+"""The server of one machine: uvicorn, with a limit for slow headers, and a stop that loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from effexport.errors import UserError
+from effexport.serving.server.app import Service
+
+# How long a client may take for the head of a request.
+HEADER_TIMEOUT_S = 10.0
+# Connections that were quiet for so long may be closed when the server stops: no request is on its way.
+DRAIN_S = 0.3
+BACKLOG = 1024
+# More get a 503: every connection may hold an answer that its client does not fetch.
+MAX_CONNECTIONS = 2048
+# Those, the ones that are being refused, and the files of the process itself.
+MAX_OPEN_FILES = 2 * MAX_CONNECTIONS
+_SLOW_HEADERS_BODY = f'{{"error":"the head of the request did not arrive within {HEADER_TIMEOUT_S:g} s"}}'.encode()
+_SLOW_HEADERS = (
+    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%s" % (len(_SLOW_HEADERS_BODY), _SLOW_HEADERS_BODY)
+)
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's protocol, which alone would wait for the end of a request's head for ever."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._start_head_timer()
+
+    def on_headers_complete(self) -> None:
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._give_up)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(_SLOW_HEADERS)
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """Calls on_ready when it accepts requests. SIGTERM and SIGINT end it when all accepted requests are answered."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service = service
+        self._on_ready = on_ready
+        # uvicorn's own limit_concurrency says neither Retry-After nor anything to the metrics, and refuses probes
+        service.is_crowded = lambda: len(self.server_state.connections) > MAX_CONNECTIONS
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """No new connections; every answer closes its own; what is on its way over open ones still arrives."""
+        self._service.draining = True
+        for server in self.servers:
+            server.close()
+        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+        for connection in self.server_state.connections:
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and not cycle.response_complete:
+                cycle.keep_alive = False
+        await asyncio.sleep(DRAIN_S)
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's own, does not raise the signal again at the end: a stop that was asked for is a success."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._handle_signal) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        self.handle_exit(number, frame)
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that nobody can connect to before the server listens. Port 0: a free one.
+
+    Raises UserError for an address that is not of this machine, or a port that is taken.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host is {host!r}, which is no address: {error}; expected a name or an address") from error
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # fails for a port that another server listens on; this one listens when its model is ready
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise UserError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port, or stop what uses it"
+        ) from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """With the port that was found, and brackets around an address of IPv6."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def raise_file_limit() -> None:
+    """Many systems start a process with 1024 files, each connection being one, and let it ask for more."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT. The application's lifespan closes the model."""
+    raise_file_limit()
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="on",
+        backlog=BACKLOG,
+        access_log=False,
+        log_level="error",
+        server_header=False,
+        timeout_keep_alive=75,
+        # after that only clients are left that do not fetch their answers
+        timeout_graceful_shutdown=math.ceil(30 + 2 * app.state.service.model.settings.timeout_s),
+    )
+    Server(config, app.state.service, on_ready).run(sockets=[bound])

@@ -1,0 +1,1 @@
+"""Compiles the kernel library and the PTX of the TensorRT plugins."""

@@ -1,0 +1,271 @@
+"""The kernel library for ONNX Runtime, built once into the user's cache. (ptx.py compiles for TensorRT.)"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from effexport.plugins.building import sources
+from effexport.plugins.building.build_folder import clear_leftovers, lock, publish, temporary_folder
+from effexport.plugins.building.headers import Headers, find_headers
+from effexport.plugins.building.library import (
+    CACHE_VARIABLE,
+    LIBRARY_NAME,
+    RECORD_NAME,
+    Library,
+    LibraryError,
+    find_build,
+    kernels_folder,
+    read_build,
+    select_build,
+    sha256_of,
+)
+from effexport.plugins.building.records import BuildInfo
+from effexport.plugins.building.toolchain import (
+    Compiler,
+    Nvcc,
+    examine_compiler,
+    examine_nvcc,
+    require_cmake,
+    require_generator,
+)
+
+OnStage = Callable[[str], None]
+
+# read by cmake, and hence part of what a library was made from
+FLAG_VARIABLES = ("CXXFLAGS", "CUDAFLAGS", "LDFLAGS", "CUDAHOSTCXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+TIMEOUT_S = 1800
+SHOWN_LINES = 30
+SHOWN_COLUMNS = 300
+NO_NVCC = "no nvcc was found; install the CUDA toolkit, or name an nvcc with EFFEXPORT_NVCC"
+
+
+class BuildFailedError(LibraryError):
+    """The tools are there, and the build failed all the same."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides what the library will be. nvcc is None for the CPU alone."""
+
+    source_hash: str
+    headers: Headers
+    compiler: Compiler
+    nvcc: Nvcc | None
+    flags: dict[str, str]
+
+    @property
+    def key(self) -> str:
+        nvcc = self.nvcc and [str(self.nvcc.path), self.nvcc.version, self.nvcc.cmake_architectures]
+        parts = [
+            self.source_hash,
+            [self.headers.api_version, self.headers.sha256],
+            [self.compiler.command, self.compiler.version],
+            nvcc,
+            sorted(self.flags.items()),
+            platform.machine(),
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+    @property
+    def target(self) -> str:
+        """In words: CPU, or CPU and CUDA with its architectures."""
+        if self.nvcc is None:
+            return "the CPU only"
+        return f"the CPU and CUDA (sm_{', sm_'.join(map(str, self.nvcc.architectures))} and PTX)"
+
+
+def build_library(*, cuda: bool | None = None, force: bool = False, on_stage: OnStage = lambda stage: None) -> Library:
+    """The library for the present sources, from the cache or built now; this installation uses it from now on.
+
+    cuda: with the CUDA kernels or without; None means with them when there is an nvcc. force: build even if cached.
+    Raises LibraryError for what is missing and BuildFailedError when the build fails; the library built before stays.
+    """
+    try:
+        return _library_of_plan(make_plan(cuda, on_stage), force, on_stage)
+    except LibraryError as error:
+        if kept := find_build():
+            raise type(error)(f"{error}\nThe library built before is kept and stays in use: {kept.path}") from error
+        raise
+
+
+def _library_of_plan(plan: Plan, force: bool, on_stage: OnStage) -> Library:
+    try:
+        folder = kernels_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock(folder, on_stage):
+            clear_leftovers(folder)
+            built_now = force or not _is_intact(folder / plan.key)
+            if built_now:
+                with temporary_folder(folder) as temporary:
+                    publish(_build(plan, temporary, on_stage), folder / plan.key)
+            else:
+                on_stage("nothing to compile: it is in the cache")
+            select_build(plan.key)
+        info = read_build(folder / plan.key)
+    except OSError as error:
+        raise LibraryError(
+            f"the cache cannot be used: {error}; expected a folder that can be written to, with room in it. "
+            f"Set {CACHE_VARIABLE} to one"
+        ) from error
+    return Library(folder / plan.key / LIBRARY_NAME, outdated=False, info=info, built_now=built_now)
+
+
+def make_plan(cuda: bool | None, on_stage: OnStage) -> Plan:
+    """What would be built here and now. Raises LibraryError for what is missing."""
+    if missing := sources.missing_sources():
+        raise LibraryError(
+            f"this installation lacks {', '.join(missing)} in {sources.FOLDER}; expected all native sources. "
+            f"Install effexport again"
+        )
+    nvcc = None if cuda is False else examine_nvcc()
+    if cuda and nvcc is None:
+        raise LibraryError(f"--cuda was given, but {NO_NVCC}, or leave --cuda out")
+    if cuda is None and nvcc is None:
+        on_stage(f"building for the CPU only: {NO_NVCC}")
+    compiler = examine_compiler()
+    on_stage("looking for the headers of ONNX Runtime")
+    headers = find_headers(on_stage)
+    flags = {name: os.environ[name] for name in FLAG_VARIABLES if os.environ.get(name)}
+    return Plan(sources.source_hash(), headers, compiler, nvcc, flags)
+
+
+def _build(plan: Plan, temporary: Path, on_stage: OnStage) -> Path:
+    """Compile and try the library; the folder with it and its record."""
+    started = time.monotonic()
+    on_stage(f"compiling for {plan.target}")
+    _compile(plan, temporary)
+    on_stage("trying the library")
+    result = temporary / "result"
+    result.mkdir()
+    (temporary / "build" / LIBRARY_NAME).rename(result / LIBRARY_NAME)
+    _try_to_load(result / LIBRARY_NAME)
+    if sources.source_hash() != plan.source_hash:
+        raise BuildFailedError("the sources changed while they were compiled; run effexport plugins build again")
+    _write_record(plan, result, time.monotonic() - started)
+    return result
+
+
+def _compile(plan: Plan, temporary: Path) -> None:
+    """cmake, twice. Raises BuildFailedError with the lines that matter; the whole log is kept."""
+    cmake, build, log = str(require_cmake()), str(temporary / "build"), temporary / "log"
+    configure = [
+        *(cmake, "-S", str(sources.FOLDER), "-B", build, "-G", require_generator()),
+        "-DCMAKE_BUILD_TYPE=Release",
+        f"-DEFFEXPORT_ORT_INCLUDE_DIR={plan.headers.folder}",
+        f"-DCMAKE_CXX_COMPILER={';'.join(plan.compiler.command)}",
+        f"-DEFFEXPORT_CUDA={'ON' if plan.nvcc else 'OFF'}",
+    ]
+    if plan.nvcc:
+        configure += [
+            f"-DCMAKE_CUDA_COMPILER={plan.nvcc.path}",
+            f"-DCMAKE_CUDA_ARCHITECTURES={plan.nvcc.cmake_architectures}",
+        ]
+    for command in (configure, [cmake, "--build", build, "--parallel", str(os.cpu_count() or 1)]):
+        if problem := _run_logged(command, log):
+            kept = kernels_folder() / "logs" / f"{plan.key}.log"
+            kept.parent.mkdir(exist_ok=True)
+            shutil.copy(log, kept)
+            raise BuildFailedError(
+                _failure_message(plan, problem, log.read_text(encoding="utf-8", errors="replace"), kept)
+            )
+    if not Path(build, LIBRARY_NAME).is_file():
+        raise BuildFailedError(f"cmake made no {LIBRARY_NAME}")
+
+
+def _run_logged(command: list[str], log: Path) -> str | None:
+    """Run, with all output into the log; what went wrong, or None. A file, because a pipe could keep us waiting."""
+    with log.open("ab") as stream:
+        stream.write(f"$ {shlex.join(command)}\n".encode())
+        stream.flush()
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, "LC_ALL": "C"},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    return f"exit status {done.returncode}" if done.returncode else None
+
+
+def _failure_message(plan: Plan, problem: str, log: str, kept: Path) -> str:
+    message = f"compiling for {plan.target} failed ({problem}):\n{relevant_lines(log)}\nThe whole log: {kept}"
+    if plan.nvcc:
+        message += (
+            f"\nIf it is CUDA's compiler that fails ({plan.nvcc.path}, which may not support {plan.compiler.version}), "
+            f"build for the CPU alone: effexport plugins build --no-cuda"
+        )
+    return message
+
+
+def relevant_lines(log: str) -> str:
+    """From the first error on, without progress and commands; the end of the log when no line speaks of an error."""
+    noise = re.compile(r"\s*$|\[\s*\d+[/%]|-- |\$ |FAILED: |.* -o .* -c ")
+    lines = [line[:SHOWN_COLUMNS] for line in log.splitlines() if not noise.match(line)]
+    first = next((i for i, line in enumerate(lines) if re.search(r"\berror\b", line, re.IGNORECASE)), None)
+    shown = lines[-SHOWN_LINES:] if first is None else lines[first : first + SHOWN_LINES]
+    return "\n".join(f"  {line}" for line in shown) or "  (no output)"
+
+
+def _try_to_load(library: Path) -> None:
+    """In a process of its own: a library that crashes while loading must not take this one along."""
+    code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).RegisterCustomOps"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(library)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        raise BuildFailedError(f"the library was compiled but does not load: {reason}")
+
+
+def _write_record(plan: Plan, result: Path, seconds: float) -> None:
+    library = result / LIBRARY_NAME
+    info = BuildInfo(
+        key=plan.key,
+        source_hash=plan.source_hash,
+        installation=str(sources.FOLDER),
+        machine=platform.machine(),
+        header_version=plan.headers.api_version,
+        compiler=f"{shlex.join(plan.compiler.command)}: {plan.compiler.version}",
+        nvcc=f"{plan.nvcc.path}: {plan.nvcc.version}" if plan.nvcc else None,
+        cuda_architectures=plan.nvcc.architectures if plan.nvcc else (),
+        flags=plan.flags,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=round(seconds, 1),
+        sha256=sha256_of(library),
+        bytes=library.stat().st_size,
+    )
+    (result / RECORD_NAME).write_text(json.dumps(dataclasses.asdict(info), indent=2) + "\n", encoding="utf-8")
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        return sha256_of(folder / LIBRARY_NAME) == read_build(folder).sha256
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,172 @@
+"""The kernel library for ONNX Runtime: where it is. Reads the cache that build.py fills, and runs nothing.
+
+<cache>/kernels/<key>/libeffexport_ort.so, build.json      one build; the key covers everything it was made from
+<cache>/kernels/selected/<installation>-<key>.json         this installation asked for this build, and when
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from effexport.plugins.building import sources
+from effexport.plugins.building.records import BuildInfo, Selection, parse_build_info, parse_selection, read_record
+
+LIBRARY_NAME = "libeffexport_ort.so"
+RECORD_NAME = "build.json"
+LIBRARY_VARIABLE = "EFFEXPORT_LIBRARY"
+CACHE_VARIABLE = "EFFEXPORT_CACHE_DIR"
+
+
+class LibraryError(Exception):
+    """The library cannot be found or built, and the user can do something about it. `exit_code` is the command's."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that can be loaded.
+
+    outdated: built from other sources than this installation's; use it with a loud warning that names
+    `effexport plugins build`. info is None for a file given by EFFEXPORT_LIBRARY.
+    """
+
+    path: Path
+    outdated: bool
+    info: BuildInfo | None
+    built_now: bool = False
+
+
+def get_library_path() -> Path | None:
+    """The library to load, or None: custom operators then run as their function bodies. See `find_library`."""
+    library = find_library()
+    return library.path if library else None
+
+
+def find_library() -> Library | None:
+    """EFFEXPORT_LIBRARY, else this installation's build of the present sources, else its newest other build.
+
+    Raises LibraryError when EFFEXPORT_LIBRARY names no file. The build of another installation is never taken.
+    """
+    explicit = os.environ.get(LIBRARY_VARIABLE)
+    if not explicit:
+        return find_build()
+    path = Path(explicit).expanduser().absolute()
+    if not path.is_file():
+        raise LibraryError(
+            f"{LIBRARY_VARIABLE} is {explicit!r}, where there is no file; expected the path of a kernel library, "
+            f"such as `effexport plugins path` prints. Correct it, or unset it"
+        )
+    return Library(path, outdated=False, info=None)
+
+
+def find_build() -> Library | None:
+    """The most recently selected build of the present sources; without one, of earlier sources, marked outdated."""
+    try:
+        folder = kernels_folder()
+    except LibraryError:
+        return None  # no home, hence no cache
+    present = sources.source_hash()
+    builds = _selected_builds(folder)
+    for outdated in (False, True):
+        for info in builds:
+            if (info.source_hash != present) == outdated:
+                return Library(folder / info.key / LIBRARY_NAME, outdated, info)
+    return None
+
+
+def cache_folder() -> Path:
+    """EFFEXPORT_CACHE_DIR, $XDG_CACHE_HOME/effexport or ~/.cache/effexport. It may not exist yet."""
+    if explicit := os.environ.get(CACHE_VARIABLE):
+        return Path(explicit).expanduser().absolute()
+    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if shared.is_absolute():  # others are to be ignored, says its specification
+        return shared / "effexport"
+    try:
+        return Path.home() / ".cache" / "effexport"
+    except RuntimeError as error:
+        raise LibraryError(f"this user has no home folder; set {CACHE_VARIABLE} to a folder for the cache") from error
+
+
+def kernels_folder() -> Path:
+    return cache_folder() / "kernels"
+
+
+def read_build(folder: Path) -> BuildInfo:
+    """The record of one build. Raises ValueError when it or its library is damaged; the library is not read."""
+    info = read_record(folder / RECORD_NAME, parse_build_info)
+    if info.key != folder.name:
+        raise ValueError(f"{RECORD_NAME} is of another build, {info.key}")
+    try:
+        size = (folder / LIBRARY_NAME).stat().st_size
+    except OSError as error:
+        raise ValueError(f"{LIBRARY_NAME} cannot be read: {error.strerror}") from error
+    if size != info.bytes:
+        raise ValueError(f"{LIBRARY_NAME} has {size} bytes; expected {info.bytes}")
+    return info
+
+
+def list_builds() -> tuple[list[BuildInfo], dict[Path, str]]:
+    """All builds in the cache, of every installation; and the folders of damaged ones with what is wrong."""
+    builds, damaged = [], {}
+    for name in _names(kernels_folder()):
+        folder = kernels_folder() / name
+        if name.startswith(".") or name in ("selected", "logs") or not folder.is_dir():
+            continue
+        try:
+            builds.append(read_build(folder))
+        except ValueError as error:
+            damaged[folder] = str(error)
+    return builds, damaged
+
+
+def select_build(key: str) -> None:
+    """From now on this installation uses this build, as long as its sources are the same."""
+    installation = str(sources.FOLDER)
+    selection = Selection(installation, key, time.time_ns())
+    folder = kernels_folder() / "selected"
+    folder.mkdir(exist_ok=True)
+    name = f"{hashlib.sha256(installation.encode()).hexdigest()[:16]}-{key}.json"
+    temporary = folder / f".{name}.{os.getpid()}"
+    temporary.write_text(json.dumps(dataclasses.asdict(selection)), encoding="utf-8")
+    temporary.replace(folder / name)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _selected_builds(folder: Path) -> list[BuildInfo]:
+    """This installation's intact builds for this kind of machine, the last selected one first."""
+    selections = []
+    for name in _names(folder / "selected"):
+        try:
+            selection = read_record(folder / "selected" / name, parse_selection)
+        except ValueError:
+            continue  # half a record selects nothing
+        if selection.installation == str(sources.FOLDER):
+            selections.append(selection)
+    builds = []
+    for selection in sorted(selections, key=lambda selection: selection.selected_ns, reverse=True):
+        try:
+            info = read_build(folder / selection.key)
+        except ValueError:
+            continue  # `effexport plugins info` says what is wrong with it
+        if info.machine == platform.machine():
+            builds.append(info)
+    return builds
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

@@ -1,0 +1,280 @@
+"""PTX of an operator's CUDA kernels, which TensorRT's plugins are made of. From kernel_cuda.cu, into the user's cache.
+
+Compiled by nvcc, or where there is none by NVRTC, which pip installs and which needs neither a GPU nor a driver.
+
+<cache>/ptx/<key>.ptx       the key covers sources, compiler and options; the last line is the SHA-256 of the others
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from effexport.plugins import Op
+from effexport.plugins.building import sources
+from effexport.plugins.building.library import CACHE_VARIABLE, LibraryError, cache_folder
+from effexport.plugins.building.toolchain import choose_nvcc
+
+# Turing, the oldest GPU that the kernel library and TensorRT 11 serve. Drivers translate the PTX of an architecture for
+# every later one, and the kernels use nothing that came after it.
+ARCHITECTURE = "compute_75"
+# The PTX of CUDA 13.0. A driver refuses PTX that is newer than itself, and the kernels need nothing newer.
+MAX_ISA = (9, 0)
+DEFINITIONS = ("-DEFFEXPORT_FOR_TENSORRT",)
+# read by nvcc, and hence part of what PTX was made from
+FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+TIMEOUT_S = 600
+SHOWN_LINES = 20
+CHECK_LINE = "// sha256 "
+
+# What the kernels use of the headers that NVRTC lacks.
+STANDARD_HEADERS = {
+    "cstddef": "#pragma once\nnamespace std { using size_t = unsigned long; }\n",
+    "cstdint": """#pragma once
+namespace std {
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uintptr_t = unsigned long long;
+}
+""",
+    "cstring": "#pragma once\nnamespace std { using ::memcpy; }\n",
+}
+
+
+@dataclass(frozen=True)
+class PtxCompiler:
+    """What makes PTX here. identity: everything about it that may change the result.
+
+    compile takes a source file and returns PTX, or raises LibraryError; ptxas assembles PTX, None where there is none.
+    """
+
+    name: str
+    identity: tuple[str, ...]
+    compile: Callable[[Path], str]
+    ptxas: Path | None
+
+
+def ptx_from_source(op: Op) -> str:
+    """PTX of the operator's kernels: target sm_75, ISA 9.0 at most. From the cache, or compiled now (about a second).
+
+    Raises LibraryError where nothing can compile it, where it does not compile, or where the cache cannot be written.
+    """
+    compiler = find_ptx_compiler()
+    key = _key(op, compiler)
+    try:
+        folder = cache_folder() / "ptx"
+        folder.mkdir(parents=True, exist_ok=True)
+        cached = folder / f"{key}.ptx"
+        if (ptx := _read(cached)) is None:
+            compiled = compiler.compile(sources.FOLDER / op.cuda_source)
+            ptx = with_isa_at_most(MAX_ISA, compiled.rstrip() + "\n", compiler)
+            _write(cached, ptx)
+    except OSError as error:
+        raise LibraryError(
+            f"the cache cannot be used: {error}; expected a folder that can be written to, with room in it. "
+            f"Set {CACHE_VARIABLE} to one"
+        ) from error
+    return ptx
+
+
+def find_ptx_compiler() -> PtxCompiler:
+    """nvcc where there is one, else NVRTC. Raises LibraryError where there is neither."""
+    if path := choose_nvcc():
+        return _nvcc(path)
+    found = _nvrtc()
+    if isinstance(found, str):
+        raise LibraryError(
+            f"the kernels of TensorRT's plugins cannot be compiled: no nvcc was found, and {found}; expected one of "
+            f"the two. Install the CUDA toolkit or name an nvcc with EFFEXPORT_NVCC, or run: "
+            f"pip install cuda-bindings 'nvidia-cuda-nvrtc==13.0.*' 'nvidia-cuda-runtime==13.0.*'"
+        )
+    return found
+
+
+def kernel_sources(op: Op) -> dict[str, bytes]:
+    """The operator's CUDA source and every file of ours that it includes: path below the folder → content."""
+    found: dict[str, bytes] = {}
+    waiting = [op.cuda_source]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        try:
+            found[name] = (sources.FOLDER / name).read_bytes()
+        except OSError as error:
+            raise LibraryError(
+                f"this installation lacks {name} in {sources.FOLDER}; expected all native sources. "
+                f"Install effexport again"
+            ) from error
+        waiting += re.findall(r'^\s*#\s*include\s+"([^"]+)"', found[name].decode(), re.MULTILINE)
+    return dict(sorted(found.items()))
+
+
+def isa_of(ptx: str) -> tuple[int, int]:
+    """The version of the instruction set that PTX says it needs. Raises LibraryError where it says none."""
+    version = re.search(r"^\.version\s+(\d+)\.(\d+)\s*$", ptx, re.MULTILINE)
+    if version is None:
+        raise LibraryError("the CUDA compiler made PTX without a .version; expected one. Try another CUDA toolkit")
+    return int(version[1]), int(version[2])
+
+
+def with_isa_at_most(isa: tuple[int, int], ptx: str, compiler: PtxCompiler) -> str:
+    """The PTX, declared for an older instruction set where the compiler's own is newer than `isa`.
+
+    A compiler writes down its own version, whatever the code needs. ptxas knows when each instruction came and refuses
+    what the declared version lacks, so the declaration is lowered only where ptxas is there to agree.
+    """
+    found = isa_of(ptx)
+    if found <= isa:
+        return ptx
+    given, wanted = (".".join(map(str, version)) for version in (found, isa))
+    problem = f"{compiler.name} makes PTX {given}; expected {wanted} or older, which drivers of CUDA 13.0 load"
+    remedy = "Use CUDA 13.0: name its nvcc with EFFEXPORT_NVCC, or without nvcc pip install 'nvidia-cuda-nvrtc==13.0.*'"
+    if compiler.ptxas is None:
+        raise LibraryError(f"{problem}, and there is no ptxas to check that it may be declared so. {remedy}")
+    lowered = re.sub(r"^\.version\s.*$", f".version {wanted}", ptx, count=1, flags=re.MULTILINE)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(lowered, encoding="utf-8")
+        target = ARCHITECTURE.replace("compute", "sm")
+        status, output = _run(str(compiler.ptxas), f"-arch={target}", str(source), "-o", f"{folder}/kernel.cubin")
+    if status:
+        raise LibraryError(f"{problem}, and it cannot be declared so:\n{_shown(output)}\n{remedy}")
+    return lowered
+
+
+def _nvcc(path: Path) -> PtxCompiler:
+    status, version = _run(str(path), "--version")
+    if status:
+        raise LibraryError(
+            f"{path} does not run:\n{_shown(version)}\nName another with EFFEXPORT_NVCC, or install CUDA again"
+        )
+
+    def compile_source(source: Path) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "kernel.ptx"
+            options = ["-std=c++17", "-ptx", f"-arch={ARCHITECTURE}", *DEFINITIONS, "-I", str(sources.FOLDER)]
+            status, output = _run(str(path), *options, str(source), "-o", str(result))
+            if status:
+                raise LibraryError(
+                    f"{path} does not compile {source.name} to PTX:\n{_shown(output)}\n"
+                    f"nvcc needs a C++ compiler that it supports; name another nvcc with EFFEXPORT_NVCC"
+                )
+            return result.read_text(encoding="utf-8")
+
+    beside = path.resolve().parent / "ptxas"
+    found = str(beside) if beside.is_file() else shutil.which("ptxas")
+    flags = [f"{name}={os.environ.get(name, '')}" for name in FLAG_VARIABLES]
+    return PtxCompiler(str(path), ("nvcc", version, *flags), compile_source, Path(found) if found else None)
+
+
+def _nvrtc() -> PtxCompiler | str:
+    """NVRTC, or why it cannot be used."""
+    try:
+        from cuda import pathfinder
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        return f"NVRTC cannot be reached ({error})"
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+        headers = pathfinder.find_nvidia_header_directory("cudart")
+    except RuntimeError as error:  # cuda-bindings is there, and the library is not
+        return f"NVRTC does not load ({_shown(str(error)).strip().splitlines()[0]})"
+    if headers is None:
+        return "NVRTC has no cuda_fp16.h, which nvidia-cuda-runtime brings"
+    return PtxCompiler(
+        f"NVRTC {major}.{minor}",
+        ("nvrtc", str(major), str(minor), str(headers), json.dumps(STANDARD_HEADERS)),
+        functools.partial(_compile_with_nvrtc, nvrtc, Path(headers)),
+        None,
+    )
+
+
+def _compile_with_nvrtc(nvrtc: Any, headers: Path, source: Path) -> str:
+    """nvrtc: the module cuda.bindings.nvrtc."""
+    names = [name.encode() for name in STANDARD_HEADERS]
+    texts = [text.encode() for text in STANDARD_HEADERS.values()]
+    status, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(names), texts, names)
+    if int(status):
+        raise LibraryError(f"NVRTC does not start: {status}; expected a working one. Install nvidia-cuda-nvrtc again")
+    try:
+        # headers shared with the CPU kernels have functions without a side; here there is only one
+        options = ["-default-device", "--std=c++17", f"--gpu-architecture={ARCHITECTURE}", *DEFINITIONS]
+        options += [f"-I{sources.FOLDER}", f"-I{headers}"]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if int(status):
+            _, size = nvrtc.nvrtcGetProgramLogSize(program)
+            log = b" " * int(size)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise LibraryError(
+                f"NVRTC does not compile {source.name} to PTX:\n{_shown(log.decode(errors='replace'))}\n"
+                f"expected CUDA 13; install nvidia-cuda-nvrtc and nvidia-cuda-runtime in the same version"
+            )
+        _, size = nvrtc.nvrtcGetPTXSize(program)
+        ptx = b" " * int(size)
+        nvrtc.nvrtcGetPTX(program, ptx)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return ptx.rstrip(b"\0").decode()
+
+
+def _key(op: Op, compiler: PtxCompiler) -> str:
+    contents = [[name, hashlib.sha256(content).hexdigest()] for name, content in kernel_sources(op).items()]
+    parts = [contents, compiler.identity, ARCHITECTURE, DEFINITIONS, MAX_ISA]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> str | None:
+    """What was written; None for a missing or a damaged file, which is made again."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    ptx, mark, digest = content.rpartition(CHECK_LINE.encode())
+    if not mark or digest.strip() != hashlib.sha256(ptx).hexdigest().encode():
+        return None
+    return ptx.decode()
+
+
+def _write(path: Path, ptx: str) -> None:
+    """In one step: other processes see the whole file or none."""
+    digest = hashlib.sha256(ptx.encode()).hexdigest()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(f"{ptx}{CHECK_LINE}{digest}\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _run(*command: str) -> tuple[int, str]:
+    """Exit status and all output; a program that cannot be run has status 127."""
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 127, str(error)
+    return done.returncode, done.stdout
+
+
+def _shown(text: str) -> str:
+    lines = [line.rstrip() for line in text.strip("\0\n ").splitlines() if line.strip()]
+    return "\n".join(f"  {line}" for line in lines[:SHOWN_LINES]) or "  (no output)"

@@ -1,0 +1,328 @@
+// What the operators' ort.cc have in common: a custom operator whose exceptions become statuses, shape inference, and
+// the sharing out of work among ONNX Runtime's threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <limits>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+// The runtime hands its functions over in RegisterCustomOps; nothing of it is linked.
+#define ORT_API_MANUAL_INIT
+#include <onnxruntime_cxx_api.h>
+#undef ORT_API_MANUAL_INIT
+
+#include "native/element_types.h"
+
+namespace effexport {
+
+enum class Device { kCpu, kCuda };
+
+template <class T>
+constexpr ONNXTensorElementDataType kElementType = std::is_same_v<T, float>      ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
+                                                   : std::is_same_v<T, Half>     ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
+                                                   : std::is_same_v<T, BFloat16> ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16
+                                                                                 : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+
+// A status that says what was given and what was expected.
+template <class... Parts>
+Ort::Status invalid(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return Ort::Status(text.str().c_str(), ORT_INVALID_ARGUMENT);
+}
+
+template <class... Parts>
+[[noreturn]] void throw_invalid(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw Ort::Exception(text.str(), ORT_INVALID_ARGUMENT);
+}
+
+// An integer attribute of a node. `absent` is its value when the node does not carry it; null when it must.
+inline std::int64_t integer_attribute(const Ort::ConstKernelInfo& info, const char* op, const char* name,
+                                      const std::int64_t* absent = nullptr) {
+  const OrtApi& api = Ort::GetApi();
+  std::int64_t value = 0;
+  if (Ort::Status(api.KernelInfoGetAttribute_int64(info, name, &value)).IsOK()) return value;
+  float number = 0;
+  std::size_t length = 0;
+  if (Ort::Status(api.KernelInfoGetAttribute_float(info, name, &number)).IsOK() ||
+      Ort::Status(api.KernelInfoGetAttribute_string(info, name, nullptr, &length)).IsOK()) {
+    throw_invalid(op, ": attribute ", name, " has another type; expected an integer");
+  }
+  if (absent == nullptr) throw_invalid(op, ": attribute ", name, " is missing; expected an integer");
+  return *absent;
+}
+
+// A float attribute of a node, which must carry it.
+inline float float_attribute(const Ort::ConstKernelInfo& info, const char* op, const char* name) {
+  const OrtApi& api = Ort::GetApi();
+  float value = 0;
+  if (Ort::Status(api.KernelInfoGetAttribute_float(info, name, &value)).IsOK()) return value;
+  std::int64_t number = 0;
+  std::size_t length = 0;
+  if (Ort::Status(api.KernelInfoGetAttribute_int64(info, name, &number)).IsOK() ||
+      Ort::Status(api.KernelInfoGetAttribute_string(info, name, nullptr, &length)).IsOK()) {
+    throw_invalid(op, ": attribute ", name, " has another type; expected a float");
+  }
+  throw_invalid(op, ": attribute ", name, " is missing; expected a float");
+}
+
+inline std::string shape_text(const std::vector<std::int64_t>& shape) {
+  std::ostringstream text;
+  text << '[';
+  for (std::size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
+  text << ']';
+  return text.str();
+}
+
+// A name for a dimension of which nothing is known: one that no other dimension has, or the runtime would take the two
+// for equal.
+inline std::string fresh_symbol() {
+  static std::atomic<unsigned> count{0};
+  return "effexport_dim_" + std::to_string(count++);
+}
+
+// A dimension of the outputs, counted from the first, that an integer attribute gives; no name, no such dimension.
+struct AttributeDim {
+  std::size_t dim;
+  const char* attribute;
+};
+
+// The value of an integer attribute during shape inference; -1 where the node does not carry it, which is for the kernel
+// to complain about.
+inline std::int64_t inferred_attribute(OrtShapeInferContext* context, const char* name) {
+  const OrtApi& api = Ort::GetApi();
+  const OrtOpAttr* attribute = nullptr;  // stays the property of the context
+  if (!Ort::Status(api.ShapeInferContext_GetAttribute(context, name, &attribute)).IsOK() || attribute == nullptr) return -1;
+  std::int64_t value = 0;
+  std::size_t length = 0;
+  return Ort::Status(api.ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof value, &length)).IsOK() ? value : -1;
+}
+
+// Gives an output the shape of an input, symbols included, and its type; `last_dim_of` is the input from which the last
+// dimension comes, `from_attribute` a dimension that comes from neither. (One operator's function serves all element
+// types, which the runtime takes for one operator, so the type is not Element.)
+//
+// Ort::ShapeInferContext::SetOutputShape writes -2 beside a symbol, and newer runtimes drop such a shape; they take -1.
+// Hence the C functions. A -1 without a symbol would be compared with the actual size and warned about in every run.
+inline void pass_shape_on(OrtShapeInferContext* context, std::size_t input, std::size_t last_dim_of,
+                          AttributeDim from_attribute, std::size_t output) {
+  const OrtApi& api = Ort::GetApi();
+  OrtTensorTypeAndShapeInfo* given = nullptr;  // these stay the property of the context
+  OrtTensorTypeAndShapeInfo* last = nullptr;
+  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, input, &given));
+  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, last_dim_of, &last));
+  std::size_t rank = 0;
+  std::size_t last_rank = 0;
+  Ort::ThrowOnError(api.GetDimensionsCount(given, &rank));
+  Ort::ThrowOnError(api.GetDimensionsCount(last, &last_rank));
+  // a shape that is not known looks like that of a scalar, which no operator here takes
+  if (rank == 0 || last_rank == 0) return;
+  std::vector<std::int64_t> dims(rank), last_dims(last_rank);
+  std::vector<const char*> symbols(rank, ""), last_symbols(last_rank, "");
+  std::vector<std::string> made_up(rank);
+  Ort::ThrowOnError(api.GetDimensions(given, dims.data(), rank));
+  Ort::ThrowOnError(api.GetSymbolicDimensions(given, symbols.data(), rank));
+  Ort::ThrowOnError(api.GetDimensions(last, last_dims.data(), last_rank));
+  Ort::ThrowOnError(api.GetSymbolicDimensions(last, last_symbols.data(), last_rank));
+  dims.back() = last_dims.back();
+  symbols.back() = last_symbols.back();
+  if (from_attribute.attribute != nullptr && from_attribute.dim < rank) {
+    dims[from_attribute.dim] = inferred_attribute(context, from_attribute.attribute);
+    symbols[from_attribute.dim] = "";
+  }
+  for (std::size_t i = 0; i < rank; ++i) {
+    if (dims[i] >= 0) continue;
+    dims[i] = -1;
+    if (symbols[i] == nullptr || *symbols[i] == '\0') symbols[i] = (made_up[i] = fresh_symbol()).c_str();
+  }
+
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  Ort::ThrowOnError(api.CreateTensorTypeAndShapeInfo(&info));
+  Ort::TensorTypeAndShapeInfo owner(info);
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  Ort::ThrowOnError(api.GetTensorElementType(given, &type));
+  Ort::ThrowOnError(api.SetTensorElementType(info, type));
+  Ort::ThrowOnError(api.SetDimensions(info, dims.data(), rank));
+  Ort::ThrowOnError(api.SetSymbolicDimensions(info, symbols.data(), rank));
+  Ort::ThrowOnError(api.ShapeInferContext_SetOutputTypeShape(context, output, info));
+}
+
+// Calls body(first, last) for ranges that cover [0, count), on the runtime's threads. How the work is divided must not
+// show in the results.
+template <class Body>
+void parallel_ranges(const Ort::KernelContext& context, std::int64_t count, Body body) {
+  // a few ranges per thread on large machines, and few enough that a range's own set-up does not count
+  constexpr std::int64_t kMaxRanges = 16;
+  struct Work {
+    Body& body;
+    std::int64_t count;
+    std::int64_t ranges;
+    std::mutex mutex;
+    std::exception_ptr failure;  // of any range; exceptions must not leave through the runtime's threads
+  } work{body, count, std::min(count, kMaxRanges), {}, {}};
+  context.ParallelFor(
+      [](void* data, std::size_t index) {
+        Work& work = *static_cast<Work*>(data);
+        const auto i = static_cast<std::int64_t>(index);
+        try {
+          work.body(work.count * i / work.ranges, work.count * (i + 1) / work.ranges);
+        } catch (...) {
+          const std::lock_guard<std::mutex> lock(work.mutex);
+          work.failure = std::current_exception();
+        }
+      },
+      static_cast<std::size_t>(work.ranges), 0, &work);
+  if (work.failure) std::rethrow_exception(work.failure);
+}
+
+// The lowest of the positions at which threads find something wrong, so that a message does not depend on their race.
+class Lowest {
+ public:
+  void offer(std::int64_t position) {
+    std::int64_t lowest = value_;
+    while (position < lowest && !value_.compare_exchange_weak(lowest, position)) {
+    }
+  }
+  bool found() const { return value_ != kNone; }
+  std::int64_t value() const { return value_; }
+
+ private:
+  static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+  std::atomic<std::int64_t> value_{kNone};
+};
+
+// Memory for the length of one call, on the device of the first input and there ordered by the stream of the context;
+// null for no bytes. It comes from the runtime's arena: fresh memory from the system would cost a page fault every 4 KiB.
+class Scratch {
+ public:
+  Scratch(const Ort::KernelContext& context, std::size_t bytes) {
+    if (bytes == 0) return;
+    const OrtApi& api = Ort::GetApi();
+    const Ort::ConstMemoryInfo memory = context.GetInput(0).GetTensorMemoryInfo();
+    Ort::ThrowOnError(api.KernelContext_GetAllocator(context.GetOrtKernelContext(), memory, &allocator_));
+    const OrtStatusPtr status =
+        api.KernelContext_GetScratchBuffer(context.GetOrtKernelContext(), memory, bytes, &block_);
+    if (status != nullptr) {
+      api.ReleaseAllocator(allocator_);
+      Ort::ThrowOnError(status);
+    }
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() {
+    if (allocator_ == nullptr) return;
+    allocator_->Free(allocator_, block_);
+    Ort::GetApi().ReleaseAllocator(allocator_);
+  }
+  void* get() const { return block_; }
+
+ private:
+  OrtAllocator* allocator_ = nullptr;
+  void* block_ = nullptr;
+};
+
+#ifdef EFFEXPORT_CUDA
+inline Ort::Status cuda_failure(const char* op, int error) {
+  const std::string message = std::string(op) + ": the CUDA kernel was not launched, cudaError_t " + std::to_string(error);
+  return Ort::Status(message.c_str(), ORT_EP_FAIL);
+}
+#endif
+
+// Which input has the shape of the outputs: Kernel::kShapeOf, or the first.
+template <class Kernel, class = void>
+struct ShapeOf : std::integral_constant<std::size_t, 0> {};
+template <class Kernel>
+struct ShapeOf<Kernel, std::void_t<decltype(Kernel::kShapeOf)>> : std::integral_constant<std::size_t, Kernel::kShapeOf> {};
+
+// Which input has the last dimension of the outputs: Kernel::kLastDimOf, or the one that has their shape.
+template <class Kernel, class = void>
+struct LastDimOf : ShapeOf<Kernel> {};
+template <class Kernel>
+struct LastDimOf<Kernel, std::void_t<decltype(Kernel::kLastDimOf)>>
+    : std::integral_constant<std::size_t, Kernel::kLastDimOf> {};
+
+// Which dimension of the outputs an attribute gives: Kernel::kAttributeDim, or none.
+template <class Kernel, class = void>
+struct AttributeDimOf {
+  static constexpr AttributeDim value{0, nullptr};
+};
+template <class Kernel>
+struct AttributeDimOf<Kernel, std::void_t<decltype(Kernel::kAttributeDim)>> {
+  static constexpr AttributeDim value = Kernel::kAttributeDim;
+};
+
+// The element type of an input: Kernel::input_type(index), or Element for all of them.
+template <class Kernel, class = void>
+struct InputType {
+  static ONNXTensorElementDataType of(std::size_t) { return kElementType<typename Kernel::Element>; }
+};
+template <class Kernel>
+struct InputType<Kernel, std::void_t<decltype(Kernel::input_type(0))>> {
+  static ONNXTensorElementDataType of(std::size_t index) { return Kernel::input_type(index); }
+};
+
+// An operator whose outputs all have the shape and type of one of its inputs, but for a last dimension of another one
+// and one that an attribute gives.
+//
+// Kernel has the constants kName, kInputs, kOutputs, kDevice and the type Element, and may have kShapeOf, kLastDimOf,
+// kAttributeDim and input_type, for inputs and outputs that are not all alike; it is constructible from
+// Ort::ConstKernelInfo and throws Ort::Exception for bad attributes; Ort::Status compute(Ort::KernelContext) runs it.
+template <class Kernel>
+struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithStatus=*/true> {
+  CustomOp() {
+    this->InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) -> OrtStatusPtr {
+      return guarded([&] {
+        for (std::size_t i = 0; i < Kernel::kOutputs; ++i) {
+          pass_shape_on(context, ShapeOf<Kernel>::value, LastDimOf<Kernel>::value, AttributeDimOf<Kernel>::value, i);
+        }
+        return Ort::Status{nullptr};
+      });
+    };
+    this->KernelComputeV2 = [](void* kernel, OrtKernelContext* context) -> OrtStatusPtr {
+      return guarded([&] { return static_cast<Kernel*>(kernel)->compute(Ort::KernelContext(context)); });
+    };
+    this->KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  }
+
+  OrtStatusPtr CreateKernelV2(const OrtApi&, const OrtKernelInfo* info, void** kernel) const {
+    return guarded([&] {
+      *kernel = new Kernel(Ort::ConstKernelInfo(info));
+      return Ort::Status{nullptr};
+    });
+  }
+
+  OrtStatusPtr ComputeV2(OrtKernelContext*) { return nullptr; }
+
+  const char* GetName() const { return Kernel::kName; }
+  const char* GetExecutionProviderType() const {
+    return Kernel::kDevice == Device::kCuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
+  }
+  std::size_t GetInputTypeCount() const { return Kernel::kInputs; }
+  std::size_t GetOutputTypeCount() const { return Kernel::kOutputs; }
+  ONNXTensorElementDataType GetInputType(std::size_t index) const { return InputType<Kernel>::of(index); }
+  ONNXTensorElementDataType GetOutputType(std::size_t) const { return kElementType<typename Kernel::Element>; }
+
+ private:
+  // Exceptions must not leave through the C interface.
+  template <class Body>
+  static OrtStatusPtr guarded(Body body) noexcept {
+    try {
+      return body().release();
+    } catch (const Ort::Exception& error) {
+      return Ort::GetApi().CreateStatus(error.GetOrtErrorCode(), error.what());
+    } catch (const std::exception& error) {
+      return Ort::GetApi().CreateStatus(ORT_RUNTIME_EXCEPTION, error.what());
+    }
+  }
+};
+
+}  // namespace effexport

@@ -1,0 +1,327 @@
+"""Engines, built for real by TensorRT-RTX, which needs no GPU for that. None is run here: see docs/tensorrt.md."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx.parser
+import pytest
+
+from effexport.artifact import Artifact
+from effexport.engines.api import check_version, import_api
+from effexport.engines.engine_from_onnx import engine_from_onnx
+from effexport.engines.profile import Profile, Range, profiles_from_texts
+from effexport.engines.sidecar import EngineInfo, check_engine_file, check_model, check_runs_here, read_sidecar
+from effexport.engines.spec import EngineSpec
+from effexport.errors import EffexportError, MissingExtraError, StageError, UserError
+from effexport.export.onnx_from_module import onnx_from_module
+from effexport.models.encoder import module_from_spec
+from effexport.spec import BuildSpec
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
+Built = Callable[..., Artifact]
+Specs = Callable[..., BuildSpec]
+# one fixed batch of short sequences, and a range up to the longest
+PROFILES = ("batch=1,seq=1:128:1024", "batch=1:2:4,seq=128:4096:16384")
+TINY = Profile({"n": Range(1, 2, 4)})
+
+
+def tiny(text: str, opset: int = 20, domains: str = "") -> onnx.ModelProto:
+    """A graph in ONNX's own text form, without header."""
+    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}{domains}]> {text}')
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., EngineInfo]:
+    """(model or its path, **fields of EngineSpec) → the engine's info; the engine is tmp_path / "out" / "x.engine"."""
+
+    def run(model: onnx.ModelProto | Path, *, precision: str = "fp32", **fields: Any) -> EngineInfo:
+        path = model
+        if isinstance(model, onnx.ModelProto):
+            path = tmp_path / "model.onnx"
+            onnx.save(model, path)
+        spec = EngineSpec(**{"target": "trt-rtx", "profiles": (TINY,), **fields})
+        return engine_from_onnx(path, spec, tmp_path / "out" / "x.engine", precision=precision)
+
+    return run
+
+
+def nothing_was_written(folder: Path) -> bool:
+    return not list(folder.glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("model_scope", "precision"),
+    [
+        ("attention", "fp32"),
+        ("encoder", "fp16"),
+        pytest.param("attention", "fp16", marks=pytest.mark.soak),
+        pytest.param("encoder", "fp32", marks=pytest.mark.soak),
+    ],
+)
+def test_every_variant_becomes_an_engine_at_16384_tokens_with_two_dynamic_profiles(
+    small_spec: Specs, tmp_path: Path, variant: str, model_scope: str, precision: str
+) -> None:
+    # chunks of 16 would mean 1024 of them, and a minute of compilation for nothing that 64 does not show
+    chunk = {"chunk_length": 64} if variant == "lsh" else {}
+    spec = small_spec(variant, model_scope, seq_len=16384, precision=precision, **chunk)
+    model = tmp_path / "model.onnx"
+    onnx_from_module(module_from_spec(spec.model, spec.seed), spec, model)
+    engine = tmp_path / "trt-rtx.engine"
+    profiles = profiles_from_texts(PROFILES, spec)
+    info = engine_from_onnx(model, EngineSpec(target="trt-rtx", profiles=profiles), engine, precision=precision)
+
+    assert read_sidecar(engine) == info
+    check_engine_file(engine, info)
+    assert (info.inputs, info.outputs) == (spec.inputs, spec.outputs)
+    first = info.inputs[0].name
+    assert [[shape[:2] for shape in profile[first]] for profile in info.profiles] == [
+        [(1, 1), (1, 128), (1, 1024)],
+        [(1, 128), (2, 4096), (4, 16384)],
+    ]
+    assert info.implementation == dict.fromkeys(spec.custom_ops, "body")
+    # every variant has at least two projections and what lies between them
+    assert info.tensors_compared >= 20
+
+
+def test_an_engine_of_the_usual_size_keeps_its_float32_islands(built: Built, build: Callable[..., EngineInfo]) -> None:
+    artifact = built("nystrom", "encoder", precision="fp16")
+    info = build(artifact.model_path, profiles=profiles_from_texts([], artifact.spec), precision="fp16")
+    dtype_of = {t["name"]: t["dtype"] for layer in info.layers for t in layer["outputs"]}
+    iteration = [dtype for name, dtype in dtype_of.items() if name.startswith("PMiddle")]
+    assert iteration == ["float32"] * 6
+    assert "float16" in dtype_of.values()
+
+
+def test_the_same_model_with_a_lowered_island_is_another_engine_and_a_wrong_one_is_refused(
+    built: Built, build: Callable[..., EngineInfo], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    artifact = built("softmax", "encoder", precision="fp16")
+    profiles = profiles_from_texts([], artifact.spec)
+    from effexport.engines import engine_from_onnx as module
+
+    honest = module.layers_of_network
+
+    def lowered(definition: Any) -> list[dict[str, Any]]:
+        """As a parser would report that took a float32 normalisation for a half one."""
+        layers = list(honest(definition))
+        next(layer for layer in layers if layer["type"] == "NORMALIZATION")["outputs"][0]["dtype"] = "float16"
+        return layers
+
+    monkeypatch.setattr(module, "layers_of_network", lowered)
+    with pytest.raises(StageError, match=r"(?s)the precision of 1 of \d+ .* is float16; the model says float32"):
+        build(artifact.model_path, profiles=profiles, precision="fp16")
+    assert nothing_was_written(tmp_path)
+
+
+def test_an_fp16_request_for_a_float32_model_is_refused(
+    built: Built, build: Callable[..., EngineInfo], tmp_path: Path
+) -> None:
+    artifact = built("softmax", "encoder")
+    with pytest.raises(StageError, match="fp16 was asked for, and no matrix product of the engine is float16"):
+        build(artifact.model_path, profiles=profiles_from_texts([], artifact.spec), precision="fp16")
+    assert nothing_was_written(tmp_path)
+
+
+def test_external_weights_are_found_beside_the_model(built: Built, build: Callable[..., EngineInfo]) -> None:
+    inside = built("softmax", "encoder")
+    outside = built("softmax", "encoder", external_data=True)
+    assert (outside.path / "model.onnx.data").is_file()
+    sizes = [build(a.model_path, profiles=profiles_from_texts([], a.spec)).engine_bytes for a in (inside, outside)]
+    # the same network with the same weights; names of files may differ
+    assert abs(sizes[0] - sizes[1]) < 4096
+
+
+def test_options_reach_the_builder(built: Built, build: Callable[..., EngineInfo]) -> None:
+    artifact = built("linear", "encoder", fused=False)
+    profiles = profiles_from_texts([], artifact.spec)
+    plain = build(artifact.model_path, profiles=profiles)
+    targeted = build(artifact.model_path, profiles=profiles, compute_capabilities=(86, 120), optimization_level=0)
+    assert targeted.compute_capabilities == (86, 120)
+    assert targeted.options["optimization_level"] == 0
+    assert targeted.built_for == "SM 86, SM 120"
+    # kernels for two kinds of GPU take more room than portable ones
+    assert targeted.engine_bytes != plain.engine_bytes
+
+
+def test_progress_ends_near_one_and_names_phases(built: Built, tmp_path: Path) -> None:
+    artifact = built("linear", "encoder")
+    seen: list[tuple[str, float]] = []
+    spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec))
+    engine_from_onnx(
+        artifact.model_path, spec, tmp_path / "x.engine", on_progress=lambda phase, share: seen.append((phase, share))
+    )
+    assert len({phase for phase, _ in seen}) > 1
+    assert all(0 <= share <= 1 for _, share in seen)
+
+
+def test_an_interrupt_ends_the_build_and_leaves_nothing(built: Built, tmp_path: Path) -> None:
+    artifact = built("linear", "encoder")
+    spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec))
+
+    def interrupt(phase: str, share: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine_from_onnx(artifact.model_path, spec, tmp_path / "out" / "x.engine", on_progress=interrupt)
+    assert nothing_was_written(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            tiny(
+                "g (float[n, 8192] x) => (float[n, 8192] v, int64[n, 8192] i) "
+                "{ k = Constant <value_ints = [8192]> () v, i = TopK (x, k) }"
+            ),
+            ["TopK", "8192", "3840"],
+        ),
+        (tiny("g (float[n, 4] x) => (float[n, 4] y) { y = Relu (x) }", opset=30), ["opset", "30", "9 to 25"]),
+        (tiny("g (double[n, 4] x) => (double[n, 4] y) { y = Relu (x) }"), ["double", "cast it to float"]),
+        (
+            tiny("g (float[n, 4] x) => (float[n, 4] y) { y = foo.Bar (x) }", domains=', "foo" : 1'),
+            ["Bar"],
+        ),
+        (tiny("g (float[n, 4, 4] x) => (float[n] y) { y = Det (x) }"), ["Det", "does not import"]),
+        (
+            tiny("g (float[n, 4] x, float[k, 4] w) => (float[n, 4] y) { y = MatMul (x, w) }"),
+            ["mismatching dimensions"],
+        ),
+    ],
+    ids=["TopK of 8192", "opset 30", "float64", "unknown operator", "unsupported operator", "shapes that do not fit"],
+)
+def test_a_model_that_tensorrt_cannot_take_is_refused_with_the_node_and_the_reason(
+    build: Callable[..., EngineInfo], tmp_path: Path, model: onnx.ModelProto, words: list[str]
+) -> None:
+    profile = Profile({"n": Range(1, 2, 4), "k": Range(5, 5, 5)})
+    with pytest.raises(EffexportError) as failure:
+        build(model, profiles=(profile,))
+    for word in words:
+        assert word in str(failure.value)
+    for cpp in ("/_src/", ".cpp", "Error Code", "IBuilder"):
+        assert cpp not in str(failure.value)
+    assert nothing_was_written(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"workspace_bytes": 1024}, "fits into the workspace; raise the limit with --workspace"),
+        ({"compute_capabilities": (75,)}, "cannot be built for SM 75: FP32 GEMM is not supported"),
+    ],
+)
+def test_a_build_that_tensorrt_gives_up_says_why_and_writes_nothing(
+    built: Built, build: Callable[..., EngineInfo], tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    artifact = built("softmax", "encoder")
+    with pytest.raises(StageError, match=words):
+        build(artifact.model_path, profiles=profiles_from_texts([], artifact.spec), **fields)
+    assert nothing_was_written(tmp_path)
+
+
+def test_an_engine_that_cannot_be_written_leaves_the_old_one_and_its_sidecar(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = built("softmax", "encoder")
+    output = tmp_path / "x.engine"
+    spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec))
+    old = engine_from_onnx(artifact.model_path, spec, output)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match=r"cannot write the engine to .*: No space left on device"):
+        engine_from_onnx(artifact.model_path, replace(spec, optimization_level=0), output)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert read_sidecar(output) == old
+
+
+@pytest.fixture
+def engine(built: Built, tmp_path: Path) -> Path:
+    artifact = built("softmax", "encoder")
+    path = tmp_path / "x.engine"
+    engine_from_onnx(
+        artifact.model_path, EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec)), path
+    )
+    return path
+
+
+def test_an_engine_moves_with_its_sidecar_and_not_without(engine: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere" / "y.engine"
+    elsewhere.parent.mkdir()
+    shutil.copy(engine, elsewhere)
+    with pytest.raises(UserError, match=r"has no y\.json beside it"):
+        read_sidecar(elsewhere)
+    shutil.copy(engine.with_suffix(".json"), elsewhere.with_suffix(".json"))
+    check_engine_file(elsewhere, read_sidecar(elsewhere))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format_version": 1}', '{"format_version": 1, "target": 3}'])
+def test_a_damaged_sidecar_is_one_clear_error(engine: Path, text: str) -> None:
+    engine.with_suffix(".json").write_text(text)
+    with pytest.raises(UserError, match=r"x\.json is damaged .*; build the engine again"):
+        read_sidecar(engine)
+
+
+def test_a_sidecar_of_a_newer_effexport_says_so(engine: Path) -> None:
+    engine.with_suffix(".json").write_text('{"format_version": 99}')
+    with pytest.raises(UserError, match="format version 99, of a newer effexport"):
+        read_sidecar(engine)
+
+
+def test_a_damaged_engine_is_refused(engine: Path) -> None:
+    info = read_sidecar(engine)
+    contents = bytearray(engine.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    engine.write_bytes(contents)
+    with pytest.raises(UserError, match="does not match the checksum in its sidecar"):
+        check_engine_file(engine, info)
+    engine.write_bytes(contents[:-1])
+    with pytest.raises(UserError, match="is damaged: it has"):
+        check_engine_file(engine, info)
+
+
+def test_an_engine_of_another_model_release_or_gpu_is_refused(engine: Path) -> None:
+    info = read_sidecar(engine)
+    digest = hashlib.sha256(b"another model").hexdigest()
+    with pytest.raises(UserError, match=r"was built from another model\.onnx"):
+        check_model(engine, info, digest)
+    check_runs_here(engine, info, info.tensorrt_version, 80)
+    check_runs_here(engine, info, info.tensorrt_version, 120)
+    with pytest.raises(UserError, match=r"built with TensorRT-RTX .*, and 1.9.0.1 is installed; expected the same"):
+        check_runs_here(engine, info, "1.9.0.1", 89)
+    with pytest.raises(UserError, match="built for SM 80 and later, and this GPU is SM 75"):
+        check_runs_here(engine, info, info.tensorrt_version, 75)
+    own = replace(info, target="trt", compute_capabilities=(90,))
+    with pytest.raises(UserError, match="built for SM 90, and this GPU is SM 80"):
+        check_runs_here(engine, own, info.tensorrt_version, 80)
+    check_runs_here(engine, replace(own, hardware_compatibility="ampere+"), info.tensorrt_version, 80)
+    portable = replace(own, tensorrt_version="10.13.0.35", version_compatible=True)
+    check_runs_here(engine, portable, "11.4.0.106", 90)
+    with pytest.raises(UserError, match="expected the same release or a later one"):
+        check_runs_here(engine, replace(portable, tensorrt_version="11.4.0.106"), "10.16.1.11", 90)
+
+
+def test_a_missing_tensorrt_names_its_extra_and_the_way_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    with pytest.raises(MissingExtraError, match=r"effexport\[tensorrt\].*--target trt-rtx builds without one"):
+        import_api("trt")
+    with pytest.raises(MissingExtraError, match=r"effexport\[rtx\].*needs no GPU to build"):
+        import_api("trt-rtx")
+
+
+def test_a_tensorrt_that_is_too_old_is_refused() -> None:
+    check_version("trt", "10.13.0.35")
+    with pytest.raises(UserError, match=r"TensorRT 10\.9\.0\.34 is installed; expected 10\.13 or later: pip install"):
+        check_version("trt", "10.9.0.34")

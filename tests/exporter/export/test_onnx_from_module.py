@@ -1,0 +1,360 @@
+"""The exported file: what it contains, what it must not contain, and that it computes at every size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from effexport.artifact import Artifact
+from effexport.errors import StageError
+from effexport.export.onnx_from_module import onnx_from_module
+from effexport.export.onnx_graph import FORBIDDEN_OPS, GraphPromise, all_nodes, check_graph, graph_tensors
+from effexport.models.encoder import module_from_spec
+from effexport.models.spec import ATTENTION_SPECS
+from effexport.plugins import DOMAIN, PLUGIN_NAMESPACE
+from effexport.proof.cases import random_inputs, run_module
+from effexport.proof.checks.run_checks import relative_error
+from effexport.proof.tolerances import arithmetic_limit
+from effexport.runners.ort.runner import OrtRunner
+from effexport.spec import OPSETS, BuildSpec
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+Specs = Callable[..., BuildSpec]
+Built = Callable[..., Artifact]
+# aft-local exports the same blocks as aft-conv, slowly
+CAUSAL = [
+    pytest.param(name, marks=pytest.mark.soak) if name == "aft-local" else name
+    for name, spec in ATTENTION_SPECS.items()
+    if spec.supports_causal
+]
+# 1: nothing to attend to but itself; 63 and 50 are no multiples of a chunk (16) or of the landmarks (16)
+SEQ_LENS = (1, 7, 50, 63, 64)
+
+
+def promise_of(spec: BuildSpec) -> GraphPromise:
+    return GraphPromise(spec.inputs, spec.outputs, spec.custom_ops)
+
+
+def export(spec: BuildSpec, path: Path) -> onnx.ModelProto:
+    onnx_from_module(module_from_spec(spec.model, spec.seed), spec, path)
+    return onnx.load(str(path))
+
+
+def worst_error(path: Path, spec: BuildSpec, seq_lens: tuple[int, ...] = SEQ_LENS) -> float:
+    """Largest relative error of kept tokens over lengths, batch sizes and padding."""
+    module, worst = module_from_spec(spec.model, spec.seed), 0.0
+    rng = np.random.default_rng(1)
+    with OrtRunner(path) as runner:
+        for seq_len in seq_lens:
+            for batch, lengths in ((1, None), (3, [seq_len, (seq_len + 1) // 2, 1])):
+                inputs = random_inputs(spec, rng, batch, seq_len, lengths)
+                (given,) = runner.run(inputs).values()
+                (expected,) = run_module(module, spec, inputs).values()
+                assert given.shape == expected.shape
+                assert given.dtype.name == spec.dtype
+                assert np.isfinite(given).all()
+                for row, keep in enumerate(inputs["attention_mask"] != 0):
+                    worst = max(worst, relative_error(given[row][keep], expected[row][keep])[0])
+    return worst
+
+
+def test_the_file_keeps_every_promise_of_the_spec(built: Built, variant: str, scope: str) -> None:
+    artifact = built(variant, scope)
+    spec = artifact.spec
+    check_graph(artifact.model_path, promise_of(spec))
+    model = onnx.load(str(artifact.model_path))
+    assert graph_tensors(model.graph.input) == spec.inputs
+    assert graph_tensors(model.graph.output) == spec.outputs
+    assert next(o.version for o in model.opset_import if o.domain == "") == spec.opset
+
+
+def test_every_custom_call_is_one_marked_node_with_a_body(built: Built, variant: str, scope: str) -> None:
+    operators = {
+        "softmax": ["MaskedAttention"],
+        "linear": ["EluLinearAttention"],
+        "nystrom": ["IterativePinv", *["MaskedAttention"] * 2, *["SegmentMeans"] * 2, "SequenceConv"],
+        "lsh": ["LSHSort", "LSHAttention"],
+        "aft-simple": ["AFTSimpleAttention"],
+    }
+    expected = operators.get(variant, [])
+    model = onnx.load(str(built(variant, scope).model_path))
+    nodes = [node for node in model.graph.node if node.domain == DOMAIN]
+    assert sorted(node.op_type for node in nodes) == sorted(expected)
+    for node in nodes:
+        (mark,) = [helper.get_attribute_value(a) for a in node.attribute if a.name == PLUGIN_NAMESPACE]
+        assert mark == b"effexport"
+    assert sorted(f.name for f in model.functions if f.domain == DOMAIN) == sorted(set(expected))
+
+
+@pytest.mark.parametrize("name", ["nystrom", "lsh"])
+def test_every_layer_keeps_its_own_operators(small_spec: Callable[..., BuildSpec], tmp_path: Path, name: str) -> None:
+    """The exporter merges equal nodes: what two layers compute of the mask alone must not be a custom operator."""
+    spec = small_spec(name, "encoder", layers=2)
+    model = export(spec, tmp_path / "model.onnx")
+    nodes = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
+    assert nodes == Counter(spec.attention.operators(fused=True) * 2)
+
+
+def test_no_forbidden_node_hides_in_graph_subgraphs_or_bodies(built: Built, variant: str, scope: str) -> None:
+    model = onnx.load(str(built(variant, scope).model_path))
+    found = {node.op_type for node in all_nodes(model)}
+    assert not found & FORBIDDEN_OPS.keys()
+    assert not {name for name in found if name.startswith("Random")}
+    assert {node.domain for node in all_nodes(model)} <= {"", DOMAIN}
+
+
+def test_the_file_says_nothing_about_the_machine(built: Built, variant: str, scope: str) -> None:
+    data = built(variant, scope).model_path.read_bytes()
+    for trace in (b"site-packages", b"Traceback", b".py", str(Path.cwd()).encode(), str(Path.home()).encode() + b"/"):
+        assert trace not in data, trace
+
+
+def test_batch_and_length_are_free_in_the_file(built: Built, variant: str, scope: str) -> None:
+    artifact = built(variant, scope)
+    longer = (100,) if artifact.spec.max_seq_len is None else ()
+    limit = arithmetic_limit(artifact.spec)  # no bucket flips in float32 at these sizes, so hashing is held to it too
+    assert worst_error(artifact.model_path, artifact.spec, (*SEQ_LENS, *longer)) <= limit.value, limit.reason
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_layers_export_and_compute_the_same(small_spec: Specs, built: Built, tmp_path: Path, name: str) -> None:
+    spec, path = small_spec(name, "attention", causal=True), tmp_path / "model.onnx"
+    if name == "aft-simple":  # other tests need this artifact as well
+        path = built(name, "attention", causal=True).model_path
+    else:
+        export(spec, path)
+    assert worst_error(path, spec) <= arithmetic_limit(spec).value
+
+
+def test_two_lsh_layers_have_a_sort_and_rotations_each(small_spec: Specs, tmp_path: Path) -> None:
+    spec = small_spec("lsh", "encoder", layers=2)
+    model = export(spec, tmp_path / "model.onnx")
+    sorts = [node for node in model.graph.node if node.op_type == "LSHSort"]
+    assert [node.name for node in sorts] == [f"blocks.{i}.attention/LSHSort" for i in range(2)]
+    assert [node.input[0] for node in sorts] == [f"blocks.{i}.attention.buckets" for i in range(2)]
+    assert sorted(function.name for function in model.functions) == ["LSHAttention", "LSHSort"]
+    first, second = rotations_in(model, spec), rotations_in(model, spec, layer=1)
+    assert not np.array_equal(first, second)
+
+
+def rotations_in(model: onnx.ModelProto, spec: BuildSpec, layer: int = 0) -> np.ndarray:
+    """The initializer that holds the rotations of a layer, found by value."""
+    module = module_from_spec(spec.model, spec.seed)
+    hashes = [m.rotations for m in module.modules() if hasattr(m, "rotations")]
+    expected = hashes[layer].numpy()
+    for tensor in model.graph.initializer:
+        array = numpy_helper.to_array(tensor)
+        if (
+            array.size == expected.size
+            and array.dtype == np.float32
+            and np.array_equal(array.ravel(), expected.ravel())
+        ):
+            return array
+    raise AssertionError("no float32 initializer holds the rotations")
+
+
+@pytest.mark.parametrize("fields", [{}, {"precision": "fp16"}], ids=["fp32", "fp16"])
+def test_rotations_are_a_float32_initializer_at_every_precision(built: Built, fields: dict[str, str]) -> None:
+    artifact = built("lsh", "attention", **fields)
+    assert rotations_in(onnx.load(str(artifact.model_path)), artifact.spec).dtype == np.float32
+
+
+def test_half_precision_keeps_float32_islands(small_spec: Specs, tmp_path: Path) -> None:
+    spec = small_spec("softmax", "encoder", precision="fp16", fused=False)
+    model = onnx.shape_inference.infer_shapes(export(spec, tmp_path / "model.onnx"))
+    dtypes = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
+    softmaxes = [node for node in model.graph.node if node.op_type == "Softmax"]
+    assert softmaxes
+    assert all(dtypes[node.output[0]] == TensorProto.FLOAT for node in softmaxes)
+
+
+# every opset is exported by the soak run; the ends, and the default everywhere else, by every run
+OPSET_CASES = [n if n in (18, 24) else pytest.param(n, marks=pytest.mark.soak) for n in OPSETS]
+
+
+@pytest.mark.parametrize("opset", OPSET_CASES)
+@pytest.mark.parametrize("name", ["lsh", "nystrom"])
+def test_custom_operators_work_at_every_opset(small_spec: Specs, tmp_path: Path, name: str, opset: int) -> None:
+    spec = small_spec(name, "attention", opset=opset)
+    model = export(spec, tmp_path / "model.onnx")
+    assert next(o.version for o in model.opset_import if o.domain == "") == opset
+    assert worst_error(tmp_path / "model.onnx", spec, (50,)) <= arithmetic_limit(spec).value
+
+
+def test_bfloat16_passes_the_checker(small_spec: Specs, tmp_path: Path, variant: str) -> None:
+    spec = small_spec(variant, "attention", precision="bf16")
+    model = export(spec, tmp_path / "model.onnx")
+    weights = [tensor for tensor in model.graph.initializer if len(tensor.dims) == 2 and 32 in tensor.dims]
+    assert any(tensor.data_type == TensorProto.BFLOAT16 for tensor in weights)
+
+
+def test_weights_go_beside_the_file_on_request(built: Built) -> None:
+    artifact = built("aft-simple", "attention", external_data=True)
+    assert (artifact.path / "model.onnx.data").stat().st_size >= 4 * 32 * 32 * 4
+    assert "model.onnx.data" in artifact.manifest["files"]
+    assert artifact.manifest["parity"]["passed"]
+    assert artifact.model_path.stat().st_size < built("aft-simple", "attention").model_path.stat().st_size
+    assert worst_error(artifact.model_path, artifact.spec) <= arithmetic_limit(artifact.spec).value
+
+
+def test_weights_go_beside_the_file_above_the_threshold(
+    small_spec: Specs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small_spec("aft-simple", "attention")
+    module = module_from_spec(spec.model, 0)
+    weight_bytes = sum(p.numel() * 4 for p in module.parameters())
+    monkeypatch.setattr("effexport.export.onnx_from_module.EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes * 2)
+    onnx_from_module(module, spec, tmp_path / "inside.onnx")
+    monkeypatch.setattr("effexport.export.onnx_from_module.EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes // 2)
+    onnx_from_module(module, spec, tmp_path / "outside.onnx")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["inside.onnx", "outside.onnx", "outside.onnx.data"]
+
+
+def test_exporting_leaves_the_module_as_it_was(small_spec: Specs, tmp_path: Path) -> None:
+    spec = small_spec("aft-simple", "attention", precision="fp16")
+    module = module_from_spec(spec.model, 0)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    onnx_from_module(module, spec, tmp_path / "model.onnx")
+    after = module.state_dict()
+    assert all(after[name].dtype == torch.float32 and torch.equal(after[name], before[name]) for name in before)
+
+
+def test_two_exports_give_the_same_bytes(small_spec: Specs, tmp_path: Path) -> None:
+    spec = small_spec("aft-simple", "attention")
+    for name in ("one", "two"):
+        export(spec, tmp_path / name)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def damage_random(model: onnx.ModelProto) -> None:
+    model.graph.node.insert(0, helper.make_node("RandomNormalLike", ["hidden_states"], ["noise"], name="noise"))
+
+
+def damage_loop(model: onnx.ModelProto) -> None:
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go_in"], ["go_out"]), helper.make_node("Identity", ["i"], ["step"])],
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go_in", TensorProto.BOOL, []),
+        ],
+        [
+            helper.make_tensor_value_info("go_out", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("step", TensorProto.INT64, []),
+        ],
+    )
+    model.graph.initializer.append(numpy_helper.from_array(np.array(1), "trips"))
+    model.graph.node.insert(0, helper.make_node("Loop", ["trips", ""], ["all_steps"], name="steps", body=body))
+
+
+def damage_topk(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "top_k"))
+    node = helper.make_node("TopK", ["hidden_states", "top_k"], ["top_values", "top_places"], name="top")
+    model.graph.node.insert(0, node)
+
+
+def damage_topk_in_body(model: onnx.ModelProto) -> None:
+    body = model.functions[0]
+    body.node.append(helper.make_node("TopK", ["buckets", "block_1d"], ["top_values", "top_places"], name="hidden top"))
+
+
+def damage_random_in_branch(model: onnx.ModelProto) -> None:
+    value = helper.make_tensor_value_info("chosen", TensorProto.FLOAT, [2])
+    node = helper.make_node("RandomUniform", [], ["chosen"], name="hidden noise", shape=[2])
+    branch = helper.make_graph([node], "branch", [], [value])
+    model.graph.initializer.append(numpy_helper.from_array(np.array(True), "flag"))
+    choice = helper.make_node("If", ["flag"], ["choice"], then_branch=branch, else_branch=branch)
+    model.graph.node.insert(0, choice)
+
+
+def damage_namespace(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        kept = [a for a in node.attribute if a.name != PLUGIN_NAMESPACE]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+
+
+def damage_body(model: onnx.ModelProto) -> None:
+    del model.functions[:]
+
+
+def damage_output_name(model: onnx.ModelProto) -> None:
+    old = model.graph.output[0].name
+    model.graph.output[0].name = "hidden"
+    for node in model.graph.node:
+        for i, name in enumerate(node.output):
+            if name == old:
+                node.output[i] = "hidden"
+
+
+def damage_mask_dtype(model: onnx.ModelProto) -> None:
+    """A mask of int32, cast back inside, so that the graph stays valid."""
+    mask = next(value for value in model.graph.input if value.name == "attention_mask")
+    mask.type.tensor_type.elem_type = TensorProto.INT32
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            if name == "attention_mask":
+                node.input[i] = "mask64"
+    model.graph.node.insert(0, helper.make_node("Cast", ["attention_mask"], ["mask64"], to=TensorProto.INT64))
+
+
+def damage_dims(model: onnx.ModelProto) -> None:
+    for value in model.graph.input:
+        value.type.tensor_type.shape.dim[0].dim_value = 2
+
+
+def damage_checker(model: onnx.ModelProto) -> None:
+    model.graph.node[0].input[0] = "from nowhere"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_random, "node 'noise' is a RandomNormalLike: two runs would differ"),
+        (damage_loop, "node 'steps' is a Loop"),
+        (damage_topk, "node 'top' is a TopK: TensorRT stops at 3840"),
+        (damage_topk_in_body, "node 'hidden top' is a TopK"),
+        (damage_random_in_branch, "node 'hidden noise' is a RandomUniform"),
+        (damage_namespace, "does not carry plugin_namespace"),
+        (damage_body, r"function bodies are \[\]; expected \['LSHSort'\]"),
+        (damage_output_name, "outputs are hidden float32 .*expected last_hidden_state float32"),
+        (damage_mask_dtype, "inputs are .*attention_mask int32.*expected .*attention_mask int64"),
+        (damage_dims, r"inputs are hidden_states float32 \[2, .*expected hidden_states float32 \[batch"),
+        (damage_checker, "onnx rejects the graph"),
+    ],
+)
+def test_planted_damage_is_found(
+    built: Built, tmp_path: Path, damage: Callable[[onnx.ModelProto], None], message: str
+) -> None:
+    artifact = built("lsh", "attention", fused=False)
+    model = onnx.load(str(artifact.model_path))
+    damage(model)
+    path = tmp_path / "model.onnx"
+    onnx.save(model, str(path))
+    with pytest.raises(StageError, match=message) as failure:
+        check_graph(path, promise_of(artifact.spec))
+    assert failure.value.stage == "graph check"
+
+
+def test_a_declared_operator_that_is_not_there_is_found(built: Built) -> None:
+    artifact = built("aft-full", "attention")
+    spec = artifact.spec
+    with pytest.raises(StageError, match=r"custom operators are \{\}; declared are \{'LSHSort': 1\}"):
+        check_graph(artifact.model_path, GraphPromise(spec.inputs, spec.outputs, {"LSHSort": 1}))
+
+
+def test_an_exporter_failure_names_its_stage(small_spec: Specs, tmp_path: Path) -> None:
+    class Unexportable(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return hidden_states * int(attention_mask.sum().item() > len(str(hidden_states)))
+
+    with pytest.raises(StageError, match=r"export: torch\.onnx could not export the module"):
+        onnx_from_module(Unexportable(), small_spec("softmax", "attention"), tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()

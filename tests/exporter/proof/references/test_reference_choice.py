@@ -1,0 +1,211 @@
+"""`verify --reference` and `--case`: what a model is compared with, and one clear error for what cannot be."""
+
+from __future__ import annotations
+
+import builtins
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import numpy_helper
+from transformers_models import saved
+
+from effexport.artifact import Artifact
+from effexport.errors import UserError
+from effexport.proof.cases import load_reference
+from effexport.proof.references.choice import ReferenceChoice, parse_choice
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+Cli = Callable[..., Any]
+Built = Callable[..., Artifact]
+NYSTROM: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "segment_means_seq_len": 32,
+    "num_landmarks": 8,
+    "conv_kernel_size": 5,
+}
+REFORMER: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "attention_head_size": 8,
+    "feed_forward_size": 48,
+    "attn_layers": ["lsh", "local"],
+    "lsh_attn_chunk_length": 8,
+    "local_attn_chunk_length": 8,
+    "num_buckets": 8,
+    "num_hashes": 2,
+    "axial_pos_shape": [8, 16],
+    "axial_pos_embds_dim": [16, 16],
+    "max_position_embeddings": 128,
+    "is_decoder": False,
+}
+
+
+def damaged_copy(model: Path, folder: Path) -> Path:
+    """The same graph with larger weights."""
+    proto = onnx.load(str(model))
+    for tensor in proto.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) == 2:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * 1.1, tensor.name))
+    onnx.save(proto, str(folder / "bad.onnx"))
+    return folder / "bad.onnx"
+
+
+def test_words_files_and_runtimes_are_told_apart(built: Built) -> None:
+    path = built("softmax", "attention").path
+    assert parse_choice("golden") == ReferenceChoice("golden")
+    assert parse_choice(f"{path}@ort") == ReferenceChoice("runtime", path, "ort")
+    assert parse_choice("there/reference.safetensors").kind == "file"
+    assert parse_choice(f"{path}@ort").title == f"{path}@ort"
+    assert parse_choice("torch").title == "PyTorch"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gold", "unknown --reference 'gold'; did you mean 'golden'?"),
+        ("", "unknown --reference ''"),
+        ("PATH@orrt", "unknown runtime 'orrt'; did you mean 'ort'?"),
+        ("PATH@", "unknown runtime ''"),
+        ("@ort", "expected an artifact or an ONNX file before the @"),
+        ("absent/artifact@ort", "there is no absent/artifact"),
+        ("PATH", "names no runtime; expected PATH@RUNTIME, such as "),
+        ("PATH/model.onnx@trt", "an engine belongs to an artifact"),
+        ("PATH@trt", "has no trt engine"),
+        ("absent.safetensors", "absent.safetensors is not a reference of effexport"),
+        ("PATH/reference.safetensors@ort", "is not an ONNX model"),
+    ],
+)
+def test_a_reference_that_is_none_is_one_error(cli: Cli, built: Built, text: str, message: str) -> None:
+    path = built("softmax", "attention").path
+    assert message in cli("verify", path, "--reference", text.replace("PATH", str(path))).error()
+
+
+def test_another_file_or_artifact_answers_the_golden_inputs(cli: Cli, built: Built, tmp_path: Path) -> None:
+    artifact = built("lsh", "attention")
+    for reference in (f"{artifact.path}@ort", f"{artifact.model_path}@ort"):
+        result = cli("verify", artifact.path, "--reference", reference, "--json")
+        assert result.code == 0, result.err
+        assert result.json["reference"] == reference
+        assert f"equal to {reference}" in result.err
+        # two runs of one file: no error at all
+        assert result.json["summary"]["arithmetic with identical buckets"]["worst"] == 0
+    bad = damaged_copy(artifact.model_path, tmp_path)
+    wrong = cli("verify", artifact.path, "--reference", f"{bad}@ort", "--json")
+    assert wrong.code == 1
+    assert f"NOT proven equal to {bad}@ort" in wrong.err
+    # the candidate itself is right, so its trace is clean
+    assert wrong.json["trace"]["first_divergence"] is None
+    equal = cli("verify", artifact.path, "--model", bad, "--reference", f"{bad}@ort")
+    assert equal.code == 0, equal.err
+
+
+def test_a_reference_of_another_model_is_refused(cli: Cli, built: Built) -> None:
+    artifact, other = built("softmax", "attention"), built("softmax", "encoder")
+    golden = cli("verify", artifact.path, "--reference", other.reference_path).error()
+    assert "is of another model: its inputs are ['attention_mask', 'input_ids']" in golden
+    assert "unknown input 'hidden_states'" in cli("verify", artifact.path, "--reference", f"{other.path}@ort").error()
+    hashed = built("lsh", "attention")
+    assert "its hashes are []" in cli("verify", hashed.path, "--reference", artifact.reference_path).error()
+
+
+def test_cases_that_the_reference_does_not_take_are_not_run(cli: Cli, built: Built) -> None:
+    artifact, short = built("linear", "encoder"), built("linear", "encoder", seq_len=48)
+    result = cli("verify", artifact.path, "--reference", f"{short.path}@ort", "--json")
+    reasons = {check["reason"] for check in result.json["checks"] if check["name"] == "reference"}
+    assert reasons == {f"{short.path}@ort takes at most 48 tokens"}
+
+
+def test_a_golden_file_from_elsewhere(cli: Cli, built: Built, tmp_path: Path) -> None:
+    artifact = built("softmax", "attention")
+    file = tmp_path / "golden.safetensors"
+    shutil.copy(artifact.reference_path, file)
+    result = cli("verify", artifact.path, "--reference", file, "--json")
+    assert result.code == 0, result.err
+    assert f"equal to {file}" in result.err
+    file.write_bytes(b"nothing")
+    assert "is not a reference of effexport" in cli("verify", artifact.path, "--reference", file).error()
+
+
+def test_only_the_named_cases_run(cli: Cli, built: Built) -> None:
+    path = built("softmax", "attention").path
+    command = ("verify", path, "--case", "padded batch", "--case", "short", "--json")
+    for reference in ("golden", "torch", "auto", f"{path}@ort"):
+        checks = cli(*command, "--reference", reference).json["checks"]
+        assert {check["case"].split(":")[0] for check in checks} == {"padded batch", "short"}
+    known = [case.name for case in load_reference(path / "reference.safetensors")]
+    message = cli("verify", path, "--case", "shrot").error()
+    assert "there is no case 'shrot'; did you mean 'short'?" in message
+    assert all(repr(name) in message for name in known)
+
+
+@pytest.mark.requires("transformers")
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("NystromformerForQuestionAnswering", NYSTROM),
+        ("ReformerForMaskedLM", REFORMER),
+        pytest.param("NystromformerForMultipleChoice", NYSTROM, marks=pytest.mark.soak),
+        pytest.param("NystromformerModel", NYSTROM | {"segment_means_seq_len": 8}, marks=pytest.mark.soak),
+        pytest.param("ReformerModelWithLMHead", REFORMER | {"is_decoder": True}, marks=pytest.mark.soak),
+        pytest.param("ReformerModel", REFORMER | {"hash_seed": 3}, marks=pytest.mark.soak),
+    ],
+)
+def test_the_original_model_is_a_reference(cli: Cli, tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
+    saved(tmp_path / "checkpoint", kind, config)
+    build = ("build", "--checkpoint", tmp_path / "checkpoint", "--seed", "5", "-o", tmp_path / "out")
+    assert cli(*build).code == 0
+    command = ("verify", tmp_path / "out", "--reference", "transformers", "--json")
+    result = cli(*command, "--weights", tmp_path / "checkpoint")
+    assert result.code == 0, result.err
+    titles = [c["case"] for c in result.json["checks"] if c["name"] == "signature"]
+    # golden inputs and new ones
+    assert len(titles) >= 6
+    assert len(titles) > len(set(titles))
+    assert "came from checkpoint: name it with --weights" in cli(*command).error()
+    bad = damaged_copy(tmp_path / "out" / "model.onnx", tmp_path)
+    wrong = cli(*command, "--weights", tmp_path / "checkpoint", "--model", bad, "--case", "short")
+    assert wrong.code == 1
+    assert wrong.json["trace"]["first_divergence"] is not None
+
+
+@pytest.mark.requires("transformers")
+def test_a_chosen_correction_is_not_compared_with_transformers() -> None:
+    from effexport.models.nystromformer_spec import NystromformerSpec
+    from effexport.models.reformer_spec import ReformerSpec
+    from effexport.proof.references.transformers import why_not_comparable
+
+    landmarks = {"num_landmarks": 8, "segment_means_seq_len": 32}
+    assert "pinv_init per_head" in why_not_comparable(NystromformerSpec(seq_len=8, pinv_init="per_head", **landmarks))
+    assert why_not_comparable(NystromformerSpec(seq_len=8, **landmarks)) == ""
+    safe = ReformerSpec(seq_len=64, num_buckets=4, mask_constants="safe", num_hashes=2)
+    assert "mask_constants safe" in why_not_comparable(safe)
+
+
+def test_transformers_needs_a_checkpoint(cli: Cli, built: Built) -> None:
+    message = cli("verify", built("softmax", "attention").path, "--reference", "transformers").error()
+    assert "was not built from a checkpoint" in message
+
+
+def test_a_missing_transformers_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from effexport.proof.references.transformers import import_transformers
+
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "transformers":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"pip install transformers==4\.57\.1"):
+        import_transformers()

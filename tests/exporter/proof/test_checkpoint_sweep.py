@@ -1,0 +1,175 @@
+"""Random configurations of both checkpoint families, and the published ones: exported files against transformers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers_models import inputs, same_rotations, saved, worst_error
+
+from effexport.export.module_source import source_from_path
+from effexport.export.onnx_from_module import onnx_from_module
+from effexport.runners import limits_from_spec
+from effexport.runners.ort.runner import OrtRunner
+from effexport.spec import BuildSpec, build_spec_from_checkpoint
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
+# What a checkpoint promises to its users.
+LIMIT = 1e-4
+CONFIGURATIONS = 8
+SOAKED = [pytest.param(seed, marks=pytest.mark.soak) for seed in range(CONFIGURATIONS, 40)]
+
+
+def exported(folder: Path, seq_len: int | None = None) -> tuple[BuildSpec, nn.Module, Path]:
+    spec, _ = build_spec_from_checkpoint({"seq_len": seq_len}, folder)
+    module = source_from_path(folder).make(spec)
+    onnx_from_module(module, spec, folder / "model.onnx")
+    return spec, module, folder / "model.onnx"
+
+
+def random_nystromformer(seed: int) -> tuple[str, dict[str, Any]]:
+    draw = random.Random(seed)
+    heads, landmarks = draw.choice([1, 2, 4]), draw.choice([4, 8])
+    config = {
+        "vocab_size": 60,
+        "hidden_size": 8 * heads * draw.choice([1, 2]),
+        "num_hidden_layers": draw.choice([1, 2, 3]),
+        "num_attention_heads": heads,
+        "intermediate_size": draw.choice([16, 40]),
+        "hidden_act": draw.choice(["gelu_new", "gelu", "relu"]),
+        "max_position_embeddings": 70,
+        "segment_means_seq_len": landmarks * draw.choice([1, 2, 6, 8]),
+        "num_landmarks": landmarks,
+        "conv_kernel_size": draw.choice([None, 3, 9]),
+    }
+    kind = draw.choice(["Model", "ForMaskedLM", "ForTokenClassification", "ForSequenceClassification"])
+    return f"Nystromformer{kind}", config
+
+
+def random_reformer(seed: int) -> tuple[str, dict[str, Any]]:
+    draw = random.Random(seed)
+    decoder = draw.random() < 0.5
+    chunk = draw.choice([4, 8])
+    axial = draw.random() < 0.6
+    config = {
+        "vocab_size": 60,
+        "hidden_size": 16,
+        "num_attention_heads": draw.choice([1, 2]),
+        "attention_head_size": draw.choice([8, 16]),
+        "feed_forward_size": 32,
+        "attn_layers": [draw.choice(["lsh", "local"]) for _ in range(draw.choice([1, 2]))],
+        "lsh_attn_chunk_length": chunk,
+        "local_attn_chunk_length": draw.choice([chunk, 2 * chunk]),
+        "lsh_num_chunks_after": 0 if decoder else draw.choice([0, 1]),
+        "local_num_chunks_after": 0 if decoder else draw.choice([0, 1]),
+        "num_buckets": draw.choice([4, 8, [4, 4], None]),
+        "num_hashes": draw.choice([1, 2, 3, 8]),
+        "axial_pos_embds": axial,
+        "axial_pos_shape": [8, 16],
+        "axial_pos_embds_dim": [4, 12],
+        "max_position_embeddings": 128,
+        "is_decoder": decoder,
+    }
+    return "ReformerModelWithLMHead" if decoder else draw.choice(["ReformerModel", "ReformerForMaskedLM"]), config
+
+
+def check_nystromformer(folder: Path, kind: str, config: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    model = saved(folder, kind, config)
+    spec, _, path = exported(folder)
+    segment = config["segment_means_seq_len"] if "IterativePinv" in spec.custom_ops else 0
+    with OrtRunner(path, limits=limits_from_spec(spec)) as runner:
+        for seq_len, (batch, padded) in zip(lengths, ((1, False), (4, True), (4, False)), strict=True):
+            seq_len = min(seq_len, segment or seq_len)
+            ids, mask = inputs(batch, seq_len, 1, padded=padded)
+            extra = max(0, segment - seq_len)
+            with torch.no_grad():
+                expected = model(
+                    input_ids=nn.functional.pad(ids, (0, extra), value=1),
+                    attention_mask=nn.functional.pad(mask, (0, extra)),
+                )
+            for name, output in runner.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()}).items():
+                wanted = expected[name]
+                wanted = wanted[:, :seq_len] if wanted.shape[1] == seq_len + extra else wanted
+                assert worst_error(output, wanted, mask) <= LIMIT, (batch, seq_len)
+
+
+def check_reformer(folder: Path, kind: str, config: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    model = saved(folder, kind, config)
+    # the number of buckets, where it is automatic, belongs to a length: transformers takes that of its first input
+    spec, module, path = exported(folder, lengths[0])
+    with OrtRunner(path, limits=limits_from_spec(spec)) as runner:
+        for seq_len, (batch, padded) in zip(lengths, ((1, False), (4, True), (4, False)), strict=True):
+            ids, mask = inputs(batch, seq_len, 0, padded=padded)
+            with torch.no_grad(), same_rotations(module):
+                expected = model(input_ids=ids, attention_mask=mask)
+            for name, output in runner.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()}).items():
+                assert worst_error(output, expected[name], mask) <= LIMIT, (batch, seq_len)
+
+
+@pytest.mark.parametrize("seed", [*range(CONFIGURATIONS), *SOAKED])
+def test_random_nystromformer_configurations(tmp_path: Path, seed: int) -> None:
+    check_nystromformer(tmp_path, *random_nystromformer(seed), (64, 33, 7))
+
+
+@pytest.mark.parametrize("seed", [*range(CONFIGURATIONS), *SOAKED])
+def test_random_reformer_configurations(tmp_path: Path, seed: int) -> None:
+    check_reformer(tmp_path, *random_reformer(seed), (96, 61, 40))
+
+
+def test_the_configuration_of_nystromformer_512_at_one_layer(tmp_path: Path) -> None:
+    config = {
+        "vocab_size": 60,
+        "hidden_size": 768,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 510,
+        "segment_means_seq_len": 64,
+        "num_landmarks": 64,
+        "conv_kernel_size": 65,
+    }
+    check_nystromformer(tmp_path, "NystromformerForMaskedLM", config, (510, 200, 63))
+
+
+def test_the_configuration_of_reformer_crime_and_punishment_at_two_layers(tmp_path: Path) -> None:
+    config = {
+        "vocab_size": 320,
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "attention_head_size": 64,
+        "feed_forward_size": 512,
+        "attn_layers": ["local", "lsh"],
+        "lsh_attn_chunk_length": 64,
+        "local_attn_chunk_length": 64,
+        "num_buckets": [64, 128],
+        "num_hashes": 1,
+        "axial_pos_shape": [512, 1024],
+        "axial_pos_embds_dim": [64, 192],
+        "max_position_embeddings": 524288,
+        "is_decoder": True,
+    }
+    check_reformer(tmp_path, "ReformerModelWithLMHead", config, (1024, 300, 129))
+
+
+def test_the_configuration_of_reformer_enwik8_at_two_layers(tmp_path: Path) -> None:
+    config = {
+        "vocab_size": 258,
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "attention_head_size": 128,
+        "feed_forward_size": 1024,
+        "attn_layers": ["local", "lsh"],
+        "lsh_attn_chunk_length": 256,
+        "local_attn_chunk_length": 128,
+        "num_buckets": 512,
+        "num_hashes": 4,
+        "axial_pos_shape": [128, 512],
+        "axial_pos_embds_dim": [256, 768],
+        "max_position_embeddings": 65536,
+        "is_decoder": True,
+    }
+    check_reformer(tmp_path, "ReformerModelWithLMHead", config, (1024, 600, 300))

@@ -1,0 +1,95 @@
+"""Random healthy models: every one must export and pass its own parity check. Run by scripts/soak.sh.
+
+A check that catches every planted fault is worth something only if it leaves healthy models alone.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from effexport.build import artifact_from_spec
+from effexport.models.spec import ATTENTION_SPECS
+from effexport.spec import BuildSpec, build_spec_from_options
+
+pytestmark = [pytest.mark.soak, pytest.mark.requires("torch", "onnx", "ort")]
+
+# Per variant: 200 models in float32 and 56 in float16 in all.
+CASES_PER_VARIANT = {"fp32": 25, "fp16": 7}
+
+
+def random_spec(variant: str, seed: int, **fields: Any) -> BuildSpec:
+    """A spec drawn from everything a user may combine. fields: what is not left to chance."""
+    rng = random.Random(f"{variant}-{seed}")
+    heads = rng.choice([1, 2, 3, 4])
+    options: dict[str, Any] = {
+        "variant": variant,
+        "scope": rng.choice(["encoder", "attention"]),
+        "heads": heads,
+        "dim": heads * rng.choice([8, 16, 24, 40]),
+        "seq_len": rng.choice([2, 5, 17, 63, 64, 65, 100, 129, 300, 511]),
+        "batch": rng.choice([1, 1, 3]),
+        "precision": rng.choice(["fp32", "fp32", "fp16"]),
+        "opset": rng.choice([18, 20, 20, 22, 24]),
+        "seed": rng.randrange(1000),
+        "bias": rng.random() < 0.7,
+    }
+    if variant != "nystrom":
+        options["causal"] = rng.random() < 0.5
+    if options["scope"] == "encoder":
+        options |= {
+            "layers": rng.choice([1, 2, 3]),
+            "block": rng.choice(["pre-norm", "post-norm", "reversible"]),
+            "reversible_output": rng.choice(["mean", "concat"]),
+            "lm_head": rng.random() < 0.3,
+            "activation": rng.choice(["gelu", "gelu_new", "relu"]),
+            "ff_chunk_length": rng.choice([0, 7]),
+        }
+    return build_spec_from_options(options | variant_options(variant, rng) | fields, None)
+
+
+def variant_options(variant: str, rng: random.Random) -> dict[str, Any]:
+    if variant == "nystrom":
+        return {
+            "num_landmarks": rng.choice([1, 4, 7, 32, 64]),
+            "pinv_iterations": rng.choice([1, 4, 6]),
+            "pinv_init": rng.choice(["per_head", "global"]),
+            "conv_kernel_size": rng.choice([None, 1, 33]),
+        }
+    if variant == "lsh":
+        return {
+            "chunk_length": rng.choice([1, 4, 16, 64]),
+            "num_hashes": rng.choice([1, 2, 3, 4]),
+            "num_buckets": rng.choice([None, 2, 6, 64, (4, 8), (2, 2, 6)]),
+            "num_chunks_before": rng.choice([0, 1, 2]),
+            "num_chunks_after": rng.choice([0, 1]),
+            "circular": rng.random() < 0.3,
+            "mask_constants": rng.choice(["safe", "hf"]),
+        }
+    return {
+        "linear": {"chunk_length": rng.choice([1, 16, 64])},
+        "aft-full": {"position_dim": rng.choice([1, 8])},
+        "aft-local": {"position_dim": rng.choice([1, 8]), "window": rng.choice([0, 1, 5, 32, 1000])},
+        "aft-conv": {"kernel_size": rng.choice([1, 3, 11, 65])},
+    }.get(variant, {})
+
+
+@pytest.mark.parametrize(
+    ("precision", "seed"),
+    [(precision, seed) for precision, count in CASES_PER_VARIANT.items() for seed in range(count)],
+)
+@pytest.mark.parametrize("name", ATTENTION_SPECS)
+def test_a_random_healthy_model_builds_and_raises_no_false_alarm(
+    name: str, precision: str, seed: int, tmp_path: Path
+) -> None:
+    _, report = artifact_from_spec(random_spec(name, seed, precision=precision), tmp_path / "artifact")
+    assert report.verdict == "passed"
+    assert [check for check in report.checks if check.status == "failed"] == []
+
+
+def test_the_sweep_is_as_wide_as_it_says() -> None:
+    assert len(ATTENTION_SPECS) * CASES_PER_VARIANT["fp32"] >= 200
+    assert len(ATTENTION_SPECS) * CASES_PER_VARIANT["fp16"] >= 50

@@ -1,0 +1,429 @@
+"""The checker itself: healthy models pass, and every deliberate fault is caught by the check that should catch it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from effexport.artifact import Artifact
+from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values, with_given_buckets
+from effexport.proof.candidates import OrtCandidate
+from effexport.proof.cases import Case, load_reference
+from effexport.proof.checks.run_checks import Check, RunWithBuckets, passed, relative_error, run_checks, summary
+from effexport.proof.tolerances import BUCKET_FLIPS, near_tie_limit
+from effexport.runners import limits_from_spec
+from effexport.runners.ort.runner import OrtRunner
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+Built = Callable[..., Artifact]
+Arrays = Mapping[str, np.ndarray]
+Fault = Callable[[Arrays, dict[str, np.ndarray]], dict[str, np.ndarray]]
+OUTPUT = "last_hidden_state"
+
+
+def candidate_of(artifact: Artifact, path: Path | None = None) -> OrtCandidate:
+    hashes = artifact.manifest["hash_values"]
+    return OrtCandidate(path or artifact.model_path, hashes, limits_from_spec(artifact.spec))
+
+
+@dataclasses.dataclass
+class Faulty:
+    """A healthy candidate whose answers go through `fault`."""
+
+    real: OrtCandidate
+    fault: Fault
+
+    def accepts(self, inputs: Arrays) -> bool:
+        return self.real.accepts(inputs)
+
+    def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
+        return self.fault(inputs, self.real.run(inputs))
+
+    @property
+    def run_with_buckets(self) -> RunWithBuckets | None:
+        if self.real.run_with_buckets is None:
+            return None
+
+        def run(inputs: Arrays, buckets: Arrays) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+            assert self.real.run_with_buckets is not None
+            outputs, own = self.real.run_with_buckets(inputs, buckets)
+            return self.fault(inputs, outputs), own
+
+        return run
+
+
+def failures(artifact: Artifact, fault: Fault) -> set[str]:
+    cases = load_reference(artifact.reference_path)
+    checks = list(run_checks(Faulty(candidate_of(artifact), fault), cases, artifact.spec))
+    return {check.name for check in checks if check.status == "failed"}
+
+
+def test_a_healthy_artifact_passes_every_check(built: Built, variant: str, scope: str) -> None:
+    artifact = built(variant, scope)
+    cases = load_reference(artifact.reference_path)
+    checks = list(run_checks(candidate_of(artifact), cases, artifact.spec))
+    assert [check for check in checks if check.status != "passed"] == []
+    assert all(check.reason for check in checks if check.limit is not None)
+    shapes = {case.keep.shape for case in cases}
+    assert len(shapes) >= 4
+    assert {batch for batch, _ in shapes} >= {1, 3}
+    assert any(seq_len != artifact.spec.attention.seq_len for _, seq_len in shapes)
+    assert any(not case.keep.all() for case in cases)
+    kinds = {check.name for check in checks}
+    assert {"signature", "finite", "repeatable", "batch invariance"} <= kinds
+
+
+def nan_in_one_element(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    outputs[OUTPUT][-1, 0, 3] = np.nan
+    return outputs
+
+
+def inf_in_one_element(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    outputs[OUTPUT][0, 0, 0] = -np.inf
+    return outputs
+
+
+def all_nan(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {OUTPUT: np.full_like(outputs[OUTPUT], np.nan)}
+
+
+def one_token_off(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    outputs[OUTPUT][0, 0] += 1e-2
+    return outputs
+
+
+def doubled_width(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {OUTPUT: outputs[OUTPUT].astype(np.float64)}
+
+
+def halved_width(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {OUTPUT: outputs[OUTPUT].astype(np.float16)}
+
+
+def transposed(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {OUTPUT: outputs[OUTPUT].transpose(0, 2, 1)}
+
+
+def renamed(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"logits": outputs[OUTPUT]}
+
+
+def one_output_too_many(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return outputs | {"extra": outputs[OUTPUT]}
+
+
+def samples_swapped(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {OUTPUT: outputs[OUTPUT][::-1].copy()}
+
+
+def tokens_reversed(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {OUTPUT: outputs[OUTPUT][:, ::-1].copy()}
+
+
+def batch_mate_leak(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Right for a single sample, wrong with company."""
+    mean = outputs[OUTPUT].mean(axis=(0, 1), keepdims=True)
+    return {OUTPUT: outputs[OUTPUT] + (1e-2 * mean if len(outputs[OUTPUT]) > 1 else 0)}
+
+
+def padding_leak(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A mask that is forgotten somewhere: every padded position moves the whole sample."""
+    padding = (inputs["attention_mask"] == 0).sum(axis=1)
+    return {OUTPUT: outputs[OUTPUT] + np.float32(1e-3) * padding[:, None, None].astype(np.float32)}
+
+
+def constant_answer(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {OUTPUT: np.zeros_like(outputs[OUTPUT])}
+
+
+@pytest.mark.parametrize("name", ["softmax", "nystrom", "lsh"])
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (nan_in_one_element, {"finite"}),
+        (inf_in_one_element, {"finite"}),
+        (all_nan, {"finite"}),
+        (one_token_off, set()),
+        (doubled_width, {"signature"}),
+        (halved_width, {"signature"}),
+        (transposed, {"signature"}),
+        (renamed, {"signature"}),
+        (one_output_too_many, {"signature"}),
+        (samples_swapped, {"batch invariance"}),
+        (tokens_reversed, set()),
+        (batch_mate_leak, {"batch invariance"}),
+        (padding_leak, {"batch invariance"}),
+        (constant_answer, set()),
+    ],
+)
+def test_a_wrong_answer_is_caught(built: Built, name: str, fault: Fault, expected: set[str]) -> None:
+    failed = failures(built(name, "attention"), fault)
+    if expected != {"signature"}:
+        expected = expected | {"arithmetic with identical buckets" if name == "lsh" else "arithmetic"}
+    assert expected <= failed
+
+
+def test_an_answer_that_changes_from_run_to_run_is_caught(built: Built) -> None:
+    rng = np.random.default_rng(0)
+
+    def last_bit_noise(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        bits = outputs[OUTPUT].view(np.uint32)
+        return {OUTPUT: (bits ^ rng.integers(0, 2, bits.shape, dtype=np.uint32)).view(np.float32)}
+
+    assert failures(built("softmax", "attention"), last_bit_noise) == {"repeatable"}
+
+
+def test_the_worst_element_is_named(built: Built) -> None:
+    artifact = built("softmax", "attention")
+    cases = load_reference(artifact.reference_path)[:1]
+
+    def fault(inputs: Arrays, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        outputs[OUTPUT][0, 17, 5] = 99
+        return outputs
+
+    checks = run_checks(Faulty(candidate_of(artifact), fault), cases, artifact.spec)
+    failed, overall = (check for check in checks if check.status == "failed")
+    assert (failed.name, overall.name) == ("arithmetic", "overall error")
+    assert failed.detail.startswith("worst at last_hidden_state[0, 17, 5]: 99, reference ")
+
+
+def damaged_copy(artifact: Artifact, path: Path, change: Callable[[str, np.ndarray], np.ndarray | None]) -> list[str]:
+    """Write the model with changed initializers to `path`; the names of those that were changed."""
+    model, changed = onnx.load(str(artifact.model_path)), []
+    for tensor in model.graph.initializer:
+        array = change(tensor.name, numpy_helper.to_array(tensor))
+        if array is not None:
+            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+            changed.append(tensor.name)
+    onnx.save(model, str(path))
+    return changed
+
+
+# Hashing looks at directions only, so by the mathematics the length of the rotations changes nothing. They are the one
+# initializer of this size: heads × head_dim × rounds × half the buckets.
+ROTATIONS = 2 * 16 * 2 * 4
+
+
+def is_weight(array: np.ndarray, variant: str) -> bool:
+    return array.ndim >= 2 and array.dtype == np.float32 and (variant != "lsh" or array.size != ROTATIONS)
+
+
+def test_each_weight_that_is_one_percent_off_is_caught(built: Built, tmp_path: Path, variant: str) -> None:
+    artifact = built(variant, "attention")
+    cases = [c for c in load_reference(artifact.reference_path) if c.name in ("export", "padded batch")]
+    initializers = onnx.load(str(artifact.model_path)).graph.initializer
+    names = [t.name for t in initializers if is_weight(numpy_helper.to_array(t), variant)]
+    assert len(names) >= 3
+    for target in names:
+        changed = damaged_copy(
+            artifact, tmp_path / "model.onnx", lambda name, a, t=target: a * a.dtype.type(1.01) if name == t else None
+        )
+        assert changed == [target]
+        checks = list(run_checks(candidate_of(artifact, tmp_path / "model.onnx"), cases, artifact.spec))
+        failed = {check.name for check in checks if check.status == "failed"}
+        assert failed & {"arithmetic", "arithmetic with identical buckets"}, f"{target} × 1.01 passed"
+
+
+def test_rotations_of_the_wrong_sign_are_caught(built: Built, tmp_path: Path) -> None:
+    artifact = built("lsh", "attention")
+
+    def negate(name: str, array: np.ndarray) -> np.ndarray | None:
+        return -array if array.size == ROTATIONS else None
+
+    assert len(damaged_copy(artifact, tmp_path / "model.onnx", negate)) == 1
+    cases = load_reference(artifact.reference_path)
+    checks = list(run_checks(candidate_of(artifact, tmp_path / "model.onnx"), cases, artifact.spec))
+    failed = {check.name for check in checks if check.status == "failed"}
+    assert {"bucket agreement", "bucket near-ties"} <= failed
+    # the arithmetic is innocent: with the reference's buckets it is right
+    assert "arithmetic with identical buckets" not in failed
+
+
+def lsh_case(artifact: Artifact) -> Case:
+    return next(case for case in load_reference(artifact.reference_path) if case.name == "export")
+
+
+def with_flips(artifact: Artifact, flips: int, margin: float) -> dict[str, Check]:
+    """Bucket checks of a case whose reference disagrees in `flips` buckets of the given margin."""
+    case = lsh_case(artifact)
+    (name,) = case.buckets
+    buckets, margins = case.buckets[name].copy(), case.margins[name].copy()
+    real = candidate_of(artifact)
+    buckets.flat[:flips] = (buckets.flat[:flips] + 1) % 8
+    margins.flat[:flips] = margin
+    changed = dataclasses.replace(case, buckets={name: buckets}, margins={name: margins})
+
+    class Unmoved(Faulty):
+        """Computes with the real buckets, so that only the bucket checks can object."""
+
+        @property
+        def run_with_buckets(self) -> RunWithBuckets:
+            assert real.run_with_buckets is not None
+            return lambda inputs, given: real.run_with_buckets(inputs, case.buckets)  # type: ignore[misc]
+
+    checks = run_checks(Unmoved(real, lambda inputs, outputs: outputs), [changed], artifact.spec)
+    return {check.name: check for check in checks if check.name.startswith("bucket")}
+
+
+def test_a_near_tie_may_flip(built: Built) -> None:
+    artifact = built("lsh", "attention")
+    checks = with_flips(artifact, 1, near_tie_limit(artifact.spec).value / 2)
+    assert [check.status for check in checks.values()] == ["passed", "passed"]
+    assert checks["bucket agreement"].value == 1
+
+
+def test_a_wide_margin_may_not_flip(built: Built) -> None:
+    artifact = built("lsh", "attention")
+    checks = with_flips(artifact, 1, near_tie_limit(artifact.spec).value * 2)
+    assert checks["bucket near-ties"].status == "failed"
+
+
+def test_too_many_near_ties_may_not_flip(built: Built) -> None:
+    artifact = built("lsh", "attention")
+    assert BUCKET_FLIPS["fp32"].value * 256 < 1
+    assert with_flips(artifact, 2, near_tie_limit(artifact.spec).value / 2)["bucket agreement"].status == "failed"
+
+
+def test_which_of_two_equal_projections_wins_is_for_the_runtime_to_say(built: Built) -> None:
+    checks = with_flips(built("lsh", "attention"), 5, 0.0)
+    assert [check.status for check in checks.values()] == ["passed", "passed"]
+
+
+def test_a_margin_that_is_nan_fails(built: Built) -> None:
+    assert with_flips(built("lsh", "attention"), 1, math.nan)["bucket near-ties"].status == "failed"
+
+
+def test_given_buckets_are_really_used(built: Built) -> None:
+    artifact = built("lsh", "encoder")
+    case, run = lsh_case(artifact), candidate_of(artifact).run_with_buckets
+    assert run is not None
+    (name,) = case.buckets
+    same, own = run(case.inputs, case.buckets)
+    assert np.array_equal(own[name], case.buckets[name])
+    free = candidate_of(artifact).run(case.inputs)
+    # not the same session, so the same up to the order of its sums
+    assert relative_error(same[OUTPUT][0], free[OUTPUT][0])[0] <= 2e-4
+    shuffled = {name: np.random.default_rng(0).permuted(case.buckets[name], axis=1)}
+    other, own = run(case.inputs, shuffled)
+    assert np.array_equal(own[name], case.buckets[name]), (
+        "what the model would have chosen does not follow what is given"
+    )
+    assert relative_error(other[OUTPUT][0], same[OUTPUT][0])[0] > 1e-2
+
+
+def test_buckets_become_inputs_and_outputs(built: Built) -> None:
+    artifact = built("lsh", "encoder")
+    values = hash_values(artifact.model_path, artifact.manifest["hash_values"])
+    assert values == ["blocks.0.attention.buckets"]
+    runner = OrtRunner(with_given_buckets(artifact.model_path, values))
+    assert [t.name for t in runner.inputs] == ["input_ids", "attention_mask", values[0] + GIVEN_SUFFIX]
+    assert [t.name for t in runner.outputs] == [OUTPUT, values[0]]
+
+
+def test_buckets_are_found_by_the_sort_when_values_were_renamed(built: Built, tmp_path: Path) -> None:
+    artifact = built("lsh", "encoder")
+    model = onnx.load(str(artifact.model_path))
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            for i, name in enumerate(names):
+                names[i] = "v17" if name == "blocks.0.attention.buckets" else name
+    onnx.save(model, str(tmp_path / "renamed.onnx"))
+    assert hash_values(tmp_path / "renamed.onnx", artifact.manifest["hash_values"]) == ["v17"]
+
+
+def test_buckets_out_of_sight_are_said_to_be_so(built: Built) -> None:
+    artifact = built("lsh", "attention")
+    case = lsh_case(artifact)
+    blind = OrtCandidate(artifact.model_path, [], limits_from_spec(artifact.spec))
+    assert blind.run_with_buckets is None
+    names = {check.name: check.status for check in run_checks(blind, [case], artifact.spec)}
+    assert names["arithmetic (buckets not visible)"] == "passed"
+    assert "bucket agreement" not in names
+
+
+@pytest.mark.parametrize("level", ["BASIC", "EXTENDED"])
+@pytest.mark.parametrize("name", ["lsh", "nystrom"])
+def test_a_graph_that_onnxruntime_optimised_passes(built: Built, tmp_path: Path, name: str, level: str) -> None:
+    import onnxruntime as ort
+
+    artifact = built(name, "encoder")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
+    options.log_severity_level = 3
+    ort.InferenceSession(str(artifact.model_path), options, providers=["CPUExecutionProvider"])
+    path = tmp_path / "optimised.onnx"
+    hashes = artifact.manifest["hash_values"]
+    assert hash_values(path, hashes) == hashes
+    checks = list(run_checks(candidate_of(artifact, path), load_reference(artifact.reference_path), artifact.spec))
+    assert [check for check in checks if check.status != "passed"] == []
+
+
+def test_relative_error_is_measured_against_the_scale_of_the_sample() -> None:
+    expected = np.full((4, 8), 2.0, np.float32)
+    actual = expected.copy()
+    actual[3, 5] += 0.5
+    error, place = relative_error(actual, expected)
+    assert error == pytest.approx(0.25)
+    assert place == (3, 5)
+
+
+def test_relative_error_of_a_loud_token_is_measured_against_itself() -> None:
+    expected = np.ones((100, 4), np.float32)
+    expected[0] = 100
+    actual = expected.copy()
+    actual[0, 1] += 1
+    # 1 of 100, the scale of its own token; against the sample's RMS of ten it would be ten times larger
+    assert relative_error(actual, expected)[0] == pytest.approx(0.01)
+
+
+def test_a_quiet_token_does_not_hide_behind_its_own_scale() -> None:
+    expected = np.ones((100, 4), np.float32)
+    expected[7] = 1e-6
+    actual = expected.copy()
+    actual[7] = 0
+    assert relative_error(actual, expected)[0] < 2e-6
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_relative_error_lets_nothing_hide_a_value_that_is_no_number(bad: float) -> None:
+    expected = np.ones((3, 3), np.float32)
+    for place in range(9):
+        actual = expected.copy()
+        actual[0, 0] += 5
+        actual.flat[place] = bad
+        assert not relative_error(actual, expected)[0] <= 1e30
+
+
+def test_relative_error_of_all_zeros() -> None:
+    zeros = np.zeros((2, 2), np.float32)
+    assert relative_error(zeros, zeros)[0] == 0
+    assert relative_error(zeros + np.float32(1e-3), zeros)[0] > 1
+
+
+def result(status: str, value: float | None = None, limit: float | None = None, name: str = "x") -> Check:
+    return Check(name, "case", "metric", status, value, limit)  # type: ignore[arg-type]
+
+
+def test_nothing_checked_is_nothing_proven() -> None:
+    assert not passed([])
+    assert not passed([result("not run")])
+    assert passed([result("passed"), result("not run")])
+    assert not passed([result("passed"), result("failed")])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
+def test_the_summary_shows_the_value_closest_to_its_limit(order: tuple[int, ...]) -> None:
+    checks = [result("passed", 5.0, 100.0), result("passed", 0.9, 1.0), result("failed", math.nan, 10.0)]
+    entry = summary([checks[i] for i in order])["x"]
+    assert math.isnan(entry["worst"])
+    assert (entry["passed"], entry["failed"], entry["not run"]) == (2, 1, 0)
+    entry = summary([checks[i] for i in order if i < 2])["x"]
+    assert (entry["worst"], entry["limit"]) == (0.9, 1.0)

@@ -1,0 +1,114 @@
+"""The parity check catches what wrong exporters do: each fault of planted_faults.py, wherever it can occur."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import onnx
+import pytest
+from fused_faults import ALL_FAULTS
+from planted_faults import CONFIGURATIONS, VARIANTS, Fault, Graph, plant
+
+from effexport.artifact import Artifact
+from effexport.errors import EffexportError
+from effexport.proof.cases import load_reference
+from effexport.proof.verify import verify_candidate
+from effexport.runners.ort.session import OrtSettings
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+Built = Callable[..., Artifact]
+REFUSED = "does not run"
+CONTROL = Fault("nothing", "no damage at all", lambda graph: True, configurations=tuple(CONFIGURATIONS))
+
+
+def artifact_of(built: Built, name: str, configuration: str) -> Artifact:
+    scope, fields = CONFIGURATIONS[configuration]
+    return built(name, scope, **fields)
+
+
+def failures(artifact: Artifact, model: Path) -> set[str]:
+    """Names of the checks that fail, as `effexport verify --model` would show them."""
+    cases = load_reference(artifact.reference_path)
+    settings = OrtSettings(threads=1)
+    try:
+        checks = verify_candidate(model, cases, artifact.spec, artifact.manifest["hash_values"], settings).checks
+    except EffexportError:
+        return {REFUSED}
+    assert checks
+    return {check.name for check in checks if check.status == "failed"}
+
+
+def places() -> Iterator[tuple[str, str]]:
+    return ((name, configuration) for name in VARIANTS for configuration in CONFIGURATIONS)
+
+
+def planted() -> Iterator[object]:
+    for name, configuration in places():
+        for fault in ALL_FAULTS:
+            if fault.applies(name, configuration) and name not in fault.no_ops:
+                label = f"{name}-{configuration}-{fault.name.replace(' ', '-')}"
+                yield pytest.param(name, configuration, fault, id=label)
+
+
+@pytest.mark.parametrize(("name", "configuration", "fault"), list(planted()))
+def test_a_planted_fault_is_caught(built: Built, tmp_path: Path, name: str, configuration: str, fault: Fault) -> None:
+    artifact = artifact_of(built, name, configuration)
+    model = plant(fault, artifact, tmp_path / "planted")
+    assert model is not None, f"{fault.name} found nothing to damage"
+    assert failures(artifact, model), f"{fault.name} escapes: {fault.description}"
+
+
+@pytest.mark.parametrize(("name", "configuration"), [place for place in places() if CONTROL.applies(*place)])
+def test_a_model_without_a_fault_passes_on_the_same_way(
+    built: Built, tmp_path: Path, name: str, configuration: str
+) -> None:
+    artifact = artifact_of(built, name, configuration)
+    model = plant(CONTROL, artifact, tmp_path / "planted")
+    assert model is not None
+    assert failures(artifact, model) == set()
+
+
+NO_OPS = [
+    pytest.param(name, configuration, fault, id=f"{name}-{configuration}-{fault.name.replace(' ', '-')}")
+    for name, configuration in places()
+    for fault in ALL_FAULTS
+    if fault.applies(name, configuration) and name in fault.no_ops
+]
+
+
+@pytest.mark.parametrize(("name", "configuration", "fault"), NO_OPS)
+def test_an_edit_that_changes_nothing_by_the_mathematics_raises_no_alarm(
+    built: Built, tmp_path: Path, name: str, configuration: str, fault: Fault
+) -> None:
+    artifact = artifact_of(built, name, configuration)
+    model = plant(fault, artifact, tmp_path / "planted")
+    assert model is not None
+    assert failures(artifact, model) == set(), f"declared to change nothing, since {fault.no_ops[name]}"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_fault_finds_nothing_in_variants_that_it_is_not_declared_for(built: Built, name: str) -> None:
+    """Otherwise the table would leave places out where the fault can occur."""
+    for configuration in ("attention", "encoder"):
+        artifact = artifact_of(built, name, configuration)
+        for fault in ALL_FAULTS:
+            if fault.damage is None or name in fault.variants or configuration not in fault.configurations:
+                continue
+            graph = Graph(onnx.load(str(artifact.model_path)), artifact.spec)
+            assert not fault.damage(graph), f"{fault.name} applies to {name} {configuration} too"
+
+
+def test_the_table_has_many_kinds_and_each_applies_somewhere() -> None:
+    names = [fault.name for fault in ALL_FAULTS]
+    assert len(names) >= 25
+    assert len(set(names)) == len(names)
+    for fault in ALL_FAULTS:
+        assert any(fault.applies(*place) for place in places()), fault.name
+        assert set(fault.no_ops) <= set(fault.variants) <= set(VARIANTS)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_has_many_faults(name: str) -> None:
+    kinds = [fault for fault in ALL_FAULTS if name in fault.variants and name not in fault.no_ops]
+    assert len(kinds) >= 25

@@ -1,0 +1,270 @@
+"""The report: one truth in JSON, one self-contained page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from effexport.artifact import Artifact
+from effexport.plots.axes import Axis
+from effexport.plots.svg import Point, Series, histogram, scatter
+from effexport.proof.checks.run_checks import Check
+from effexport.report import Report, flat_fields, html_from_report, json_from_report, number
+from effexport.report.rendering.figures import bench_figures, error_figures
+
+GOOD = Check("arithmetic", "export: 1 × 64", "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums")
+BAD = Check("finite", "short: 2 × 7", "NaN or Inf elements", "failed", 3, 0, "no NaN", "worst at x[0, 1, 2]")
+NOT_RUN = Check("parity", "all cases", "not measured", "not run", reason="no bfloat16 kernels here")
+
+
+def report_of(*checks: Check, title: str = "lsh encoder") -> Report:
+    return Report(
+        title=title,
+        spec={"precision": "fp32", "opset": 20, "model": {"attention": {"variant": "lsh", "num_buckets": None}}},
+        checks=list(checks),
+        environment={"effexport": "0.1.0", "torch": "2.9.9", "onnxruntime": None},
+        created="2026-01-02T03:04:05+00:00",
+        seconds={"exporting to ONNX": 1.23456},
+        implementation={"LSHSort": "body"},
+    )
+
+
+class Page(HTMLParser):
+    """Tags that are opened and closed, and everything that they refer to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.references: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.references += [value or "" for name, value in attrs if name in ("href", "src", "srcset", "action")]
+        if tag not in ("meta", "br", "img", "link", "hr", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("checks", [(GOOD,), (GOOD, BAD), (NOT_RUN,), ()])
+def test_the_page_is_self_contained_and_well_formed(checks: tuple[Check, ...]) -> None:
+    text = html_from_report(report_of(*checks))
+    assert not re.search(r"https?://|url\(|@import|javascript:", text)
+    page = Page(text)
+    assert page.open == []
+    assert not page.tags & {"script", "link", "img", "iframe", "object"}
+    assert [reference for reference in page.references if not reference.startswith("#")] == []
+
+
+@pytest.mark.requires("torch", "onnx", "ort")
+@pytest.mark.requires("native")
+def test_a_real_page_shows_verdict_checks_and_versions(built: Callable[..., Artifact]) -> None:
+    artifact = built("lsh", "encoder")
+    text = (artifact.path / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert not page.tags & {"script", "link", "img"}
+    assert all(reference.startswith("#") for reference in page.references)
+    assert "Passed: the exported model computes what PyTorch computes" in text
+    report = json.loads((artifact.path / "report.json").read_text())
+    assert {"signature", "finite", "repeatable", "batch invariance", "bucket agreement"} <= report["summary"].keys()
+    for name in report["summary"]:
+        assert name in text
+    for name in ("torch", "onnx", "onnxruntime", "effexport"):
+        assert report["environment"][name] in text
+    assert "effexport::LSHSort" in text
+    assert "ran as kernel" in text
+
+
+@pytest.mark.parametrize(
+    ("checks", "verdict", "sentence"),
+    [
+        ((GOOD,), "passed", "Passed: the exported model computes"),
+        ((GOOD, NOT_RUN), "passed", "Passed: the exported model computes"),
+        ((GOOD, BAD), "failed", "Failed: the exported model does not compute"),
+        ((BAD, NOT_RUN), "failed", "Failed: the exported model does not compute"),
+        ((NOT_RUN,), "not run", "Not run: the exported model was not compared"),
+        ((), "not run", "Not run: the exported model was not compared"),
+    ],
+)
+def test_the_verdict_is_the_worst_that_happened(checks: tuple[Check, ...], verdict: str, sentence: str) -> None:
+    report = report_of(*checks)
+    assert report.verdict == verdict
+    assert json.loads(json_from_report(report))["verdict"] == verdict
+    assert sentence in html_from_report(report)
+
+
+def test_failures_are_shown_with_place_and_reason() -> None:
+    text = html_from_report(report_of(GOOD, BAD))
+    assert "worst at x[0, 1, 2]" in text
+    assert "no NaN" in text
+    assert text.count("<details open>") == 1
+
+
+@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><img src=x onerror=y>', "a & b", "{{ 7 * 7 }}"])
+def test_every_text_is_escaped(hostile: str) -> None:
+    check = Check(hostile, hostile, hostile, "failed", 1, 0, hostile, hostile)
+    report = report_of(check, title=hostile)
+    report.spec["activation"] = hostile
+    report.environment["torch"] = hostile
+    report.implementation[hostile] = hostile
+    text = html_from_report(report)
+    page = Page(text)
+    assert not page.tags & {"script", "img"}
+    assert "49" not in re.sub(r"#\w+", "", text)
+
+
+def test_the_json_report_holds_everything() -> None:
+    report = report_of(GOOD, BAD, NOT_RUN)
+    read = json.loads(json_from_report(report))
+    assert Report.from_dict(read) == dataclasses.replace(report, seconds={"exporting to ONNX": 1.235})
+    assert read["spec"] == report.spec
+    assert read["environment"] == report.environment
+    assert read["seconds"] == {"exporting to ONNX": 1.235}
+    assert read["report_version"] == 2
+    assert read["summary"]["arithmetic"] == {
+        "passed": 1,
+        "failed": 0,
+        "not run": 0,
+        "worst": 1.5e-6,
+        "limit": 2e-5,
+        "metric": "max |error| / RMS",
+    }
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_result_that_is_no_number_can_be_reported(value: float) -> None:
+    report = report_of(Check("arithmetic", "export", "error", "failed", value, 2e-5))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    read = json.loads(json_from_report(report), parse_constant=refuse)
+    assert read["checks"][0]["value"] == str(value)
+    assert str(value) in html_from_report(report)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (0.0, "0"),
+        (17, "17"),
+        (1.5e-6, "1.5e-06"),
+        (0.25, "0.25"),
+        (2e-5, "2e-05"),
+        (123456789.0, "1.2e+08"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+    ],
+)
+def test_numbers_are_for_people(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_a_nested_spec_becomes_one_table() -> None:
+    assert flat_fields({"a": 1, "model": {"attention": {"dim": 2}, "layers": 3}}) == {"a": 1, "dim": 2, "layers": 3}
+
+
+# ---- plots
+
+
+def parsed(svg: str) -> ElementTree.Element:
+    """A plot, which must be well-formed and have a name and a description."""
+    root = ElementTree.fromstring(svg)
+    assert root.tag == "svg"
+    assert root.get("role") == "img"
+    assert root.find("title") is not None
+    assert root.find("desc") is not None
+    return root
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in root.iter("text")]
+
+
+@pytest.mark.parametrize("values", [[1e-6], [0.0], [0.0, 0.0], [math.nan], [math.inf, 1.0], [1e-30, 1e30], [-1.0, 2.0]])
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_any_values_can_be_plotted(values: list[float], logarithmic: bool) -> None:
+    points = [Point(n + 1, value, "<&>") for n, value in enumerate(values)]
+    root = parsed(scatter("k", "a < b", "c & d", Axis("x", True), Axis("y", logarithmic), [Series("s", points)]))
+    for element in root.iter():
+        for name, value in element.items():
+            assert "nan" not in value, (name, value)
+            assert "inf" not in value, (name, value)
+    assert ("NaN or infinite" in texts(root)) == (not all(map(math.isfinite, values)))
+
+
+def test_a_larger_value_is_higher_up() -> None:
+    points = [Point(1, 0.0), Point(2, 1e-7), Point(4, 1e-3)]
+    root = parsed(scatter("k", "t", "d", Axis("x", True), Axis("y", True), [Series("s", points, "marks")]))
+    heights = [float(circle.get("cy", "")) for circle in root.iter("circle")][: len(points)]
+    assert heights == sorted(heights, reverse=True)
+    assert len(set(heights)) == len(points)
+    assert "0" in texts(root)
+
+
+def test_series_differ_in_more_than_colour() -> None:
+    series = [Series(f"s{n}", [Point(1, n + 1), Point(2, n + 2)]) for n in range(12)]
+    root = parsed(
+        scatter("k", "t", "d", Axis("x"), Axis("y"), [*series, Series("softmax", [Point(1, 1)], "yardstick")])
+    )
+    looks = set()
+    for group in root.iter("g"):
+        line = group.find("path[@class='line']")
+        if line is not None and group.get("class", "").startswith("s"):
+            mark = next(element for element in group.iter() if element.tag in ("circle", "rect", "path"))
+            looks.add((group.get("class"), line.get("stroke-dasharray"), mark.tag))
+    assert len(looks) == 12
+
+
+def test_a_histogram_has_a_bar_for_each_decade_with_elements() -> None:
+    root = parsed(histogram("k", "t", "d", "x", ["1e-1", "1"], [5, 0, 1_200_000], 1.5))
+    assert len(list(root.iter("rect"))) == 2
+    assert {"5", "1.2M", "limit", "1e-1"} <= set(texts(root))
+
+
+def measured_check(seq_len: int, value: float, **fields: object) -> Check:
+    return dataclasses.replace(GOOD, case=f"c: 1 × {seq_len}", seq_len=seq_len, value=value, **fields)  # type: ignore[arg-type]
+
+
+def test_plots_are_made_of_what_is_there() -> None:
+    assert error_figures(report_of(GOOD, BAD, NOT_RUN)) == []
+    # one length is no curve, and no error at all is no plot
+    assert error_figures(report_of(measured_check(64, 1e-6))) == []
+    assert error_figures(report_of(measured_check(64, 0.0), measured_check(128, 0.0))) == []
+    (figure,) = error_figures(report_of(measured_check(64, 1e-6), measured_check(128, math.nan)))
+    assert "Largest: nan in arithmetic (c: 1 × 128), limit 2e-05" in figure.caption
+    counts = (0,) * 4 + (7, 0, 2) + (0,) * 4
+    (figure,) = error_figures(report_of(measured_check(64, 1e-6, histogram=counts)))
+    assert "9 elements of all cases; the 2 with the largest errors are below 0.001" in figure.caption.replace(
+        "1e-3", "0.001"
+    )
+    report = dataclasses.replace(report_of(GOOD), layers=[{"layer": "a.b", "op_type": "Add", "error": 1e-6}])
+    (figure,) = error_figures(report)
+    assert "Largest: 1e-06 in a.b (Add)" in figure.caption
+    assert "<code>a.b</code>" in html_from_report(report)
+
+
+def test_measurements_are_drawn_against_the_yardstick() -> None:
+    def row(variant: str, seq_len: int, peak_mb: float | None = None) -> dict[str, object]:
+        return {"variant": variant, "runtime": "ort", "seq_len": seq_len, "latency_ms": seq_len / 8, "peak_mb": peak_mb}
+
+    (latency,) = bench_figures([row("lsh", 512), row("lsh", 2048)])
+    assert "softmax was not measured" in latency.caption
+    latency, memory = bench_figures([row("lsh", 512, 3), row("softmax", 512), row("softmax", 2048)])
+    assert "softmax, ort (yardstick) 256" in latency.caption
+    assert 'class="yardstick"' in latency.svg
+    assert "lsh, ort 3" in memory.caption
+    assert bench_figures([]) == []

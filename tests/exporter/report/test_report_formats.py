@@ -1,0 +1,342 @@
+"""Markdown, JUnit XML, the schema, and the commands that repeat what a report says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import json
+import math
+import shlex
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+
+from effexport.artifact import Artifact, open_artifact
+from effexport.commands.build import Request
+from effexport.commands.build import command as build_cli
+from effexport.proof.checks.run_checks import Check, Worst
+from effexport.report import Report, json_from_report
+from effexport.report.model import REPORT_VERSION, RUNTIME_NAMES
+from effexport.report.reading import report_of_artifact
+from effexport.report.rendering.junit import junit_from_reports
+from effexport.report.rendering.markdown import markdown_from_report
+from effexport.report.reproduce import build_command, quoted, verify_command
+from effexport.report.schema import first_problem, schema
+from effexport.spec import BuildSpec, build_spec_from_checkpoint
+
+GOOD = Check("arithmetic", "export: 1 × 64", "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums", seq_len=64)
+BAD = Check("finite", "short: 2 × 7", "NaN or Inf elements", "failed", 3, 0, "no NaN", "worst at x[0, 1, 2]")
+NOT_RUN = Check("parity", "all cases", "not measured", "not run", reason="no bfloat16 kernels here")
+LOST = dataclasses.replace(
+    GOOD,
+    status="failed",
+    value=math.nan,
+    measures={"max_abs": math.inf},
+    worst=Worst("x", (0, 1), -math.inf, 1.0),
+    histogram=(0,) * 10 + (7,),
+)
+HOSTILE = "a | b\n<script>&]]>`code` *bold* [link](x) @someone \x00\x1b[31m \ud800 \ufffe 😀"
+
+
+def report_of(*checks: Check, **fields: Any) -> Report:
+    values: dict[str, Any] = {
+        "title": "lsh encoder",
+        "spec": {"scope": "encoder", "precision": "fp32", "opset": 20, "model": {"attention": {"variant": "lsh"}}},
+        "checks": list(checks),
+        "environment": {"effexport": "0.1.0", "torch": None},
+        "created": "2026-01-02T03:04:05+00:00",
+        "seconds": {"exporting to ONNX": 1.5},
+    }
+    return Report(**(values | fields))
+
+
+def plain(report: Report) -> dict[str, Any]:
+    """As any reader of report.json finds it."""
+    value: dict[str, Any] = json.loads(json_from_report(report))
+    return value
+
+
+validator = jsonschema.Draft202012Validator(schema())
+
+
+# ---- the schema
+
+
+def test_the_schema_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(schema())
+    assert schema()["properties"]["report_version"]["const"] == REPORT_VERSION
+    assert schema()["properties"]["runtime"]["enum"] == list(RUNTIME_NAMES)
+
+
+def test_the_schema_names_every_field_of_a_check() -> None:
+    assert set(schema()["$defs"]["check"]["properties"]) == {field.name for field in dataclasses.fields(Check)}
+    assert set(schema()["$defs"]["worst"]["properties"]) == {field.name for field in dataclasses.fields(Worst)}
+
+
+@pytest.mark.requires("torch", "onnx", "ort")
+def test_the_reports_of_all_variants_follow_the_schema(built: Callable[..., Artifact], variant: str) -> None:
+    values = json.loads((built(variant, "attention").path / "report.json").read_text(encoding="utf-8"))
+    validator.validate(values)
+    assert first_problem(values) is None
+    assert plain(report_of_artifact(built(variant, "attention"))) == values | {"weights_from": "seed"}
+
+
+@pytest.mark.parametrize("checks", [(GOOD,), (GOOD, BAD, NOT_RUN), (LOST,), ()])
+def test_any_report_follows_the_schema_and_is_read_back(checks: tuple[Check, ...]) -> None:
+    layers = [{"layer": "blocks.0", "op_type": "Add", "error": math.nan}]
+    bench = [{"variant": "lsh", "runtime": "ort", "seq_len": 512, "latency_ms": 1.5, "peak_mb": None}]
+    report = report_of(*checks, layers=layers, bench=bench)
+    values = plain(report)
+    validator.validate(values)
+    assert first_problem(values) is None
+    assert plain(Report.from_dict(values)) == values
+    # NaN is no equal of itself, but its text is
+    assert str(Report.from_dict(values).checks) == str(report.checks)
+
+
+def damaged_reports() -> dict[str, dict[str, Any]]:
+    """A report with one thing wrong, by what that is."""
+    reports = {}
+
+    def change(name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
+        values = copy.deepcopy(plain(report_of(GOOD, LOST)))
+        edit(values)
+        reports[name] = values
+
+    change("the report has no checks", lambda v: v.pop("checks"))
+    change("the report has 'extra', which no report has", lambda v: v.update(extra=1))
+    change("report_version is 1", lambda v: v.update(report_version=1))
+    change("report_version is True", lambda v: v.update(report_version=True))
+    change("verdict is 'good'", lambda v: v.update(verdict="good"))
+    change("checks is {}", lambda v: v.update(checks={}))
+    change("checks[0].status is 'maybe'", lambda v: v["checks"][0].update(status="maybe"))
+    change("checks[0].value is 'much'", lambda v: v["checks"][0].update(value="much"))
+    change("checks[0].limit is True", lambda v: v["checks"][0].update(limit=True))
+    change("checks[0] has no reason", lambda v: v["checks"][0].pop("reason"))
+    change("checks[0].histogram[0] is -1", lambda v: v["checks"][0].update(histogram=[-1]))
+    change("checks[1].worst.index[0] is 0.5", lambda v: v["checks"][1]["worst"].update(index=[0.5]))
+    change("environment.torch is 2", lambda v: v["environment"].update(torch=2))
+    change("runtime is 'tpu'", lambda v: v.update(runtime="tpu"))
+    change("spec is []", lambda v: v.update(spec=[]))
+    change("notes[0] is None", lambda v: v.update(notes=[None]))
+    return reports
+
+
+@pytest.mark.parametrize("problem", damaged_reports())
+def test_a_damaged_report_is_rejected_by_any_validator_and_by_ours(problem: str) -> None:
+    values = damaged_reports()[problem]
+    assert not validator.is_valid(values)
+    assert (first_problem(values) or "").startswith(problem)
+
+
+# ---- Markdown
+
+
+def test_markdown_has_the_verdict_the_table_and_failures_in_full() -> None:
+    text = markdown_from_report(report_of(GOOD, BAD, NOT_RUN, notes=["Mind the gap."]), "artifacts/lsh")
+    assert text.splitlines()[0] == "### ❌ lsh encoder, fp32"
+    assert (
+        "Failed: the exported model does not compute what PyTorch computes (1 of 3 checks failed, 1 not run)." in text
+    )
+    assert "| arithmetic | ✅ passed | max \\|error\\| / RMS | 1.5e-06 | 2e-05 | 8 % | 1 of 1 |" in text
+    assert "**failed**: finite (short: 2 × 7): NaN or Inf elements 3, limit 0; worst at x\\[0, 1, 2\\]; no NaN" in text
+    assert "effexport verify artifacts/lsh --case short" in text
+    assert "**not run**: parity (all cases): no bfloat16 kernels here" in text
+    assert "* Mind the gap." in text
+
+
+def test_markdown_leaves_no_text_free_to_be_markup() -> None:
+    check = Check(HOSTILE, HOSTILE, HOSTILE, "failed", 1, 0, HOSTILE, HOSTILE)
+    text = markdown_from_report(report_of(check, title=HOSTILE, notes=[HOSTILE]), "a")
+    outside = "".join(text.split("```")[::2])
+    assert "<script>" not in outside
+    assert "@someone" not in outside
+    rows = [line for line in text.splitlines() if line.startswith("| a ")]
+    assert len(rows) == 1
+    unescaped = rows[0].replace("\\|", "").count("|")
+    assert unescaped == 8
+
+
+# ---- JUnit
+
+
+def suites(*reports: tuple[str, Report]) -> list[ElementTree.Element]:
+    # parsed from bytes, as a CI system reads it
+    root = ElementTree.parse(io.BytesIO(junit_from_reports(reports).encode())).getroot()
+    assert root.tag == "testsuites"
+    return list(root)
+
+
+def test_junit_has_a_case_for_every_check() -> None:
+    (suite,) = suites(("artifacts/lsh", report_of(GOOD, BAD, NOT_RUN)))
+    counts = {name: suite.get(name) for name in ("tests", "failures", "skipped", "errors")}
+    assert counts == {"tests": "3", "failures": "1", "skipped": "1", "errors": "0"}
+    cases = suite.findall("testcase")
+    assert [(c.get("classname"), c.get("name")) for c in cases] == [(c.name, c.case) for c in (GOOD, BAD, NOT_RUN)]
+    assert cases[0].find("failure") is None
+    failure = cases[1].find("failure")
+    assert failure is not None
+    assert failure.get("message") == "NaN or Inf elements 3 > 0"
+    for words in ("worst at x[0, 1, 2]", "no NaN", "effexport verify artifacts/lsh --case short"):
+        assert words in str(failure.text)
+    skipped = cases[2].find("skipped")
+    assert skipped is not None
+    assert skipped.get("message") == "no bfloat16 kernels here"
+
+
+def test_junit_has_a_suite_for_each_artifact() -> None:
+    names = [suite.get("name") for suite in suites(("a", report_of(GOOD)), ("b", report_of(LOST)))]
+    assert names == ["lsh encoder (a)", "lsh encoder (b)"]
+
+
+@pytest.mark.parametrize("status", ["passed", "failed", "not run"])
+def test_junit_is_well_formed_whatever_the_texts_hold(status: Any) -> None:
+    check = Check(HOSTILE, HOSTILE, HOSTILE, status, math.nan, 0.0, HOSTILE, HOSTILE, {HOSTILE: math.inf})
+    (suite,) = suites((HOSTILE, report_of(check, title=HOSTILE, environment={HOSTILE: HOSTILE})))
+    (case,) = suite.findall("testcase")
+    assert "<script>&]]>" in str(case.get("name"))
+    assert "😀" in str(case.get("name"))
+
+
+# ---- commands
+
+
+def arguments_of(command: str, folder: Path) -> dict[str, Any]:
+    """What `effexport build` understands of a command; its spec file is written into a folder."""
+    script, _, last = command.rpartition("\n")
+    if script:
+        (folder / "spec.toml").write_text("\n".join(script.splitlines()[1:-1]), encoding="utf-8")
+        tomllib.loads((folder / "spec.toml").read_text(encoding="utf-8"))
+    words = shlex.split(last)
+    assert words[:2] == ["effexport", "build"]
+    return build_cli.make_context("build", words[2:]).params
+
+
+SPEC_FLAGS = ("variant", "scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "precision", "opset", "seed")
+SPEC_FLAGS += ("external_data", "task", "num_hashes", "pinv_init")
+CHANGES: dict[str, dict[str, Any]] = {
+    "softmax": {"causal": True},
+    "linear": {"eps": 1e-5, "chunk_length": 32},
+    "nystrom": {"num_landmarks": 16, "pinv_init": "global", "precision": "fp16"},
+    "lsh": {"num_buckets": (4, 8), "num_hashes": 4, "external_data": True},
+    "aft-full": {"position_dim": 8},
+    "aft-simple": {"bias": False},
+    "aft-local": {"window": 9, "seed": 7},
+    "aft-conv": {"kernel_size": 5, "opset": 21},
+}
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_build_command_of_a_variant_builds_the_same_spec(
+    small_spec: Callable[..., BuildSpec],
+    variant: str,
+    scope: str,
+    changed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = small_spec(variant, scope, **(CHANGES[variant] if changed else {}))
+    report = report_of(spec=json.loads(json.dumps(spec.to_dict())))
+    params = arguments_of(build_command(report, "again"), tmp_path)
+    flags = {name: params[name] for name in SPEC_FLAGS}
+    request = Request(flags, params["spec_file"], params["checkpoint"], params["weights"], params["factory"])
+    assert request.resolve()[0] == spec
+    assert params["output"] == Path("again")
+
+
+def test_a_field_that_was_unset_is_built_by_python(small_spec: Callable[..., BuildSpec]) -> None:
+    spec = small_spec("nystrom", "attention")
+    model = dataclasses.replace(spec.attention, conv_kernel_size=None)  # type: ignore[call-arg]
+    spec = dataclasses.replace(spec, model=model)
+    command = build_command(report_of(spec=spec.to_dict()), "again")
+    lines = command.splitlines()
+    assert lines[0] == "python - <<'END'"
+    compile("\n".join(lines[1:-1]), "command", "exec")
+    assert "'conv_kernel_size': None" in command
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "expected"),
+    [
+        ({"family": "reformer", "task": "masked-lm", "seq_len": 512}, "", "--checkpoint CHECKPOINT"),
+        ({"family": "reformer", "task": "masked-lm", "seq_len": 512}, "enwik8", "--checkpoint enwik8"),
+        ({"family": "module", "seq_len": 512}, "pkg.mod:make", "--module pkg.mod:make"),
+    ],
+)
+def test_the_build_command_of_a_checkpoint_names_what_it_came_from(
+    model: dict[str, Any], source: str, expected: str
+) -> None:
+    spec = {"scope": "checkpoint", "batch": 1, "precision": "fp16", "opset": 20, "seed": 0, "model": model}
+    command = build_command(report_of(spec=spec, weights_from=source, engines=[{"target": "trt-rtx"}]), "again")
+    assert command.startswith(f"effexport build {expected} --precision fp16 --seq-len 512")
+    assert command.endswith("--target trt-rtx -o again")
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nystromformer": {"num_landmarks": 8, "segment_means_seq_len": 64, "max_position_embeddings": 66},
+    "reformer": {"is_decoder": False, "num_hashes": 2, "axial_pos_shape": [8, 8], "max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("chosen", [{}, {"seq_len": 64, "precision": "fp16", "opset": 21, "seed": 5}])
+def test_the_build_command_of_a_checkpoint_builds_the_same_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, chosen: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    config = {"model_type": family, "architectures": [], **CONFIGS[family]}
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    task = "masked-lm"
+    options = chosen | {"task": task} | ({"num_hashes": 4} if family == "reformer" else {"pinv_init": "per_head"})
+    spec, _ = build_spec_from_checkpoint(options, Path("weights"))
+    report = report_of(spec=json.loads(json.dumps(spec.to_dict())), weights_from="weights")
+    params = arguments_of(build_command(report, "again"), tmp_path)
+    again, _ = build_spec_from_checkpoint({name: params[name] for name in SPEC_FLAGS}, params["checkpoint"])
+    assert again == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "runtime", "expected"),
+    [
+        ("arithmetic", "padded batch: 3 × 300, padded", "ort", '. --case "padded batch"'),
+        ("arithmetic", "export: 1 × 64", "ort-cuda", ". --case export --runtime ort-cuda"),
+        ("function bodies", "export: 1 × 64", "ort", ". --case export --implementation body"),
+        ("trt-rtx: finite", "short: 2 × 7", "ort", ". --case short --runtime trt-rtx"),
+        ("trt: parity", "all cases", "ort", ". --reference golden --runtime trt"),
+        ("long sequence", "long: 1 × 8192", "ort", ". --reference golden"),
+        ("decode step", "export: 1 × 64", "ort", ". --reference golden"),
+        ("PyTorch module", "all cases", "ort", ". --reference torch"),
+    ],
+)
+def test_every_row_says_how_to_repeat_it(name: str, case: str, runtime: str, expected: str) -> None:
+    check = Check(name, case, "metric", "passed", 0, 1)
+    assert verify_command(check, report_of(check, runtime=runtime), ".") == f"effexport verify {expected}"
+
+
+@pytest.mark.parametrize("word", ["plain", "two words", "$HOME", 'a "quote"', "it's", "", "back`tick`", "!x", "a;b"])
+def test_words_survive_the_shell(word: str) -> None:
+    assert shlex.split(quoted(word)) == [word]
+
+
+@pytest.mark.requires("torch", "onnx", "ort")
+def test_a_report_of_version_1_is_read(copied: Callable[..., Path], rewrite_manifest: Callable[..., None]) -> None:
+    folder = copied()
+    values = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    for name in ("layers", "bench", "weights_from"):
+        del values[name]
+    for check in values["checks"]:
+        for name in ("measures", "worst", "seq_len", "histogram"):
+            del check[name]
+    (folder / "report.json").write_text(json.dumps(values | {"report_version": 1}), encoding="utf-8")
+    rewrite_manifest(folder)
+    report = report_of_artifact(open_artifact(folder))
+    assert report.verdict == "passed"
+    validator.validate(plain(report))

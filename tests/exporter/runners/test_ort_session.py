@@ -1,0 +1,303 @@
+"""Which provider and which implementation a model gets in ONNX Runtime, and what is said when it is another one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+import effexport
+from effexport import OrtSettings
+from effexport.artifact import Artifact
+from effexport.errors import EffexportError, KernelWarning, UserError
+from effexport.plugins import Library, get_library_path
+from effexport.proof.cases import load_reference
+from effexport.proof.checks.run_checks import relative_error
+from effexport.proof.tolerances import arithmetic_limit
+from effexport.proof.verify import verify_bodies, verify_candidate
+from effexport.report import RUNTIME_NAMES
+from effexport.runners.ort import session as ort_session
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+Built = Callable[..., Artifact]
+WITH_OPERATORS = ("softmax", "linear", "nystrom", "lsh", "aft-simple")
+
+
+def library_is(monkeypatch: pytest.MonkeyPatch, library: Library | None) -> None:
+    monkeypatch.setattr(ort_session, "find_library", lambda: library)
+
+
+def token_ids(batch: int = 2, seq_len: int = 50) -> np.ndarray:
+    return np.random.default_rng(0).integers(2, 258, (batch, seq_len))
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("name", WITH_OPERATORS)
+def test_kernels_and_bodies_give_the_same_answer_and_say_which_they_are(built: Built, name: str) -> None:
+    artifact = built(name, "encoder")
+    answers = {}
+    for implementation, ran in {"auto": "kernel", "kernel": "kernel", "body": "body"}.items():
+        with effexport.load(artifact.path, OrtSettings(implementation=implementation)) as runner:
+            assert runner.implementation == dict.fromkeys(artifact.manifest["custom_ops"], ran)
+            assert runner.implementation
+            answers[implementation] = runner.run({"input_ids": token_ids()})["last_hidden_state"]
+    assert np.array_equal(answers["auto"], answers["kernel"])
+    for sample, other in zip(answers["kernel"], answers["body"], strict=True):
+        assert relative_error(sample, other)[0] <= arithmetic_limit(artifact.spec).value
+
+
+def test_a_model_without_custom_operators_needs_no_kernels(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    library_is(monkeypatch, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with effexport.load(built("aft-full", "encoder").path, OrtSettings(implementation="kernel")) as runner:
+            assert runner.implementation == {}
+
+
+def test_without_a_library_bodies_run_and_a_warning_says_so(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    library_is(monkeypatch, None)
+    path = built("lsh", "encoder", fused=False).path
+    message = "custom operators run as function bodies, .* no kernel library is built for LSHSort; .*plugins build"
+    with pytest.warns(KernelWarning, match=message):
+        runner = effexport.load(path)
+    assert runner.implementation == {"LSHSort": "body"}
+    assert np.isfinite(runner.run({"input_ids": token_ids()})["last_hidden_state"]).all()
+    with pytest.raises(UserError, match="kernels were asked for, but no kernel library is built for LSHSort"):
+        effexport.load(path, OrtSettings(implementation="kernel"))
+
+
+def test_bodies_that_were_asked_for_cause_no_warning(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    library_is(monkeypatch, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        effexport.load(built("lsh", "encoder", fused=False).path, OrtSettings(implementation="body")).close()
+
+
+def test_a_library_that_does_not_load_is_left_aside_loudly(
+    built: Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.so").write_text("not a library")
+    library_is(monkeypatch, Library(tmp_path / "broken.so", outdated=False, info=None))
+    path = built("lsh", "encoder", fused=False).path
+    with pytest.warns(KernelWarning, match=r"ONNX Runtime does not load .*broken\.so"), effexport.load(path) as runner:
+        assert runner.implementation == {"LSHSort": "body"}
+    with pytest.raises(UserError, match=r"kernels were asked for, but ONNX Runtime does not load .*broken\.so"):
+        effexport.load(path, OrtSettings(implementation="kernel"))
+
+
+@pytest.mark.requires("native")
+def test_an_outdated_library_is_used_with_a_warning(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = get_library_path()
+    assert path is not None
+    library_is(monkeypatch, Library(path, outdated=True, info=None))
+    with (
+        pytest.warns(KernelWarning, match="was built from other sources than these; renew it with: .*plugins build"),
+        effexport.load(built("lsh", "encoder", fused=False).path) as runner,
+    ):
+        assert runner.implementation == {"LSHSort": "kernel"}
+
+
+def test_a_wrong_library_variable_is_one_clear_error(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = built("lsh", "encoder", fused=False).path
+    monkeypatch.setenv("EFFEXPORT_LIBRARY", "/nowhere/lib.so")
+    with pytest.raises(UserError, match=r"EFFEXPORT_LIBRARY is '/nowhere/lib\.so', where there is no file"):
+        effexport.load(path)
+
+
+def test_on_a_gpu_bodies_are_preferred_to_kernels_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_only = SimpleNamespace(path=Path("lib.so"), outdated=False, info=SimpleNamespace(has_cuda=False))
+    library_is(monkeypatch, cpu_only)  # type: ignore[arg-type]
+    settings = OrtSettings(provider="cuda")
+    with pytest.warns(KernelWarning, match=r"lib\.so has no CUDA kernels for LSHSort; .*plugins build --cuda"):
+        assert ort_session.library_for(["LSHSort"], settings) is None
+    with pytest.raises(UserError, match=r"kernels were asked for, but .* has no CUDA kernels"):
+        ort_session.library_for(["LSHSort"], OrtSettings(provider="cuda", implementation="kernel"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"provider": "gpu"}, "unknown provider 'gpu'.* Expected: cpu, cuda, tensorrt"),
+        ({"implementation": "bodies"}, "unknown implementation 'bodies'.* Expected: auto, kernel, body"),
+        ({"threads": 0}, "threads is 0; expected at least 1"),
+        ({"cuda_graph": True}, "cuda_graph needs the provider 'cuda'; the provider is 'cpu'"),
+        ({"tf32": True}, "tf32 needs the provider 'cuda'"),
+    ],
+)
+def test_settings_that_cannot_work(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        OrtSettings(**fields)
+
+
+def test_settings_know_the_name_of_their_runtime() -> None:
+    assert {name: OrtSettings(provider=provider).runtime for name, provider in ort_session.RUNTIMES.items()} == {
+        "ort": "ort",
+        "ort-cuda": "ort-cuda",
+        "ort-trt": "ort-trt",
+    }
+    assert RUNTIME_NAMES.keys() >= ort_session.RUNTIMES.keys()
+
+
+def fake_ort(available: list[str]) -> Any:
+    return SimpleNamespace(__version__="9.9", get_available_providers=lambda: available)
+
+
+def test_a_provider_that_is_not_installed_says_how_to_add_it() -> None:
+    ort = fake_ort(["CPUExecutionProvider"])
+    with pytest.raises(UserError, match=r"onnxruntime 9\.9 has no CUDAExecutionProvider, .*'effexport\[gpu\]'"):
+        ort_session.providers_from_settings(ort, OrtSettings(provider="cuda"))
+
+
+def test_a_provider_that_did_not_start_is_an_error() -> None:
+    inference = SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
+    with pytest.raises(UserError, match="CUDAExecutionProvider did not start, and the model would run on CPU"):
+        ort_session.check_provider(inference, OrtSettings(provider="cuda"))
+
+
+def test_cuda_is_asked_for_exact_float32_and_for_graphs_only_on_request() -> None:
+    ort = fake_ort(["CUDAExecutionProvider", "CPUExecutionProvider"])
+    (cuda, options), cpu = ort_session.providers_from_settings(ort, OrtSettings(provider="cuda"))
+    assert (cuda, cpu) == ("CUDAExecutionProvider", "CPUExecutionProvider")
+    assert options == {"use_tf32": "0", "enable_cuda_graph": "0"}
+    (_, options), _ = ort_session.providers_from_settings(ort, OrtSettings(provider="cuda", cuda_graph=True, tf32=True))
+    assert options == {"use_tf32": "1", "enable_cuda_graph": "1"}
+
+
+def test_what_onnxruntime_prints_about_missing_libraries_stays_out_of_stdout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ort = fake_ort(["CUDAExecutionProvider", "CPUExecutionProvider"])
+    ort.preload_dlls = lambda: print("Failed to load libcublas")
+    ort_session.providers_from_settings(ort, OrtSettings(provider="cuda"))
+    assert capsys.readouterr() == ("", "Failed to load libcublas\n")
+
+
+def assigned(**providers: str) -> Any:
+    """A session that says where each operator runs."""
+    parts = [
+        SimpleNamespace(ep_name=provider, get_nodes=lambda op=op: [SimpleNamespace(op_type=op)])
+        for op, provider in providers.items()
+    ]
+    return SimpleNamespace(get_provider_graph_assignment_info=lambda: parts)
+
+
+def test_what_ran_is_what_the_session_says() -> None:
+    inference = assigned(LSHSort="CPUExecutionProvider", MatMul="CPUExecutionProvider")
+    ran = ort_session.implementation_of(inference, ["IterativePinv", "LSHSort"], None, OrtSettings())
+    assert ran == {"IterativePinv": "body", "LSHSort": "kernel"}
+    with pytest.warns(KernelWarning, match="LSHSort runs on CPUExecutionProvider: .* no kernel for CUDA"):
+        ort_session.implementation_of(inference, ["LSHSort"], None, OrtSettings(provider="cuda"))
+
+
+def test_before_sessions_could_say_a_registered_kernel_is_what_runs() -> None:
+    library = Library(Path("lib.so"), outdated=False, info=None)
+    for given, ran in ((library, "kernel"), (None, "body")):
+        assert ort_session.implementation_of(object(), ["LSHSort"], given, OrtSettings()) == {"LSHSort": ran}
+
+
+@pytest.mark.requires("native")
+def test_a_broken_body_behind_a_good_kernel_is_found(built: Built, tmp_path: Path) -> None:
+    artifact = built("nystrom", "attention", fused=False)
+    model = onnx.load(str(artifact.model_path))
+    (function,) = (f for f in model.functions if f.name == "IterativePinv")
+    (constant,) = (node for node in function.node if node.output[0] == "thirteen")
+    constant.attribute[0].f = 12.0
+    onnx.save(model, str(tmp_path / "model.onnx"))
+    cases = load_reference(artifact.reference_path)
+    spec, settings = artifact.spec, OrtSettings()
+    with_kernels = verify_candidate(tmp_path / "model.onnx", cases, spec, [], settings)
+    assert with_kernels.implementation == {"IterativePinv": "kernel"}
+    assert {check.status for check in with_kernels.checks} == {"passed"}
+    (check,) = verify_bodies(tmp_path / "model.onnx", cases[0], spec, [], settings).checks
+    assert (check.name, check.status) == ("function bodies", "failed")
+    (check,) = verify_bodies(artifact.model_path, cases[0], spec, [], settings).checks
+    assert (check.name, check.status) == ("function bodies", "passed")
+    assert check.value is not None
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("name", [*WITH_OPERATORS, "aft-full"])
+def test_a_build_proves_kernels_and_bodies(built: Built, name: str) -> None:
+    summary = built(name, "encoder").manifest["parity"]["summary"]
+    if name in WITH_OPERATORS:
+        assert summary["function bodies"]["passed"] == 1
+    else:
+        assert "function bodies" not in summary
+
+
+@pytest.fixture(scope="module")
+def lsh(built: Built) -> Any:
+    with effexport.load(built("lsh", "encoder", fused=False).path) as runner:
+        yield runner
+
+
+def test_a_bound_model_answers_as_an_unbound_one(lsh: Any) -> None:
+    first, second = token_ids(), token_ids()[:, ::-1].copy()
+    given = first.copy()
+    bound = lsh.bind({"input_ids": given})
+    bound.run()
+    assert np.array_equal(bound.outputs()["last_hidden_state"], lsh.run({"input_ids": first})["last_hidden_state"])
+    kept = bound.outputs()["last_hidden_state"]
+    before = kept.copy()
+    bound.update({"input_ids": second})
+    bound.run()
+    assert np.array_equal(bound.outputs()["last_hidden_state"], lsh.run({"input_ids": second})["last_hidden_state"])
+    assert np.array_equal(kept, before), "outputs are copies"
+    assert np.array_equal(given, first), "the caller's array is left alone"
+
+
+def test_two_bound_models_of_one_runner_do_not_disturb_each_other(lsh: Any) -> None:
+    feeds = [{"input_ids": token_ids(batch, 16 * batch)} for batch in (1, 2, 3, 4)]
+    bound = [lsh.bind(f) for f in feeds]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda b: [b.run() for _ in range(5)], bound))
+    for one, f in zip(bound, feeds, strict=True):
+        assert np.array_equal(one.outputs()["last_hidden_state"], lsh.run(f)["last_hidden_state"])
+
+
+def test_a_bound_model_refuses_another_shape_type_or_name(lsh: Any) -> None:
+    bound = lsh.bind({"input_ids": token_ids()})
+    with pytest.raises(UserError, match=r"is int64 \[2, 49\], but int64 \[2, 50\] is bound; bind the runner again"):
+        bound.update({"input_ids": token_ids(2, 49)})
+    with pytest.raises(UserError, match=r"is int32 \[2, 50\], but int64"):
+        bound.update({"input_ids": token_ids().astype(np.int32)})
+    with pytest.raises(UserError, match="input 'ids' is not bound; expected one of: input_ids, attention_mask"):
+        bound.update({"ids": token_ids()})
+    with pytest.raises(UserError, match="input 'input_ids' is missing"):
+        lsh.bind({})
+    bound.update({"input_ids": token_ids() + 1000})
+    with pytest.raises(
+        EffexportError, match=r"ONNX Runtime failed on bound inputs: .* must be within the inclusive range"
+    ):
+        bound.run()
+
+
+def test_a_closed_runner_cannot_be_bound(built: Built) -> None:
+    runner = effexport.load(built("softmax", "encoder").path)
+    runner.close()
+    with pytest.raises(EffexportError, match="this runner is closed"):
+        runner.bind({"input_ids": token_ids()})
+
+
+@pytest.mark.requires("native")
+def test_nan_weights_are_an_expected_error_that_names_the_operator(built: Built, tmp_path: Path) -> None:
+    """The kernel refuses NaN where a body lets it pass: both have to fail the check, neither may crash."""
+    artifact = built("nystrom", "attention")
+    model = onnx.load(str(artifact.model_path))
+    weight = next(t for t in model.graph.initializer if len(t.dims) == 2)
+    weight.CopyFrom(numpy_helper.from_array(np.full(list(weight.dims), np.nan, np.float32), weight.name))
+    onnx.save(model, str(tmp_path / "model.onnx"))
+    cases = load_reference(artifact.reference_path)
+    with pytest.raises(EffexportError, match=r"IterativePinv: .* NaN or infin") as failure:
+        verify_candidate(tmp_path / "model.onnx", cases, artifact.spec, [], OrtSettings())
+    assert failure.value.exit_code == 1
+    bodies = verify_candidate(tmp_path / "model.onnx", cases, artifact.spec, [], OrtSettings(implementation="body"))
+    assert "failed" in {check.status for check in bodies.checks}

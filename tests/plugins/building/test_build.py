@@ -1,0 +1,313 @@
+"""The build of the kernel library: when it compiles, what it leaves behind, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from effexport.plugins import LibraryError, find_library
+from effexport.plugins.building import sources
+from effexport.plugins.building.build import BuildFailedError, build_library, make_plan, relevant_lines
+
+if TYPE_CHECKING:
+    from fake_machine import Machine
+
+pytest_plugins = ["fake_machine"]
+pytestmark = pytest.mark.requires("native")
+ROOT = Path(__file__).parents[3]
+ERROR = "kernel_cpu.cc:7:1: error: 'half' was not declared\n    7 | half x;"
+BUILD = "library = build_library()\nprint(library.path, library.built_now)"
+
+
+def test_the_sources_are_those_on_disk_and_those_of_the_wheel() -> None:
+    native = {".cc", ".cu", ".h", ".txt"}
+    on_disk = {path.relative_to(ROOT / "plugins").as_posix() for path in (ROOT / "plugins").rglob("*")}
+    assert sorted(sources.SOURCES) == sorted(name for name in on_disk if Path(name).suffix in native)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = []
+    for package, names in project["tool"]["setuptools"]["package-data"].items():
+        if package.startswith("effexport.plugins"):
+            folder = "/".join(package.split(".")[2:])
+            listed += [f"{folder}/{name}".lstrip("/") for name in names if Path(name).suffix in native]
+    assert sorted(sources.SOURCES) == sorted(listed)
+
+
+def test_cmake_lists_every_compiled_source() -> None:
+    text = (ROOT / "plugins" / "CMakeLists.txt").read_text(encoding="utf-8")
+    compiled = {name for name in sources.SOURCES if name.endswith((".cc", ".cu"))}
+    assert set(re.findall(r"[\w/]+\.(?:cc|cu)\b", text)) == compiled
+
+
+def test_a_build_is_found_afterwards_and_says_what_it_was_made_from(machine: Machine) -> None:
+    assert find_library() is None
+    stages: list[str] = []
+    library = build_library(on_stage=stages.append)
+    assert library.built_now
+    assert library.info is not None
+    assert (library.info.header_version, library.info.nvcc) == (21, None)
+    assert library.info.compiler.endswith("/c++: c++ 14.1")
+    found = find_library()
+    assert found is not None
+    assert (found.path, found.outdated, found.info) == (library.path, False, library.info)
+    assert machine.builds() == [library.info.key]
+    assert stages[0].startswith("building for the CPU only: no nvcc was found; install the CUDA toolkit")
+    assert "compiling for the CPU only" in stages
+
+
+def test_cmake_is_told_what_to_build(machine: Machine, nvcc: Path) -> None:
+    library = build_library()
+    configure, compile_ = machine.cmake_calls()
+    assert f"-DEFFEXPORT_ORT_INCLUDE_DIR={machine.folder / 'include'}" in configure
+    assert f"-DCMAKE_CXX_COMPILER={machine.bin / 'c++'}" in configure
+    assert f"-DCMAKE_CUDA_COMPILER={nvcc}" in configure
+    assert "-DEFFEXPORT_CUDA=ON" in configure
+    assert "-DCMAKE_CUDA_ARCHITECTURES=75-real;80-real;90-real;90-virtual" in configure
+    assert "--parallel" in compile_
+    assert library.info is not None
+    assert library.info.cuda_architectures == (75, 80, 90)
+    assert library.info.has_cuda
+
+
+def test_a_compiler_behind_another_program_is_passed_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.program("ccache", "print('c++ behind ccache')")
+    monkeypatch.setenv("CXX", "ccache c++")
+    build_library()
+    assert f"-DCMAKE_CXX_COMPILER={machine.bin / 'ccache'};c++" in machine.cmake_calls()[0]
+
+
+def test_a_second_build_takes_no_compiler_and_force_does(machine: Machine) -> None:
+    first = build_library()
+    again = build_library()
+    assert not again.built_now
+    assert again.path == first.path
+    assert len(machine.cmake_calls()) == 2
+    assert build_library(force=True).built_now
+    assert len(machine.cmake_calls()) == 4
+    assert len(machine.builds()) == 1
+
+
+def test_a_damaged_library_is_built_again(machine: Machine) -> None:
+    library = build_library()
+    content = bytearray(library.path.read_bytes())
+    content[-1] ^= 1
+    library.path.write_bytes(content)
+    assert build_library().built_now
+    assert library.path.read_bytes() != content
+    (library.path.parent / "build.json").write_text("{")
+    assert find_library() is None
+    assert build_library().built_now
+    assert find_library() is not None
+
+
+CHANGES: dict[str, Callable[[Machine, pytest.MonkeyPatch], object]] = {
+    "a source": lambda machine, patch: (machine.sources / "lsh_sort/kernel.h").write_text("//"),
+    "the header version": lambda machine, patch: machine.write_headers(machine.folder / "include", 22),
+    "a header": lambda machine, patch: (machine.folder / "include/onnxruntime_cxx_api.h").write_text("//"),
+    "the compiler's version": lambda machine, patch: (machine.bin / "c++.version").write_text("c++ 14.2"),
+    "the compiler": lambda machine, patch: (machine.bin / "c++").rename(machine.bin / "g++"),
+    "a flag": lambda machine, patch: patch.setenv("CXXFLAGS", "-O0"),
+    "the machine": lambda machine, patch: patch.setattr("platform.machine", lambda: "riscv64"),
+    "an nvcc": lambda machine, patch: machine.program("nvcc", "print('sm_90')"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_the_key_changes_with(machine: Machine, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def key() -> str:
+        return make_plan(None, lambda stage: None).key
+
+    before = key()
+    assert key() == before
+    CHANGES[what](machine, monkeypatch)
+    assert key() != before
+
+
+def finish(*processes: object) -> list[str]:
+    outputs = []
+    for process in processes:
+        out, err = process.communicate(timeout=60)  # type: ignore[attr-defined]
+        assert process.returncode == 0, err  # type: ignore[attr-defined]
+        outputs.append(out)
+    return outputs
+
+
+def test_two_processes_at_once_do_the_work_once(machine: Machine) -> None:
+    (machine.bin / "cmake.seconds").write_text("0.5")
+    outputs = finish(*(machine.python(BUILD) for _ in range(3)))
+    assert sorted(output.split()[1] for output in outputs) == ["False", "False", "True"]
+    assert len({output.split()[0] for output in outputs}) == 1
+    assert len(machine.cmake_calls()) == 2
+    assert len(machine.builds()) == 1
+
+
+def test_two_processes_at_once_succeed_without_locks(machine: Machine) -> None:
+    (machine.bin / "cmake.seconds").write_text("0.5")
+    no_locks = "import fcntl\ndef refuse(*_): raise OSError(37, 'No locks available')\nfcntl.flock = refuse\n"
+    outputs = finish(*(machine.python(no_locks + BUILD) for _ in range(2)))
+    assert len({output.split()[0] for output in outputs}) == 1
+    assert len(machine.builds()) == 1
+    library = find_library()
+    assert library is not None
+    assert not library.outdated
+
+
+def test_what_a_killed_build_left_is_cleared(machine: Machine) -> None:
+    (machine.bin / "cmake.seconds").write_text("600")
+    process = machine.python(BUILD, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while len(machine.cmake_calls()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    (leftover,) = machine.builds()
+    assert leftover.startswith(".build-")
+    (machine.bin / "cmake.seconds").write_text("0")
+    running = machine.cache / "kernels" / leftover.replace(f"-{process.pid}-", f"-{os.getpid()}-")
+    foreign = machine.cache / "kernels" / ".build-another-machine-1-x"
+    for folder in (running, foreign):
+        folder.mkdir()
+    library = build_library()
+    assert machine.builds() == sorted([library.path.parent.name, running.name, foreign.name])
+
+
+def test_a_failed_build_keeps_the_old_library_and_says_so(machine: Machine) -> None:
+    old = build_library()
+    (machine.sources / "ort_op.h").write_text("// changed")
+    (machine.bin / "cmake.error").write_text(ERROR)
+    with pytest.raises(BuildFailedError, match="'half' was not declared") as failure:
+        build_library()
+    message = str(failure.value)
+    assert f"The library built before is kept and stays in use: {old.path}" in message
+    assert "[1/2] Building" not in message
+    assert "--no-cuda" not in message
+    log = Path(re.search(r"The whole log: (.*)", message)[1])  # type: ignore[index]
+    assert "[1/2] Building" in log.read_text()
+    assert machine.builds() == [old.path.parent.name]
+    found = find_library()
+    assert found is not None
+    assert found.outdated
+    (machine.bin / "cmake.error").unlink()
+    assert build_library().built_now
+    now = find_library()
+    assert now is not None
+    assert not now.outdated
+
+
+def test_a_forced_build_that_fails_keeps_the_library_of_the_same_sources(machine: Machine) -> None:
+    old = build_library()
+    (machine.bin / "cmake.error").write_text(ERROR)
+    with pytest.raises(BuildFailedError, match="is kept"):
+        build_library(force=True)
+    found = find_library()
+    assert found is not None
+    assert (found.path, found.outdated) == (old.path, False)
+
+
+def test_a_failing_cuda_build_does_not_fall_back_and_names_the_way_out(machine: Machine, nvcc: Path) -> None:
+    (machine.bin / "cmake.error").write_text("host_config.h: error: unsupported GNU version!")
+    with pytest.raises(BuildFailedError, match="effexport plugins build --no-cuda") as failure:
+        build_library()
+    assert "unsupported GNU version" in str(failure.value)
+    assert machine.builds() == []
+
+
+def test_a_library_that_does_not_load_is_not_kept(machine: Machine) -> None:
+    (machine.bin / "tiny.so").write_text("no library")
+    with pytest.raises(BuildFailedError, match=r"compiled but does not load: OSError: .*too short"):
+        build_library()
+    assert machine.builds() == []
+
+
+def test_sources_that_change_meanwhile_are_noticed(machine: Machine) -> None:
+    def change(stage: str) -> None:
+        if stage == "trying the library":
+            (machine.sources / "ort_op.h").write_text("// changed")
+
+    with pytest.raises(BuildFailedError, match="the sources changed while they were compiled"):
+        build_library(on_stage=change)
+    assert machine.builds() == []
+
+
+def test_the_last_selected_build_of_the_same_sources_is_used(machine: Machine, nvcc: Path) -> None:
+    with_cuda, without = build_library(), build_library(cuda=False)
+    assert with_cuda.path != without.path
+    for library, cuda in ((without, None), (with_cuda, False), (without, True)):
+        assert find_library().path == library.path  # type: ignore[union-attr]
+        assert not build_library(cuda=cuda).built_now
+
+
+def test_each_missing_tool_is_one_error_with_its_remedy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def error(**options: bool) -> str:
+        with pytest.raises(LibraryError) as failure:
+            build_library(**options)
+        assert failure.value.exit_code == 2
+        return str(failure.value)
+
+    assert "--cuda was given, but no nvcc was found" in error(cuda=True)
+    (machine.bin / "cmake.version").write_text("3.18.4")
+    assert "no cmake 3.24 or later found" in error()
+    assert "cmake is 3.18); add it with: pip install 'effexport[kernels]'" in error()
+    (machine.bin / "cmake").unlink()
+    assert "no cmake 3.24 or later found; add it with" in error()
+    machine.program("cmake", CMAKE_NEW)
+    (machine.bin / "ninja").unlink()
+    assert "neither ninja nor make" in error()
+    (machine.bin / "c++").unlink()
+    assert "no C++ compiler found" in error()
+    for given in ("icc", "'icc", " "):
+        monkeypatch.setenv("CXX", given)
+        assert f"CXX is {given!r}, which is no program here" in error()
+    monkeypatch.setenv("EFFEXPORT_NVCC", "/opt/cuda/nvcc")
+    assert "EFFEXPORT_NVCC is '/opt/cuda/nvcc', which is no program here" in error()
+    (machine.sources / "ort_op.h").unlink()
+    assert "this installation lacks ort_op.h" in error()
+    assert not (machine.bin / "cmake.calls").exists()
+
+
+CMAKE_NEW = "print('cmake version 4.1.0')"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise SystemExit('no licence')", "does not run: exit status 1, no licence"),
+        ("print('sm_35')", "compiles for none of sm_75"),
+    ],
+)
+def test_an_nvcc_that_cannot_serve_is_an_error_that_names_the_way_out(
+    machine: Machine, code: str, message: str
+) -> None:
+    machine.program("nvcc", code)
+    with pytest.raises(LibraryError, match=re.escape(message)) as failure:
+        build_library()
+    assert "effexport plugins build --no-cuda" in str(failure.value)
+    assert build_library(cuda=False).built_now
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_variable(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine.folder / "file").write_text("")
+    monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(machine.folder / "file"))
+    with pytest.raises(LibraryError, match=r"the cache cannot be used: .*Set EFFEXPORT_CACHE_DIR to one"):
+        build_library()
+    assert find_library() is None
+
+
+def test_the_lines_that_matter_begin_at_the_first_error() -> None:
+    noise = "-- Configuring done\n[1/9] Building\nFAILED: x\n/usr/bin/c++ -O3 -o x.o -c x.cc\nx.cc: warning: odd\n"
+    log = noise + "x.cc:1: error: first\n" + "note\n" * 100
+    lines = relevant_lines(log).splitlines()
+    assert lines[0].strip() == "x.cc:1: error: first"
+    assert len(lines) == 30
+    assert relevant_lines("a\n\nb\n") == "  a\n  b"
+    assert relevant_lines("") == "  (no output)"

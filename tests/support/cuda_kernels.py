@@ -1,0 +1,134 @@
+"""CUDA kernels as functions of NumPy arrays: plugins/native/cuda_on_cpu.h runs them, in one library per operator."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import ml_dtypes
+import numpy as np
+
+from effexport.plugins.building.toolchain import find_compiler
+
+ROOT = Path(__file__).parents[2]
+PLUGINS = ROOT / "plugins"
+NATIVE = ROOT / "tests" / "plugins" / "native"
+
+# inputs, int32 scalars, outputs: the order that TensorRT wants
+PINV_PARAMETERS = ["u64", "u64", "u32", "u32", "u32", "u64"]
+AFT_SIMPLE_PARAMETERS = {
+    "sums": ["u64", "u64", "u64", "u32", "u32", "u32", "u32", "u64"],
+    "gate": ["u64", "u64", "u32", "u32", "u32", "u64"],
+}
+ENTRIES = {
+    **{f"effexport_iterative_pinv_{dtype}": PINV_PARAMETERS for dtype in ("float32", "float16", "bfloat16")},
+    **{
+        f"effexport_iterative_pinv_scratch_{dtype}": [*PINV_PARAMETERS, "u64"]
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    **{
+        f"effexport_linear_attention_states_{dtype}": ["u64"] * 3 + ["u32"] * 6 + ["u64"]
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    **{
+        f"effexport_linear_attention_outputs_{dtype}": ["u64"] * 5 + ["u32"] * 7 + ["f32", "u64"]
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    "effexport_linear_attention_combine": ["u32"] * 4 + ["u64"],
+    **{
+        f"effexport_lsh_attention_{dtype}": ["u64"] * 4 + ["u32"] * 13 + ["u64"] * 2
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    **{
+        f"effexport_lsh_attention_combine_{dtype}": ["u64"] * 2 + ["u32"] * 5 + ["u64"]
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    "effexport_lsh_attention_kept": ["u64", "u32", "u32", "u64"],
+    "effexport_lsh_sort": ["u64", "u32", "u32", "u32", "u64", "u64"],
+    **{
+        f"effexport_masked_attention_{dtype}": ["u64"] * 4 + ["u32"] * 7 + ["f32", "u64"]
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    **{
+        f"effexport_segment_means_{dtype}": ["u64"] * 2 + ["u32"] * 5 + ["u64"]
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    **{
+        f"effexport_sequence_conv_{dtype}": ["u64"] * 4 + ["u32"] * 5 + ["u64"]
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    "effexport_aft_simple_merge": ["u64", "u32", "u32", "u32", "u64"],
+    **{
+        f"effexport_aft_simple_{step}_{dtype}": types
+        for step, types in AFT_SIMPLE_PARAMETERS.items()
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+}
+THREADS = {entry: 512 if "scratch" in entry else 1024 if "sort" in entry else 256 for entry in ENTRIES}
+
+
+def run(*command: str | Path, **options) -> str:
+    """What a command prints. Its failure shows all of it."""
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert completed.returncode == 0, f"{' '.join(map(str, command))}\n{completed.stdout}{completed.stderr}"
+    return completed.stdout + completed.stderr
+
+
+def build(folder: Path, source: str, output: str, *options: str) -> Path:
+    """Compiles emulated kernels. The emulation takes the place of the toolkit's headers, which become empty files."""
+    for header in ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h"):
+        (folder / header).touch()
+    includes = [f"-I{path}" for path in (PLUGINS, NATIVE, folder)]
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    # results are compared bit by bit with NumPy's, which fuses nothing
+    exact = "-ffp-contract=off"
+    run(*find_compiler(), "-std=c++17", exact, *options, *warnings, *includes, NATIVE / source, "-o", folder / output)
+    return folder / output
+
+
+DTYPES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(ml_dtypes.bfloat16): "bfloat16"}
+GUARD = 64
+ALL_BLOCKS = 2**32 - 1
+
+
+def guarded(shape: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """An array of NaN, or −1, and the larger one that it lies in."""
+    size = int(np.prod(shape))
+    whole = np.frombuffer(bytearray(b"\xff" * ((size + 2 * GUARD) * dtype.itemsize)), dtype)
+    return whole[GUARD : GUARD + size].reshape(shape), whole
+
+
+def assert_guard_is_intact(whole: np.ndarray) -> None:
+    edges = np.concatenate([whole[:GUARD], whole[-GUARD:]]).view(np.uint8)
+    assert (edges == 0xFF).all(), "the kernel wrote beyond its output"
+
+
+class Emulated:
+    """The kernels of one operator. Outputs are poisoned before a kernel runs, and guarded."""
+
+    op = ""
+
+    def __init__(self, folder: Path) -> None:
+        self.library = ctypes.CDLL(
+            str(build(folder, f"emulated/{self.op}.cc", "kernels.so", "-O2", "-fPIC", "-shared"))
+        )
+        self.library.get_launch.argtypes = [ctypes.c_size_t, ctypes.c_void_p]
+        self.library.set_schedule.argtypes = [ctypes.c_uint, ctypes.c_uint]
+
+    def launch(self, before_last: int = 0) -> list[int]:
+        """Grid, block and dynamic shared memory of the last launch, or of one before."""
+        launch = np.zeros(3, np.int64)
+        self.library.get_launch(before_last, launch.ctypes.data)
+        return launch.tolist()
+
+
+def load_gpu_checks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_checks_launches", ROOT / "scripts" / "gpu_checks.py")
+    gpu_checks = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = gpu_checks  # dataclasses look their module up
+    spec.loader.exec_module(gpu_checks)
+    return gpu_checks

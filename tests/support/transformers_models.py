@@ -1,0 +1,74 @@
+"""transformers' own models for tests: random checkpoints, runs with our rotations, inputs and errors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from effexport.proof.cases import rms
+
+
+def saved(folder: Path, kind: str, config: dict[str, Any], seed: int = 0) -> nn.Module:
+    """A transformers model with random weights that make attention sharp, saved to a folder."""
+    import transformers
+
+    torch.manual_seed(seed)
+    family = "Nystromformer" if kind.startswith("Nystrom") else "Reformer"
+    model = getattr(transformers, kind)(getattr(transformers, f"{family}Config")(**config)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                gain = 2.0 if "query" in name else 1.0
+                parameter.normal_(0, gain / parameter[0].numel() ** 0.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+@contextmanager
+def same_rotations(module: nn.Module) -> Iterator[None]:
+    """Let transformers' LSH layers draw the rotations of our module, layer by layer."""
+    from effexport.models.lsh import LSHHash
+
+    rotations = itertools.cycle([child.rotations for child in module.modules() if isinstance(child, LSHHash)])
+    real = torch.randn
+
+    def draw(*size: Any, **options: Any) -> Tensor:
+        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+        if len(shape) == 4:
+            given: Tensor = next(rotations)
+            assert tuple(given.shape) == shape
+            return given
+        return real(*size, **options)
+
+    with mock.patch("torch.randn", draw):
+        yield
+
+
+def inputs(batch: int, seq_len: int, pad: int, *, padded: bool) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(batch * 1000 + seq_len)
+    ids = torch.randint(3, 60, (batch, seq_len), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        for row in range(1, batch):
+            mask[row, max(1, seq_len - 3 * row) :] = 0
+    return torch.where(mask == 1, ids, pad), mask
+
+
+def worst_error(actual: np.ndarray, expected: Tensor, mask: Tensor) -> float:
+    """max |error| / RMS over valid positions, or over a pooled output."""
+    wanted, given = expected.numpy(), actual
+    if wanted.shape[:2] == tuple(mask.shape):
+        keep = mask.numpy() == 1
+        wanted, given = wanted[keep], given[keep]
+    assert wanted.shape == given.shape
+    return float(np.abs(given - wanted).max() / rms(wanted))
