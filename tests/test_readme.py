@@ -1,4 +1,4 @@
-"""The README's Python examples run as they stand."""
+"""The examples of README.md and docs/ work as they stand: Python runs, commands parse, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -8,39 +8,61 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from triton_server import ENVIRONMENT, TritonServer, environment
 
 from effexport.build import artifact_from_spec
-from effexport.cli import main
+from effexport.cli import cli, main
 from effexport.spec import build_spec_from_options
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native")
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PYTHON_PAGE = ROOT / "docs" / "python.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("plugins/*/README.md"))]
 PORT = 8000
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
+def prose(page: Path) -> str:
+    """The page without code blocks, whose lines may look like headings and links."""
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The effexport commands of a page's shell blocks, as lists of words."""
+    lines = [line.split(" >")[0] for block in blocks(page, "sh") for line in block.replace("\\\n", "").splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [command[1:] for command in words if command and command[0] == "effexport"]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.requires("torch", "onnx", "ort", "native")
 def test_the_python_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = {"dim": 32, "heads": 2, "layers": 1, "seq_len": 64}
     for options in ({"variant": "lsh"}, {"variant": "linear", "causal": True}):
         artifact_from_spec(build_spec_from_options(small | options, None), Path("artifacts") / options["variant"])
-    # what asks a server is run by the test below
-    examples = [example for example in blocks("python") if "tritonclient" not in example]
-    assert len(examples) == 5
-    names: dict[str, Any] = {}
-    for example in examples:
-        exec(example, names)
-    assert names["out"].shape == (2, 1000, 256)
-    assert names["hidden"].shape == (1, 9, 32)
+    for page, count, tokens in ((README, 2, 9), (PYTHON_PAGE, 5, 1)):  # the page ends with a step of one token
+        examples = blocks(page, "python")
+        assert len(examples) == count
+        names: dict[str, Any] = {}
+        for example in examples:
+            exec(example, names)
+        assert names["out"].shape == (2, 1000, 256)
+        assert names["hidden"].shape == (1, tokens, 32)
     assert [value.name for value in names["session"].get_inputs()] == ["input_ids", "attention_mask"]
 
 
-@pytest.mark.requires("triton")
+@pytest.mark.requires("torch", "onnx", "ort", "native", "triton")
 @pytest.mark.xdist_group("triton")
 def test_the_serving_example_packages_an_artifact_and_gets_its_answers_from_triton(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -48,14 +70,14 @@ def test_the_serving_example_packages_an_artifact_and_gets_its_answers_from_trit
     monkeypatch.chdir(tmp_path)
     spec = build_spec_from_options({"variant": "lsh", "dim": 32, "heads": 2, "layers": 1, "seq_len": 64}, None)
     artifact_from_spec(spec, Path("artifacts/lsh"))
-    shell = next(block for block in blocks("sh") if "effexport package" in block)
+    shell = next(block for block in blocks(README, "sh") if "effexport package" in block)
     commands = [line.split("  #")[0] for line in shell.replace("\\\n", "").splitlines()]
     (package,) = (line for line in commands if line.startswith("effexport package"))
     with pytest.raises(SystemExit) as stop:
         main(shlex.split(package)[1:])
     assert stop.value.code == 0
     (curl,) = (line for line in commands if line.startswith("curl"))
-    (client,) = (block for block in blocks("python") if "tritonclient" in block)
+    (client,) = (block for block in blocks(ROOT / "docs" / "triton.md", "python") if "tritonclient" in block)
     with TritonServer(Path("triton"), tmp_path / "log", ["lsh"]) as server:
 
         def here(text: str) -> str:
@@ -64,6 +86,34 @@ def test_the_serving_example_packages_an_artifact_and_gets_its_answers_from_trit
         answer = subprocess.run(shlex.split(here(curl)), capture_output=True, text=True, check=True, timeout=60)
         assert '"shape":[1,4,32]' in answer.stdout
         command = [str(ENVIRONMENT / "bin" / "python"), "-c", here(client)]
-        said = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
-        assert said.returncode == 0, said.stderr
-        assert said.stdout == "(1, 4, 32)\n"
+        result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == "(1, 4, 32)\n"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_on_a_page_exists_with_all_its_options(page: Path) -> None:
+    for words in commands_of(page):
+        parse(words)
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command line as click does, without running it. Raises click.UsageError for an unknown option."""
+    command: click.Command = cli
+    while isinstance(command, click.Group):
+        _, found, words = command.resolve_command(click.Context(command), list(words))
+        assert found is not None
+        command = found
+    command.make_context(command.name, words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), f"{page.name} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name} links to {target}; headings are {sorted(anchors(file))}"
