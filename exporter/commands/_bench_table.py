@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from effexport.bench.rendering.advise import megabytes, ranking
+from effexport.bench.rendering.advise import ranking
+from effexport.units import NOTHING, memory, three_digits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,25 +58,18 @@ def line(row: Row, several: dict[str, bool]) -> list[str]:
     return [
         model,
         case.runtime,
-        ", ".join(sorted(set(row.implementation.values()))) or "–",
-        "–" if row.parity is None or row.parity.value is None else f"{row.parity.value:.1e}",
+        ", ".join(sorted(set(row.implementation.values()))) or NOTHING,
+        NOTHING if row.parity is None or row.parity.value is None else f"{row.parity.value:.1e}",
         tokens,
-        figure(timing.median_ms),
-        figure(timing.spread_ms),
-        figure(row.tokens_per_second),
-        figure(row.times_softmax),
-        figure(row.times_torch),
-        figure(None if row.floor is None else row.floor.total_ms),
-        figure(row.times_floor),
-        "–" if row.peak_bytes is None else megabytes(row.peak_bytes),
+        three_digits(timing.median_ms),
+        three_digits(timing.spread_ms),
+        three_digits(row.tokens_per_second),
+        three_digits(row.times_softmax),
+        three_digits(row.times_torch),
+        three_digits(None if row.floor is None else row.floor.total_ms),
+        three_digits(row.times_floor),
+        memory(row.peak_bytes),
     ]
-
-
-def figure(value: float | None) -> str:
-    """Three digits, or all of a large number."""
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def remarks(results: BenchResults) -> list[tuple[str, str]]:
@@ -111,10 +105,10 @@ def print_advice(console: Console, advice: Advice) -> None:
     for title in ("median ms", "peak"):
         table.add_column(title, justify="right")
     for rank, row in ranking(advice):
-        peak = "unknown" if row.peak_bytes is None else megabytes(row.peak_bytes)
+        peak = "unknown" if row.peak_bytes is None else memory(row.peak_bytes)
         place = "over the limit" if rank is None else str(rank)
         median = None if row.timing is None else row.timing.median_ms
-        table.add_row(place, row.case.label, row.case.runtime, figure(median), peak)
+        table.add_row(place, row.case.label, row.case.runtime, three_digits(median), peak)
     if table.rows:
         console.print(table)
     for sentence in advice.sentences:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from effexport.proof.checks.run_checks import Check, summary
-from effexport.report.rendering.text import number, status_of
+from effexport.report.rendering.text import status_of
+from effexport.units import number
 
 if TYPE_CHECKING:
     from rich.console import Console

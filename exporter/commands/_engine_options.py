@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
+from effexport.units import bytes_from_text
+
 if TYPE_CHECKING:
     from effexport.engines.spec import EngineSpec
     from effexport.spec import BuildSpec
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 _OPTIONS = (
     click.option(
@@ -32,7 +32,9 @@ _OPTIONS = (
     ),
     click.option("--optimization-level", type=int, help="How long TensorRT searches: 0 to 5; default: its own."),
     click.option(
-        "--workspace", help="Most scratch memory on the GPU, in bytes, or with K, M or G; default: all of it."
+        "--workspace",
+        metavar="SIZE",
+        help="Most scratch memory on the GPU, such as 500MB (10^6 bytes) or 2GiB (2^30); default: all of it.",
     ),
     click.option("--tf32/--no-tf32", default=False, help="Let float32 products round their inputs to 11 bits; off."),
     click.option(
@@ -99,7 +101,7 @@ class EngineRequest:
                 target=target,  # type: ignore[arg-type]  # checked above
                 profiles=profiles_from_texts(self.profiles, spec),
                 optimization_level=self.optimization_level,
-                workspace_bytes=bytes_from_text(self.workspace),
+                workspace_bytes=None if self.workspace is None else bytes_from_text(self.workspace, "--workspace"),
                 tf32=self.tf32,
                 compute_capabilities=numbers_from_text(self.compute_capabilities),
                 timing_cache=self.timing_cache,
@@ -118,22 +120,6 @@ class EngineRequest:
             for field in fields(self)
             if field.name != "targets"
         }
-
-
-def bytes_from_text(text: str | None) -> int | None:
-    """`512M` → bytes. Raises SpecError for anything but a number with K, M or G."""
-    from effexport.models.validation import require
-
-    if text is None:
-        return None
-    word = text.strip().upper().removesuffix("IB").removesuffix("B")
-    digits = word.rstrip("KMG")
-    unit = word[len(digits) :]
-    require(
-        digits.isdecimal() and unit in _UNITS,
-        f"cannot read the size {text!r}; expected bytes, such as 4294967296, or 4G, 512M, 64K",
-    )
-    return int(digits) * _UNITS[unit]
 
 
 def numbers_from_text(text: str | None) -> tuple[int, ...]:

@@ -74,14 +74,15 @@ class SweepRequest:
     def limits(self) -> Limits:
         from dataclasses import replace
 
-        from effexport.commands._engine_options import bytes_from_text
         from effexport.sweep.attempt import Limits
+        from effexport.units import bytes_from_text
 
         limits = Limits()
         if self.timeout is not None:
             limits = replace(limits, seconds=self.timeout)
-        size = bytes_from_text(self.max_artifact)
-        return limits if size is None else replace(limits, artifact_bytes=size)
+        if self.max_artifact is not None:
+            limits = replace(limits, artifact_bytes=bytes_from_text(self.max_artifact, "--max-artifact"))
+        return limits
 
     def chosen(self, cells: Any) -> list[Cell]:
         """The cells that --only names; all without it. Raises UserError for a name that is not one cell's."""

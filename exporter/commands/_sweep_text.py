@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.bench.rendering.text import duration, memory
 from effexport.commands.bench import time_left
-from effexport.report.rendering.text import number
+from effexport.units import duration, memory, number
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.commands._options import debug_option, json_option, stderr_console
+from effexport.units import rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +50,9 @@ EXPECTED = {"rounds": "at least 1", "threads": "at least 1", "max_seconds": "a n
 )
 @click.option("--advise", is_flag=True, help="Say which variant and runtime is fastest here, for --seq-len.")
 @click.option("--seq-len", type=int, help="With --advise: the length, in tokens.")
-@click.option("--memory-limit", help="With --advise: the most memory a run may take, such as 2GB or 500MB.")
+@click.option(
+    "--memory-limit", help="With --advise: the most memory a run may use, such as 500MB (10^6 bytes) or 2GiB (2^30)."
+)
 @click.option("--no-memory", is_flag=True, help="Do not measure peak memory, which runs every row once more.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; bench by default.")
 @click.option("--force", is_flag=True, help="Replace the folder of an earlier benchmark.")
@@ -116,7 +119,7 @@ class Request:
 
         from effexport.bench.grid import Grid
         from effexport.bench.measuring.run import Settings
-        from effexport.bench.rendering.advise import bytes_from_text
+        from effexport.units import bytes_from_text
 
         self.check_numbers()
         self.check_advice()
@@ -130,7 +133,7 @@ class Request:
             name: self.flags[name] for name in ("rounds", "max_seconds", "threads") if self.flags[name] is not None
         }
         settings = replace(settings, **chosen, memory=not self.flags["no_memory"])
-        limit = None if self.memory_limit is None else bytes_from_text(self.memory_limit)
+        limit = None if self.memory_limit is None else bytes_from_text(self.memory_limit, "--memory-limit")
         return grid, settings, limit
 
     def check_numbers(self) -> None:
@@ -270,4 +273,4 @@ def bench_progress(console: Console) -> Iterator[OnStep]:
 def time_left(seconds: float | None) -> str:
     if seconds is None:
         return ""
-    return f"about {seconds:.0f} s left" if seconds < 59.5 else f"about {seconds / 60:.0f} min left"
+    return f"about {rough_duration(seconds)} left"

@@ -19,6 +19,7 @@ from effexport.commands._options import (
     stage_progress,
     stderr_console,
 )
+from effexport.units import megabytes, rough_duration, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -156,11 +157,10 @@ def print_result(artifact: Artifact, report: Report) -> None:
         console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
     for engine in report.engines:
         print_engine(console, artifact, engine)
-    seconds = sum(report.seconds.values())
     model_bytes = sum(entry["bytes"] for name, entry in artifact.manifest["files"].items() if "model.onnx" in name)
     console.print(
-        f"{artifact.path}: {report.title}, {artifact.spec.precision}, {model_bytes / 1e6:.1f} MB, "
-        f"built in {seconds:.0f} s{implementation_text(report.implementation)}. "
+        f"{artifact.path}: {report.title}, {artifact.spec.precision}, {megabytes(model_bytes)}, "
+        f"built in {rough_duration(sum(report.seconds.values()))}{implementation_text(report.implementation)}. "
         f"Next: {next_step(artifact, report)}, or open {artifact.path}/report.html",
         soft_wrap=True,
         markup=False,
@@ -187,7 +187,7 @@ def print_engine(console: Console, artifact: Artifact, engine: dict[str, Any]) -
         console.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
     console.print(
         f"{artifact.path}/{engine['file']}: {PRODUCTS[engine['target']].title} {engine['tensorrt_version']}, "
-        f"{engine['bytes'] / 1e6:.1f} MB, built in {engine['build_seconds']:.1f} s, {sizes(engine['profiles'])}"
+        f"{megabytes(engine['bytes'])}, built in {seconds(engine['build_seconds'])}, {sizes(engine['profiles'])}"
         f"{implementation_text(engine['implementation'], 'is a')}",
         markup=False,
         soft_wrap=True,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.commands._options import debug_option, json_option, stderr_console
+from effexport.units import megabytes, seconds
 
 if TYPE_CHECKING:
     from effexport.engines.sidecar import EngineInfo
@@ -128,11 +129,9 @@ def print_summary(result: dict[str, Any]) -> None:
             dims = ", ".join(map(str, tensor["dims"]))
             table.add_row(kind[:-1], escape(f"{tensor['name']} {tensor['dtype']} [{dims}]"))
     table.add_row("opset", str(graph["opset"]))
-    table.add_row("size", f"{graph['bytes'] / 1e6:.1f} MB, {graph['parameters']:,} parameters")
+    table.add_row("size", f"{megabytes(graph['bytes'])}, {graph['parameters']:,} parameters")
     for engine in result.get("engines", []):
-        table.add_row(
-            "engine", escape(f"{engine['file']}, {engine['bytes'] / 1e6:.1f} MB, {sizes(engine['profiles'])}")
-        )
+        table.add_row("engine", escape(f"{engine['file']}, {megabytes(engine['bytes'])}, {sizes(engine['profiles'])}"))
     for note in result.get("notes", []):
         table.add_row("note", escape(note))
     for name, entry in graph["custom_ops"].items():
@@ -162,12 +161,12 @@ def print_engine(path: Path, info: EngineInfo) -> None:
     table = Table("", "", box=None, pad_edge=False, show_header=False)
     row("path", str(path))
     row("built with", f"{PRODUCTS[info.target].title} {info.tensorrt_version}, effexport {info.effexport_version}")
-    row("built", f"{info.created}, in {info.build_seconds:.1f} s")
+    row("built", f"{info.created}, in {seconds(info.build_seconds)}")
     row("for", info.built_for)
-    row("from", f"model.onnx with sha256 {info.onnx_sha256}, {info.onnx_bytes / 1e6:.1f} MB, {info.precision}")
-    row("size", f"{info.engine_bytes / 1e6:.1f} MB")
+    row("from", f"model.onnx with sha256 {info.onnx_sha256}, {megabytes(info.onnx_bytes)}, {info.precision}")
+    row("size", megabytes(info.engine_bytes))
     if info.device_memory_bytes is not None:
-        row("memory to run", f"{info.device_memory_bytes / 1e6:.1f} MB, besides weights, inputs and outputs")
+        row("memory to run", f"{megabytes(info.device_memory_bytes)}, besides weights, inputs and outputs")
     for kind, tensors in (("input", info.inputs), ("output", info.outputs)):
         for tensor in tensors:
             row(kind, str(tensor))

@@ -17,6 +17,7 @@ from effexport.commands._options import (
     stage_progress,
     stderr_console,
 )
+from effexport.units import duration
 
 if TYPE_CHECKING:
     from effexport.runners import Array, Runner
@@ -80,7 +81,7 @@ def command(
     tokens = rows if kept is None else int(kept.sum())
     where = f"written to {output_file}" if output_file else "not written; keep it with --output FILE.npz"
     ran = implementation_text(runner.implementation)
-    console.print(f"{tokens} tokens in {seconds:.2f} s{ran}, {where}", markup=False, soft_wrap=True)
+    console.print(f"{tokens} tokens in {duration(1e3 * seconds)}{ran}, {where}", markup=False, soft_wrap=True)
 
 
 def run_windows(runner: Runner, feeds: dict[str, Array], batch: int) -> dict[str, Array]:

@@ -37,7 +37,11 @@ MESSAGES = "ray.log"
 @click.option("--cpus", type=float, default=1.0, show_default=True, help="On a cluster: CPUs that a cell takes.")
 @click.option("--wait", type=float, default=60.0, show_default=True, help="Seconds to wait for a node that can run it.")
 @click.option("--timeout", type=float, help="Seconds that a cell may take; default 14400.")
-@click.option("--max-artifact", metavar="SIZE", help="Largest artifact of a cell, such as 4G; default 16 GB.")
+@click.option(
+    "--max-artifact",
+    metavar="SIZE",
+    help="Largest artifact of a cell, such as 4GB (10^9 bytes) or 4GiB (2^30); default 16GB.",
+)
 @json_option
 @debug_option
 @click.pass_context
@@ -119,7 +123,7 @@ def messages_of_ray(store: Store) -> Iterator[None]:
 
 
 def say_plan(console: Console, plan: Plan, store: Store, request: SweepRequest) -> None:
-    from effexport.bench.rendering.text import counted
+    from effexport.units import counted
 
     states = [plan.states[cell.id] for cell in plan.cells]
     parts = [f"{states.count('finished')} finished before", f"{len(plan.to_run)} to run"]

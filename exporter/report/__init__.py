@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from effexport.report.model import REPORT_VERSION, RUNTIME_NAMES, Report, json_from_report
 from effexport.report.rendering.html import html_from_report
-from effexport.report.rendering.text import flat_fields, number, sizes
+from effexport.report.rendering.text import flat_fields, sizes
 
 __all__ = [
     "REPORT_VERSION",
@@ -13,6 +13,5 @@ __all__ = [
     "flat_fields",
     "html_from_report",
     "json_from_report",
-    "number",
     "sizes",
 ]

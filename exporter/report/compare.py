@@ -8,7 +8,8 @@ from typing import Any
 
 from effexport.proof.checks.run_checks import Check, summary
 from effexport.report.model import Report
-from effexport.report.rendering.text import field_text, flat_fields, megabytes, number, status_of
+from effexport.report.rendering.text import field_text, flat_fields, status_of
+from effexport.units import megabytes, number, seconds
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Comparison:
             {**side.report.seconds, "all stages": sum(side.report.seconds.values())}
             for side in (self.first, self.second)
         )
-        return _rows(first, second, lambda value: f"{value:.1f} s")
+        return _rows(first, second, seconds)
 
     @property
     def environment(self) -> list[Row]:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from effexport.bench.rendering.text import duration, memory
 from effexport.report.rendering.templates import template_environment
-from effexport.report.rendering.text import moment, number
 from effexport.sweep.results import Row, SweepResults
+from effexport.units import duration, memory, moment, number
 
 # A longer table is folded; what stands below it would not be found otherwise.
 MAX_OPEN_ROWS = 60

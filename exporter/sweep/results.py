@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from effexport.bench.rendering.text import counted, listed
 from effexport.json_text import json_text
 from effexport.proof.checks.result import METRIC
 from effexport.report.rendering.text import status_of
 from effexport.sweep.cell import Cell
+from effexport.units import counted, listed, megabytes, seconds
 
 FORMAT_VERSION = 1
 Status = Literal["finished", "failed", "not run"]
@@ -155,8 +155,8 @@ def worst_of_summary(summary: Mapping[str, Mapping[str, Any]]) -> tuple[float | 
 def engine_text(engine: Mapping[str, Any]) -> str:
     """`1.7.1, 0.3 MB, SM 89, 0.4 s`."""
     built_for = ", ".join(f"SM {number}" for number in engine["compute_capabilities"]) or "SM 80 and later"
-    size, seconds = engine["bytes"] / 1e6, engine["build_seconds"]
-    return f"{engine['tensorrt_version']}, {built_for}, {size:.1f} MB, {engine['layers']} layers, {seconds:.1f} s"
+    size, time = megabytes(engine["bytes"]), seconds(engine["build_seconds"])
+    return f"{engine['tensorrt_version']}, {built_for}, {size}, {engine['layers']} layers, {time}"
 
 
 def engine_parity(summary: Mapping[str, Mapping[str, Any]], target: str) -> str:

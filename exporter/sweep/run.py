@@ -13,6 +13,7 @@ from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event, Executor
 from effexport.sweep.outcome import Outcome
 from effexport.sweep.store import Store
+from effexport.units import rough_duration
 
 # A node may die under a cell; one that dies under the same cell again and again is being killed by it.
 MAX_LOSSES = 3
@@ -116,7 +117,7 @@ class Sweep:
             else:
                 self.new.add(cell.id)
                 text = "finished" if won else "finished by another attempt, which was first"
-                self._close(cell, f"{cell.title}: {text} in {outcome.seconds:.0f} s")
+                self._close(cell, f"{cell.title}: {text} in {rough_duration(outcome.seconds)}")
                 return
         if self.store.finished(cell) is None:
             self.store.fail(cell, attempt, outcome)

@@ -12,6 +12,7 @@ from effexport.bench.measuring.floor import traffic_bytes
 from effexport.bench.measuring.machine import free_memory_bytes
 from effexport.bench.measuring.products import logits_bytes
 from effexport.bench.results import Case
+from effexport.units import memory
 
 CHILD = "effexport.bench.measuring.memory_child"
 # Plain formulas hold logits before and after the mask, and weights; and a few copies of what goes in and out.
@@ -38,7 +39,7 @@ def reason_too_large(case: Case) -> str | None:
     free, needed = free_memory_bytes(), needed_bytes(case)
     if free is None or needed <= USABLE_SHARE * free:
         return None
-    return f"would need about {needed / 1e9:.1f} GB of memory, and this machine has {free / 1e9:.1f} GB free"
+    return f"would need about {memory(needed)} of memory, and this machine has {memory(free)} free"
 
 
 def arena_fits(case: Case) -> bool:

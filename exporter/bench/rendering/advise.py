@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from effexport.bench.results import BenchResults, Row
-from effexport.errors import UserError
+from effexport.units import duration, memory
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 OTHER_MODELS = (
     "The variants are different models, not other implementations of one: weights of one do not fit another, so this "
     "is a choice to make before training."
@@ -27,15 +25,15 @@ class Advice:
     @property
     def sentences(self) -> tuple[str, ...]:
         """The advice, what it saves against softmax where that was measured, and what it does not say."""
-        limit = "" if self.limit_bytes is None else f" within {megabytes(self.limit_bytes)}"
+        limit = "" if self.limit_bytes is None else f" within {memory(self.limit_bytes)}"
         if not self.ranked:
             return (f"Nothing that was measured runs{limit}.",)
         best = self.ranked[0]
         assert best.timing is not None
         case = best.case
-        memory = "" if best.peak_bytes is None else f" and {megabytes(best.peak_bytes)}"
+        peak = "" if best.peak_bytes is None else f" and {memory(best.peak_bytes)}"
         size = f"{case.batch} × {case.seq_len} tokens"
-        first = f"Fastest{limit} for {size}: {case.label} on {case.runtime}, {best.timing.median_ms:.3g} ms{memory}."
+        first = f"Fastest{limit} for {size}: {case.label} on {case.runtime}, {duration(best.timing.median_ms)}{peak}."
         return (first, *self.same_model(best), OTHER_MODELS)
 
     def same_model(self, best: Row) -> tuple[str, ...]:
@@ -43,7 +41,7 @@ class Advice:
         softmax = next((row for row in self.ranked if row.case.variant == "softmax"), None)
         if softmax is None or softmax is best or softmax.timing is None:
             return ()
-        return (f"Fastest for softmax itself: {softmax.case.runtime}, {softmax.timing.median_ms:.3g} ms.",)
+        return (f"Fastest for softmax itself: {softmax.case.runtime}, {duration(softmax.timing.median_ms)}.",)
 
 
 def advice_from_results(results: BenchResults, limit_bytes: int | None = None) -> Advice:
@@ -58,18 +56,6 @@ def advice_from_results(results: BenchResults, limit_bytes: int | None = None) -
 def median_ms(row: Row) -> float:
     assert row.timing is not None
     return row.timing.median_ms
-
-
-def bytes_from_text(text: str) -> int:
-    """`2GB`, `500MB`, `1.5 GiB` → bytes. Raises UserError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
-    if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
-        raise UserError(f"--memory-limit is {text!r}; expected an amount such as 2GB, 500MB or 1.5GiB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
-
-
-def megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"
 
 
 def ranking(advice: Advice) -> Sequence[tuple[int | None, Row]]:

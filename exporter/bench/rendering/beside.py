@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from effexport.bench.rendering.curves import YARDSTICK, Curve, curves, has_several_batches, is_timed, yardstick_of
 from effexport.bench.rendering.headline import status_of
 from effexport.bench.rendering.published import Cell, Published, published_of
-from effexport.bench.rendering.text import NOTHING, duration_with, three_digits
 from effexport.bench.results import BenchResults, Row
 from effexport.models.spec import NystromSpec
+from effexport.units import NOTHING, duration_with, three_digits
 
 # what a cell of measured figures says: of a row, and of softmax at the same length where that was timed
 Said = Callable[[Row, Row | None], "Entry"]

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from effexport.bench.rendering.curves import YARDSTICK, Curve, curves, is_timed, yardstick_of
-from effexport.bench.rendering.text import counted, duration, listed, memory, three_digits
 from effexport.bench.results import BenchResults, Row, Status
-from effexport.report.rendering.text import number
+from effexport.units import counted, duration, listed, memory, number, three_digits
 
 Verdict = Literal["passed", "failed", "not run"]
 

@@ -10,12 +10,11 @@ from effexport.bench.rendering.headline import headlines, interruption, parity_s
 from effexport.bench.rendering.page import title_of
 from effexport.bench.rendering.plots import QUANTITIES, figures_of
 from effexport.bench.rendering.table import parity_text
-from effexport.bench.rendering.text import NOTHING, duration_with, memory, three_digits
 from effexport.bench.results import BenchResults, Row
 from effexport.plots.svg_file import svg_file
 from effexport.report.rendering.markdown import SIGNS, escaped, fenced, folded, table
 from effexport.report.rendering.templates import template_environment
-from effexport.report.rendering.text import moment
+from effexport.units import NOTHING, duration_with, memory, moment, three_digits
 
 HEAD = ("model", "tokens", "runtime", "median ± spread", "× softmax", "× torch", "× floor", "peak memory", "parity")
 # A longer table is folded.

@@ -8,10 +8,9 @@ from effexport.bench.rendering.headline import headlines, interruption, parity_s
 from effexport.bench.rendering.plots import figures, mean_ratio_figure
 from effexport.bench.rendering.published import TITLES
 from effexport.bench.rendering.table import differing_options, table_of
-from effexport.bench.rendering.text import listed
 from effexport.bench.results import BenchResults
 from effexport.report.rendering.templates import template_environment
-from effexport.report.rendering.text import moment
+from effexport.units import listed, moment
 
 # A longer table is folded; what stands below it would not be found otherwise.
 MAX_OPEN_ROWS = 40

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from effexport.bench.rendering.curves import YARDSTICK, Curve, curves, median_ms
-from effexport.bench.rendering.text import duration, memory, times
 from effexport.bench.results import BenchResults, Row
 from effexport.plots.axes import Axis
 from effexport.plots.svg import Look, Point, Series, scatter
 from effexport.report.rendering.figures import Figure
+from effexport.units import duration, memory, times
 
 What = Literal["latency", "memory", "ratio", "floor"]
 # More lines than these in one plot cannot be told apart; floors are drawn where there is room for them.

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from effexport.bench.rendering.curves import is_timed
 from effexport.bench.rendering.headline import reason_of, status_of
-from effexport.bench.rendering.text import NOTHING, duration, duration_with, memory, rate, three_digits
 from effexport.bench.results import Row
-from effexport.report.rendering.text import number
+from effexport.units import NOTHING, duration, duration_with, memory, number, rate, three_digits
 
 
 @dataclass(frozen=True)

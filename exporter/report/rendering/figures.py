@@ -11,7 +11,8 @@ from effexport.plots.axes import Axis, power
 from effexport.plots.svg import Point, Series, histogram, scatter
 from effexport.proof.checks.run_checks import HISTOGRAM_EDGES, Check
 from effexport.report.model import Report
-from effexport.report.rendering.text import measured, number
+from effexport.report.rendering.text import measured
+from effexport.units import number
 
 YARDSTICK = "softmax"
 

@@ -17,15 +17,13 @@ from effexport.report.rendering.text import (
     flat_fields,
     measured,
     measures_text,
-    megabytes,
-    moment,
-    number,
     share_of_limit,
     size_text,
     sizes,
     status_of,
 )
 from effexport.report.reproduce import REBUILT, build_command, verify_command
+from effexport.units import megabytes, moment, number, seconds
 
 if TYPE_CHECKING:
     import jinja2
@@ -80,6 +78,7 @@ def _environment() -> jinja2.Environment:
         "sizes": sizes,
         "field": field_text,
         "megabytes": megabytes,
+        "seconds": seconds,
         "case": case_text,
         "result": result_text,
         "css": lambda status: status.replace(" ", "-"),

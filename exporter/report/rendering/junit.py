@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 from effexport.proof.checks.run_checks import Check
 from effexport.report.model import Report
-from effexport.report.rendering.text import number
 from effexport.report.reproduce import verify_command
+from effexport.units import number
 
 # What XML 1.0 cannot hold, not even as a reference.
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

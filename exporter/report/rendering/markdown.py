@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from effexport.proof.checks.run_checks import Check, summary
 from effexport.report.compare import Comparison, Row, case_text, result_text
 from effexport.report.model import RUNTIME_NAMES, Report
-from effexport.report.rendering.text import explanation, moment, number, share_of_limit, status_of
+from effexport.report.rendering.text import explanation, share_of_limit, status_of
 from effexport.report.reproduce import REBUILT, build_command, quoted, verify_command
+from effexport.units import moment, number
 
 SIGNS = {"passed": "✅", "failed": "❌", "not run": "⚠️"}
 

@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from effexport.proof.checks.run_checks import Check
-
-
-def number(value: float | None) -> str:
-    """A figure for people: counts as integers, errors with two digits."""
-    if value is None:
-        return "–"
-    if not math.isfinite(value):
-        return str(value)
-    return str(int(value)) if value == int(value) and abs(value) < 1e6 else f"{value:.2g}"
+from effexport.units import NOTHING, number
 
 
 def status_of(entry: Mapping[str, Any]) -> str:
@@ -33,7 +25,7 @@ def explanation(check: Check) -> str:
 def share_of_limit(value: float | None, limit: float | None) -> str:
     """How much of a limit is used up, in percent; nothing where there is no limit, or one of 0."""
     if value is None or not limit:
-        return "–"
+        return NOTHING
     if not math.isfinite(value):
         return "beyond"
     percent = 100 * value / limit
@@ -50,13 +42,8 @@ def measures_text(measures: Mapping[str, float]) -> str:
 def measured(value: float | None) -> str:
     """A latency or a size, with three digits."""
     if value is None:
-        return "–"
+        return NOTHING
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def moment(created: str) -> str:
-    """`2026-01-02T03:04:05+00:00` without what people do not read."""
-    return created.replace("T", " ").replace("+00:00", " UTC")
 
 
 def size_text(fields: dict[str, Any]) -> str:
@@ -70,10 +57,6 @@ def size_text(fields: dict[str, Any]) -> str:
         "batch": "batch {}",
     }
     return ", ".join(text.format(fields[name]) for name, text in words.items() if name in fields)
-
-
-def megabytes(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB"
 
 
 def field_text(value: Any) -> str:

@@ -72,7 +72,7 @@ def test_every_row_has_parity_timing_floor_and_ratios(cli: Cli, tmp_path: Path) 
         (["--advise"], "--advise needs the length, such as --seq-len 8192"),
         (["--seq-len", "64"], "--seq-len belongs to --advise; without it, use --seq-lens"),
         (["--memory-limit", "2GB"], "--memory-limit belongs to --advise"),
-        (["--advise", "--seq-len", "64", "--memory-limit", "much"], "expected an amount such as 2GB"),
+        (["--advise", "--seq-len", "64", "--memory-limit", "much"], "--memory-limit is 'much'; expected bytes"),
         (["--advise", "--seq-len", "64", "--memory-limit", "2GB", "--no-memory"], "leave --no-memory out"),
         (["--rounds", "0"], "--rounds is 0; expected at least 1"),
         (["--threads", "0"], "--threads is 0; expected at least 1"),

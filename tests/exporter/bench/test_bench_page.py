@@ -29,8 +29,8 @@ from effexport.bench.rendering.page import html_from_results
 from effexport.bench.rendering.plots import MAX_TICKS, figures, ticks_between
 from effexport.bench.rendering.published import PUBLISHED, TITLES
 from effexport.bench.rendering.table import table_of
-from effexport.bench.rendering.text import duration, duration_with, memory, rate, three_digits
 from effexport.bench.results import BenchResults, Row
+from effexport.units import duration, duration_with, memory, rate, three_digits
 
 HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from effexport.commands._engine_options import EngineRequest, bytes_from_text, numbers_from_text
+from effexport.commands._engine_options import EngineRequest, numbers_from_text
 from effexport.engines.profile import (
     Profile,
     Range,
@@ -125,23 +125,6 @@ def test_an_engine_that_cannot_be_built_is_refused_before_tensorrt_is_asked(fiel
 
 def test_tf32_is_off_by_default_so_that_fp32_parity_holds() -> None:
     assert EngineSpec(target="trt", profiles=ANY).options()["tf32"] is False
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("4096", 4096), ("64K", 2**16), ("512M", 2**29), ("4G", 2**32), ("4GiB", 2**32), ("1 G", None)]
-)
-def test_sizes_are_bytes_or_have_a_unit(text: str, size: int | None) -> None:
-    if size is not None:
-        assert bytes_from_text(text) == size
-        return
-    with pytest.raises(SpecError, match="expected bytes, such as 4294967296, or 4G"):
-        bytes_from_text(text)
-
-
-@pytest.mark.parametrize("text", ["G", "", "-5", "4T", "1.5G"])
-def test_sizes_that_cannot_be_read_are_refused(text: str) -> None:
-    with pytest.raises(SpecError, match="expected bytes"):
-        bytes_from_text(text)
 
 
 def test_compute_capabilities_may_be_written_in_any_usual_way() -> None:

@@ -16,8 +16,9 @@ from effexport.artifact import Artifact
 from effexport.plots.axes import Axis
 from effexport.plots.svg import Point, Series, histogram, scatter
 from effexport.proof.checks.run_checks import Check
-from effexport.report import Report, flat_fields, html_from_report, json_from_report, number
+from effexport.report import Report, flat_fields, html_from_report, json_from_report
 from effexport.report.rendering.figures import bench_figures, error_figures
+from effexport.units import number
 
 GOOD = Check("arithmetic", "export: 1 × 64", "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums")
 BAD = Check("finite", "short: 2 × 7", "NaN or Inf elements", "failed", 3, 0, "no NaN", "worst at x[0, 1, 2]")

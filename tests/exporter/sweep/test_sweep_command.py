@@ -132,7 +132,7 @@ def test_a_dry_run_lists_cells_and_writes_nothing(sweep_file: Path, tmp_path: Pa
         (["--jobs", "0"], "--jobs is 0; expected a number above 0"),
         (["--wait", "-1"], "--wait is -1; expected seconds, 0 or more"),
         (["--timeout", "0"], "--timeout is 0.0; expected a number above 0"),
-        (["--max-artifact", "much"], "cannot read the size 'much'; expected bytes"),
+        (["--max-artifact", "much"], "--max-artifact is 'much'; expected bytes"),
         (["--address", ""], "--address is empty"),
         (["--address", "auto", "--processes"], "--processes runs on this machine, --address on a cluster; give one"),
         (["--address", "auto", "--jobs", "2"], "--jobs is for this machine"),
