@@ -1,8 +1,10 @@
-"""The declared-requirements rule: nothing that a run says must be present is skipped silently.
+"""Rules for the whole suite: which tests need what, which of them are slow, and which files take longest.
 
 EFFEXPORT_REQUIRE lists optional parts, separated by commas: EFFEXPORT_REQUIRE=torch,onnx,ort,transformers,native.
-A test marked `requires("ort")` is skipped where onnxruntime is missing, unless the list names "ort": then the
-run stops before the first test.
+A test marked `requires("ort")` is skipped if onnxruntime is missing, unless the list names "ort": then the run stops
+before the first test. So a run never skips silently what it says must be present.
+
+Tests marked `slow` run with scripts/test.sh --all only. A test that requires one of SLOW_PARTS is slow by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import importlib.util
 import os
 import re
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -147,7 +150,7 @@ class TensorRTBindings:
         return ROOT / "scripts" / f"conformance-requirements-{major}.txt"
 
     def _is_fresh(self, major: str) -> bool:
-        """As make_conformance in scripts/environment.sh decides."""
+        """As make_conformance in scripts/test_environment.sh decides."""
         try:
             stamp = (ROOT / ".venv-tensorrt" / major / "effexport.stamp").read_text(encoding="utf-8").strip()
             files = (self._requirements(major), ROOT / "tests" / "plugins" / "tensorrt" / "shim.c")
@@ -158,13 +161,13 @@ class TensorRTBindings:
 
 
 class TritonServer:
-    """NVIDIA's tritonserver, in the environment that scripts/environment.sh makes of the present requirements."""
+    """NVIDIA's tritonserver, in the environment that scripts/test_environment.sh makes of the present requirements."""
 
-    name = "environment with tritonserver (scripts/test.sh makes it)"
+    name = "environment with tritonserver (scripts/test.sh --all makes it)"
     requirements = ROOT / "scripts" / "triton-requirements.txt"
 
     def is_present(self) -> bool:
-        """As ensure_triton in scripts/environment.sh decides."""
+        """As ensure_triton in scripts/test_environment.sh decides."""
         try:
             stamp = (ROOT / ".venv-triton" / "effexport.stamp").read_text(encoding="utf-8").strip()
             made_from = f"{ROOT}\n".encode() + self.requirements.read_bytes()
@@ -203,8 +206,11 @@ PARTS: dict[str, Part] = {
         (Package("tensorrt_rtx", ("tensorrt-rtx-cu13",)), Package("cuda.bindings.runtime", ("cuda-bindings",)))
     ),
 }
+# What takes long to install, to start or to run: the fast part of the suite does without.
+SLOW_PARTS = {"ray", "ray-serve", "nvcc", "browser", "tensorrt", "triton"}
 REQUIRED = pytest.StashKey[tuple[str, ...]]()
 PRESENT = pytest.StashKey[set[str]]()
+SECONDS = pytest.StashKey[Counter[str]]()
 
 
 def parse_required(text: str) -> tuple[str, ...]:
@@ -222,6 +228,25 @@ def parse_required(text: str) -> tuple[str, ...]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[REQUIRED] = parse_required(os.environ.get(VARIABLE, ""))
+    config.stash[SECONDS] = Counter()
+    config.pluginmanager.register(FileTimes(config.stash[SECONDS]))
+
+
+class FileTimes:
+    """A pytest plugin that adds up the seconds of each file, in all worker processes."""
+
+    def __init__(self, seconds: Counter[str]) -> None:
+        self.seconds = seconds
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.split("::")[0]] += report.duration
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(SLOW_PARTS.intersection(marker.args) for marker in item.iter_markers("requires")):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -260,3 +285,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     optional_missing = [part for part in PARTS if part not in required and part not in config.stash[PRESENT]]
     if optional_missing:
         terminalreporter.write_line(f"missing, tests skipped: {', '.join(optional_missing)}")
+    if len(config.stash[SECONDS]) > 1:
+        terminalreporter.write_line("slowest files, in seconds of all workers together:")
+        for name, seconds in config.stash[SECONDS].most_common(10):
+            terminalreporter.write_line(f"{seconds:8.1f}  {name}")

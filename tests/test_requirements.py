@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,14 @@ def test_with_transformers():
 def test_plain():
     pass
 """
+SCRIPTS = ("environment.sh", "test_environment.sh")
+SETTINGS = """
+[pytest]
+addopts = --strict-markers
+markers =
+    requires(*parts): parts
+    slow: slow
+"""
 # makes find_spec believe that transformers is not installed
 HIDE_TRANSFORMERS = """
 import importlib.util
@@ -30,26 +39,18 @@ importlib.util.find_spec = lambda name, *rest: None if name == "transformers" el
 """
 
 
-def run_suite(folder: Path, require: str, suite: str = SUITE) -> subprocess.CompletedProcess[str]:
+def run_suite(folder: Path, *options: str, require: str, suite: str = SUITE) -> subprocess.CompletedProcess[str]:
     shutil.copy(HERE / "conftest.py", folder)
     (folder / "test_suite.py").write_text(suite)
     (folder / "hide.py").write_text(HIDE_TRANSFORMERS)
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nmarkers = requires(*parts): parts\n")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\naddopts = --strict-markers\nmarkers =\n  requires(*parts): parts\n  slow: slow\n"
+    )
     environment = {**os.environ, "EFFEXPORT_REQUIRE": require, "PYTHONPATH": str(folder)}
-    # the options of the run that this test belongs to are not for the inner one
+    # the options of the run that this test belongs to are not for the inner one, which needs no plugins either
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "hide",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "-rs",
-    ]
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    command = [sys.executable, "-m", "pytest", "-p", "hide", "-p", "no:cacheprovider", "-rs", *options]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -78,6 +79,19 @@ def test_a_marker_with_an_unknown_part_fails_its_test(tmp_path: Path) -> None:
     result = run_suite(tmp_path, require="", suite=SUITE.replace("transformers", "tensorflow"))
     assert result.returncode == pytest.ExitCode.TESTS_FAILED
     assert "names no known part" in result.stdout
+
+
+def test_a_test_that_requires_a_slow_part_is_slow(tmp_path: Path) -> None:
+    suite = SUITE.replace("transformers", "ray")
+    result = run_suite(tmp_path, "-m", "not slow", require="", suite=suite)
+    assert "1 passed, 1 deselected" in result.stdout
+
+
+def test_the_summary_lists_the_slowest_files_first(tmp_path: Path) -> None:
+    (tmp_path / "test_long.py").write_text("import time\n\ndef test_that_sleeps():\n    time.sleep(0.3)\n")
+    result = run_suite(tmp_path, require="", suite="def test_plain(): pass")
+    listed = result.stdout.split("slowest files")[1]
+    assert re.search(r"0\.[3-9]  test_long\.py\n +0\.0  test_suite\.py\n", listed), result.stdout
 
 
 def test_the_summary_names_the_required_parts(tmp_path: Path) -> None:
@@ -154,8 +168,13 @@ def test_with_tensorrt():
 
 @pytest.fixture
 def tensorrt_tree(tmp_path: Path) -> Path:
-    """What the part `tensorrt` is judged by, with stamps as scripts/environment.sh writes them."""
-    names = ["conformance-requirements-11.txt", "conformance-requirements-10.txt", "environment.sh"]
+    """What the part `tensorrt` is judged by, with stamps as scripts/test_environment.sh writes them."""
+    names = [
+        "conformance-requirements-11.txt",
+        "conformance-requirements-10.txt",
+        "environment.sh",
+        "test_environment.sh",
+    ]
     (tmp_path / "tests" / "plugins" / "tensorrt").mkdir(parents=True)
     (tmp_path / "scripts").mkdir()
     for name in (*(f"scripts/{name}" for name in names), "tests/plugins/tensorrt/shim.c"):
@@ -163,7 +182,7 @@ def tensorrt_tree(tmp_path: Path) -> Path:
     for major in ("11", "10"):
         folder = tmp_path / ".venv-tensorrt" / major
         folder.mkdir(parents=True)
-        command = f"source scripts/environment.sh && conformance_stamp {major}"
+        command = f"source scripts/test_environment.sh && conformance_stamp {major}"
         stamp = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
         (folder / "effexport.stamp").write_text(stamp.stdout)
     return tmp_path
@@ -190,9 +209,9 @@ def test_environments_for_tensorrt_of_earlier_files_count_as_missing(tensorrt_tr
 def test_the_environment_with_tritonserver_counts_only_as_made_from_the_present_requirements(tmp_path: Path) -> None:
     for folder in ("scripts", "tests", ".venv-triton"):
         (tmp_path / folder).mkdir()
-    for name in ("triton-requirements.txt", "environment.sh"):
+    for name in ("triton-requirements.txt", *SCRIPTS):
         shutil.copy(HERE.parent / "scripts" / name, tmp_path / "scripts")
-    command = "source scripts/environment.sh && triton_stamp"
+    command = "source scripts/test_environment.sh && triton_stamp"
     stamp = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     (tmp_path / ".venv-triton" / "effexport.stamp").write_text(stamp.stdout)
     suite = TENSORRT_SUITE.replace("tensorrt", "triton")
@@ -202,46 +221,54 @@ def test_the_environment_with_tritonserver_counts_only_as_made_from_the_present_
     with (tmp_path / "scripts" / "triton-requirements.txt").open("a") as stream:
         stream.write("\n")
     result = run_suite(tmp_path / "tests", require="", suite=suite)
-    assert "environment with tritonserver (scripts/test.sh makes it) is not there" in result.stdout
+    assert "environment with tritonserver (scripts/test.sh --all makes it) is not there" in result.stdout
     result = run_suite(tmp_path / "tests", require="triton", suite=suite)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
 
 
-def required_parts(folder: Path, *, uname: str, variables: dict[str, str], browser: bool = False) -> str:
-    """What scripts/environment.sh requires on a machine that calls itself so, where there is no nvcc."""
+def required_parts(
+    folder: Path, size: str, *, uname: str, variables: dict[str, str] | None = None, browser: bool = False
+) -> str:
+    """What scripts/test_environment.sh requires on a machine that calls itself so and has no nvcc."""
     stubs = f"has_tool() {{ false; }}; has_browser() {{ {'true' if browser else 'false'}; }}"
-    script = f'source "{HERE.parent}/scripts/environment.sh"; {stubs}; required_parts'
+    script = f'source "{HERE.parent}/scripts/test_environment.sh"; {stubs}; required_parts {size}'
     (folder / "uname").write_text(f"#!/bin/sh\necho {uname}\n")
     (folder / "uname").chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name != "EFFEXPORT_REQUIRE"}
-    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", **(variables or {})}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def test_tensorrt_is_required_where_its_packages_exist(tmp_path: Path) -> None:
-    everywhere = "torch,onnx,ort,transformers,native,ray,serve,ray-serve"
-    # its wheel asks for a C library that this machine may not have
-    modern = subprocess.run(
-        ["bash", "-c", f'source "{HERE.parent}/scripts/environment.sh"; can_have_triton'], check=False
-    )
-    triton = "" if modern.returncode else ",triton"
-    assert required_parts(tmp_path, uname="Linux x86_64", variables={}) == f"{everywhere},tensorrt,rtx{triton}"
-    assert required_parts(tmp_path, uname="Darwin arm64", variables={}) == everywhere
+FAST = "torch,onnx,ort,transformers,native,serve"
+
+
+def test_all_that_a_machine_can_have_is_required(tmp_path: Path) -> None:
+    # the wheel of tritonserver asks for a C library that this machine may not have
+    script = f'source "{HERE.parent}/scripts/test_environment.sh"; can_have_triton'
+    triton = ",triton" if subprocess.run(["bash", "-c", script], check=False).returncode == 0 else ""
+    linux, mac = "Linux x86_64", "Darwin arm64"
+    assert required_parts(tmp_path, "all", uname=linux) == f"{FAST},rtx,ray,ray-serve,tensorrt{triton}"
+    assert required_parts(tmp_path, "all", uname=mac) == f"{FAST},ray,ray-serve"
+    assert required_parts(tmp_path, "all", uname=mac, browser=True) == f"{FAST},ray,ray-serve,browser"
+
+
+def test_the_fast_part_requires_no_slow_part(tmp_path: Path) -> None:
+    assert required_parts(tmp_path, "fast", uname="Linux x86_64", browser=True) == f"{FAST},rtx"
+    assert required_parts(tmp_path, "fast", uname="Darwin arm64", browser=True) == FAST
+
+
+@pytest.mark.parametrize("size", ["fast", "all"])
+def test_the_user_may_require_other_parts(tmp_path: Path, size: str) -> None:
     given = {"EFFEXPORT_REQUIRE": "torch, onnx"}
-    assert required_parts(tmp_path, uname="Linux x86_64", variables=given) == "torch, onnx"
-
-
-def test_a_browser_is_required_where_there_is_one(tmp_path: Path) -> None:
-    parts = required_parts(tmp_path, uname="Darwin arm64", variables={}, browser=True)
-    assert parts == "torch,onnx,ort,transformers,native,ray,serve,ray-serve,browser"
+    assert required_parts(tmp_path, size, uname="Linux x86_64", variables=given) == "torch,onnx"
 
 
 @pytest.mark.parametrize("name", ["chromium", "chromium-browser", "google-chrome"])
 def test_the_script_finds_the_browsers_that_the_tests_find(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch(mode=0o755)
     # sourced with the usual PATH, which it needs
-    script = f'source "{HERE.parent}/scripts/environment.sh"; PATH="{tmp_path}"; has_browser'
+    script = f'source "{HERE.parent}/scripts/test_environment.sh"; PATH="{tmp_path}"; has_browser'
     assert subprocess.run(["bash", "-c", script], check=False).returncode == 0
-    script = f'source "{HERE.parent}/scripts/environment.sh"; PATH="{tmp_path / "empty"}"; has_browser'
+    script = f'source "{HERE.parent}/scripts/test_environment.sh"; PATH="{tmp_path / "empty"}"; has_browser'
     assert subprocess.run(["bash", "-c", script], check=False).returncode == 1

@@ -1,0 +1,195 @@
+# Sourced by the scripts that run tests: sets up what the tests need and runs pytest, for the fast part of the suite
+# ("fast") or for all of it ("all"). Progress goes to stderr.
+# shellcheck shell=bash
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+# NVIDIA's packages as used here are for Linux on x86-64.
+can_have_tensorrt() { [[ "$(uname -sm)" == "Linux x86_64" ]]; }
+
+# The wheel with NVIDIA's server needs glibc 2.35 or later as well.
+can_have_triton() {
+  local glibc
+  can_have_tensorrt || return 1
+  glibc="$(getconf GNU_LIBC_VERSION 2>/dev/null)" || return 1
+  [[ "$(printf '2.35\n%s\n' "${glibc##* }" | sort -V | head -n 1)" == 2.35 ]]
+}
+
+# The names that Browser in tests/conftest.py looks for.
+has_browser() { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
+
+# tested_extras fast|all: what is installed into .venv. TensorRT-RTX builds engines without a GPU.
+tested_extras() {
+  local extras=cpu,test,dev,serve
+  [[ "$1" == fast ]] || extras+=,sweep,serve-ray
+  if can_have_tensorrt; then extras+=,rtx; fi
+  printf '%s\n' "$extras"
+}
+
+# has_kernels: whether the library of the present sources is built.
+has_kernels() {
+  "$VENV/bin/python" -c "from effexport.plugins.building.library import find_library
+library = find_library()
+raise SystemExit(library is None or library.outdated)" 2>/dev/null
+}
+
+# required_parts fast|all: the parts that tests must find, see tests/conftest.py: EFFEXPORT_REQUIRE, or by default all
+# that this machine can have.
+required_parts() {
+  local parts=torch,onnx,ort,transformers,native,serve
+  if [[ -n "${EFFEXPORT_REQUIRE+set}" ]]; then
+    printf '%s\n' "${EFFEXPORT_REQUIRE// /}"
+    return
+  fi
+  if can_have_tensorrt; then parts+=,rtx; fi
+  if [[ "$1" == all ]]; then
+    parts+=,ray,ray-serve
+    if has_tool nvcc; then parts+=,nvcc; fi
+    if has_browser; then parts+=,browser; fi
+    if can_have_tensorrt; then parts+=,tensorrt; fi
+    if can_have_triton; then parts+=,triton; fi
+  fi
+  printf '%s\n' "$parts"
+}
+
+# missing_part SIZE PART WHAT: stops if the part is required, warns otherwise.
+missing_part() {
+  local parts
+  parts="$(required_parts "$1")"
+  case ",$parts," in
+    *,"$2",*)
+      parts="$(printf ',%s,' "$parts" | sed -e "s/,$2,/,/" -e 's/^,//' -e 's/,$//')"
+      die "$3 could not be set up, see above; to run the tests without it: EFFEXPORT_REQUIRE=$parts $0"
+      ;;
+    *) say "WARNING: $3 could not be set up: tests that need it are skipped" ;;
+  esac
+}
+
+# ensure_tests fast|all: everything that tests need and that can be had here.
+ensure_tests() {
+  ensure_environment "$(tested_extras "$1")"
+  if [[ "$1" == fast ]]; then
+    # a library that has CUDA kernels as well stays selected
+    has_kernels || ensure_kernels --no-cuda || missing_part fast native "the kernel library"
+    return
+  fi
+  ensure_kernels || missing_part all native "the kernel library"
+  ensure_conformance || missing_part all tensorrt "the environment with TensorRT's Python packages"
+  ensure_triton || missing_part all triton "the environment with tritonserver"
+  has_browser || install_packages chromium
+  has_browser || say "WARNING: no Chromium or Chrome on PATH: tests of pages are skipped"
+}
+
+# run_pytest fast|all ARGUMENTS...: two workers of one thread each. No test is skipped for a missing part silently.
+run_pytest() {
+  local size="$1" selection=()
+  shift
+  [[ "$size" == fast ]] || selection=(-m "not soak")
+  (
+    cd "$ROOT" || exit
+    export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1
+    EFFEXPORT_REQUIRE="$(required_parts "$size")"
+    export EFFEXPORT_REQUIRE
+    "$VENV/bin/python" -m pytest -n 2 --dist loadgroup ${selection[@]+"${selection[@]}"} "$@"
+  )
+}
+
+# conformance_stamp MAJOR: identifies what .venv-tensorrt/MAJOR is made from, and where; tests/conftest.py compares it.
+conformance_stamp() {
+  { printf '%s\n' "$ROOT" && cat "$ROOT/scripts/conformance-requirements-$1.txt" "$ROOT/tests/plugins/tensorrt/shim.c"; } |
+    sha256sum | cut -d " " -f 1
+}
+
+# ensure_conformance: .venv-tensorrt/11 and /10. The packages load without a GPU and without TensorRT's builder, which a
+# small library replaces. Fails if they cannot be installed.
+ensure_conformance() (
+  if ! can_have_tensorrt; then
+    say "error: TensorRT's packages are for Linux on x86-64; this is $(uname -sm)"
+    return 1
+  fi
+  lock "$ROOT/scripts/conformance.sh"
+  make_conformance 11 && make_conformance 10
+)
+
+# make_conformance MAJOR: does nothing if the environment was made from the present files.
+make_conformance() {
+  local major="$1" folder="$ROOT/.venv-tensorrt/$1" compiler candidate libraries
+  if "$folder/bin/python" -c "import numpy" 2>/dev/null &&
+    [[ "$(cat "$folder/effexport.stamp" 2>/dev/null)" == "$(conformance_stamp "$major")" ]]; then
+    return
+  fi
+  compiler="$(command -v ${CC:+"$CC"} cc gcc clang | head -n 1)" || true
+  if [[ -z "$compiler" ]]; then
+    say "error: no C compiler found (cc, gcc or clang on PATH); on Debian and Ubuntu run: sudo apt install gcc"
+    return 1
+  fi
+  say "creating .venv-tensorrt/$major with TensorRT's Python packages"
+  rm -rf "$folder"
+  "$VENV/bin/python" -m venv "$folder" >&2 || return 1
+  if ! "$folder/bin/python" -m pip install --quiet --no-deps -r "$ROOT/scripts/conformance-requirements-$major.txt" >&2; then
+    say "error: TensorRT's Python packages could not be installed, see above; Python 3.11 is known to work"
+    return 1
+  fi
+  libraries="$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["platlib"])')/tensorrt_lean_libs"
+  mkdir "$folder/shim"
+  "$compiler" -shared -fPIC "$ROOT/tests/plugins/tensorrt/shim.c" -o "$folder/shim/libnvinfer.so.$major" \
+    -Wl,--no-as-needed "$libraries/libnvinfer_lean.so.$major" -Wl,-soname,"libnvinfer.so.$major" >&2 || return 1
+  for candidate in nvinfer_plugin nvonnxparser; do
+    "$compiler" -shared -fPIC -x c /dev/null -o "$folder/shim/lib$candidate.so.$major" \
+      -Wl,-soname,"lib$candidate.so.$major" >&2 || return 1
+  done
+  # the LD_LIBRARY_PATH that a process needs to load the packages
+  printf '%s\n' "$folder/shim:$libraries" >"$folder/library-path"
+  conformance_stamp "$major" >"$folder/effexport.stamp"
+}
+
+# triton_stamp: identifies what .venv-triton is made from, and where; tests/conftest.py compares it.
+triton_stamp() {
+  { printf '%s\n' "$ROOT" && cat "$ROOT/scripts/triton-requirements.txt"; } | sha256sum | cut -d " " -f 1
+}
+
+# ensure_triton: .venv-triton with tritonserver, its Python backend and its client. Fails if they cannot be installed.
+ensure_triton() (
+  folder="$ROOT/.venv-triton"
+  if ! can_have_triton; then
+    say "error: the wheel with tritonserver is for Linux on x86-64 with glibc 2.35 or later; this is $(uname -sm)"
+    return 1
+  fi
+  lock "$ROOT/scripts/triton-requirements.txt"
+  if [[ "$(cat "$folder/effexport.stamp" 2>/dev/null)" == "$(triton_stamp)" ]] &&
+    "$folder/bin/python" -c "import numpy" 2>/dev/null; then
+    return
+  fi
+  say "creating .venv-triton with tritonserver (60 MB)"
+  rm -rf "$folder"
+  "$VENV/bin/python" -m venv "$folder" >&2 || return 1
+  if ! "$folder/bin/python" -m pip install --quiet --no-deps -r "$ROOT/scripts/triton-requirements.txt" >&2; then
+    say "error: tritonserver could not be installed, see above; Python 3.11 is known to work"
+    return 1
+  fi
+  arrange_triton "$folder" || return 1
+  triton_stamp >"$folder/effexport.stamp"
+)
+
+# arrange_triton FOLDER: what the wheel's own launcher would do: makes programs executable, puts the process that runs
+# Python models beside its backend, and writes the LD_LIBRARY_PATH of a server to `library-path`.
+arrange_triton() {
+  local site version libraries server
+  site="$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["platlib"])')"
+  version="$("$1/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+  libraries="$site/nvidia_pytriton.libs:$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_config_var("LIBDIR"))')"
+  server="$site/pytriton/tritonserver"
+  if ! cp "$server/python_backend_stubs/$version/triton_python_backend_stub" "$server/backends/python/"; then
+    say "error: tritonserver has no Python backend for Python $version; set EFFEXPORT_PYTHON to another, such as 3.11"
+    return 1
+  fi
+  chmod +x "$server/bin/tritonserver" "$server/backends/python/triton_python_backend_stub"
+  if LD_LIBRARY_PATH="$libraries" ldd "$server/bin/tritonserver" "$server/backends/python/triton_python_backend_stub" |
+    grep "not found" >&2; then
+    say "error: tritonserver needs the libraries above; libpython$version.so is in the package libpython$version of" \
+      "Debian and Ubuntu, and in a Python built with --enable-shared"
+    return 1
+  fi
+  printf '%s\n' "$libraries" >"$1/library-path"
+  printf '%s\n' "$server" >"$1/server"
+}
