@@ -1,31 +1,29 @@
-"""What to build: a model spec plus how to export it, from command-line flags and a TOML file."""
+"""What to build: a model spec and how to export it, from command-line flags and a TOML file."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.errors import UserError
-from effexport.models.checkpoint import FAMILIES, spec_from_checkpoint
-from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
+from effexport.models.model_spec import Dims, ModelSpec, Scope
 from effexport.models.spec import (
     ATTENTION_SPECS,
     AttentionSpec,
     EncoderSpec,
     attention_from_dict,
     attention_spec,
-    counted,
     encoder_from_dict,
     field_names,
-    spec_to_dict,
 )
 from effexport.models.validation import SpecError, check_field_types, did_you_mean, require
 
 if TYPE_CHECKING:
-    from torch import nn
+    from effexport.models.module_spec import ModuleSpec
 
 Precision = Literal["fp32", "fp16", "bf16"]
 # ONNX names of the element types
@@ -41,13 +39,10 @@ class TensorInfo:
 
     name: str
     dtype: str
-    dims: tuple[int | str, ...]
+    dims: Dims
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype} [{', '.join(map(str, self.dims))}]"
-
-
-ModelSpec = AttentionSpec | EncoderSpec | CheckpointSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +73,16 @@ class BuildSpec:
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2^63 - 1")
 
     @property
-    def scope(self) -> Literal["encoder", "attention", "checkpoint"]:
-        if isinstance(self.model, CheckpointSpec):
-            return "checkpoint"
-        return "encoder" if isinstance(self.model, EncoderSpec) else "attention"
+    def scope(self) -> Scope:
+        return self.model.scope
 
     @property
     def attention(self) -> AttentionSpec:
-        return self.model if isinstance(self.model, AttentionSpec) else self.model.attention
+        return self.model.attention
 
     @property
     def layers(self) -> int:
-        return 1 if isinstance(self.model, AttentionSpec) else self.model.layers
+        return self.model.layers
 
     @property
     def variant(self) -> str:
@@ -97,20 +90,16 @@ class BuildSpec:
 
     @property
     def title(self) -> str:
-        """In words, for people."""
-        if isinstance(self.model, CheckpointSpec):
-            return f"{self.model.family} {self.model.task}"
-        return f"{self.variant} {self.scope}"
+        return self.model.title
 
     @property
     def is_causal(self) -> bool:
-        """Whether later tokens are hidden from earlier ones, layer by layer."""
-        return not isinstance(self.model, CheckpointSpec) and self.attention.causal
+        return self.model.is_causal
 
     @property
     def has_decode_step(self) -> bool:
         """Whether a decode step is exported beside the model."""
-        return not isinstance(self.model, CheckpointSpec) and self.attention.has_decode_step
+        return self.model.has_decode_step
 
     @property
     def dtype(self) -> str:
@@ -119,66 +108,41 @@ class BuildSpec:
 
     @property
     def seq_len(self) -> int:
-        """The length the model is exported and tuned for."""
-        return self.model.seq_len if isinstance(self.model, CheckpointSpec) else self.attention.seq_len
+        return self.model.seq_len
 
     @property
     def max_seq_len(self) -> int | None:
         return self.model.max_seq_len
 
     @property
-    def seq_dim(self) -> int | str:
-        """The sequence dimension of the graph: "seq", or a number where only one length works."""
-        return self.fixed_seq_len or "seq"
+    def fixed_seq_len(self) -> int | None:
+        return self.model.fixed_seq_len
 
     @property
-    def fixed_seq_len(self) -> int | None:
-        """The only length the model accepts, or None when the length is free."""
-        if isinstance(self.model, CheckpointSpec):
-            return None  # where attention has a fixed length, the model pads to it
-        return 1 if self.max_seq_len == 1 else self.attention.fixed_seq_len
+    def seq_dim(self) -> int | str:
+        """The sequence dimension of the graph: "seq", or a number if only one length works."""
+        return self.fixed_seq_len or "seq"
 
     @property
     def custom_ops(self) -> dict[str, int]:
         """How many nodes of each custom operator the graph contains."""
-        if isinstance(self.model, CheckpointSpec):
-            return self.model.custom_ops(self.fused)
-        return counted([self.attention] * self.layers, self.fused)
+        return self.model.custom_ops(self.fused)
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:
-        if isinstance(self.model, CheckpointSpec):
-            return tuple(
-                TensorInfo(name, self.dtype if name == "hidden_states" else "int64", dims)
-                for name, dims in self.model.inputs.items()
-            )
-        dims = ("batch", self.seq_dim)
-        data = (
-            TensorInfo("input_ids", "int64", dims)
-            if self.scope == "encoder"
-            else TensorInfo("hidden_states", self.dtype, (*dims, self.attention.dim))
+        return tuple(
+            TensorInfo(name, self.dtype if name == "hidden_states" else "int64", dims)
+            for name, dims in self.model.inputs.items()
         )
-        return (data, TensorInfo("attention_mask", "int64", dims))
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:
-        if isinstance(self.model, CheckpointSpec):
-            return tuple(TensorInfo(name, self.dtype, dims) for name, dims in self.model.outputs.items())
-        name, width = "last_hidden_state", self.attention.dim
-        if isinstance(self.model, EncoderSpec):
-            width = self.model.hidden_size
-            if self.model.lm_head:
-                name, width = "logits", self.model.vocab_size
-        return (TensorInfo(name, self.dtype, ("batch", self.seq_dim, width)),)
+        return tuple(TensorInfo(name, self.dtype, dims) for name, dims in self.model.outputs.items())
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; `from_dict` reads it back."""
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
-        if isinstance(self.model, CheckpointSpec):
-            model = {"family": self.model.family, **asdict(self.model)}
-        else:
-            model = spec_to_dict(self.model)
-        return {"scope": self.scope, **plain, "model": model}
+        return {"scope": self.scope, **plain, "model": self.model.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BuildSpec:
@@ -190,15 +154,6 @@ class BuildSpec:
         }
         model = read.get(options.pop("scope", None), attention_from_dict)(options.pop("model"))
         return cls(model=model, **options)
-
-
-def checkpoint_from_dict(values: Mapping[str, Any]) -> CheckpointSpec:
-    """The inverse of BuildSpec.to_dict for a checkpoint: `family` selects the class."""
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    family = str(options.pop("family", None))
-    require(family in FAMILIES, f"unknown family {family!r}; expected one of: {', '.join(FAMILIES)}")
-    spec: CheckpointSpec = getattr(FAMILIES[family].load_spec(), FAMILIES[family].spec_class)(**options)
-    return spec
 
 
 _BUILD_FIELDS = [field.name for field in fields(BuildSpec) if field.name != "model"]
@@ -245,10 +200,10 @@ _CHECKPOINT_OPTIONS = ("task", "seq_len", "num_hashes", "pinv_init")
 
 
 def build_spec_from_checkpoint(flags: Mapping[str, Any], folder: Path) -> tuple[BuildSpec, tuple[str, ...]]:
-    """The spec of a checkpoint folder, and sentences on what its users have to know.
+    """The spec of a checkpoint folder, and sentences that its users should read.
 
     The seed of the build also draws the rotations of LSH layers, unless config.json has a hash_seed.
-    Raises SpecError for a folder that is no checkpoint, an unsupported one, or flags that it decides itself.
+    Raises SpecError for a folder that is not a checkpoint, an unsupported one, or flags that it decides itself.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     for name in given:
@@ -261,21 +216,18 @@ def build_spec_from_checkpoint(flags: Mapping[str, Any], folder: Path) -> tuple[
     return BuildSpec(model=model, **{name: given[name] for name in _BUILD_FIELDS if name in given}), notes
 
 
-def build_spec_from_module(flags: Mapping[str, Any], module: nn.Module, name: str) -> BuildSpec:
-    """The spec of somebody's own module, found by looking at it and running it once.
+def build_spec_from_module(flags: Mapping[str, Any], model: ModuleSpec) -> BuildSpec:
+    """The spec of a user's own module, which `module_probe.spec_from_module` describes for the flag seq_len.
 
-    Raises SpecError for a module that cannot be exported, or for flags that it decides itself.
+    Raises SpecError for flags that the module decides itself.
     """
-    from effexport.models.module_spec import spec_from_module
-
     given = {key: value for key, value in flags.items() if value is not None}
     for key in given:
         require(
             key == "seq_len" or key in _BUILD_FIELDS,
             f"--{key.replace('_', '-')} was given with --module, which decides it; leave it out",
         )
-    model = spec_from_module(module, name, given.pop("seq_len", None))
-    return BuildSpec(model=model, **given)
+    return BuildSpec(model=model, **{key: value for key, value in given.items() if key != "seq_len"})
 
 
 def options_from_toml(path: Path) -> dict[str, Any]:

@@ -1,28 +1,24 @@
-"""Hugging Face style checkpoint folders: config.json → spec, weights → module. transformers is not needed.
+"""Weights of checkpoint folders in the style of Hugging Face: files → module. transformers is not needed.
 
-`spec_from_checkpoint` imports no torch; `module_from_checkpoint` does. No pickle is executed: .bin files are read with
-`weights_only=True`.
+No pickle is executed: .bin files are read with `weights_only=True`.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.validation import SpecError, did_you_mean, require
+from effexport.models.families import FAMILIES, read_json
+from effexport.models.validation import SpecError, require
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-CONFIG = "config.json"
+    from effexport.models.checkpoint_spec import CheckpointSpec
+
 # in this order: files without pickle first
 WEIGHT_FILES = (
     "model.safetensors",
@@ -32,62 +28,6 @@ WEIGHT_FILES = (
 )
 # How many names an error lists of each kind.
 LISTED = 10
-
-
-@dataclass(frozen=True)
-class Family:
-    """spec_module: `spec_from_config` and the spec class, without torch. module: `weight_names`, `IGNORED` and the
-    class."""
-
-    spec_module: str
-    spec_class: str
-    module: str
-    module_class: str
-
-    def load_spec(self) -> ModuleType:
-        return importlib.import_module(self.spec_module)
-
-    def load(self) -> ModuleType:
-        return importlib.import_module(self.module)
-
-
-# model_type in config.json → the family; "module" is somebody's own code and has no config.json
-FAMILIES: dict[str, Family] = {
-    "nystromformer": Family(
-        "effexport.models.nystromformer_spec", "NystromformerSpec", "effexport.models.nystromformer", "Nystromformer"
-    ),
-    "reformer": Family("effexport.models.reformer_spec", "ReformerSpec", "effexport.models.reformer", "Reformer"),
-    "module": Family("effexport.models.module_spec", "ModuleSpec", "", ""),
-}
-PUBLISHED = ("nystromformer", "reformer")
-
-
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / CONFIG).is_file()
-
-
-def spec_from_checkpoint(
-    folder: Path, options: Mapping[str, Any], seed: int | None = None
-) -> tuple[CheckpointSpec, tuple[str, ...]]:
-    """The spec of a checkpoint folder, and sentences on what users of this checkpoint have to know.
-
-    options: fields that the build may choose: task, seq_len, num_labels, and what the family allows besides.
-    seed: of what the family draws at random; the others take no notice of it.
-    Raises SpecError for a folder that is none, and for a configuration that is not supported, with the reason.
-    """
-    config = read_json(folder / CONFIG, "a checkpoint folder has config.json and weights")
-    model_type = str(config.get("model_type"))
-    require(
-        model_type in PUBLISHED,
-        f"{folder / CONFIG}: model_type is {model_type!r}{did_you_mean(model_type, PUBLISHED)} "
-        f"Supported: {', '.join(PUBLISHED)}",
-    )
-    family = FAMILIES[model_type].load_spec()
-    if seed is not None and "hash_seed" in family.OPTIONS:
-        options = {**options, "hash_seed": seed}
-    spec, notes = family.spec_from_config(config, options)
-    assert isinstance(spec, CheckpointSpec)
-    return spec, tuple(notes)
 
 
 def module_from_checkpoint(folder: Path, spec: CheckpointSpec) -> nn.Module:
@@ -210,15 +150,3 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         f"{path} holds something else than named tensors; save the state_dict of the model",
     )
     return dict(value)
-
-
-def read_json(path: Path, expectation: str) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SpecError(f"no {path.name} in {path.parent}; {expectation}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"cannot read {path}: {error}") from error
-    require(isinstance(value, dict), f"{path} is no JSON object; {expectation}")
-    assert isinstance(value, dict)
-    return value

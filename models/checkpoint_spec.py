@@ -6,11 +6,14 @@ No torch here, so that the command line can describe and refuse a checkpoint bef
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from effexport.models.spec import AttentionSpec, counted
+from effexport.models.model_spec import Dims, Scope, counted
 from effexport.models.validation import check_field_types, require
+
+if TYPE_CHECKING:
+    from effexport.models.spec import AttentionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,12 @@ class CheckpointSpec:
     `max_seq_len`.
     """
 
+    scope: ClassVar[Scope] = "checkpoint"
+    # the proof does not hold checkpoints to causality: sorting and circular look-around let later tokens through
+    is_causal: ClassVar[bool] = False
+    has_decode_step: ClassVar[bool] = False
+    # where attention has a fixed length, the model pads to it
+    fixed_seq_len: ClassVar[int | None] = None
     family: ClassVar[str] = ""  # model_type in config.json
     # task → the class that transformers loads such a checkpoint with
     TASKS: ClassVar[Mapping[str, str]] = {}
@@ -43,8 +52,12 @@ class CheckpointSpec:
         )
 
     @property
+    def title(self) -> str:
+        return f"{self.family} {self.task}"
+
+    @property
     def attention(self) -> AttentionSpec:
-        """Of the layers that decide how results are compared: LSH layers where there are any."""
+        """The layer that decides how results are compared: an LSH layer if there is one."""
         raise NotImplementedError
 
     @property
@@ -52,7 +65,6 @@ class CheckpointSpec:
         raise NotImplementedError
 
     def custom_ops(self, fused: bool) -> dict[str, int]:
-        """How many nodes of each custom operator the graph has, with or without fused operators."""
         return counted([self.attention] * self.layers, fused)
 
     @property
@@ -61,24 +73,30 @@ class CheckpointSpec:
         raise NotImplementedError
 
     @property
-    def inputs(self) -> dict[str, tuple[int | str, ...]]:
+    def inputs(self) -> dict[str, Dims]:
         """Dims of the int64 inputs, in the order of the module's arguments."""
         return {"input_ids": ("batch", "seq"), "attention_mask": ("batch", "seq")}
 
     @property
-    def outputs(self) -> dict[str, tuple[int | str, ...]]:
+    def outputs(self) -> dict[str, Dims]:
         """Dims of the outputs, in the order in which the module returns them."""
         raise NotImplementedError
 
     @property
     def why_not_invariant(self) -> str:
-        """Why a sample is not compared with itself alone and without padding."""
         return "published checkpoints make padding, and batch mates, part of a sample's input; see the notes"
 
     @property
+    def why_padding_counts(self) -> str:
+        return self.why_not_invariant
+
+    @property
     def input_limits(self) -> dict[str, int]:
-        """How many values each input of indices may take: 0 to limit − 1."""
         return {"input_ids": self.vocab_size}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, ready for JSON, and the `family`; `checkpoint_from_dict` reads it back."""
+        return {"family": self.family, **asdict(self)}
 
 
 def config_value(config: Mapping[str, Any], name: str, default: Any) -> Any:

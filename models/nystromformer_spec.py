@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from effexport.models.checkpoint_spec import CheckpointSpec, config_value
+from effexport.models.model_spec import Dims
 from effexport.models.spec import NystromSpec
 from effexport.models.validation import check_field_types, did_you_mean, nearest_multiples, require
 
@@ -145,13 +146,13 @@ class NystromformerSpec(CheckpointSpec):
         return min(self.segment_means_seq_len, self.max_position_embeddings)
 
     @property
-    def inputs(self) -> dict[str, tuple[int | str, ...]]:
+    def inputs(self) -> dict[str, Dims]:
         dims = ("batch", "choices", "seq") if self.task == "multiple-choice" else ("batch", "seq")
         return {"input_ids": dims, "attention_mask": dims, "token_type_ids": dims}
 
     @property
-    def outputs(self) -> dict[str, tuple[int | str, ...]]:
-        outputs: dict[str, dict[str, tuple[int | str, ...]]] = {
+    def outputs(self) -> dict[str, Dims]:
+        outputs: dict[str, dict[str, Dims]] = {
             "base": {"last_hidden_state": ("batch", "seq", self.hidden_size)},
             "masked-lm": {"logits": ("batch", "seq", self.vocab_size)},
             "sequence-classification": {"logits": ("batch", self.num_labels)},

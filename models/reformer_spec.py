@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from effexport.models.checkpoint_spec import CheckpointSpec, config_value
-from effexport.models.spec import AttentionSpec, LocalSpec, LSHSpec, automatic_num_buckets, counted
+from effexport.models.model_spec import Dims, counted
+from effexport.models.spec import AttentionSpec, LocalSpec, LSHSpec, automatic_num_buckets
 from effexport.models.validation import did_you_mean, require
 
 KINDS = ("lsh", "local")
@@ -171,7 +172,7 @@ class ReformerSpec(CheckpointSpec):
         return min(math.prod(self.axial_pos_shape), self.max_position_embeddings)
 
     @property
-    def outputs(self) -> dict[str, tuple[int | str, ...]]:
+    def outputs(self) -> dict[str, Dims]:
         """Two residual streams are concatenated, so last_hidden_state is twice as wide as the layers."""
         if self.task == "base":
             return {"last_hidden_state": ("batch", "seq", 2 * self.hidden_size)}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from effexport.models.model_spec import Dims, Scope, counted
 from effexport.models.validation import (
     SpecError,
     check_conv_kernel_size,
@@ -41,10 +41,8 @@ __all__ = [
     "attention_from_dict",
     "attention_spec",
     "automatic_num_buckets",
-    "counted",
     "encoder_from_dict",
     "field_names",
-    "spec_to_dict",
 ]
 
 
@@ -57,7 +55,11 @@ class AttentionSpec:
     position biases (`aft-full`, `aft-local`) treat it as a maximum.
     """
 
+    scope: ClassVar[Scope] = "attention"
+    layers: ClassVar[int] = 1
+    pad_token_id: ClassVar[int] = 0
     variant: ClassVar[str] = ""
+    is_hashed: ClassVar[bool] = False
     supports_causal: ClassVar[bool] = True
     has_heads: ClassVar[bool] = True
     max_seq_len_is_seq_len: ClassVar[bool] = False
@@ -103,20 +105,57 @@ class AttentionSpec:
         """Custom operators that one layer becomes in a graph, by their ONNX names, with or without fused ones."""
         return ()
 
+    def custom_ops(self, fused: bool) -> dict[str, int]:
+        return counted([self], fused)
+
+    @property
+    def title(self) -> str:
+        return f"{self.variant} attention"
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return self
+
     @property
     def max_seq_len(self) -> int | None:
-        """The longest sequence the layer itself accepts; None when any length works."""
         return self.seq_len if self.max_seq_len_is_seq_len else None
 
     @property
     def fixed_seq_len(self) -> int | None:
-        """The only length the layer accepts, or None when the length is free."""
-        return None
+        return 1 if self.max_seq_len == 1 else None
+
+    @property
+    def inputs(self) -> dict[str, Dims]:
+        seq = self.fixed_seq_len or "seq"
+        return {"hidden_states": ("batch", seq, self.dim), "attention_mask": ("batch", seq)}
+
+    @property
+    def outputs(self) -> dict[str, Dims]:
+        return {"last_hidden_state": ("batch", self.fixed_seq_len or "seq", self.dim)}
+
+    @property
+    def input_limits(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def is_causal(self) -> bool:
+        return self.causal
 
     @property
     def has_decode_step(self) -> bool:
-        """Whether the layer can also run token by token, with a state of constant size."""
         return self.causal and self.causal_state_is_constant
+
+    @property
+    def why_not_invariant(self) -> str:
+        return self.why_padding_counts
+
+    @property
+    def why_padding_counts(self) -> str:
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, ready for JSON or TOML, and the `variant`; `attention_from_dict` reads it back."""
+        return {"variant": self.variant, **dataclasses.asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +265,16 @@ class NystromSpec(AttentionSpec):
     def fixed_seq_len(self) -> int | None:
         return None if self.is_plain_softmax else self.segment_means_seq_len
 
+    @property
+    def why_not_invariant(self) -> str:
+        if self.mask_landmarks and self.pinv_init == "global" and not self.is_plain_softmax:
+            return "pinv_init=global: batch mates are part of the input"
+        return self.why_padding_counts
+
+    @property
+    def why_padding_counts(self) -> str:
+        return "" if self.mask_landmarks else "mask_landmarks=False: padding is part of the input"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LookAroundSpec(AttentionSpec):
@@ -248,6 +297,12 @@ class LookAroundSpec(AttentionSpec):
         for name in ("num_chunks_before", "num_chunks_after"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected 0 or more")
 
+    @property
+    def why_not_invariant(self) -> str:
+        if not self.circular:
+            return ""
+        return "circular=True: the first chunk sees the last one, so the amount of padding is part of the input"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSpec(LookAroundSpec):
@@ -267,6 +322,7 @@ class LSHSpec(LookAroundSpec):
     """
 
     variant: ClassVar[str] = "lsh"
+    is_hashed: ClassVar[bool] = True
 
     num_hashes: int = 2
     num_buckets: int | tuple[int, ...] | None = None
@@ -299,11 +355,6 @@ class LSHSpec(LookAroundSpec):
 
     def operators(self, fused: bool) -> tuple[str, ...]:
         return ("LSHSort", "LSHAttention") if fused else ("LSHSort",)
-
-
-def counted(layers: Iterable[AttentionSpec], fused: bool) -> dict[str, int]:
-    """How many nodes of each custom operator a model of these layers becomes."""
-    return dict(Counter(op for spec in layers for op in spec.operators(fused)))
 
 
 def automatic_num_buckets(seq_len: int, chunk_length: int, max_seq_len: int | None = None) -> tuple[int, ...]:
@@ -400,6 +451,8 @@ class EncoderSpec:
     ff_chunk_length: tokens per slice of the feed-forward layer (0: whole sequence); saves memory, changes nothing.
     """
 
+    scope: ClassVar[Scope] = "encoder"
+
     attention: AttentionSpec
     layers: int = 2
     vocab_size: int = 258
@@ -426,10 +479,58 @@ class EncoderSpec:
             f"pad_token_id is {self.pad_token_id}; expected 0 to {self.vocab_size - 1}",
         )
 
+    def custom_ops(self, fused: bool) -> dict[str, int]:
+        return counted([self.attention] * self.layers, fused)
+
+    @property
+    def title(self) -> str:
+        return f"{self.attention.variant} encoder"
+
+    @property
+    def seq_len(self) -> int:
+        return self.attention.seq_len
+
     @property
     def max_seq_len(self) -> int:
         """Learned positions end here."""
         return self.attention.seq_len
+
+    @property
+    def fixed_seq_len(self) -> int | None:
+        return 1 if self.max_seq_len == 1 else self.attention.fixed_seq_len
+
+    @property
+    def inputs(self) -> dict[str, Dims]:
+        return dict.fromkeys(("input_ids", "attention_mask"), ("batch", self.fixed_seq_len or "seq"))
+
+    @property
+    def outputs(self) -> dict[str, Dims]:
+        name, width = ("logits", self.vocab_size) if self.lm_head else ("last_hidden_state", self.hidden_size)
+        return {name: ("batch", self.fixed_seq_len or "seq", width)}
+
+    @property
+    def input_limits(self) -> dict[str, int]:
+        return {"input_ids": self.vocab_size}
+
+    @property
+    def is_causal(self) -> bool:
+        return self.attention.causal
+
+    @property
+    def has_decode_step(self) -> bool:
+        return self.attention.has_decode_step
+
+    @property
+    def why_not_invariant(self) -> str:
+        return self.attention.why_not_invariant
+
+    @property
+    def why_padding_counts(self) -> str:
+        return self.attention.why_padding_counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, ready for JSON or TOML; `encoder_from_dict` reads it back."""
+        return {**dataclasses.asdict(self), "attention": self.attention.to_dict()}
 
     @property
     def ff_size(self) -> int:
@@ -457,7 +558,7 @@ def attention_spec(variant: str, options: Mapping[str, Any] | None = None) -> At
 
 
 def attention_from_dict(values: Mapping[str, Any]) -> AttentionSpec:
-    """The inverse of `spec_to_dict` for an attention layer: the key `variant` selects the class."""
+    """The inverse of `AttentionSpec.to_dict`: the key `variant` selects the class."""
     options = dict(values)
     require(
         "variant" in options,
@@ -467,18 +568,11 @@ def attention_from_dict(values: Mapping[str, Any]) -> AttentionSpec:
 
 
 def encoder_from_dict(values: Mapping[str, Any]) -> EncoderSpec:
-    """The inverse of `spec_to_dict` for an encoder: `attention` is a nested table."""
+    """The inverse of `EncoderSpec.to_dict`: `attention` is a nested table."""
     options = dict(values)
     require(isinstance(options.get("attention"), Mapping), "the encoder spec has no table named attention")
     options["attention"] = attention_from_dict(options["attention"])
     return EncoderSpec(**known_fields(EncoderSpec, options, "the encoder"))
-
-
-def spec_to_dict(spec: AttentionSpec | EncoderSpec) -> dict[str, Any]:
-    """Every field of a spec, ready for JSON or TOML; an attention layer also carries its `variant`."""
-    if isinstance(spec, EncoderSpec):
-        return {**dataclasses.asdict(spec), "attention": spec_to_dict(spec.attention)}
-    return {"variant": spec.variant, **dataclasses.asdict(spec)}
 
 
 def field_names(spec_class: type[AttentionSpec] | type[EncoderSpec]) -> list[str]:

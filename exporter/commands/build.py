@@ -129,6 +129,7 @@ class Request:
         Raises SpecError and UserError for requests that contradict themselves or cannot work.
         """
         from effexport.export.module_source import module_from_factory, source_from_module, source_from_path
+        from effexport.models.module_probe import spec_from_module
         from effexport.models.validation import require
         from effexport.spec import build_spec_from_checkpoint, build_spec_from_module, build_spec_from_options
 
@@ -141,7 +142,7 @@ class Request:
         if self.factory is not None:
             require(given == ["--module"], f"{' and '.join(given)} exclude each other; the module is complete")
             module = module_from_factory(self.factory)
-            spec = build_spec_from_module(self.flags, module, self.factory)
+            spec = build_spec_from_module(self.flags, spec_from_module(module, self.factory, self.flags.get("seq_len")))
             return spec, source_from_module(module, self.factory), (), self.factory.partition(":")[2]
         require(self.flags.get("task") is None, "--task belongs to --checkpoint; it has no meaning for a variant")
         spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec_file)

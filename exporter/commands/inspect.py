@@ -28,7 +28,7 @@ def command(path: Path, as_json: bool, debug: bool) -> None:
     from effexport.cli import print_json
     from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
     from effexport.export.onnx_graph import graph_summary, load_graph
-    from effexport.models.checkpoint import is_checkpoint
+    from effexport.models.families import is_checkpoint
     from effexport.runners.ort.session import kernel_library
 
     if is_engine(path):

@@ -25,7 +25,7 @@ SUMMARIES: dict[str, tuple[str, str]] = {
 def command(as_json: bool, debug: bool) -> None:
     """List the attention variants with formula, cost and whether a causal form exists."""
     from effexport.cli import print_json
-    from effexport.models.spec import ATTENTION_SPECS, spec_to_dict
+    from effexport.models.spec import ATTENTION_SPECS
 
     if as_json:
         variants = [
@@ -34,7 +34,7 @@ def command(as_json: bool, debug: bool) -> None:
                 "formula": SUMMARIES[name][0],
                 "cost": f"O({SUMMARIES[name][1]})",
                 "causal": spec.supports_causal,
-                "defaults": spec_to_dict(spec()),
+                "defaults": spec().to_dict(),
             }
             for name, spec in ATTENTION_SPECS.items()
         ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from effexport.errors import UserError
 from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.models.spec import AttentionSpec, EncoderSpec
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def source_from_module(module: nn.Module, name: str) -> ModuleSource:
 def module_from_seed(spec: BuildSpec) -> nn.Module:
     from effexport.models.encoder import module_from_spec
 
-    assert not isinstance(spec.model, CheckpointSpec)
+    assert isinstance(spec.model, AttentionSpec | EncoderSpec)
     return module_from_spec(spec.model, spec.seed)
 
 

@@ -117,11 +117,7 @@ def random_inputs(
 def padding_of_other_content(case: Case, spec: BuildSpec) -> dict[str, Array]:
     """The inputs of a case with other, valid content where its mask is 0."""
     rng = np.random.default_rng(NOISE_SEED_OFFSET)
-    limits: Mapping[str, int] = {}
-    if isinstance(spec.model, CheckpointSpec):
-        limits = spec.model.input_limits
-    elif isinstance(spec.model, EncoderSpec):
-        limits = {"input_ids": spec.model.vocab_size}
+    limits = spec.model.input_limits
     changed: dict[str, Array] = {}
     for name, array in case.inputs.items():
         if name == "attention_mask":

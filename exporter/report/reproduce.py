@@ -8,7 +8,7 @@ from typing import Any
 
 from effexport.engines.api import PRODUCTS
 from effexport.export.module_source import SEED
-from effexport.models.spec import EncoderSpec, attention_spec, spec_to_dict
+from effexport.models.spec import EncoderSpec, attention_spec
 from effexport.proof.checks.run_checks import Check
 from effexport.report.model import Report
 from effexport.report.rendering.text import flat_fields
@@ -101,7 +101,7 @@ def _changed_fields(spec: dict[str, Any]) -> dict[str, Any]:
     """Fields of a variant's spec that are not at their default, flat. A field that this release does not know stays."""
     attention = attention_spec(_variant(spec))
     model = EncoderSpec(attention=attention) if "attention" in spec["model"] else attention
-    default: dict[str, Any] = flat_fields(spec_to_dict(model)) | _build_defaults()
+    default: dict[str, Any] = flat_fields(model.to_dict()) | _build_defaults()
     fields = flat_fields({k: v for k, v in spec.items() if k != "model"}) | flat_fields(spec["model"])
     missing = object()
     return {n: v for n, v in fields.items() if n not in _IDENTITY and _listed(default.get(n, missing)) != _listed(v)}

@@ -8,8 +8,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from effexport.errors import UserError
-from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.spec import EncoderSpec
 from effexport.models.validation import did_you_mean
 from effexport.spec import BuildSpec, TensorInfo
 
@@ -58,12 +56,7 @@ class FeedLimits:
 
 
 def limits_from_spec(spec: BuildSpec) -> FeedLimits:
-    indices: Mapping[str, int] = {}
-    if isinstance(spec.model, EncoderSpec):
-        indices = {"input_ids": spec.model.vocab_size}
-    elif isinstance(spec.model, CheckpointSpec):
-        indices = spec.model.input_limits
-    return FeedLimits(max_seq_len=spec.max_seq_len, indices=indices)
+    return FeedLimits(max_seq_len=spec.max_seq_len, indices=spec.model.input_limits)
 
 
 def checked_feeds(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:

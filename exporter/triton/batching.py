@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from effexport.errors import UserError
-from effexport.proof.checks.invariance import why_not_invariant
 from effexport.spec import BuildSpec
 from effexport.triton.spec import DEFAULT_MAX_BATCH, PackageSpec
 
@@ -34,7 +33,7 @@ class Batching:
 def batching_of(build: BuildSpec, spec: PackageSpec, engine: EngineInfo | None = None) -> Batching:
     """Raises UserError when batches were asked for that the model or its engine cannot have."""
     asked = spec.max_batch is not None or bool(spec.preferred_batch)
-    reason = why_not_invariant(build)
+    reason = build.model.why_not_invariant
     if reason:
         if asked:
             raise UserError(

@@ -12,14 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from effexport.models.checkpoint import (
-    FAMILIES,
-    fill_module,
-    is_checkpoint,
-    module_from_checkpoint,
-    read_weights,
-    spec_from_checkpoint,
-)
+from effexport.models.checkpoint import fill_module, module_from_checkpoint, read_weights
+from effexport.models.families import FAMILIES, is_checkpoint, spec_from_checkpoint
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch")
@@ -178,7 +172,7 @@ def test_names_that_mean_nothing_are_ignored_and_tied_names_are_tried_in_turn(tm
     [
         (None, "no config.json in "),
         ("{", "cannot read "),
-        ("[1]", "is no JSON object"),
+        ("[1]", "does not hold a JSON object"),
         ("{}", "model_type is 'None'.* Supported: nystromformer, reformer"),
         ('{"model_type": "reformr"}', "model_type is 'reformr'; did you mean 'reformer'"),
         ('{"model_type": "module"}', "model_type is 'module'"),

@@ -31,7 +31,6 @@ from effexport.models.spec import (
     field_names,
     nearest_divisors,
     nearest_multiples,
-    spec_to_dict,
 )
 
 # Values that differ from every default.
@@ -73,7 +72,7 @@ def test_every_variant_is_covered() -> None:
 @pytest.mark.parametrize("variant", CHANGED)
 def test_attention_specs_survive_json(variant: str) -> None:
     for spec in (CHANGED[variant], ATTENTION_SPECS[variant]()):
-        values = json.loads(json.dumps(spec_to_dict(spec)))
+        values = json.loads(json.dumps(spec.to_dict()))
         assert values["variant"] == variant
         assert list(values) == ["variant", *field_names(type(spec))]
         again = attention_from_dict(values)
@@ -98,7 +97,7 @@ def test_encoder_specs_survive_json(variant: str) -> None:
         lm_head=True,
     )
     for spec in (changed, EncoderSpec(attention=CHANGED[variant])):
-        again = encoder_from_dict(json.loads(json.dumps(spec_to_dict(spec))))
+        again = encoder_from_dict(json.loads(json.dumps(spec.to_dict())))
         assert again == spec
         assert type(again.attention) is ATTENTION_SPECS[variant]
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.spec import LookAroundSpec, LSHSpec, NystromSpec
 from effexport.proof.cases import Case, padding_of_other_content
 from effexport.proof.checks.arithmetic import relative_error
 from effexport.proof.checks.candidate import Candidate
@@ -26,7 +24,7 @@ METRIC = "max |alone − in batch| / RMS"
 def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
     """Each sample alone, without its padding, equals its rows in the batch."""
     name, metric = "batch invariance", "max |alone − in batch| / RMS"
-    reason = why_not_invariant(spec)
+    reason = spec.model.why_not_invariant
     if reason:
         return Check(name, case.title, metric, "not run", reason=reason)
     limit = case_limit(spec, case.own_error)
@@ -55,25 +53,10 @@ def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[st
     return judged(name, case, metric, worst, reference_free, detail)
 
 
-def why_not_invariant(spec: BuildSpec) -> str:
-    """Which published behaviour, if any, makes padding or batch mates part of a sample's input."""
-    attention = spec.attention
-    if isinstance(spec.model, CheckpointSpec):
-        return spec.model.why_not_invariant
-    if isinstance(attention, NystromSpec):
-        if not attention.mask_landmarks:
-            return "mask_landmarks=False: padding is part of the input"
-        if attention.pinv_init == "global" and not attention.is_plain_softmax:
-            return "pinv_init=global: batch mates are part of the input"
-    if isinstance(attention, LookAroundSpec) and attention.circular:
-        return "circular=True: the first chunk sees the last one, so the amount of padding is part of the input"
-    return ""
-
-
 def check_padding_content(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
     """Kept tokens get the same answer whatever the padding holds."""
     name, metric = "padding content", "max |change| / RMS"
-    reason = why_padding_counts(spec)
+    reason = spec.model.why_padding_counts
     if reason:
         return Check(name, case.title, metric, "not run", reason=reason)
     changed = candidate.run(padding_of_other_content(case, spec))
@@ -87,19 +70,10 @@ def check_padding_content(candidate: Candidate, case: Case, outputs: Mapping[str
     return judged(name, case, metric, worst, Limit(limit.value, f"{limit.reason}; padding may not add to it"), detail)
 
 
-def why_padding_counts(spec: BuildSpec) -> str:
-    """Which published behaviour, if any, makes the content of padding part of a sample's input."""
-    if isinstance(spec.model, CheckpointSpec):
-        return spec.model.why_not_invariant
-    if isinstance(spec.attention, NystromSpec) and not spec.attention.mask_landmarks:
-        return "mask_landmarks=False: padding is part of the input"
-    return ""
-
-
 def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
     """A causal model answers the first tokens as if nothing came after them."""
     name, metric = "causal prefix", "max |prefix − whole| / RMS"
-    if isinstance(spec.attention, LSHSpec):
+    if spec.attention.is_hashed:
         reason = "later tokens take places in the sort, and so move the borders of chunks"
         return Check(name, case.title, metric, "not run", reason=reason)
     length = max(1, case.keep.shape[1] // 2 + 1)

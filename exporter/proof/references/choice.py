@@ -180,8 +180,8 @@ def transformers_references(
 
     Raises UserError for an artifact of no checkpoint, another checkpoint than that, and without transformers.
     """
-    from effexport.models.checkpoint import PUBLISHED
     from effexport.models.checkpoint_spec import CheckpointSpec
+    from effexport.models.families import PUBLISHED
     from effexport.proof.references.transformers import import_transformers, with_answers_of_transformers
 
     model = artifact.spec.model

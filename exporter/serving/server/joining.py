@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from effexport.proof.checks.invariance import why_not_invariant
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ Key = tuple[tuple[int, ...], ...]
 
 def why_not_joined(spec: BuildSpec) -> str:
     """Why requests never share a run; "" where the parity check has shown that batch mates change nothing."""
-    reason = why_not_invariant(spec)
+    reason = spec.model.why_not_invariant
     if reason:
         return reason
     tensors = (*spec.inputs, *spec.outputs)

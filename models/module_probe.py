@@ -1,0 +1,118 @@
+"""A user's own module → its spec, by looking at the module and running it once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from effexport.models.model_spec import Dims, counted
+from effexport.models.module_spec import ModuleSpec
+from effexport.models.validation import SpecError, require
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+KNOWN_INPUTS = ("input_ids", "hidden_states", "attention_mask", "token_type_ids")
+# Sizes that tell the axes of an output apart: no width of a model is likely to be one of them.
+PROBE_BATCH, PROBE_SEQ_LEN = 3, 37
+
+
+def spec_from_module(module: nn.Module, name: str, seq_len: int | None = None) -> ModuleSpec:
+    """Look at a module and run it once on a short padded batch.
+
+    module: takes some of input_ids, hidden_states, attention_mask and token_type_ids, in any order, and returns a
+    tensor or a tuple of tensors whose first axis is the batch. name: for reports.
+    Raises SpecError for a module without a layer of ours, with other arguments, or that fails.
+    """
+    layers = attention_layers(module)
+    require(bool(layers), f"{name} has no layer of effexport.models; build it from attention_from_spec(…)")
+    specs = [layer.spec for layer in layers]
+    attention = next((spec for spec in specs if spec.is_hashed), specs[0])
+    lengths = [spec.max_seq_len for spec in specs if spec.max_seq_len is not None]
+    longest = min([*lengths, seq_len or max(spec.seq_len for spec in specs)])
+    inputs = input_dims(module, name, attention.dim)
+    vocab_size = vocabulary(module) if "input_ids" in inputs else 2
+    outputs = probe(module, name, inputs, min(PROBE_SEQ_LEN, longest))
+    return ModuleSpec(
+        vocab_size=vocab_size,
+        seq_len=longest,
+        module=name,
+        attention_fields=attention.to_dict(),
+        attention_layers=len(layers),
+        fused_op_counts=counted(specs, fused=True),
+        unfused_op_counts=counted(specs, fused=False),
+        input_dims=inputs,
+        output_dims=outputs,
+        longest=longest,
+    )
+
+
+def attention_layers(module: nn.Module) -> list[Any]:
+    from effexport.models.layers import AttentionLayer
+
+    return [child for child in module.modules() if isinstance(child, AttentionLayer)]
+
+
+def input_dims(module: nn.Module, name: str, dim: int) -> dict[str, Dims]:
+    """Dims of the arguments of `forward`, in their order."""
+    parameters = list(inspect.signature(module.forward).parameters)
+    for parameter in parameters:
+        require(
+            parameter in KNOWN_INPUTS,
+            f"forward of {name} takes {parameter!r}; expected only {', '.join(KNOWN_INPUTS)}: wrap the module",
+        )
+    data = [parameter for parameter in parameters if parameter in ("input_ids", "hidden_states")]
+    require(
+        len(data) == 1 and parameters[0] == data[0] and "attention_mask" in parameters,
+        f"forward of {name} takes {', '.join(parameters)}; expected input_ids or hidden_states first, and an "
+        "attention_mask",
+    )
+    dims: Dims = ("batch", "seq")
+    return {parameter: (*dims, dim) if parameter == "hidden_states" else dims for parameter in parameters}
+
+
+def vocabulary(module: nn.Module) -> int:
+    """Rows of the first embedding, which is taken for that of the tokens."""
+    from torch import nn
+
+    for child in module.modules():
+        if isinstance(child, nn.Embedding):
+            return child.num_embeddings
+    raise SpecError("the module takes input_ids but has no nn.Embedding to tell how many tokens there are")
+
+
+def probe(module: nn.Module, name: str, inputs: dict[str, Dims], seq_len: int) -> dict[str, Dims]:
+    """Run once and read the axes of the outputs off their sizes."""
+    import torch
+
+    sizes = {"batch": PROBE_BATCH, "seq": seq_len}
+    given = []
+    for argument, dims in inputs.items():
+        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in dims]
+        dtype = torch.float32 if argument == "hidden_states" else torch.int64
+        given.append(torch.full(shape, int(argument == "attention_mask"), dtype=dtype))
+    try:
+        with torch.inference_mode():
+            result = module.eval()(*given)
+    except Exception as error:  # whatever the user's code raises
+        raise SpecError(f"{name} fails on a batch of {PROBE_BATCH} × {seq_len} tokens: {error}") from error
+    values = result if isinstance(result, tuple) else (result,)
+    return {output_name(name, i, value, len(values)): axes(name, value, sizes) for i, value in enumerate(values)}
+
+
+def output_name(name: str, index: int, value: Any, count: int) -> str:
+    import torch
+
+    require(isinstance(value, torch.Tensor), f"{name} returns a {type(value).__name__}; expected tensors")
+    return "output" if count == 1 else f"output{index}"
+
+
+def axes(name: str, value: torch.Tensor, sizes: Mapping[str, int]) -> Dims:
+    shape = list(value.shape)
+    require(
+        len(shape) >= 2 and shape[0] == sizes["batch"] and value.is_floating_point(),
+        f"{name} returns {value.dtype} {shape} for a batch of {sizes['batch']}; expected floats [batch, …]",
+    )
+    return ("batch", *("seq" if size == sizes["seq"] else size for size in shape[1:]))
