@@ -29,9 +29,9 @@ from effexport.engines.profile import profile_remarks
 from effexport.engines.sidecar import engine_name, summary_of_engine
 from effexport.engines.spec import EngineSpec
 from effexport.environment import PARTS, examine, versions
-from effexport.errors import StageError, UserError
+from effexport.errors import StageError, Unavailable, UserError
 from effexport.export.module_source import ModuleSource, source_from_seed
-from effexport.proof.checks.run_checks import Check, passed, summary
+from effexport.proof.checks.result import Check, passed, summary
 from effexport.proof.verify import (
     REFERENCE_SEED_OFFSET,
     case_to_trace,
@@ -100,7 +100,7 @@ def artifact_from_spec(
             require_core()
             from effexport.export.onnx_from_module import onnx_from_module
             from effexport.proof.cases import hash_modules, load_reference, reference_from_module, save_reference
-            from effexport.proof.trace.bisect import trace_or_reason
+            from effexport.proof.trace.bisect import trace_if_it_runs
         with watch.stage(f"making the {spec.title} module"):
             module = source.make(spec)
             hashes = list(hash_modules(module))
@@ -139,10 +139,10 @@ def artifact_from_spec(
         traced = case_to_trace(verification.checks, cases, wanted=trace)
         if traced is not None:
             with watch.stage("tracing the values of the graph"):
-                found = trace_or_reason(
+                found = trace_if_it_runs(
                     folder / MODEL, Artifact(folder, {"spec": spec.to_dict()}), module, traced, settings
                 )
-                layers, divergence = ([] if isinstance(found, str) else found.layers()), str(found)
+                layers, divergence = ([] if isinstance(found, Unavailable) else found.layers()), str(found)
         report = Report(
             title=spec.title,
             spec=spec.to_dict(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class EffexportError(Exception):
     """Base of the errors that are shown as one message. `exit_code` is the process's."""
@@ -45,3 +47,13 @@ class MissingExtraError(UserError):
     def __init__(self, package: str, extra: str, *, remark: str = "") -> None:
         remedy = f"{package} is not installed; add it with: pip install 'effexport[{extra}]'"
         super().__init__(f"{remedy} ({remark})" if remark else remedy)
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """The reason why a result is not available here. It is returned in the place of the result: it is not an error."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason

@@ -378,7 +378,7 @@ def engine_data(engine: Path) -> dict[str, Any]:
 def check_parity(model: Model) -> Outcome:
     from effexport.artifact import MODEL, REFERENCE
     from effexport.proof.cases import load_reference
-    from effexport.proof.checks.run_checks import summary
+    from effexport.proof.checks.result import summary
     from effexport.proof.verify_engine import verify_engine
 
     cases = load_reference(model.artifact / REFERENCE)
@@ -406,7 +406,7 @@ def run_in_fresh_process(model: Model) -> Outcome:
     from effexport.artifact import REFERENCE
     from effexport.engines.sidecar import read_sidecar
     from effexport.proof.cases import load_reference
-    from effexport.proof.checks.run_checks import summary
+    from effexport.proof.checks.result import summary
 
     info, reference = read_sidecar(model.engine), model.artifact / REFERENCE
     cases = [case for case in load_reference(reference) if covers(info.profiles, case.inputs)]
@@ -437,19 +437,20 @@ def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
     """As `effexport.proof.checks.run_checks` compares free runs."""
     from effexport.models.spec import LSHSpec
     from effexport.proof.cases import rms_change
-    from effexport.proof.checks import run_checks as parity
+    from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_signature
+    from effexport.proof.checks.result import RMS_METRIC, Kind, judged
     from effexport.proof.tolerances import arithmetic_limit, free_run_limit
 
-    signature = parity.check_signature(case, outputs, spec)
+    signature = check_signature(case, outputs, spec)
     yield signature
     if signature.status != "passed":
         return
-    yield parity.check_finite(case, outputs)
+    yield check_finite(case, outputs)
     if isinstance(spec.attention, LSHSpec):
         limit = free_run_limit(spec, case.seed_noise, case.precision_noise)
-        yield parity.judged("free run", case, "RMS error / RMS", rms_change(case, outputs), limit)
+        yield judged(Kind.FREE_RUN, case.label, RMS_METRIC, rms_change(case, outputs), limit)
     else:
-        yield parity.check_arithmetic(case, outputs, arithmetic_limit(spec))
+        yield check_arithmetic(case, outputs, arithmetic_limit(spec))
 
 
 def start_fresh(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -821,8 +822,7 @@ def difference_of(output: Any, expected: Any, spec: BuildSpec, feeds: Mapping[st
     A model that hashes is judged by the root mean square and against one: its buckets flip, and only nonsense shows.
     """
     from effexport.models.spec import LSHSpec
-    from effexport.proof.cases import rms
-    from effexport.proof.checks.run_checks import relative_error
+    from effexport.proof.metrics import relative_error, rms
     from effexport.proof.tolerances import arithmetic_limit
     from effexport.runners import MASK_NAME
 

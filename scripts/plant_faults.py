@@ -33,8 +33,9 @@ from effexport.artifact import Artifact  # noqa: E402
 from effexport.build import artifact_from_spec  # noqa: E402
 from effexport.errors import EffexportError  # noqa: E402
 from effexport.proof.candidates import OrtCandidate  # noqa: E402
-from effexport.proof.cases import Case, load_reference, rms  # noqa: E402
-from effexport.proof.checks.run_checks import Check, relative_error  # noqa: E402
+from effexport.proof.cases import Case, load_reference  # noqa: E402
+from effexport.proof.checks.result import Check  # noqa: E402
+from effexport.proof.metrics import relative_error, rms  # noqa: E402
 from effexport.proof.verify import verify_candidate  # noqa: E402
 from effexport.runners import limits_from_spec  # noqa: E402
 from effexport.runners.ort.session import OrtSettings  # noqa: E402

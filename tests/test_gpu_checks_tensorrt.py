@@ -488,12 +488,15 @@ def test_without_timing_latencies_are_left_out_by_name(monkeypatch: pytest.Monke
 
 
 def test_checks_that_fail_or_do_not_run_are_a_problem() -> None:
-    from effexport.proof.checks.run_checks import Check
+    from effexport.proof.case_label import ALL_CASES
+    from effexport.proof.checks.result import Check
 
-    good, bad = Check("a", "c", "m", "passed"), Check("b", "c", "error", "failed", 3.0, 1.0)
-    idle = Check("a", "c", "m", "not run", reason="outside")
+    good, bad = Check("a", ALL_CASES, "m", "passed"), Check("b", ALL_CASES, "error", "failed", 3.0, 1.0)
+    idle = Check("a", ALL_CASES, "m", "not run", reason="outside")
     assert checks.problem_of_checks([good, idle]) == ""
-    assert checks.problem_of_checks([good, bad]).startswith("1 of 2 checks failed: b (c): error 3.0, at most 1.0")
+    assert checks.problem_of_checks([good, bad]).startswith(
+        "1 of 2 checks failed: b (all cases): error 3.0, at most 1.0"
+    )
     assert checks.problem_of_checks([idle]) == "no check ran: outside"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from effexport.proof.checks.run_checks import Check, summary
+from effexport.proof.checks.result import Check, summary
 from effexport.report.rendering.text import status_of
 from effexport.units import number
 

@@ -172,7 +172,7 @@ def next_step(artifact: Artifact, report: Report) -> str:
     unproven = [
         engine["target"]
         for engine in report.engines
-        if any(check.status == "not run" and check.name.startswith(f"{engine['target']}:") for check in report.checks)
+        if any(check.status == "not run" and check.target == engine["target"] for check in report.checks)
     ]
     if unproven:
         return f"on a machine with a GPU, effexport verify {artifact.path} --runtime {unproven[0]}"

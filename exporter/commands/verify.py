@@ -17,6 +17,7 @@ from effexport.commands._options import (
     stage_progress,
     stderr_console,
 )
+from effexport.errors import Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,7 +75,8 @@ def command(
     from effexport.artifact import open_artifact
     from effexport.commands._checks import print_checks
     from effexport.environment import versions
-    from effexport.proof.checks.run_checks import passed, summary
+    from effexport.proof.checks.result import passed, summary
+    from effexport.report.model import dict_of_check
 
     opened = open_artifact(artifact)
     console = stderr_console()
@@ -94,8 +96,8 @@ def command(
                 "implementation": verification.implementation,
                 "environment": versions(),
                 "summary": summary(checks),
-                "checks": [check.to_dict() for check in checks],
-                "trace": {"not_run": found} if isinstance(found, str) else found and found.to_dict(),
+                "checks": [dict_of_check(check) for check in checks],
+                "trace": {"not_run": str(found)} if isinstance(found, Unavailable) else found and found.to_dict(),
             }
         )
     print_checks(console, checks)
@@ -150,13 +152,15 @@ class Candidate:
         settings = settings_from_options(self.runtime, self.implementation)
         return verify_candidate(self.path, cases, spec, hashes, settings)
 
-    def trace(self, weights: Path | None, case: Case) -> Trace | str:
-        """Where it leaves the module, on the inputs of one case, or a sentence on why that cannot be found."""
+    def trace(self, weights: Path | None, case: Case) -> Trace | Unavailable:
+        """The first values that differ from the module's on the inputs of one case."""
         from effexport.commands._options import settings_from_options
         from effexport.proof.trace.bisect import trace_if_possible
 
         if self.is_engine:
-            return f"no trace: a {self.runtime} engine keeps no intermediate values; trace its model with --runtime ort"
+            return Unavailable(
+                f"no trace: a {self.runtime} engine keeps no intermediate values; trace its model with --runtime ort"
+            )
         settings = settings_from_options(self.runtime, self.implementation)
         return trace_if_possible(self.path, self.artifact, weights, case, settings)
 
@@ -168,7 +172,7 @@ def verify_artifact(
     names: Sequence[str],
     trace: bool,
     on_stage: Callable[[str], None],
-) -> tuple[Verification, Trace | str | None]:
+) -> tuple[Verification, Trace | Unavailable | None]:
     """Checks against the chosen references; and a trace, if it is asked for or a check has failed."""
     from effexport.commands._options import settings_from_options
     from effexport.proof.references.choice import references_from_choice

@@ -10,7 +10,8 @@ import numpy as np
 from effexport.export.onnx_from_module import at_precision, write_graph
 from effexport.export.onnx_graph import GraphPromise
 from effexport.proof.cases import Case, numpy_dtype
-from effexport.proof.checks.run_checks import Check, check_arithmetic
+from effexport.proof.checks.arithmetic import check_arithmetic
+from effexport.proof.checks.result import Check, Kind
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.ort.decode import NEXT_PREFIX, DecodeRunner
 from effexport.runners.ort.session import OrtSettings
@@ -67,4 +68,4 @@ def check_decode_step(path: Path, case: Case, spec: BuildSpec, settings: OrtSett
         {output: case.outputs[output][:, :seq_len]},
     )
     actual = {output: np.concatenate(steps, axis=1).astype(numpy_dtype(spec.dtype))}
-    return check_arithmetic(prefix, actual, arithmetic_limit(spec), "decode step")
+    return check_arithmetic(prefix, actual, arithmetic_limit(spec), Kind.DECODE_STEP)

@@ -15,7 +15,7 @@ from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.session import OrtSettings
 
 if TYPE_CHECKING:
-    from effexport.proof.checks.run_checks import RunWithBuckets
+    from effexport.proof.checks.candidate import RunWithBuckets
     from effexport.runners import Array
 
 

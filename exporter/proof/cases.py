@@ -17,7 +17,9 @@ from effexport.errors import UserError
 from effexport.export.onnx_from_module import at_precision
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.spec import EncoderSpec, LSHSpec
+from effexport.proof.case_label import CaseLabel
 from effexport.proof.inputs.adversarial import adversarial_inputs
+from effexport.proof.metrics import relative_error, rms
 from effexport.proof.tolerances import UNIT_ROUNDOFF
 from effexport.spec import BuildSpec
 
@@ -60,8 +62,8 @@ class Case:
         return np.asarray(self.inputs["attention_mask"] != 0)
 
     @property
-    def title(self) -> str:
-        return f"{self.name}: {' × '.join(map(str, self.keep.shape))}" + ("" if self.keep.all() else ", padded")
+    def label(self) -> CaseLabel:
+        return CaseLabel(self.name, self.keep.shape, not self.keep.all())
 
     def kept(self, array: Array, sample: int) -> Array:
         """What counts of one sample of an output, [tokens, channels]: its kept tokens, or all of a pooled output."""
@@ -208,8 +210,6 @@ def change_by_rounding(case: Case, module: nn.Module, spec: BuildSpec) -> float:
 
 def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
     """Of any element, relative to the scale of its token."""
-    from effexport.proof.checks.arithmetic import relative_error
-
     changes = [
         relative_error(case.kept(outputs[name], row), case.kept(expected, row))[0]
         for name, expected in case.outputs.items()
@@ -245,11 +245,6 @@ def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) 
         outputs = module(*given)
     values = outputs if isinstance(outputs, tuple) else (outputs,)
     return {t.name: np.asarray(value.float().numpy()) for t, value in zip(spec.outputs, values, strict=True)}
-
-
-def rms(x: Array) -> float:
-    """Root mean square, in float64."""
-    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
 
 
 def hash_modules(module: nn.Module) -> dict[str, nn.Module]:

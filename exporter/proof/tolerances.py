@@ -1,6 +1,6 @@
 """Every limit of the parity check, each with its reason.
 
-Errors of outputs are max |candidate − reference| / RMS(reference), see `parity.relative_error`.
+Errors of outputs are max |candidate − reference| / RMS(reference), see `metrics.relative_error`.
 """
 
 from __future__ import annotations

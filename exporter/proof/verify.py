@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.errors import Unavailable
 from effexport.export.onnx_graph import custom_ops_of_model
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.checks.float32_ops import check_islands
-from effexport.proof.checks.run_checks import METRIC, Check, run_checks
+from effexport.proof.checks.result import Check, Kind, not_run
+from effexport.proof.checks.run_checks import run_checks
 from effexport.runners import limits_from_spec
 from effexport.runners.ort.session import OrtSettings, RuntimeUnsupportedError
 from effexport.spec import BuildSpec
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 # Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
 REFERENCE_SEED_OFFSET = 7919
+# Checks of the numbers, of which a case has one.
+ARITHMETIC = (Kind.ARITHMETIC, Kind.GIVEN_BUCKETS, Kind.HIDDEN_BUCKETS)
 OTHER_DRAW = "this PyTorch draws other weights from the seed than the one that built the artifact"
 
 
@@ -52,7 +56,9 @@ def verify_candidate(
     try:
         candidate = OrtCandidate(model, hashes, limits_from_spec(spec), settings)
     except RuntimeUnsupportedError as error:
-        return Verification([not_run("parity", spec, error)], dict.fromkeys(custom_ops_of_model(model), "not run"))
+        return Verification(
+            [not_run_in_bfloat16(Kind.PARITY, spec, error)], dict.fromkeys(custom_ops_of_model(model), "not run")
+        )
     checks = [*run_checks(candidate, cases, spec), *check_islands(model, spec)]
     return Verification(checks, candidate.implementation)
 
@@ -64,10 +70,10 @@ def verify_bodies(
     bodies = dataclasses.replace(settings, implementation="body")
     checks = verify_candidate(model, [case], spec, hashes, bodies).checks
     failed = [check for check in checks if check.status == "failed"]
-    arithmetic = next((check for check in checks if check.metric == METRIC), checks[0])
+    arithmetic = next((check for check in checks if check.kind in ARITHMETIC), checks[0])
     worst = failed[0] if failed else arithmetic
     detail = "; ".join(f"{check.name}: {check.metric} {check.value} > {check.limit} {check.detail}" for check in failed)
-    return Verification([dataclasses.replace(worst, name="function bodies", detail=detail)])
+    return Verification([dataclasses.replace(worst, kind=Kind.FUNCTION_BODIES, detail=detail)])
 
 
 def verify_decode_step(model: Path, cases: Sequence[Case], spec: BuildSpec, settings: OrtSettings) -> Verification:
@@ -77,19 +83,19 @@ def verify_decode_step(model: Path, cases: Sequence[Case], spec: BuildSpec, sett
     try:
         return Verification([check_decode_step(model, cases[0], spec, settings)])
     except RuntimeUnsupportedError as error:
-        return Verification([not_run("decode step", spec, error)])
+        return Verification([not_run_in_bfloat16(Kind.DECODE_STEP, spec, error)])
 
 
-def not_run(name: str, spec: BuildSpec, error: RuntimeUnsupportedError) -> Check:
-    """bfloat16 is exported for GPUs; a CPU that has no kernels for it is said, not skipped. All else is an error."""
+def not_run_in_bfloat16(kind: str, spec: BuildSpec, error: RuntimeUnsupportedError) -> Check:
+    """The check of a bfloat16 model, made for GPUs, on a CPU without kernels for it. Raises all other errors."""
     if spec.precision != "bf16" or "NOT_IMPLEMENTED" not in str(error):
         raise error
     reason = f"ONNX Runtime has no bfloat16 kernels on this machine: {str(error).splitlines()[0]}"
-    return Check(name, "all cases", "not measured", "not run", reason=reason)
+    return not_run(kind, reason)
 
 
-def module_again(artifact: Artifact, weights: Path | None) -> nn.Module | str:
-    """The PyTorch module of an artifact, float32 and in evaluation mode, or a sentence on why it cannot be made.
+def module_again(artifact: Artifact, weights: Path | None) -> nn.Module | Unavailable:
+    """The PyTorch module of an artifact, float32 and in evaluation mode, if it can be made again.
 
     weights: where they came from, a checkpoint folder or a file; None where they were drawn from the seed.
     Raises SpecError for weights that do not fit.
@@ -99,12 +105,16 @@ def module_again(artifact: Artifact, weights: Path | None) -> nn.Module | str:
     spec = artifact.spec
     origin = artifact.manifest["weights_from"]
     if isinstance(spec.model, ModuleSpec):
-        return f"the module came from {origin}, code that an artifact does not hold: build again to compare"
+        return Unavailable(
+            f"the module came from {origin}, code that an artifact does not hold: build again to compare"
+        )
     if origin != SEED and weights is None:
-        return f"the weights came from {origin}: name it with --weights to compare with PyTorch on new inputs"
+        return Unavailable(
+            f"the weights came from {origin}: name it with --weights to compare with PyTorch on new inputs"
+        )
     module = source_from_path(weights).make(spec)
     if weights_digest(module) != artifact.manifest["weights_sha256"]:
-        return "these are not the weights that the artifact was built with" if weights else OTHER_DRAW
+        return Unavailable("these are not the weights that the artifact was built with" if weights else OTHER_DRAW)
     return module
 
 
@@ -113,7 +123,7 @@ def case_to_trace(checks: Sequence[Check], cases: Sequence[Case], *, wanted: boo
     a graph, or else the first."""
     for check in checks:
         if check.status == "failed":
-            return next((case for case in cases if case.title == check.case), cases[0] if cases else None)
+            return next((case for case in cases if case.label == check.case), cases[0] if cases else None)
     if not wanted or not cases:
         return None
     return next((case for case in cases if not case.keep.all()), cases[0])

@@ -18,7 +18,8 @@ from effexport.export.onnx_graph import external_locations, load_graph
 from effexport.models.spec import LSHSpec
 from effexport.proof.bucket_injection import hash_values, with_given_buckets
 from effexport.proof.candidates import RunnerCandidate
-from effexport.proof.checks.run_checks import Check, run_checks
+from effexport.proof.checks.result import Kind, not_run
+from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.verify import Verification
 from effexport.runners import Runner, limits_from_spec
 from effexport.spec import BuildSpec
@@ -37,11 +38,11 @@ def verify_engine_if_possible(
         verification = verify_engine(engine, model, cases, spec, hashes)
     except UserError as error:
         missing = str(error).split(";")[0].replace(str(engine), "it")
-        return not_run(
-            target,
+        reason = (
             f"the engine was built and not run: {missing}. Prove it where it can run, with: effexport verify ARTIFACT "
-            f"--runtime {target}",
+            f"--runtime {target}"
         )
+        return Verification([not_run(Kind.PARITY, reason, target=target)])
     # what ran the custom operators of the engine is in its sidecar; the report's is of model.onnx
     return Verification(verification.checks)
 
@@ -55,12 +56,8 @@ def verify_engine(
     """
     info = read_sidecar(engine)
     with engine_candidate(engine, info, model, spec, hashes) as candidate:
-        checks = [dataclasses.replace(c, name=f"{info.target}: {c.name}") for c in run_checks(candidate, cases, spec)]
+        checks = [dataclasses.replace(c, target=info.target) for c in run_checks(candidate, cases, spec)]
     return Verification(checks, candidate.implementation)
-
-
-def not_run(target: str, reason: str) -> Verification:
-    return Verification([Check(f"{target}: parity", "all cases", "not measured", "not run", reason=reason)])
 
 
 class EngineCandidate(RunnerCandidate):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from effexport.proof.checks.run_checks import Check, summary
-from effexport.report.model import Report
+from effexport.proof.checks.result import Check, summary
+from effexport.report.model import Report, dict_of_check
 from effexport.report.rendering.text import field_text, flat_fields, status_of
 from effexport.units import megabytes, number, seconds
 
@@ -80,8 +80,7 @@ class Comparison:
     def cases(self) -> list[tuple[str, str, Check | None, Check | None]]:
         """Check by check: (name, case, first, second). Cases of equal name are one row, whatever their length."""
         sides = [
-            {(check.name, check.case.partition(":")[0]): check for check in side.report.checks}
-            for side in (self.first, self.second)
+            {(check.name, check.case.name): check for check in side.report.checks} for side in (self.first, self.second)
         ]
         return [
             (name, case, sides[0].get((name, case)), sides[1].get((name, case))) for name, case in sides[0] | sides[1]
@@ -116,7 +115,7 @@ class Comparison:
             "spec": pairs(self.spec),
             "checks": {row.name: {"metric": row.metric, "results": [row.first, row.second]} for row in self.checks},
             "cases": [
-                {"name": name, "case": case, "results": [check.to_dict() if check else None for check in both]}
+                {"name": name, "case": case, "results": [dict_of_check(check) if check else None for check in both]}
                 for name, case, *both in self.cases
             ],
             "bytes": _paired(self.first.files, self.second.files),
@@ -137,9 +136,8 @@ def case_text(check: Check | None) -> str:
     """`2.6e-06 of 0.0002 at 1 × 512`: what one side says of a case."""
     if check is None:
         return "–"
-    place = check.case.partition(": ")[2]
     value = check.status if check.value is None else f"{number(check.value)} of {number(check.limit)}"
-    return f"{value} at {place}" if place else value
+    return f"{value} at {check.case.shape_text}" if check.case.shape else value
 
 
 def _judged(entries: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from effexport.engines.api import PRODUCTS
 from effexport.json_text import json_text
-from effexport.proof.checks.run_checks import Check, Worst, passed, summary
+from effexport.proof.case_label import CaseLabel
+from effexport.proof.checks.result import Check, Worst, passed, summary
 
 # 2: measures, worst element, length and histogram of a check; layers, bench and weights_from.
 REPORT_VERSION = 2
@@ -77,7 +79,7 @@ class Report:
             "implementation": self.implementation,
             "engines": self.engines,
             "summary": summary(self.checks),
-            "checks": [check.to_dict() for check in self.checks],
+            "checks": [dict_of_check(check) for check in self.checks],
             "layers": self.layers,
             "bench": self.bench,
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
@@ -99,9 +101,19 @@ def json_from_report(report: Report) -> str:
     return json_text(report.to_dict()) + "\n"
 
 
+def dict_of_check(check: Check) -> dict[str, Any]:
+    """A check as report.json holds it."""
+    values = asdict(check)
+    del values["kind"], values["target"]
+    return {"name": check.name, **values, "case": str(check.case)}
+
+
 def check_from_dict(values: dict[str, Any]) -> Check:
-    """The inverse of Check.to_dict, with figures that JSON spells out as numbers again."""
+    """The inverse of `dict_of_check`, with figures that JSON spells out as numbers again."""
     given = dict(values)
+    target, _, kind = given.pop("name").rpartition(": ")
+    given["target"], given["kind"] = (target, kind) if target in PRODUCTS else ("", values["name"])
+    given["case"] = CaseLabel.from_text(values["case"])
     for name in ("value", "limit"):
         given[name] = figure(given.get(name))
     given["measures"] = {name: figure(value) for name, value in given.get("measures", {}).items()}

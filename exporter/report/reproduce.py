@@ -6,10 +6,10 @@ import json
 import shlex
 from typing import Any
 
-from effexport.engines.api import PRODUCTS
 from effexport.export.module_source import SEED
 from effexport.models.spec import EncoderSpec, attention_spec
-from effexport.proof.checks.run_checks import Check
+from effexport.proof.case_label import ALL_CASES
+from effexport.proof.checks.result import Check, Kind
 from effexport.report.model import Report
 from effexport.report.rendering.text import flat_fields
 from effexport.spec import BuildSpec
@@ -20,7 +20,7 @@ _SWITCHES = ("causal", "external_data")
 # They are the subjects of other flags.
 _IDENTITY = ("scope", "variant")
 # Checks of inputs that are made on the spot, or of another model than model.onnx.
-_WITHOUT_CASE = ("decode step", "long sequence")
+_WITHOUT_CASE = (Kind.DECODE_STEP, Kind.LONG_SEQUENCE)
 MODULE_FAMILY = "module"
 # Where a build is repeated: beside the artifact, not in its place.
 REBUILT = "rebuilt"
@@ -29,18 +29,16 @@ REBUILT = "rebuilt"
 def verify_command(check: Check, report: Report, artifact: str) -> str:
     """Repeats one check of an artifact: its case, on the runtime and with the implementation that it is about."""
     words = ["effexport", "verify", artifact]
-    case = check.case.partition(":")[0]
-    prefix = check.name.partition(": ")[0]
-    runtime = prefix if prefix in PRODUCTS else report.runtime
-    if check.name == "PyTorch module":
+    runtime = check.target or report.runtime
+    if check.kind == Kind.PYTORCH_MODULE:
         words += ["--reference", "torch"]
-    elif case == "all cases" or check.name in _WITHOUT_CASE:
+    elif check.case == ALL_CASES or check.kind in _WITHOUT_CASE:
         words += ["--reference", "golden"]
     else:
-        words += ["--case", case]
+        words += ["--case", check.case.name]
     if runtime != "ort":
         words += ["--runtime", runtime]
-    if check.name == "function bodies":
+    if check.kind == Kind.FUNCTION_BODIES:
         words += ["--implementation", "body"]
     return " ".join(map(quoted, words))
 

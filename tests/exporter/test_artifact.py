@@ -30,7 +30,8 @@ from effexport.artifact import (
 )
 from effexport.build import artifact_from_spec
 from effexport.errors import StageError, UserError
-from effexport.proof.checks.run_checks import Check
+from effexport.proof.case_label import CaseLabel
+from effexport.proof.checks.result import Check
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -358,7 +359,9 @@ def test_a_stage_that_raises_leaves_what_was_there(
 def test_a_failed_check_writes_nothing_and_is_quoted(
     quick_export: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = Check("arithmetic", "export: 1 × 64", "error", "failed", 0.5, 2e-5, detail="worst at x[0, 0, 0]")
+    check = Check(
+        "arithmetic", CaseLabel("export", (1, 64)), "error", "failed", 0.5, 2e-5, detail="worst at x[0, 0, 0]"
+    )
     monkeypatch.setattr("effexport.proof.verify.run_checks", lambda *arguments: [check])
     with pytest.raises(StageError, match=r"(?s)1 of 1 checks failed; nothing was written.*0\.5 > 2e-05 worst at x"):
         artifact_from_spec(quick_export, tmp_path / "softmax")

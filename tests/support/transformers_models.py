@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from effexport.proof.cases import rms
+from effexport.proof.metrics import rms
 
 
 def saved(folder: Path, kind: str, config: dict[str, Any], seed: int = 0) -> nn.Module:

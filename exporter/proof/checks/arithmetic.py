@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.proof.cases import Case, rms
-from effexport.proof.checks.result import HISTOGRAM_EDGES, METRIC, Check, Worst, judged
+from effexport.proof.cases import Case
+from effexport.proof.checks.result import HISTOGRAM_EDGES, METRIC, RMS_METRIC, Check, Kind, Worst, judged
+from effexport.proof.metrics import relative_error, scale_of
 from effexport.proof.tolerances import Limit
 from effexport.spec import BuildSpec
 
@@ -22,12 +23,12 @@ def check_signature(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -
     expected = {name: (spec.dtype, case.outputs[name].shape) for name in case.outputs}
     actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}
     detail = "" if actual == expected else f"outputs are {actual}; expected {expected}"
-    return Check("signature", case.title, "names, dtypes, shapes", "failed" if detail else "passed", detail=detail)
+    return Check(Kind.SIGNATURE, case.label, "names, dtypes, shapes", "failed" if detail else "passed", detail=detail)
 
 
 def check_finite(case: Case, outputs: Mapping[str, Array]) -> Check:
     bad = sum(int(np.count_nonzero(~np.isfinite(array.astype(np.float32)))) for array in outputs.values())
-    return judged("finite", case, "NaN or Inf elements", bad, Limit(0, "no output may be NaN or infinite"))
+    return judged(Kind.FINITE, case.label, "NaN or Inf elements", bad, Limit(0, "no output may be NaN or infinite"))
 
 
 def check_repeatable(case: Case, first: Mapping[str, Array], second: Mapping[str, Array]) -> Check:
@@ -36,7 +37,7 @@ def check_repeatable(case: Case, first: Mapping[str, Array], second: Mapping[str
         for name in first
     )
     reason = Limit(0, "the same input twice gives the same bits")
-    return judged("repeatable", case, "elements that differ", different, reason)
+    return judged(Kind.REPEATABLE, case.label, "elements that differ", different, reason)
 
 
 def differing_bits(a: Array, b: Array) -> int:
@@ -45,7 +46,7 @@ def differing_bits(a: Array, b: Array) -> int:
     return int(np.count_nonzero(a.view(raw) != b.view(raw)))
 
 
-def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, name: str = "arithmetic") -> Check:
+def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, kind: str = Kind.ARITHMETIC) -> Check:
     """Largest error of the kept tokens, relative to the scale of the reference; the other measures beside it."""
     value, worst = -1.0, None
     figures = Figures()
@@ -64,14 +65,14 @@ def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, nam
     if worst is not None:
         place = ", ".join(map(str, worst.index))
         detail = f"worst at {worst.output}[{place}]: {worst.actual:.6g}, reference {worst.expected:.6g}"
-    check = judged(name, case, METRIC, value, limit, detail)
+    check = judged(kind, case.label, METRIC, value, limit, detail)
     return replace(check, measures=figures.measures(), histogram=figures.histogram(), worst=worst)
 
 
 def check_overall(case: Case, check: Check, limit: Limit | None) -> Iterator[Check]:
     """The RMS error that an arithmetic check has found, against a limit much sharper than that of one element."""
     if limit is not None:
-        yield judged("overall error", case, "RMS error / RMS", check.measures["rms_error"], limit)
+        yield judged(Kind.OVERALL_ERROR, case.label, RMS_METRIC, check.measures["rms_error"], limit)
 
 
 class Figures:
@@ -110,23 +111,3 @@ class Figures:
 
     def histogram(self) -> tuple[int, ...]:
         return tuple(int(count) for count in self._counts)
-
-
-def relative_error(actual: Array, expected: Array) -> tuple[float, tuple[int, int]]:
-    """max |actual − expected| / scale over [tokens, channels], and where; NaN wins over every number.
-
-    The scale of a token is the RMS of its sample, or its own where that is larger: the first tokens of a causal model,
-    which average over few keys, are ten times larger than the rest, and so is their rounding.
-    """
-    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # inf − inf is NaN, which is what it should be
-        error = np.abs(actual - expected) / scale_of(expected)
-    token, channel = np.unravel_index(int(np.argmax(error)), error.shape)
-    return float(error[token, channel]), (int(token), int(channel))
-
-
-def scale_of(expected: Array) -> Array:
-    """What errors of each token are relative to, [tokens, 1]."""
-    own = np.sqrt(np.mean(np.square(expected), axis=-1, keepdims=True))
-    scale: Array = np.maximum(np.maximum(own, rms(expected)), np.finfo(np.float32).tiny)
-    return scale

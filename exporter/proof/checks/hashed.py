@@ -11,7 +11,7 @@ from effexport.models.spec import LSHSpec
 from effexport.proof.cases import Case, rms_change
 from effexport.proof.checks.arithmetic import check_arithmetic, check_overall
 from effexport.proof.checks.candidate import Candidate
-from effexport.proof.checks.result import Check, judged
+from effexport.proof.checks.result import RMS_METRIC, Check, Kind, judged
 from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit, overall_limit
 from effexport.spec import BuildSpec
 
@@ -29,7 +29,7 @@ def check_hashed(
     """
     if candidate.run_with_buckets is None:
         # the buckets are out of sight: ask for plain agreement, which holds as long as no bucket flips
-        yield check_arithmetic(case, free_outputs, case_limit(spec, case.own_error), "arithmetic (buckets not visible)")
+        yield check_arithmetic(case, free_outputs, case_limit(spec, case.own_error), Kind.HIDDEN_BUCKETS)
     else:
         outputs, own_buckets = candidate.run_with_buckets(case.inputs, case.buckets)
         yield from check_given_buckets(case, outputs, own_buckets, spec)
@@ -41,7 +41,7 @@ def check_given_buckets(
 ) -> Iterator[Check]:
     """What a candidate answered with the reference's buckets, and the buckets it would have chosen itself."""
     limit = case_limit(spec, case.own_error)
-    check = check_arithmetic(case, outputs, limit, "arithmetic with identical buckets")
+    check = check_arithmetic(case, outputs, limit, Kind.GIVEN_BUCKETS)
     yield check
     yield from check_overall(case, check, overall_limit(spec, case.own_error))
     yield from check_buckets(case, own_buckets, spec)
@@ -51,7 +51,7 @@ def check_free_run(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) ->
     """What a candidate answered with its own buckets, against what other rotations would have changed."""
     assert case.seed_noise is not None
     limit = free_run_limit(spec, case.seed_noise, case.precision_noise)
-    return judged("free run", case, "RMS error / RMS", rms_change(case, outputs), limit)
+    return judged(Kind.FREE_RUN, case.label, RMS_METRIC, rms_change(case, outputs), limit)
 
 
 def check_buckets(case: Case, own: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
@@ -60,7 +60,7 @@ def check_buckets(case: Case, own: Mapping[str, Array], spec: BuildSpec) -> Iter
     for name, expected in case.buckets.items():
         if own[name].shape != expected.shape:
             detail = f"{name} is {list(own[name].shape)}; expected {list(expected.shape)}"
-            yield Check("bucket agreement", case.title, "buckets that differ", "failed", detail=detail)
+            yield Check(Kind.BUCKET_AGREEMENT, case.label, "buckets that differ", "failed", detail=detail)
             return
         # which of two equal projections is the largest is for each runtime to say
         differs = (own[name] != expected) & (case.margins[name] != 0)
@@ -70,9 +70,14 @@ def check_buckets(case: Case, own: Mapping[str, Array], spec: BuildSpec) -> Iter
         # not the built-in max, which drops NaN
         widest = float(np.maximum(widest, case.margins[name][differs].max(initial=0.0)))
     yield judged(
-        "bucket agreement", case, "buckets that differ", flips, bucket_flip_limit(spec, tokens), "; ".join(by_layer)
+        Kind.BUCKET_AGREEMENT,
+        case.label,
+        "buckets that differ",
+        flips,
+        bucket_flip_limit(spec, tokens),
+        "; ".join(by_layer),
     )
-    yield judged("bucket near-ties", case, "widest margin of a differing bucket", widest, near_tie_limit(spec))
+    yield judged(Kind.BUCKET_NEAR_TIES, case.label, "widest margin of a differing bucket", widest, near_tie_limit(spec))
 
 
 def sample_buckets(buckets: Array, row: int, length: int, spec: BuildSpec) -> Array:

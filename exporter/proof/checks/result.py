@@ -1,19 +1,50 @@
-"""What a check says, and how results add up."""
+"""The result of a check, and how results add up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal
 
-from effexport.proof.cases import Case
+from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.tolerances import Limit
 
 Status = Literal["passed", "failed", "not run"]
 METRIC = "max |error| / RMS"
+RMS_METRIC = "RMS error / RMS"
+NOT_MEASURED = "not measured"
 # Relative errors from 1e-9 to 1, one decade each.
 HISTOGRAM_EDGES = tuple(10.0**exponent for exponent in range(-9, 1))
 OUTSIDE = "is outside the shapes that the model was built for"
+
+
+class Kind(StrEnum):
+    """What a check compares."""
+
+    SIGNATURE = "signature"
+    FINITE = "finite"
+    REPEATABLE = "repeatable"
+    ARITHMETIC = "arithmetic"
+    GIVEN_BUCKETS = "arithmetic with identical buckets"
+    HIDDEN_BUCKETS = "arithmetic (buckets not visible)"
+    OVERALL_ERROR = "overall error"
+    BUCKET_AGREEMENT = "bucket agreement"
+    BUCKET_NEAR_TIES = "bucket near-ties"
+    FREE_RUN = "free run"
+    BATCH_INVARIANCE = "batch invariance"
+    PADDING_CONTENT = "padding content"
+    CAUSAL_PREFIX = "causal prefix"
+    LONG_SEQUENCE = "long sequence"
+    FLOAT32_OPS = "float32 islands"
+    FUNCTION_BODIES = "function bodies"
+    DECODE_STEP = "decode step"
+    # what could not run as a whole
+    SHAPES = "shapes"
+    PARITY = "parity"
+    REFERENCE = "reference"
+    PYTORCH_MODULE = "PyTorch module"
+    TRANSFORMERS = "transformers"
 
 
 @dataclass(frozen=True)
@@ -28,17 +59,18 @@ class Worst:
 
 @dataclass(frozen=True)
 class Check:
-    """One result: what was compared (`name`, `case`), by which metric, and whether it passed.
+    """The result of one check: what was compared (`kind`), on which inputs (`case`), by which metric, and its status.
 
-    value and limit are numbers where the metric has them; `reason` explains the limit, or why it was not run; `detail`
-    adds what helps to find a failure.
+    kind: a `Kind`; a report of another release may hold others. value and limit are None if the metric is not a number.
+    reason: explains the limit, or why the check was not run. detail: what helps to find a failure.
     measures: other figures of the same comparison, by name: max_abs, rms_error (relative), cosine.
-    seq_len: tokens of the case. histogram: how many elements have a relative error in each of HISTOGRAM_EDGES' decades,
-    below the first edge and beyond the last included.
+    seq_len: tokens of the case, if a value was measured on it. histogram: how many elements have a relative error in
+    each decade of HISTOGRAM_EDGES, including those below the first edge and beyond the last.
+    target: the engine that ran, as in --target; "" for a model file.
     """
 
-    name: str
-    case: str
+    kind: str
+    case: CaseLabel
     metric: str
     status: Status
     value: float | None = None
@@ -49,9 +81,12 @@ class Check:
     worst: Worst | None = None
     seq_len: int | None = None
     histogram: tuple[int, ...] = ()
+    target: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def name(self) -> str:
+        """The kind, after the target if there is one: `trt-rtx: finite`. Reports group their checks by it."""
+        return f"{self.target}: {self.kind}" if self.target else str(self.kind)
 
 
 def passed(checks: Sequence[Check]) -> bool:
@@ -59,15 +94,19 @@ def passed(checks: Sequence[Check]) -> bool:
     return any(c.status == "passed" for c in checks) and all(c.status != "failed" for c in checks)
 
 
-def judged(name: str, case: Case, metric: str, value: float, limit: Limit, detail: str = "") -> Check:
-    """A check against a limit. Written so that NaN fails."""
+def judged(kind: str, case: CaseLabel, metric: str, value: float, limit: Limit, detail: str = "") -> Check:
+    """A check against a limit. NaN fails."""
     status: Status = "passed" if value <= limit.value else "failed"
-    seq_len = int(case.keep.shape[-1])
-    return Check(name, case.title, metric, status, value, limit.value, limit.reason, detail, seq_len=seq_len)
+    return Check(kind, case, metric, status, value, limit.value, limit.reason, detail, seq_len=case.shape[-1])
+
+
+def not_run(kind: str, reason: str, case: CaseLabel = ALL_CASES, metric: str = NOT_MEASURED, target: str = "") -> Check:
+    """A check that could not run here, and why."""
+    return Check(kind, case, metric, "not run", reason=reason, target=target)
 
 
 def summary(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
-    """Per kind of check: how many passed, failed or did not run, and the worst value beside its limit."""
+    """Per name of a check: how many passed, failed or did not run, and the worst value beside its limit."""
     result: dict[str, dict[str, Any]] = {}
     for check in checks:
         entry = result.setdefault(

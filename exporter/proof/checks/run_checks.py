@@ -1,4 +1,4 @@
-"""Does a model compute what the reference computed? Every check that applies, case by case."""
+"""Every check that applies to a model, case by case: whether it computes what the reference computed."""
 
 from __future__ import annotations
 
@@ -12,38 +12,21 @@ from effexport.proof.checks.arithmetic import (
     check_overall,
     check_repeatable,
     check_signature,
-    relative_error,
 )
-from effexport.proof.checks.candidate import Arrays, Candidate, RunWithBuckets
+from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.hashed import check_hashed
 from effexport.proof.checks.invariance import check_batch_invariance, check_padding_content, check_prefix
 from effexport.proof.checks.long_sequences import check_long_sequence
-from effexport.proof.checks.result import HISTOGRAM_EDGES, METRIC, OUTSIDE, Check, Worst, judged, passed, summary
+from effexport.proof.checks.result import OUTSIDE, Check, Kind, not_run
 from effexport.proof.tolerances import case_limit, overall_limit
 from effexport.spec import BuildSpec
-
-__all__ = [
-    "HISTOGRAM_EDGES",
-    "METRIC",
-    "Arrays",
-    "Candidate",
-    "Check",
-    "RunWithBuckets",
-    "Worst",
-    "check_arithmetic",
-    "judged",
-    "passed",
-    "relative_error",
-    "run_checks",
-    "summary",
-]
 
 
 def run_checks(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> Iterator[Check]:
     """Every check that applies, case by case."""
     for index, case in enumerate(cases):
         if not candidate.accepts(case.inputs):
-            yield Check("shapes", case.title, "not measured", "not run", reason=f"this case {OUTSIDE}")
+            yield not_run(Kind.SHAPES, f"this case {OUTSIDE}", case.label)
             continue
         outputs = candidate.run(case.inputs)
         yield check_signature(case, outputs, spec)

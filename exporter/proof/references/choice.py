@@ -14,9 +14,10 @@ import numpy as np
 
 from effexport.artifact import Artifact, open_artifact
 from effexport.engines.api import PRODUCTS
-from effexport.errors import UserError
+from effexport.errors import Unavailable, UserError
 from effexport.models.validation import did_you_mean
-from effexport.proof.checks.run_checks import Candidate, Check
+from effexport.proof.checks.candidate import Candidate
+from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.verify import REFERENCE_SEED_OFFSET, module_again
 from effexport.runners import FeedLimits, limits_from_spec
 from effexport.runners.ort.session import RUNTIMES as ORT_RUNTIMES
@@ -161,8 +162,8 @@ def check_cases(reference: Reference, artifact: Artifact, choice: ReferenceChoic
 def torch_reference(artifact: Artifact, weights: Path | None, names: Sequence[str]) -> Reference:
     """The PyTorch module itself, made again, on inputs of a new seed."""
     module = module_again(artifact, weights)
-    if isinstance(module, str):
-        return Reference("torch", missing=[not_run("PyTorch module", "all cases", module)])
+    if isinstance(module, Unavailable):
+        return Reference("torch", missing=[not_run(Kind.PYTORCH_MODULE, module.reason)])
     return Reference("torch", new_cases(artifact, module, names))
 
 
@@ -192,7 +193,7 @@ def transformers_references(
         )
     import_transformers()
     module = module_again(artifact, weights)
-    if isinstance(module, str):
+    if isinstance(module, Unavailable):
         raise UserError(f"--reference transformers: {module}")
     assert weights is not None
     on_stage("comparing with transformers on the golden inputs")
@@ -215,7 +216,7 @@ def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequen
             else:
                 result.cases.append(dataclasses.replace(case, outputs=answers(candidate, case)))
                 continue
-            result.missing.append(not_run("reference", case.title, reason))
+            result.missing.append(not_run(Kind.REFERENCE, reason, case.label))
     return result
 
 
@@ -248,7 +249,3 @@ def answers(candidate: Candidate, case: Case) -> Mapping[str, Array]:
     else:
         outputs = candidate.run(case.inputs)
     return {name: array.astype(np.float32) for name, array in outputs.items()}
-
-
-def not_run(name: str, case: str, reason: str) -> Check:
-    return Check(name, case, "not measured", "not run", reason=reason)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.errors import UserError
+from effexport.errors import Unavailable, UserError
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.nystromformer_spec import NystromformerSpec
 from effexport.models.reformer_spec import ReformerSpec
 from effexport.models.spec import LSHSpec
-from effexport.proof.checks.run_checks import Check
+from effexport.proof.checks.result import Check, Kind, not_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 # What this product is compared with; release 5 fails on these models, or leaves a bias out.
 VERSION = "4.57.1"
-CHECK = "transformers"
 
 
 def import_transformers() -> Any:
@@ -52,13 +51,13 @@ def with_answers_of_transformers(
     """
     reason = why_not_comparable(spec)
     if reason:
-        return [], [not_run("all cases", reason)]
+        return [], [not_run(Kind.TRANSFORMERS, reason)]
     model = model_from_checkpoint(spec, folder)
     answered, missing = [], []
     for case in cases:
-        answer = outputs_or_reason(model, spec, case)
-        if isinstance(answer, str):
-            missing.append(not_run(case.title, answer))
+        answer = outputs_of_case(model, spec, case)
+        if isinstance(answer, Unavailable):
+            missing.append(not_run(Kind.TRANSFORMERS, answer.reason, case.label))
         else:
             answered.append(dataclasses.replace(case, outputs=answer))
     return answered, missing
@@ -96,8 +95,8 @@ def model_from_checkpoint(spec: CheckpointSpec, folder: Path) -> nn.Module:
     return model
 
 
-def outputs_or_reason(model: nn.Module, spec: CheckpointSpec, case: Case) -> dict[str, Array] | str:
-    """Float32 outputs by name, or why this case has no answer."""
+def outputs_of_case(model: nn.Module, spec: CheckpointSpec, case: Case) -> dict[str, Array] | Unavailable:
+    """Float32 outputs by name, if transformers answers this case."""
     import torch
 
     seq_len = case.keep.shape[-1]
@@ -115,16 +114,12 @@ def outputs_or_reason(model: nn.Module, spec: CheckpointSpec, case: Case) -> dic
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             result = model(**inputs)
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
-        return f"transformers does not run this case: {str(error).strip().splitlines()[0]}"
+        return Unavailable(f"transformers does not run this case: {str(error).strip().splitlines()[0]}")
     outputs: dict[str, Array] = {}
     for name, dims in spec.outputs.items():
         array = result[name].numpy()
         outputs[name] = np.ascontiguousarray(array[:, :seq_len] if "seq" in dims else array)
         for sample in range(len(array)):
             if not np.isfinite(case.kept(outputs[name], sample)).all():
-                return "transformers' own answer to this case is not finite"
+                return Unavailable("transformers' own answer to this case is not finite")
     return outputs
-
-
-def not_run(case: str, reason: str) -> Check:
-    return Check(CHECK, case, "not measured", "not run", reason=reason)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.errors import StageError
+from effexport.errors import StageError, Unavailable
 from effexport.export.onnx_graph import load_graph
 from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values
 from effexport.proof.trace.judge import Judge
@@ -34,30 +34,30 @@ BATCH_BYTES = 256 * 2**20
 
 def trace_if_possible(
     model: Path, artifact: Artifact, weights: Path | None, case: Case, settings: OrtSettings
-) -> Trace | str:
-    """As `trace_from_model` with the module made again from the seed or `weights`; a sentence where that cannot be."""
+) -> Trace | Unavailable:
+    """As `trace_from_model`, with the module made again from the seed or `weights`, if it can be."""
     import importlib.util
 
     from effexport.proof.verify import module_again
 
     if importlib.util.find_spec("torch") is None:
-        return "no trace: PyTorch is not installed"
+        return Unavailable("no trace: PyTorch is not installed")
     if settings.provider == "tensorrt":
-        return "no trace: TensorRT keeps no intermediate values; trace the file with --runtime ort"
+        return Unavailable("no trace: TensorRT keeps no intermediate values; trace the file with --runtime ort")
     module = module_again(artifact, weights)
-    if isinstance(module, str):
-        return f"no trace: {module}"
-    return trace_or_reason(model, artifact, module, case, settings)
+    if isinstance(module, Unavailable):
+        return Unavailable(f"no trace: {module}")
+    return trace_if_it_runs(model, artifact, module, case, settings)
 
 
-def trace_or_reason(
+def trace_if_it_runs(
     model: Path, artifact: Artifact, module: nn.Module, case: Case, settings: OrtSettings | None = None
-) -> Trace | str:
-    """As `trace_from_model`; a sentence where the module or the model does not run."""
+) -> Trace | Unavailable:
+    """As `trace_from_model`, if the module and the model run."""
     try:
         return trace_from_model(model, artifact, module, case, settings)
     except (StageError, RuntimeUnsupportedError, RuntimeFailedError) as error:
-        return f"no trace: {str(error).splitlines()[0]}"
+        return Unavailable(f"no trace: {str(error).splitlines()[0]}")
 
 
 def trace_from_model(
@@ -94,7 +94,7 @@ def trace_from_traced(
     values = tuple(
         TracedValue(name, pairable[name].module, node.op_type, *judge.results[name]) for name, node in paired.items()
     )
-    trace = Trace(str(model), case.title, values, len(pairable), len(nodes) - len(paired))
+    trace = Trace(str(model), case.label, values, len(pairable), len(nodes) - len(paired))
     if trace.first_divergence is None:
         return trace
     suspects = suspects_of(trace.first_divergence.name, proto, paired.keys())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from effexport.proof.metrics import magnitude, value_error
 from effexport.proof.tolerances import bucket_flip_limit, case_limit
-from effexport.proof.value_error import magnitude, value_error
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:

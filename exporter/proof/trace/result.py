@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from effexport.proof.checks.run_checks import METRIC
+from effexport.proof.case_label import CaseLabel
+from effexport.proof.checks.result import METRIC
 
 # How many nodes or weights a sentence lists.
 LISTED = 5
@@ -57,7 +58,7 @@ class Trace:
     """
 
     model: str
-    case: str
+    case: CaseLabel
     values: tuple[TracedValue, ...]
     pairable: int
     not_paired: int
@@ -83,7 +84,7 @@ class Trace:
         first = self.first_divergence
         return {
             "model": self.model,
-            "case": self.case,
+            "case": str(self.case),
             "paired": len(self.values),
             "pairable": self.pairable,
             "not_paired": self.not_paired,

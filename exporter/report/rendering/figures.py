@@ -9,7 +9,7 @@ from typing import Any
 
 from effexport.plots.axes import Axis, power
 from effexport.plots.svg import Point, Series, histogram, scatter
-from effexport.proof.checks.run_checks import HISTOGRAM_EDGES, Check
+from effexport.proof.checks.result import HISTOGRAM_EDGES, Check
 from effexport.report.model import Report
 from effexport.report.rendering.text import measured
 from effexport.units import number

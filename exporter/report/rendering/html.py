@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from effexport.engines.api import PRODUCTS
-from effexport.proof.checks.run_checks import Check, summary
+from effexport.proof.checks.result import Check, Kind, summary
 from effexport.report.compare import Comparison, case_text, result_text
 from effexport.report.model import RUNTIME_NAMES, Report, counted
 from effexport.report.rendering.figures import bench_figures, error_figures
@@ -62,8 +62,8 @@ def html_from_comparison(comparison: Comparison) -> str:
 
 def bucket_rows(checks: Sequence[Check]) -> list[tuple[Check, Check | None]]:
     """Per case: how many buckets differ, and how wide the widest margin of one is."""
-    ties = {check.case: check for check in checks if check.name.endswith("bucket near-ties")}
-    return [(check, ties.get(check.case)) for check in checks if check.name.endswith("bucket agreement")]
+    ties = {(check.target, check.case): check for check in checks if check.kind == Kind.BUCKET_NEAR_TIES}
+    return [(check, ties.get((check.target, check.case))) for check in checks if check.kind == Kind.BUCKET_AGREEMENT]
 
 
 def _environment() -> jinja2.Environment:

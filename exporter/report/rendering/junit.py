@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
-from effexport.proof.checks.run_checks import Check
+from effexport.proof.checks.result import Check
 from effexport.report.model import Report
 from effexport.report.reproduce import verify_command
 from effexport.units import number
@@ -44,7 +44,7 @@ def _suite(artifact: str, report: Report) -> ElementTree.Element:
 
 
 def _case(check: Check, report: Report, artifact: str) -> ElementTree.Element:
-    case = _element("testcase", classname=check.name, name=check.case)
+    case = _element("testcase", classname=check.name, name=str(check.case))
     command = verify_command(check, report, artifact)
     if check.status == "not run":
         case.append(_element("skipped", message=check.reason or check.detail))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from effexport.proof.checks.run_checks import Check, summary
+from effexport.proof.checks.result import Check, summary
 from effexport.report.compare import Comparison, Row, case_text, result_text
 from effexport.report.model import RUNTIME_NAMES, Report
 from effexport.report.rendering.text import explanation, share_of_limit, status_of
@@ -82,7 +82,7 @@ def _check_table(checks: Sequence[Check]) -> str:
 
 
 def _problem(check: Check, report: Report, artifact: str) -> str:
-    head = f"{SIGNS[check.status]} **{check.status}**: {escaped(check.name)} ({escaped(check.case)})"
+    head = f"{SIGNS[check.status]} **{check.status}**: {escaped(check.name)} ({escaped(str(check.case))})"
     return f"* {head}: {escaped(explanation(check))}\n{_indented(fenced(verify_command(check, report, artifact)))}"
 
 

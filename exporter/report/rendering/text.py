@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from effexport.proof.checks.run_checks import Check
+from effexport.proof.checks.result import Check
 from effexport.units import NOTHING, number
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from effexport.build import artifact_from_spec
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.run_checks import check_arithmetic, check_signature
+from effexport.proof.checks.arithmetic import check_arithmetic, check_signature
 from effexport.proof.tolerances import arithmetic_limit
-from effexport.proof.verify import not_run
+from effexport.proof.verify import not_run_in_bfloat16
 from effexport.runners.ort.session import RuntimeUnsupportedError
 from effexport.spec import build_spec_from_options
 
@@ -55,4 +55,4 @@ def test_a_bfloat16_encoder_agrees_with_float32_pytorch(variant: str, tmp_path: 
 def test_a_bfloat16_model_refused_for_any_other_reason_is_an_error() -> None:
     spec = build_spec_from_options({"variant": "linear", "precision": "bf16"}, None)
     with pytest.raises(RuntimeUnsupportedError, match="INVALID_GRAPH"):
-        not_run("parity", spec, RuntimeUnsupportedError("[ONNXRuntimeError] : 10 : INVALID_GRAPH : broken"))
+        not_run_in_bfloat16("parity", spec, RuntimeUnsupportedError("[ONNXRuntimeError] : 10 : INVALID_GRAPH : broken"))

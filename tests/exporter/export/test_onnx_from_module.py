@@ -20,7 +20,7 @@ from effexport.models.encoder import module_from_spec
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.plugins import DOMAIN, PLUGIN_NAMESPACE
 from effexport.proof.cases import random_inputs, run_module
-from effexport.proof.checks.run_checks import relative_error
+from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.ort.runner import OrtRunner
 from effexport.spec import OPSETS, BuildSpec

@@ -15,8 +15,12 @@ from onnx import numpy_helper
 from effexport.artifact import Artifact
 from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values, with_given_buckets
 from effexport.proof.candidates import OrtCandidate
+from effexport.proof.case_label import ALL_CASES
 from effexport.proof.cases import Case, load_reference
-from effexport.proof.checks.run_checks import Check, RunWithBuckets, passed, relative_error, run_checks, summary
+from effexport.proof.checks.candidate import RunWithBuckets
+from effexport.proof.checks.result import Check, passed, summary
+from effexport.proof.checks.run_checks import run_checks
+from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import BUCKET_FLIPS, near_tie_limit
 from effexport.runners import limits_from_spec
 from effexport.runners.ort.runner import OrtRunner
@@ -409,7 +413,7 @@ def test_relative_error_of_all_zeros() -> None:
 
 
 def result(status: str, value: float | None = None, limit: float | None = None, name: str = "x") -> Check:
-    return Check(name, "case", "metric", status, value, limit)  # type: ignore[arg-type]
+    return Check(name, ALL_CASES, "metric", status, value, limit)  # type: ignore[arg-type]
 
 
 def test_nothing_checked_is_nothing_proven() -> None:

@@ -20,7 +20,7 @@ from effexport.engines.sidecar import check_model, check_runs_here, read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.run_checks import passed
+from effexport.proof.checks.result import passed
 from effexport.proof.verify_engine import spec_with_given_buckets, verify_engine, verify_engine_if_possible
 from effexport.runners import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
@@ -181,7 +181,7 @@ def test_cases_outside_the_profiles_are_said_and_the_others_are_run(
     ran = {check.case for check in checks if check.status == "passed"}
     assert ran == {"padded batch: 3 × 64, padded"}
     outside = {check.case for check in checks if check.status == "not run" and check.name == "trt-rtx: shapes"}
-    assert outside == {case.title for case in load_reference(artifact.reference_path)} - ran
+    assert outside == {case.label for case in load_reference(artifact.reference_path)} - ran
     (invariance,) = [check for check in checks if check.name == "trt-rtx: batch invariance"]
     assert invariance.reason == "sample 0 on its own is outside the shapes that the model was built for"
 

@@ -15,14 +15,17 @@ import pytest
 from effexport.artifact import Artifact
 from effexport.plots.axes import Axis
 from effexport.plots.svg import Point, Series, histogram, scatter
-from effexport.proof.checks.run_checks import Check
+from effexport.proof.case_label import ALL_CASES, CaseLabel
+from effexport.proof.checks.result import Check
 from effexport.report import Report, flat_fields, html_from_report, json_from_report
 from effexport.report.rendering.figures import bench_figures, error_figures
 from effexport.units import number
 
-GOOD = Check("arithmetic", "export: 1 × 64", "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums")
-BAD = Check("finite", "short: 2 × 7", "NaN or Inf elements", "failed", 3, 0, "no NaN", "worst at x[0, 1, 2]")
-NOT_RUN = Check("parity", "all cases", "not measured", "not run", reason="no bfloat16 kernels here")
+GOOD = Check("arithmetic", CaseLabel("export", (1, 64)), "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums")
+BAD = Check(
+    "finite", CaseLabel("short", (2, 7)), "NaN or Inf elements", "failed", 3, 0, "no NaN", "worst at x[0, 1, 2]"
+)
+NOT_RUN = Check("parity", ALL_CASES, "not measured", "not run", reason="no bfloat16 kernels here")
 
 
 def report_of(*checks: Check, title: str = "lsh encoder") -> Report:
@@ -114,7 +117,7 @@ def test_failures_are_shown_with_place_and_reason() -> None:
 
 @pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><img src=x onerror=y>', "a & b", "{{ 7 * 7 }}"])
 def test_every_text_is_escaped(hostile: str) -> None:
-    check = Check(hostile, hostile, hostile, "failed", 1, 0, hostile, hostile)
+    check = Check(hostile, CaseLabel(hostile), hostile, "failed", 1, 0, hostile, hostile)
     report = report_of(check, title=hostile)
     report.spec["activation"] = hostile
     report.environment["torch"] = hostile
@@ -145,7 +148,7 @@ def test_the_json_report_holds_everything() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_result_that_is_no_number_can_be_reported(value: float) -> None:
-    report = report_of(Check("arithmetic", "export", "error", "failed", value, 2e-5))
+    report = report_of(Check("arithmetic", CaseLabel("export"), "error", "failed", value, 2e-5))
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")

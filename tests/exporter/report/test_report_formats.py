@@ -20,9 +20,10 @@ import pytest
 from effexport.artifact import Artifact, open_artifact
 from effexport.commands.build import Request
 from effexport.commands.build import command as build_cli
-from effexport.proof.checks.run_checks import Check, Worst
+from effexport.proof.case_label import ALL_CASES, CaseLabel
+from effexport.proof.checks.result import Check, Worst
 from effexport.report import Report, json_from_report
-from effexport.report.model import REPORT_VERSION, RUNTIME_NAMES
+from effexport.report.model import REPORT_VERSION, RUNTIME_NAMES, dict_of_check
 from effexport.report.reading import report_of_artifact
 from effexport.report.rendering.junit import junit_from_reports
 from effexport.report.rendering.markdown import markdown_from_report
@@ -30,9 +31,12 @@ from effexport.report.reproduce import build_command, quoted, verify_command
 from effexport.report.schema import first_problem, schema
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
 
-GOOD = Check("arithmetic", "export: 1 × 64", "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums", seq_len=64)
-BAD = Check("finite", "short: 2 × 7", "NaN or Inf elements", "failed", 3, 0, "no NaN", "worst at x[0, 1, 2]")
-NOT_RUN = Check("parity", "all cases", "not measured", "not run", reason="no bfloat16 kernels here")
+EXPORT = CaseLabel("export", (1, 64))
+GOOD = Check("arithmetic", EXPORT, "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums", seq_len=64)
+BAD = Check(
+    "finite", CaseLabel("short", (2, 7)), "NaN or Inf elements", "failed", 3, 0, "no NaN", "worst at x[0, 1, 2]"
+)
+NOT_RUN = Check("parity", ALL_CASES, "not measured", "not run", reason="no bfloat16 kernels here")
 LOST = dataclasses.replace(
     GOOD,
     status="failed",
@@ -75,7 +79,7 @@ def test_the_schema_is_a_schema() -> None:
 
 
 def test_the_schema_names_every_field_of_a_check() -> None:
-    assert set(schema()["$defs"]["check"]["properties"]) == {field.name for field in dataclasses.fields(Check)}
+    assert set(schema()["$defs"]["check"]["properties"]) == dict_of_check(GOOD).keys()
     assert set(schema()["$defs"]["worst"]["properties"]) == {field.name for field in dataclasses.fields(Worst)}
 
 
@@ -152,7 +156,7 @@ def test_markdown_has_the_verdict_the_table_and_failures_in_full() -> None:
 
 
 def test_markdown_leaves_no_text_free_to_be_markup() -> None:
-    check = Check(HOSTILE, HOSTILE, HOSTILE, "failed", 1, 0, HOSTILE, HOSTILE)
+    check = Check(HOSTILE, CaseLabel(HOSTILE), HOSTILE, "failed", 1, 0, HOSTILE, HOSTILE)
     text = markdown_from_report(report_of(check, title=HOSTILE, notes=[HOSTILE]), "a")
     outside = "".join(text.split("```")[::2])
     assert "<script>" not in outside
@@ -178,7 +182,7 @@ def test_junit_has_a_case_for_every_check() -> None:
     counts = {name: suite.get(name) for name in ("tests", "failures", "skipped", "errors")}
     assert counts == {"tests": "3", "failures": "1", "skipped": "1", "errors": "0"}
     cases = suite.findall("testcase")
-    assert [(c.get("classname"), c.get("name")) for c in cases] == [(c.name, c.case) for c in (GOOD, BAD, NOT_RUN)]
+    assert [(c.get("classname"), c.get("name")) for c in cases] == [(c.name, str(c.case)) for c in (GOOD, BAD, NOT_RUN)]
     assert cases[0].find("failure") is None
     failure = cases[1].find("failure")
     assert failure is not None
@@ -197,7 +201,7 @@ def test_junit_has_a_suite_for_each_artifact() -> None:
 
 @pytest.mark.parametrize("status", ["passed", "failed", "not run"])
 def test_junit_is_well_formed_whatever_the_texts_hold(status: Any) -> None:
-    check = Check(HOSTILE, HOSTILE, HOSTILE, status, math.nan, 0.0, HOSTILE, HOSTILE, {HOSTILE: math.inf})
+    check = Check(HOSTILE, CaseLabel(HOSTILE), HOSTILE, status, math.nan, 0.0, HOSTILE, HOSTILE, {HOSTILE: math.inf})
     (suite,) = suites((HOSTILE, report_of(check, title=HOSTILE, environment={HOSTILE: HOSTILE})))
     (case,) = suite.findall("testcase")
     assert "<script>&]]>" in str(case.get("name"))
@@ -306,18 +310,19 @@ def test_the_build_command_of_a_checkpoint_builds_the_same_spec(
 @pytest.mark.parametrize(
     ("name", "case", "runtime", "expected"),
     [
-        ("arithmetic", "padded batch: 3 × 300, padded", "ort", '. --case "padded batch"'),
-        ("arithmetic", "export: 1 × 64", "ort-cuda", ". --case export --runtime ort-cuda"),
-        ("function bodies", "export: 1 × 64", "ort", ". --case export --implementation body"),
-        ("trt-rtx: finite", "short: 2 × 7", "ort", ". --case short --runtime trt-rtx"),
-        ("trt: parity", "all cases", "ort", ". --reference golden --runtime trt"),
-        ("long sequence", "long: 1 × 8192", "ort", ". --reference golden"),
-        ("decode step", "export: 1 × 64", "ort", ". --reference golden"),
-        ("PyTorch module", "all cases", "ort", ". --reference torch"),
+        ("arithmetic", CaseLabel("padded batch", (3, 300), True), "ort", '. --case "padded batch"'),
+        ("arithmetic", EXPORT, "ort-cuda", ". --case export --runtime ort-cuda"),
+        ("function bodies", EXPORT, "ort", ". --case export --implementation body"),
+        ("trt-rtx: finite", CaseLabel("short", (2, 7)), "ort", ". --case short --runtime trt-rtx"),
+        ("trt: parity", ALL_CASES, "ort", ". --reference golden --runtime trt"),
+        ("long sequence", CaseLabel("long", (1, 8192)), "ort", ". --reference golden"),
+        ("decode step", EXPORT, "ort", ". --reference golden"),
+        ("PyTorch module", ALL_CASES, "ort", ". --reference torch"),
     ],
 )
-def test_every_row_says_how_to_repeat_it(name: str, case: str, runtime: str, expected: str) -> None:
-    check = Check(name, case, "metric", "passed", 0, 1)
+def test_every_row_says_how_to_repeat_it(name: str, case: CaseLabel, runtime: str, expected: str) -> None:
+    target, _, kind = name.rpartition(": ")
+    check = Check(kind, case, "metric", "passed", 0, 1, target=target)
     assert verify_command(check, report_of(check, runtime=runtime), ".") == f"effexport verify {expected}"
 
 
@@ -340,3 +345,18 @@ def test_a_report_of_version_1_is_read(copied: Callable[..., Path], rewrite_mani
     report = report_of_artifact(open_artifact(folder))
     assert report.verdict == "passed"
     validator.validate(plain(report))
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        (EXPORT, "export: 1 × 64"),
+        (CaseLabel("padded batch", (3, 300), True), "padded batch: 3 × 300, padded"),
+        (CaseLabel("choices: two", (1, 3, 8)), "choices: two: 1 × 3 × 8"),
+        (ALL_CASES, "all cases"),
+        (CaseLabel(HOSTILE), HOSTILE),
+    ],
+)
+def test_the_text_of_a_case_is_read_back(label: CaseLabel, text: str) -> None:
+    assert str(label) == text
+    assert CaseLabel.from_text(text) == label

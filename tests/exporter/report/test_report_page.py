@@ -24,7 +24,8 @@ from page_browser import (
 )
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.proof.checks.run_checks import Check, Worst
+from effexport.proof.case_label import CaseLabel
+from effexport.proof.checks.result import Check, Worst, not_run
 from effexport.report import Report, html_from_report
 from effexport.report.compare import Comparison, Side
 from effexport.report.reading import side_of_artifact
@@ -40,7 +41,7 @@ def failed_report() -> Report:
     checks = [
         Check(
             "arithmetic with identical buckets",
-            f"case {seq_len}: 1 × {seq_len}",
+            CaseLabel(f"case {seq_len}", (1, seq_len)),
             "max |error| / RMS",
             "failed" if not value <= 2e-4 else "passed",
             value,
@@ -55,12 +56,12 @@ def failed_report() -> Report:
         for seq_len, value in [(1, 0.0), (7, 1e-7), (300, 2.5e-6), (639, 3e-3), (1024, math.nan)]
     ]
     for seq_len, flips in ((300, 0.0), (1024, 3.0)):
-        case = f"case {seq_len}: 1 × {seq_len}"
+        case = CaseLabel(f"case {seq_len}", (1, seq_len))
         checks.append(
             Check("bucket agreement", case, "buckets that differ", "passed", flips, 5, "few", seq_len=seq_len)
         )
         checks.append(Check("bucket near-ties", case, "widest margin", "passed", flips * 1e-7, 3.8e-6, "tied"))
-    checks.append(Check("trt-rtx: parity", "all cases", "not measured", "not run", reason="there is no GPU"))
+    checks.append(not_run("parity", "there is no GPU", target="trt-rtx"))
     names = ["embedding", "blocks.0.attention", "blocks.0.feed_forward", "blocks.1.attention", "norm"]
     return Report(
         title="lsh encoder",

@@ -13,7 +13,7 @@ import effexport
 from effexport.artifact import Artifact
 from effexport.errors import EffexportError, MissingExtraError, UserError
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.run_checks import relative_error
+from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners import Runner
 from effexport.spec import TensorInfo

@@ -20,7 +20,7 @@ from effexport.artifact import Artifact
 from effexport.errors import EffexportError, KernelWarning, UserError
 from effexport.plugins import Library, get_library_path
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.run_checks import relative_error
+from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.proof.verify import verify_bodies, verify_candidate
 from effexport.report import RUNTIME_NAMES

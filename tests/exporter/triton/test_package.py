@@ -19,8 +19,8 @@ from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
 from effexport.proof.cases import load_reference
+from effexport.proof.metrics import value_error
 from effexport.proof.tolerances import case_limit
-from effexport.proof.value_error import value_error
 from effexport.triton.backends import zip_of_effexport
 from effexport.triton.package import Package
 from effexport.triton.spec import PackageSpec

@@ -17,8 +17,8 @@ from triton_server import TritonServer, ask_client
 
 from effexport.artifact import Artifact
 from effexport.proof.cases import Case, load_reference
+from effexport.proof.metrics import value_error
 from effexport.proof.tolerances import case_limit
-from effexport.proof.value_error import value_error
 from effexport.triton.package import Package
 
 pytestmark = [
@@ -99,7 +99,7 @@ def test_answers_are_the_golden_outputs(running: Running, name: str, protocol: s
             for row in range(len(case.keep)):
                 error = value_error(case.kept(answer[output].astype(np.float32), row), case.kept(expected, row))
                 # the limits of the parity check; these small cases hash without near-ties, as their report says
-                assert error <= limit, (case.title, output, error)
+                assert error <= limit, (case.label, output, error)
 
 
 def test_a_mask_may_be_left_out(running: Running) -> None:

@@ -15,14 +15,15 @@ from onnx import helper, numpy_helper
 from small_specs import spec_of
 
 from effexport.artifact import Artifact, open_artifact
+from effexport.errors import Unavailable
 from effexport.export.module_source import source_from_path
 from effexport.proof.cases import Case, load_reference
+from effexport.proof.metrics import value_error
 from effexport.proof.trace import bisect
 from effexport.proof.trace.bisect import batches, module_of_node, trace_from_traced, trace_if_possible
 from effexport.proof.trace.judge import Judge
 from effexport.proof.trace.result import Trace
 from effexport.proof.trace.traced_module import TracedModule
-from effexport.proof.value_error import value_error
 from effexport.runners.ort.session import OrtSettings
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -349,13 +350,13 @@ def test_what_cannot_be_traced_is_a_sentence(
     artifact = built("softmax", "attention", fused=False)
     case = case_named(artifact)
     found = trace_if_possible(artifact.model_path, artifact, None, case, OrtSettings(provider="tensorrt"))
-    assert found == "no trace: TensorRT keeps no intermediate values; trace the file with --runtime ort"
+    assert str(found) == "no trace: TensorRT keeps no intermediate values; trace the file with --runtime ort"
     folder = copied("softmax", "attention", fused=False)
     rewrite_manifest(folder, weights_from="trained.safetensors")
     other = open_artifact(folder)
     found = trace_if_possible(other.model_path, other, None, case, OrtSettings())
-    assert isinstance(found, str)
-    assert "no trace: the weights came from trained.safetensors" in found
+    assert isinstance(found, Unavailable)
+    assert "no trace: the weights came from trained.safetensors" in found.reason
 
 
 LONG = """
