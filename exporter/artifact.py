@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ from typing import Any
 from effexport.engines.sidecar import engine_name
 from effexport.errors import UserError
 from effexport.export.onnx_graph import load_graph
+from effexport.files import FolderKind, file_digest
 from effexport.spec import BuildSpec
 
 FORMAT_VERSION = 1
@@ -25,6 +22,7 @@ DECODE_STEP = "decode_step.onnx"
 REFERENCE = "reference.safetensors"
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
+ARTIFACT_FOLDER = FolderKind("an artifact", MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -146,11 +144,6 @@ def check_file(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
         raise UserError(f"{folder} is damaged: {name} does not match its checksum; {_REMEDY}")
 
 
-def file_digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
     """Checksum of a manifest without its own `integrity` field."""
     rest = {key: value for key, value in manifest.items() if key != "integrity"}
@@ -174,83 +167,3 @@ def write_manifest(folder: Path, contents: Mapping[str, Any]) -> None:
 def manifest_text(manifest: Mapping[str, Any]) -> str:
     """The only text that stands for this manifest."""
     return json.dumps(manifest, indent=2) + "\n"
-
-
-@contextlib.contextmanager
-def new_folder(output: Path, *, force: bool) -> Iterator[Path]:
-    """A temporary sibling of `output` that takes its place when the block ends without an error.
-
-    An existing folder is refused without `force`, and survives any failure. A process that is killed leaves the old
-    folder or none, and a sibling that the next build clears away.
-    Raises UserError when `output` exists or its parent cannot be written.
-    """
-    check_output(output, force=force)
-    created = [parent for parent in output.parents if not parent.exists()]
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        recover_siblings(output)
-        building = output.parent / f".{output.name}.building-{os.getpid()}"
-        building.mkdir()
-    except OSError as error:
-        raise UserError(f"cannot write to {output.parent}: {error.strerror}; choose another folder with -o") from error
-    try:
-        yield building
-        replace_folder(building, output, force=force)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-        # after a failure nothing is left, not even the parents that were made for it
-        with contextlib.suppress(OSError):
-            for parent in created:
-                parent.rmdir()
-
-
-def check_output(output: Path, *, force: bool) -> None:
-    """Refuse an output that exists, early. With `force`, only what looks like an artifact may be replaced."""
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise UserError(f"{output} is a file; expected the path of a folder to create")
-    if not force:
-        raise UserError(f"{output} exists; choose another folder with -o, or replace it with --force")
-    if any(output.iterdir()) and not (output / MANIFEST).is_file():
-        raise UserError(f"{output} is not an artifact, so --force does not replace it; choose another folder with -o")
-
-
-def replace_folder(building: Path, output: Path, *, force: bool) -> None:
-    check_output(output, force=force)
-    old = output.parent / f".{output.name}.replaced-{os.getpid()}"
-    if output.exists():
-        output.rename(old)
-    try:
-        building.rename(output)
-    except OSError:
-        if old.exists():
-            old.rename(output)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def recover_siblings(output: Path) -> None:
-    """Clear away what killed builds left behind; put an old folder back if a kill came between two renames."""
-    for kind in ("replaced", "building"):
-        prefix = f".{output.name}.{kind}-"
-        for sibling in output.parent.glob(f"{glob.escape(prefix)}*"):
-            owner = sibling.name.removeprefix(prefix)
-            if not owner.isdigit() or is_running(int(owner)):
-                continue
-            if kind == "replaced" and not output.exists() and (sibling / MANIFEST).is_file():
-                sibling.rename(output)
-            else:
-                shutil.rmtree(sibling, ignore_errors=True)
-
-
-def is_running(pid: int) -> bool:
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

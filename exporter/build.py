@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from effexport import __version__
 from effexport.artifact import (
+    ARTIFACT_FOLDER,
     DECODE_STEP,
     MODEL,
     REFERENCE,
     REPORT_HTML,
     REPORT_JSON,
     Artifact,
-    new_folder,
     open_artifact,
     write_manifest,
 )
@@ -92,7 +92,7 @@ def artifact_from_spec(
     watch = Stopwatch(on_stage)
     settings = settings or OrtSettings()
     source = source or source_from_seed()
-    with new_folder(output, force=force) as folder:
+    with ARTIFACT_FOLDER.new(output, force=force) as folder:
         with watch.stage("loading PyTorch and the ONNX exporter"):
             import_onnxruntime()
             for engine in engines:

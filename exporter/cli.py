@@ -12,7 +12,7 @@ import click
 
 from effexport import __version__
 from effexport.errors import EffexportError, KernelWarning
-from effexport.json_text import json_text
+from effexport.files import json_text
 
 # verb → what it does, in the order of `--help`; the module is effexport.commands.<verb>
 COMMANDS: dict[str, str] = {
@@ -125,4 +125,4 @@ def fail(message: str, exit_code: int, arguments: list[str]) -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """The one object that `--json` promises on stdout."""
-    click.echo(json_text(value))
+    click.echo(json_text(value), nl=False)

@@ -1,26 +1,179 @@
-"""Arrays in and out of .npz files."""
+"""Files and folders that are written completely or not at all; checksums, JSON and arrays."""
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import hashlib
+import json
+import math
 import os
+import shutil
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from effexport.errors import UserError
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from numpy.typing import NDArray
 
 
-def load_npz(path: Path) -> dict[str, Array]:
-    """Every array of the file. Raises UserError when there is no such file, or it holds anything but arrays."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of `path` to write; it replaces `path` when the block ends without an error.
+
+    After a failure `path` is unchanged and the sibling is removed. Raises OSError.
+    """
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        # numpy leaks the file that it opens itself when the archive is damaged
+        yield partial
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a whole file (text as UTF-8) or nothing. Raises OSError."""
+    with replacing(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@dataclass(frozen=True)
+class FolderKind:
+    """A kind of output folder. title: with its article, for errors; mark: the file that every such folder contains."""
+
+    title: str
+    mark: str
+
+    def check(self, output: Path, *, force: bool) -> None:
+        """Refuse an output that exists. With `force`, only a folder of this kind, or an empty one, may be replaced."""
+        if not output.exists():
+            return
+        if not output.is_dir():
+            raise UserError(f"{output} is a file; expected the path of a folder to create")
+        if not force:
+            raise UserError(f"{output} exists; choose another folder with -o, or replace it with --force")
+        if any(output.iterdir()) and not (output / self.mark).is_file():
+            raise UserError(
+                f"{output} is not {self.title}, so --force does not replace it; choose another folder with -o"
+            )
+
+    @contextlib.contextmanager
+    def new(self, output: Path, *, force: bool) -> Iterator[Path]:
+        """Yield a temporary sibling folder to fill; it replaces `output` when the block ends without an error.
+
+        An existing folder is refused without `force`, and survives any failure. A process that is killed leaves the
+        old folder or none, and a sibling that the next call removes.
+        Raises UserError when `output` exists or its parent cannot be written.
+        """
+        self.check(output, force=force)
+        building = output.parent / f".{output.name}.building-{os.getpid()}"
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(created_folder(output.parent))
+                self._recover(output)
+                building.mkdir()
+            except OSError as error:
+                raise UserError(
+                    f"cannot write to {output.parent}: {error.strerror}; choose another folder with -o"
+                ) from error
+            stack.callback(shutil.rmtree, building, ignore_errors=True)
+            yield building
+            self.check(output, force=force)
+            _replace_folder(building, output)
+
+    def _recover(self, output: Path) -> None:
+        """Remove what killed processes left; put an old folder back if the kill came between two renames."""
+        for old in abandoned(output.parent, f".{output.name}.replaced-"):
+            if not output.exists() and (old / self.mark).is_file():
+                old.rename(output)
+            else:
+                shutil.rmtree(old, ignore_errors=True)
+        for building in abandoned(output.parent, f".{output.name}.building-"):
+            shutil.rmtree(building, ignore_errors=True)
+
+
+def _replace_folder(building: Path, output: Path) -> None:
+    old = output.parent / f".{output.name}.replaced-{os.getpid()}"
+    if output.exists():
+        output.rename(old)
+    try:
+        building.rename(output)
+    except OSError:
+        if old.exists():
+            old.rename(output)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def created_folder(folder: Path) -> Iterator[None]:
+    """Create a folder and its parents; those that were missing and are still empty at the end are removed again."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            for one in missing:
+                one.rmdir()
+
+
+def abandoned(folder: Path, prefix: str) -> list[Path]:
+    """Entries named PREFIX + process id, optionally with more after a hyphen, whose process does not run any more.
+
+    This process's own id counts as ended: an earlier process had the same id.
+    """
+    found = []
+    for path in folder.glob(f"{glob.escape(prefix)}*"):
+        owner = path.name.removeprefix(prefix).partition("-")[0]
+        if owner.isdigit() and not _is_running(int(owner)):
+            found.append(path)
+    return found
+
+
+def _is_running(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def json_text(value: Any) -> str:
+    """Indented JSON with a final newline. NaN and infinity become the strings "nan", "inf" and "-inf"."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def load_npz(path: Path) -> dict[str, NDArray[Any]]:
+    """Every array of the file. Raises UserError when the file is missing or contains anything but arrays."""
+    import numpy as np
+
+    try:
+        # numpy leaves the file open if it opened it itself and the archive is damaged
         with path.open("rb") as stream:
             loaded = np.load(stream, allow_pickle=False)
             if not isinstance(loaded, np.lib.npyio.NpzFile):
@@ -34,7 +187,7 @@ def load_npz(path: Path) -> dict[str, Array]:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse an output path early, before the work is done."""
+    """Refuse the path of an output file before the work is done."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; expected the path of an .npz file to write")
     if not path.parent.is_dir():
@@ -43,17 +196,15 @@ def check_writable(path: Path) -> None:
         raise UserError(f"cannot write to {path.parent}; choose another path with --output")
 
 
-def save_npz(arrays: Mapping[str, Array], path: Path) -> None:
-    """Write all arrays or nothing. bfloat16, which .npz cannot name, becomes float32."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+def save_npz(arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
+    """Write all arrays or nothing. bfloat16, which .npz does not support, becomes float32. Raises UserError."""
+    import numpy as np
+
     plain = {
         name: array.astype(np.float32) if array.dtype.name == "bfloat16" else array for name, array in arrays.items()
     }
     try:
-        with partial.open("wb") as stream:
+        with replacing(path) as partial, partial.open("wb") as stream:
             np.savez(stream, allow_pickle=False, **plain)
-        partial.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)

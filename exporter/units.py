@@ -33,7 +33,7 @@ def bytes_from_text(text: str, option: str) -> int:
 def memory(size_bytes: float | None) -> str:
     """Bytes as kB, MB or GB (powers of 1000) with three significant digits."""
     if size_bytes is not None and size_bytes < 1000:
-        return f"{size_bytes:.0f} bytes"
+        return counted(round(size_bytes), "byte")
     return _with_unit(size_bytes, _SIZES)
 
 

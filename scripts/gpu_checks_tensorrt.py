@@ -873,10 +873,10 @@ def save(results: Results, options: argparse.Namespace) -> None:
 
 
 def json_from_results(results: Results) -> str:
-    from effexport.json_text import json_text
+    from effexport.files import json_text
 
     steps = [dataclasses.asdict(step) for step in results.steps]
-    return json_text({"machine": results.machine, "steps": steps}) + "\n"
+    return json_text({"machine": results.machine, "steps": steps})
 
 
 def markdown_from_results(results: Results) -> str:

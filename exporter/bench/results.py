@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from effexport.errors import UserError
-from effexport.json_text import json_text
+from effexport.files import json_text
 
 FORMAT_VERSION = 1
 
@@ -131,7 +131,7 @@ class BenchResults:
     complete: bool = True
 
     def to_json(self) -> str:
-        return json_text({"format_version": FORMAT_VERSION, **asdict(self)}) + "\n"
+        return json_text({"format_version": FORMAT_VERSION, **asdict(self)})
 
 
 def results_from_json(path: Path) -> BenchResults:

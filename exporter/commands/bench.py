@@ -75,13 +75,13 @@ def command(
     Beside every row stands its floor: the matrix products of its formula, and one pass over its inputs and outputs,
     timed in the same run. Ctrl-C ends a run and keeps what was measured. --advise writes a folder only with -o.
     """
-    from effexport.bench.rendering.output import check_bench_output, write_results
+    from effexport.bench.rendering.output import BENCH_FOLDER, write_results
 
     request = Request(flags, advise=advise, memory_limit=memory_limit, command=repeated(context))
     grid, settings, limit_bytes = request.resolve()
     target = output or (None if advise else DEFAULT_OUTPUT)
     if target is not None:
-        check_bench_output(target, force=force)
+        BENCH_FOLDER.check(target, force=force)
     from effexport.bench.measuring.run import bench
     from effexport.commands._bench_table import print_advice, print_rows
 

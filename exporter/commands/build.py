@@ -81,7 +81,7 @@ def command(
     Flags win over the fields of --spec. Nothing is written unless every check passes. --runtime and --implementation
     say where the check runs the model; the model is the same. --target adds a TensorRT engine.
     """
-    from effexport.artifact import check_output
+    from effexport.artifact import ARTIFACT_FOLDER
     from effexport.cli import print_json
 
     engine_request = EngineRequest.taken_from(flags)
@@ -90,7 +90,7 @@ def command(
     spec, source, notes, name = request.resolve()
     engines = engine_request.resolve(spec)
     output = output or Path("artifacts") / name
-    check_output(output, force=force)
+    ARTIFACT_FOLDER.check(output, force=force)
     from effexport.build import artifact_from_spec
 
     console = stderr_console()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +42,7 @@ def command(
     """
     from effexport.cli import print_json
     from effexport.errors import UserError
+    from effexport.files import write_file
 
     if output is not None:
         check_output_file(output, force=force)
@@ -61,7 +60,11 @@ def command(
     if output is None:
         click.echo(text, nl=False)
         return
-    write_file(output, text)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_file(output, text)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}; choose another file with -o") from error
     if as_json:
         print_json({"output": str(output), **said})
     stderr_console().print(f"{output}: written", markup=False, soft_wrap=True)
@@ -120,12 +123,12 @@ def one_report(side: Side, form: str) -> str:
 
 
 def comparison_text(comparison: Comparison, form: str) -> str:
-    from effexport.json_text import json_text
+    from effexport.files import json_text
     from effexport.report.rendering.html import html_from_comparison
     from effexport.report.rendering.markdown import markdown_from_comparison
 
     if form == "json":
-        return json_text(comparison.to_dict()) + "\n"
+        return json_text(comparison.to_dict())
     return html_from_comparison(comparison) if form == "html" else markdown_from_comparison(comparison)
 
 
@@ -140,20 +143,3 @@ def check_output_file(output: Path, *, force: bool) -> None:
         raise UserError(f"{output} would change the artifact {output.parent}; choose a file outside of it with -o")
     if output.exists() and not force:
         raise UserError(f"{output} exists; choose another file with -o, or replace it with --force")
-
-
-def write_file(output: Path, text: str) -> None:
-    """Write a file at once: it is complete, or it is as it was."""
-    from effexport.errors import UserError
-
-    temporary = output.parent / f".{output.name}.writing-{os.getpid()}"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(output)
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}; choose another file with -o") from error
-    finally:
-        # gone when it has taken its place, and never there under a parent that is no folder
-        with contextlib.suppress(OSError):
-            temporary.unlink()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from effexport.engines.api import Api, Builder, IBuilderConfig, bytes_of
 from effexport.engines.sidecar import ShapeRange
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
+from effexport.files import write_file
 
 
 def config_from_spec(
@@ -73,11 +73,9 @@ def save_timing_cache(spec: EngineSpec, config: IBuilderConfig) -> None:
     if spec.timing_cache is None:
         return
     path = spec.timing_cache
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(bytes_of(config.get_timing_cache().serialize()))
-        temporary.replace(path)
+        write_file(path, bytes_of(config.get_timing_cache().serialize()))
     except OSError as error:
         raise UserError(
             f"the engine is built, but the timing cache {path} cannot be written: {error.strerror}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,17 +10,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from effexport import __version__
-from effexport.artifact import file_digest
 from effexport.engines.api import PRODUCTS, Api, Builder, IBuilderConfig, bytes_of, import_api
 from effexport.engines.builder_log import BuildLog, OnProgress, explain, make_monitor
 from effexport.engines.config import config_from_spec, save_timing_cache
 from effexport.engines.layers import check_dtypes, check_precision, layers_of_engine, layers_of_network
 from effexport.engines.network import Network, network_from_model
 from effexport.engines.preparation import prepared_model
-from effexport.engines.sidecar import EngineInfo, sidecar_path, write_sidecar
+from effexport.engines.sidecar import EngineInfo, write_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import external_files, graph_tensors, load_graph, value_types
+from effexport.files import file_digest, replacing
 
 STAGE = "TensorRT build"
 
@@ -148,20 +147,14 @@ def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, 
 
 
 def write_engine(output: Path, engine: bytes, info: EngineInfo) -> None:
-    """The sidecar first, under its final name only when both are complete."""
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    beside = sidecar_path(temporary.with_suffix(f".{os.getpid()}.engine"))
+    """Write both files or neither; the sidecar gets its name first. Raises UserError."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(engine)
-        write_sidecar(beside, info)
-        beside.replace(sidecar_path(output))
-        temporary.replace(output)
+        with replacing(output) as partial:
+            partial.write_bytes(engine)
+            write_sidecar(output, info)
     except OSError as error:
         raise UserError(f"cannot write the engine to {output}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-        beside.unlink(missing_ok=True)
 
 
 def model_digest(model: Path) -> str:

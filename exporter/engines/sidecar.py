@@ -5,7 +5,6 @@ engine/trt-rtx.engine and engine/trt-rtx.json in an artifact; any engine may be 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -14,7 +13,7 @@ from typing import Any, Literal, Self
 
 from effexport.engines.api import PRODUCTS, Target, version_tuple
 from effexport.errors import UserError
-from effexport.json_text import json_text
+from effexport.files import file_digest, json_text, write_file
 from effexport.spec import TensorInfo
 
 FORMAT_VERSION = 1
@@ -113,7 +112,7 @@ def is_engine(path: Path) -> bool:
 
 
 def write_sidecar(engine: Path, info: EngineInfo) -> None:
-    sidecar_path(engine).write_text(json_text(info.to_dict()) + "\n", encoding="utf-8")
+    write_file(sidecar_path(engine), json_text(info.to_dict()))
 
 
 def read_sidecar(engine: Path) -> EngineInfo:
@@ -149,9 +148,7 @@ def check_engine_file(engine: Path, info: EngineInfo) -> None:
     size = engine.stat().st_size
     if size != info.engine_bytes:
         raise UserError(f"{engine} is damaged: it has {size} bytes, expected {info.engine_bytes}; {REBUILD}")
-    with engine.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != info.engine_sha256:
+    if file_digest(engine) != info.engine_sha256:
         raise UserError(f"{engine} is damaged: it does not match the checksum in its sidecar; {REBUILD}")
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from effexport.engines.api import PRODUCTS
-from effexport.json_text import json_text
+from effexport.files import json_text
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Worst, passed, summary
 
@@ -98,7 +98,7 @@ class Report:
 
 
 def json_from_report(report: Report) -> str:
-    return json_text(report.to_dict()) + "\n"
+    return json_text(report.to_dict())
 
 
 def dict_of_check(check: Check) -> dict[str, Any]:

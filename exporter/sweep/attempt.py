@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from effexport.json_text import json_text
+from effexport.files import json_text
 from effexport.sweep.cell import Cell
 from effexport.sweep.outcome import LOG, OUTCOME, REQUEST, Outcome
 

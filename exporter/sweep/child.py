@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.errors import EffexportError, StageError, UserError
-from effexport.json_text import json_text
+from effexport.files import json_text, write_file
 from effexport.models.validation import SpecError
 from effexport.sweep.cell import Cell, deciding_versions
 from effexport.sweep.outcome import ARTIFACT, OUTCOME, REQUEST, Outcome
@@ -30,9 +30,7 @@ def main() -> None:
     request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     die_with_parent(request["parent"])
     outcome = outcome_of_request(request, folder / ARTIFACT)
-    temporary = folder / f".{OUTCOME}"
-    temporary.write_text(json_text(outcome.to_dict()), encoding="utf-8")
-    temporary.replace(folder / OUTCOME)
+    write_file(folder / OUTCOME, json_text(outcome.to_dict()))
 
 
 def die_with_parent(parent: int) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from effexport.artifact import is_running
 from effexport.errors import EffexportError
+from effexport.files import abandoned
 from effexport.sweep.attempt import Attempt, Limits, Work, run_attempt
 from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event
@@ -38,20 +38,13 @@ COUNTED = ("CPU", "GPU")
 def attempt_of_task(cell: dict[str, Any], limits: Limits, work: Work) -> Iterator[Any]:
     """What a node does: says where it runs, then what came of it, then sends the artifact."""
     yield platform.node()
-    remove_abandoned(Path(tempfile.gettempdir()))
+    for left in abandoned(Path(tempfile.gettempdir()), PREFIX):
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         outcome = work(Attempt(Cell.from_dict(cell), limits), Path(folder))
         yield outcome.to_dict()
         if outcome.status == "finished":
             yield from pieces_of_folder(Path(folder) / ARTIFACT)
-
-
-def remove_abandoned(parent: Path) -> None:
-    """Folders of attempts whose process was killed under them."""
-    for path in parent.glob(f"{PREFIX}*"):
-        owner = path.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdigit() and not is_running(int(owner)) and int(owner) != os.getpid():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass

@@ -9,13 +9,14 @@ from typing import Any
 
 from effexport.environment import versions
 from effexport.errors import UserError
+from effexport.files import write_file
 from effexport.sweep.cell import Cell
 from effexport.sweep.csv_text import csv_from_results
 from effexport.sweep.outcome import ARTIFACT, LOG
 from effexport.sweep.page import html_from_results
 from effexport.sweep.results import Row, SweepResults, fields_of_record, row_of_cell
 from effexport.sweep.run import Plan, Sweep
-from effexport.sweep.store import CELLS, FAILED, Store, write_text
+from effexport.sweep.store import CELLS, FAILED, Store
 
 JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
 
@@ -57,6 +58,6 @@ def write_results(results: SweepResults, folder: Path) -> None:
     texts = {JSON: results.to_json(), CSV: csv_from_results(results), PAGE: html_from_results(results)}
     try:
         for name, text in texts.items():
-            write_text(folder / name, text)
+            write_file(folder / name, text)
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; the cells that finished are in it") from error

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from effexport.json_text import json_text
+from effexport.files import json_text
 from effexport.proof.checks.result import METRIC
 from effexport.report.rendering.text import status_of
 from effexport.sweep.cell import Cell
@@ -95,7 +95,7 @@ class SweepResults:
         values = {name: value for name, value in asdict(self).items() if name != "rows"}
         summary = {status: self.count(status) for status in ("finished", "failed", "not run")}
         rows = [asdict(row) for row in self.rows]
-        return json_text({"format_version": FORMAT_VERSION, **values, "summary": summary, "cells": rows}) + "\n"
+        return json_text({"format_version": FORMAT_VERSION, **values, "summary": summary, "cells": rows})
 
     @classmethod
     def from_json(cls, text: str) -> SweepResults:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ from typing import Any
 
 from effexport.artifact import check_file, read_manifest
 from effexport.errors import UserError
-from effexport.json_text import json_text
+from effexport.files import json_text, write_file
 from effexport.sweep.cell import Cell
 from effexport.sweep.outcome import ARTIFACT, LOG, Outcome
 
@@ -109,7 +108,7 @@ class Store:
                 ) from error
             except OSError:
                 pass  # a file system without locks; two sweeps at once would waste work, and spoil nothing
-            write_text(self.path / MARK, json_text({"format_version": FORMAT_VERSION}) + "\n")
+            write_file(self.path / MARK, json_text({"format_version": FORMAT_VERSION}))
             self._clear()
             try:
                 yield self
@@ -137,9 +136,9 @@ class Store:
         for name, entry in manifest["files"].items():
             check_file(staged / ARTIFACT, name, entry)
         record = record_of(cell, attempt, outcome) | {"results": results_of_manifest(manifest, cell)}
-        write_text(staged / RECORD, json_text(record) + "\n")
+        write_file(staged / RECORD, json_text(record))
         if not (staged / LOG).exists():
-            write_text(staged / LOG, outcome.log + "\n")
+            write_file(staged / LOG, outcome.log + "\n")
         for path in list(staged.iterdir()):
             if path.name not in (ARTIFACT, LOG, RECORD):
                 path.unlink()
@@ -151,8 +150,8 @@ class Store:
     def fail(self, cell: Cell, attempt: int, outcome: Outcome) -> None:
         """Remember a failure, in the place of an earlier one of the same cell."""
         staged = self.staging(cell)
-        write_text(staged / RECORD, json_text(record_of(cell, attempt, outcome)) + "\n")
-        write_text(staged / LOG, outcome.log + "\n")
+        write_file(staged / RECORD, json_text(record_of(cell, attempt, outcome)))
+        write_file(staged / LOG, outcome.log + "\n")
         shutil.rmtree(self.failed_folder(cell), ignore_errors=True)
         staged.rename(self.failed_folder(cell))
         self.log_attempt(cell, attempt, "failed", outcome)
@@ -217,10 +216,3 @@ def renamed(source: Path, target: Path) -> bool:
             return False
         raise
     return True
-
-
-def write_text(path: Path, text: str) -> None:
-    """All of it or nothing, whatever happens meanwhile."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from effexport.artifact import file_digest
+from effexport.files import file_digest
 
 Content = Mapping[str, bytes | Path]
 # The server writes it beside model.py when it may.

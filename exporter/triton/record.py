@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.errors import UserError
-from effexport.json_text import json_text
+from effexport.files import json_text
 from effexport.spec import TensorInfo
 
 RECORD = "effexport.json"
@@ -46,7 +46,7 @@ class ModelRecord:
     format_version: int = FORMAT_VERSION
 
     def text(self) -> str:
-        return json_text(asdict(self)) + "\n"
+        return json_text(asdict(self))
 
 
 def read_record(folder: Path) -> ModelRecord | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from effexport.artifact import is_running
 from effexport.errors import UserError
+from effexport.files import abandoned, created_folder
 from effexport.triton.content import write_content
 from effexport.triton.models import ModelChange
 
@@ -19,24 +18,16 @@ from effexport.triton.models import ModelChange
 @contextlib.contextmanager
 def locked_repository(repository: Path) -> Iterator[None]:
     """The folder exists, and nobody else packages into it. After a failure, no folder is left that was not there."""
-    created = [folder for folder in (repository, *repository.parents) if not folder.exists()]
-    try:
+    with contextlib.ExitStack() as stack:
         try:
-            repository.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(created_folder(repository))
             handle = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise UserError(f"cannot write to {repository}: {error.strerror}; choose another folder with -o") from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            clear_leftovers(repository)
-            yield
-        finally:
-            os.close(handle)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for folder in created:
-                folder.rmdir()
-        raise
+        stack.callback(os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        clear_leftovers(repository)
+        yield
 
 
 def write_changes(repository: Path, changes: Sequence[ModelChange], pages: Mapping[str, bytes]) -> None:
@@ -112,10 +103,7 @@ def staging_folder(repository: Path) -> Path:
 
 
 def clear_leftovers(repository: Path) -> None:
-    """What a killed process left behind."""
-    prefix = f".{repository.resolve().name}.packaging-"
+    """Remove what killed processes left behind."""
     for parent in (repository.resolve().parent, repository.resolve()):
-        for folder in parent.glob(f"{glob.escape(prefix)}*"):
-            owner = folder.name.removeprefix(prefix)
-            if owner.isdigit() and int(owner) != os.getpid() and not is_running(int(owner)):
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in abandoned(parent, f".{repository.resolve().name}.packaging-"):
+            shutil.rmtree(folder, ignore_errors=True)

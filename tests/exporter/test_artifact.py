@@ -20,10 +20,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from effexport.artifact import (
+    ARTIFACT_FOLDER,
     Artifact,
     manifest_digest,
     manifest_text,
-    new_folder,
     open_artifact,
     read_manifest,
     write_manifest,
@@ -47,7 +47,7 @@ def state_of(folder: Path) -> dict[str, bytes]:
 
 
 def build_into(output: Path, *, force: bool, work: Callable[[Path], None] = lambda folder: None) -> None:
-    with new_folder(output, force=force) as folder:
+    with ARTIFACT_FOLDER.new(output, force=force) as folder:
         work(folder)
 
 
@@ -386,7 +386,7 @@ def test_an_existing_artifact_is_replaced_only_with_force(copied: Copied) -> Non
     output = copied()
     with pytest.raises(UserError, match=r"exists; choose another folder with -o, or replace it with --force"):
         build_into(output, force=False)
-    with new_folder(output, force=True) as folder:
+    with ARTIFACT_FOLDER.new(output, force=True) as folder:
         (folder / "manifest.json").write_text("new")
     assert state_of(output) == {"manifest.json": b"new"}
     assert [path.name for path in output.parent.iterdir()] == [output.name]
@@ -402,7 +402,7 @@ def test_force_does_not_replace_a_folder_that_is_no_artifact(tmp_path: Path) -> 
 
 def test_force_fills_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with new_folder(tmp_path / "out", force=True) as folder:
+    with ARTIFACT_FOLDER.new(tmp_path / "out", force=True) as folder:
         (folder / "x").write_text("x")
     assert state_of(tmp_path / "out") == {"x": b"x"}
 
@@ -436,7 +436,7 @@ def test_what_killed_builds_left_is_cleared_by_the_next(tmp_path: Path) -> None:
     pid = dead_pid()
     for name in (f".out.building-{pid}", ".out.building-mine", f".output.building-{pid}"):
         (tmp_path / name).mkdir()
-    with new_folder(tmp_path / "out", force=False) as folder:
+    with ARTIFACT_FOLDER.new(tmp_path / "out", force=False) as folder:
         (folder / "x").write_text("x")
     # only what is surely a dead build of this very output goes
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
@@ -447,7 +447,7 @@ def test_what_killed_builds_left_is_cleared_by_the_next(tmp_path: Path) -> None:
 def test_the_folder_of_a_running_build_is_left_alone(tmp_path: Path) -> None:
     other = tmp_path / f".out.building-{os.getppid()}"
     other.mkdir()
-    with new_folder(tmp_path / "out", force=False):
+    with ARTIFACT_FOLDER.new(tmp_path / "out", force=False):
         pass
     assert other.is_dir()
 
@@ -470,7 +470,7 @@ def test_an_artifact_that_was_moved_aside_is_put_back(copied: Copied) -> None:
 def test_an_artifact_that_was_moved_aside_is_dropped_once_replaced(copied: Copied) -> None:
     output = copied()
     shutil.copytree(output, output.parent / f".{output.name}.replaced-{dead_pid()}")
-    with new_folder(output, force=True) as folder:
+    with ARTIFACT_FOLDER.new(output, force=True) as folder:
         (folder / "x").write_text("x")
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
@@ -480,7 +480,7 @@ def test_odd_names_do_not_confuse_the_clean_up(tmp_path: Path) -> None:
     pid = dead_pid()
     (tmp_path / f".a.building-{pid}").mkdir()
     for name in ("[a]", "*", "a b"):
-        with new_folder(tmp_path / name, force=False):
+        with ARTIFACT_FOLDER.new(tmp_path / name, force=False):
             pass
     assert (tmp_path / f".a.building-{pid}").is_dir()
 
@@ -492,7 +492,7 @@ def test_a_kill_while_replacing_leaves_one_of_the_two(copied: Copied, moment: st
     script = """
     import os, shutil, signal, sys
     from pathlib import Path
-    from effexport.artifact import new_folder
+    from effexport.artifact import ARTIFACT_FOLDER
     output, moment = Path(sys.argv[1]), sys.argv[2]
     def kill(*arguments, **options): os.kill(os.getpid(), signal.SIGKILL)
     rename = Path.rename
@@ -500,7 +500,7 @@ def test_a_kill_while_replacing_leaves_one_of_the_two(copied: Copied, moment: st
         if moment == "first rename" or (moment == "second rename" and ".building-" in self.name):
             kill()
         return rename(self, target)
-    with new_folder(output, force=True) as folder:
+    with ARTIFACT_FOLDER.new(output, force=True) as folder:
         (folder / "manifest.json").write_text("new")
         if moment == "building":
             kill()

@@ -10,7 +10,7 @@ import pytest
 
 from effexport.bench.rendering.advise import advice_from_results
 from effexport.bench.rendering.csv_text import COLUMNS, csv_from_results
-from effexport.bench.rendering.output import check_bench_output, write_results
+from effexport.bench.rendering.output import BENCH_FOLDER, write_results
 from effexport.bench.results import BenchResults, Case, Floor, Parity, Row, Timing, results_from_json
 from effexport.errors import UserError
 
@@ -92,7 +92,7 @@ def test_advice_is_the_fastest_within_the_limit() -> None:
     limited = advice_from_results(results_of(*ROWS), limit_bytes=5_000_000)
     assert [row.case.label for row in limited.ranked] == ["softmax"]
     assert [row.case.label for row in limited.beyond] == ["lsh, 4 rounds"]
-    assert advice_from_results(results_of(*ROWS), 1).sentences == ("Nothing that was measured runs within 1e-06 MB.",)
+    assert advice_from_results(results_of(*ROWS), 1).sentences == ("Nothing that was measured runs within 1 byte.",)
 
 
 def test_a_row_of_unknown_memory_is_not_within_a_limit() -> None:
@@ -106,12 +106,12 @@ def test_a_folder_is_replaced_only_by_force_and_only_if_it_is_a_benchmark(tmp_pa
     assert {path.name for path in written} >= {"results.json", "results.csv"}
     assert list(output.parent.iterdir()) == [output]
     with pytest.raises(UserError, match="exists; choose another folder with -o, or replace it with --force"):
-        check_bench_output(output, force=False)
+        BENCH_FOLDER.check(output, force=False)
     write_results(results_of(ROWS[0]), output, force=True)
     assert len(results_from_json(output / "results.json").rows) == 1
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "page").write_text("keep")
     with pytest.raises(UserError, match="is not a benchmark, so --force does not replace it"):
-        check_bench_output(tmp_path / "thesis", force=True)
+        BENCH_FOLDER.check(tmp_path / "thesis", force=True)
     with pytest.raises(UserError, match="is a file"):
-        check_bench_output(tmp_path / "thesis" / "page", force=True)
+        BENCH_FOLDER.check(tmp_path / "thesis" / "page", force=True)
