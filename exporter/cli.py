@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point. An expected error is one message; a bug keeps its traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     from effexport.models.validation import SpecError
-    from effexport.plugins import LibraryError
+    from effexport.plugins.building.library import LibraryError
 
     try:
         with warnings.catch_warnings():

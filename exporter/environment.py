@@ -80,7 +80,7 @@ def versions() -> dict[str, str | None]:
 
 def kernel_library_version() -> str | None:
     """Which build of the kernel library is in use here, if there is one."""
-    from effexport.plugins import LibraryError, find_library
+    from effexport.plugins.building.library import LibraryError, find_library
 
     try:
         library = find_library()

@@ -1,4 +1,4 @@
-"""Custom operators: one folder per operator. Domain, version and the list of operators are written here, once."""
+"""Custom operators: one folder per operator. Domain, version and the table of operators are written here, once."""
 
 from __future__ import annotations
 
@@ -6,109 +6,57 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
-from effexport.plugins.building.library import Library, LibraryError, find_library, get_library_path
-
-__all__ = [
-    "DOMAIN",
-    "OPS",
-    "OPSET_VERSION",
-    "PLUGIN_NAMESPACE",
-    "Library",
-    "LibraryError",
-    "Op",
-    "find_library",
-    "get_library_path",
-]
-
 DOMAIN = "effexport"
 OPSET_VERSION = 1
 
 # TensorRT takes a plugin rather than the function body for a node that carries this attribute.
 PLUGIN_NAMESPACE = "plugin_namespace"
 
+FLOAT_TYPES = ("float32", "float16", "bfloat16")
+
 
 @dataclass(frozen=True)
 class Op:
-    """One operator under its names: `onnx_name` in graphs, `torch_name` under `torch.ops.effexport`.
+    """One operator: a folder with its contract, torch operator, kernels and adapters, all under these names.
 
-    element_types: what its kernels take, as its schema and the kernel library do. cuda_source: its CUDA kernels, a path
-    below this folder. trt_module: its TensorRT plugin; None where engines are built from the function body.
+    torch_name names the folder and `torch.ops.effexport.<torch_name>`; onnx_name is the node's type in graphs.
+    element_types are those of its kernels and its schema. has_trt_plugin says whether there is a TensorRT plugin,
+    `trt.py`; otherwise TensorRT runs the function body.
     """
 
-    onnx_name: str
     torch_name: str
-    module: str
-    cuda_source: str
-    element_types: tuple[str, ...]
-    trt_module: str | None = None
+    onnx_name: str
+    element_types: tuple[str, ...] = FLOAT_TYPES
+    has_trt_plugin: bool = False
+
+    @property
+    def cuda_source(self) -> str:
+        """Its CUDA kernels, a path below the folder of this file."""
+        return f"{self.torch_name}/kernel_cuda.cu"
 
     def load(self) -> ModuleType:
-        """The operator's `op.py`: torch op, ONNX schema, translation and function body."""
-        return importlib.import_module(self.module)
+        """The operator's `op.py`: torch operator, signature, translation and function body."""
+        return importlib.import_module(f"effexport.plugins.{self.torch_name}.op")
 
     def load_trt(self) -> ModuleType:
         """The operator's `trt.py`: the TensorRT plugin. Loads no framework; its `register` loads tensorrt."""
-        assert self.trt_module is not None, f"{self.onnx_name} has no TensorRT plugin"
-        return importlib.import_module(self.trt_module)
+        assert self.has_trt_plugin, f"{self.onnx_name} has no TensorRT plugin"
+        return importlib.import_module(f"effexport.plugins.{self.torch_name}.trt")
 
 
-OPS: dict[str, Op] = {
-    "IterativePinv": Op(
-        "IterativePinv",
-        "iterative_pinv",
-        module="effexport.plugins.iterative_pinv.op",
-        trt_module="effexport.plugins.iterative_pinv.trt",
-        cuda_source="iterative_pinv/kernel_cuda.cu",
-        element_types=("float32", "float16", "bfloat16"),
-    ),
-    "EluLinearAttention": Op(
-        "EluLinearAttention",
-        "linear_attention",
-        module="effexport.plugins.linear_attention.op",
-        cuda_source="linear_attention/kernel_cuda.cu",
-        element_types=("float32", "float16", "bfloat16"),
-    ),
-    "LSHSort": Op(
-        "LSHSort",
-        "lsh_sort",
-        module="effexport.plugins.lsh_sort.op",
-        trt_module="effexport.plugins.lsh_sort.trt",
-        cuda_source="lsh_sort/kernel_cuda.cu",
-        element_types=("int32",),
-    ),
-    "LSHAttention": Op(
-        "LSHAttention",
-        "lsh_attention",
-        module="effexport.plugins.lsh_attention.op",
-        cuda_source="lsh_attention/kernel_cuda.cu",
-        element_types=("float32", "float16", "bfloat16"),
-    ),
-    "AFTSimpleAttention": Op(
-        "AFTSimpleAttention",
-        "aft_simple_attention",
-        module="effexport.plugins.aft_simple_attention.op",
-        cuda_source="aft_simple_attention/kernel_cuda.cu",
-        element_types=("float32", "float16", "bfloat16"),
-    ),
-    "MaskedAttention": Op(
-        "MaskedAttention",
-        "masked_attention",
-        module="effexport.plugins.masked_attention.op",
-        cuda_source="masked_attention/kernel_cuda.cu",
-        element_types=("float32", "float16", "bfloat16"),
-    ),
-    "SegmentMeans": Op(
-        "SegmentMeans",
-        "segment_means",
-        module="effexport.plugins.segment_means.op",
-        cuda_source="segment_means/kernel_cuda.cu",
-        element_types=("float32", "float16", "bfloat16"),
-    ),
-    "SequenceConv": Op(
-        "SequenceConv",
-        "sequence_conv",
-        module="effexport.plugins.sequence_conv.op",
-        cuda_source="sequence_conv/kernel_cuda.cu",
-        element_types=("float32", "float16", "bfloat16"),
-    ),
-}
+def _by_onnx_name(*ops: Op) -> dict[str, Op]:
+    assert len({op.onnx_name for op in ops}) == len({op.torch_name for op in ops}) == len(ops), "a name occurs twice"
+    return {op.onnx_name: op for op in ops}
+
+
+# CMakeLists.txt reads the folders from these rows: one operator per line, the folder first.
+OPS: dict[str, Op] = _by_onnx_name(
+    Op("aft_simple_attention", "AFTSimpleAttention"),
+    Op("iterative_pinv", "IterativePinv", has_trt_plugin=True),
+    Op("linear_attention", "EluLinearAttention"),
+    Op("lsh_attention", "LSHAttention"),
+    Op("lsh_sort", "LSHSort", element_types=("int32",), has_trt_plugin=True),
+    Op("masked_attention", "MaskedAttention"),
+    Op("segment_means", "SegmentMeans"),
+    Op("sequence_conv", "SequenceConv"),
+)

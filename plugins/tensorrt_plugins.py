@@ -31,7 +31,7 @@ def why_body(
     ("float32", "bfloat16"), and a name or None for a dimension that is not fixed. attributes: the node's own, by name.
     """
     op = OPS[op_name]
-    if op.trt_module is None:
+    if not op.has_trt_plugin:
         return "TensorRT fuses the operators of this body by itself"
     reason: str | None = op.load_trt().why_body(dtypes, dims, attributes)
     return reason

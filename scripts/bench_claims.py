@@ -34,7 +34,7 @@ from effexport.bench.measuring.run import Settings, bench
 from effexport.bench.measuring.timing import Contender, Rotation
 from effexport.bench.results import BenchResults, Case, Row
 from effexport.build import artifact_from_spec
-from effexport.plugins import find_library
+from effexport.plugins.building.library import find_library
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.session import OrtSettings
 from effexport.spec import build_spec_from_options

@@ -26,7 +26,8 @@ import torch
 from onnx import TensorProto, helper
 
 from effexport.environment import versions
-from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, find_library
+from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.building.library import find_library
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.session import OrtSettings
 

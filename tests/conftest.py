@@ -84,7 +84,7 @@ class KernelLibrary:
     name = "kernel library of the present sources (effexport plugins build)"
 
     def is_present(self) -> bool:
-        from effexport.plugins import LibraryError, find_library
+        from effexport.plugins.building.library import LibraryError, find_library
 
         try:
             library = find_library()
@@ -93,7 +93,7 @@ class KernelLibrary:
         return library is not None and not library.outdated
 
     def version(self) -> str:
-        from effexport.plugins import find_library
+        from effexport.plugins.building.library import find_library
 
         library = find_library()
         if library is None or library.info is None:

@@ -19,7 +19,7 @@ import pytest
 import effexport
 from effexport.plugins import OPS
 from effexport.plugins.building.headers import find_headers
-from effexport.plugins.building.sources import SOURCES
+from effexport.plugins.building.sources import all_sources
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -104,12 +104,12 @@ def test_the_wheel_holds_types_contracts_and_licence(wheel_path: Path) -> None:
     names = set(wheel_files(wheel_path))
     assert "effexport/py.typed" in names
     for op in OPS.values():
-        assert f"{op.module.rsplit('.', 1)[0].replace('.', '/')}/README.md" in names
+        assert f"effexport/plugins/{op.torch_name}/README.md" in names
     assert f"effexport-{effexport.__version__}.dist-info/licenses/LICENSE" in names
 
 
 def test_the_wheel_holds_the_native_sources(wheel_path: Path) -> None:
-    assert {f"effexport/plugins/{name}" for name in SOURCES} <= set(wheel_files(wheel_path))
+    assert {f"effexport/plugins/{name}" for name in all_sources()} <= set(wheel_files(wheel_path))
 
 
 @pytest.mark.requires("native", "ort")

@@ -54,7 +54,7 @@ def is_left_out(finding: dict[str, Any]) -> bool:
 
 def examine_library() -> dict[str, Any]:
     """Whether ONNX Runtime has kernels for the custom operators. Without, their function bodies run: no problem."""
-    from effexport.plugins import LibraryError, find_library
+    from effexport.plugins.building.library import LibraryError, find_library
 
     try:
         library, problem = find_library(), None

@@ -13,7 +13,7 @@ from effexport.commands._options import debug_option, json_option, stage_progres
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.plugins import Library
+    from effexport.plugins.building.library import Library
 
 BUILD_COMMAND = "effexport plugins build"
 
@@ -60,7 +60,7 @@ def path_command(as_json: bool, debug: bool) -> None:
     """Print the path of the library, for other programs to load. Exit status 1 when there is none."""
     from effexport.cli import print_json
     from effexport.errors import EffexportError
-    from effexport.plugins import find_library
+    from effexport.plugins.building.library import find_library
 
     library = find_library()
     if library is None:
@@ -81,8 +81,7 @@ def info_command(as_json: bool, debug: bool) -> None:
     Exit status 1 when the library is damaged.
     """
     from effexport.cli import print_json
-    from effexport.plugins import find_library
-    from effexport.plugins.building.library import cache_folder, list_builds
+    from effexport.plugins.building.library import cache_folder, find_library, list_builds
 
     library = find_library()
     described = describe(library) if library else {"library": None}

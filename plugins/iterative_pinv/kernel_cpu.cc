@@ -25,7 +25,7 @@ namespace {
 namespace baseline {
 #define REGISTER_BYTES 16
 #define REGISTERS 3
-#include "iterative_pinv/product.h"
+#include "iterative_pinv/vectors.h"
 #undef REGISTERS
 #undef REGISTER_BYTES
 }  // namespace baseline
@@ -40,7 +40,7 @@ namespace baseline {
 namespace avx2 {
 #define REGISTER_BYTES 32
 #define REGISTERS 3
-#include "iterative_pinv/product.h"
+#include "iterative_pinv/vectors.h"
 #undef REGISTERS
 #undef REGISTER_BYTES
 }  // namespace avx2
@@ -55,7 +55,7 @@ namespace avx2 {
 namespace avx512 {
 #define REGISTER_BYTES 64
 #define REGISTERS 4
-#include "iterative_pinv/product.h"
+#include "iterative_pinv/vectors.h"
 #undef REGISTERS
 #undef REGISTER_BYTES
 }  // namespace avx512

@@ -44,7 +44,7 @@ constexpr std::int64_t state_rows(std::int64_t head_dim) { return (head_dim + kT
 namespace baseline {
 #define REGISTER_BYTES 16
 #define REGISTERS 3
-#include "linear_attention/block.h"
+#include "linear_attention/vectors.h"
 #undef REGISTERS
 #undef REGISTER_BYTES
 }  // namespace baseline
@@ -59,7 +59,7 @@ namespace baseline {
 namespace avx2 {
 #define REGISTER_BYTES 32
 #define REGISTERS 3
-#include "linear_attention/block.h"
+#include "linear_attention/vectors.h"
 #undef REGISTERS
 #undef REGISTER_BYTES
 }  // namespace avx2
@@ -74,7 +74,7 @@ namespace avx2 {
 namespace avx512 {
 #define REGISTER_BYTES 64
 #define REGISTERS 4
-#include "linear_attention/block.h"
+#include "linear_attention/vectors.h"
 #undef REGISTERS
 #undef REGISTER_BYTES
 }  // namespace avx512

@@ -42,7 +42,7 @@ struct Window {
   Rows next_queries, next_values, contexts;
 };
 
-#define EFFEXPORT_PER_INSTRUCTION_SET "lsh_attention/window.h"
+#define EFFEXPORT_PER_INSTRUCTION_SET "lsh_attention/vectors.h"
 #include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 

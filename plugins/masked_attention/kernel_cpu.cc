@@ -49,7 +49,7 @@ struct Tile {
   bool first;                    // of the row's tiles: nothing has been summed up
 };
 
-#define EFFEXPORT_PER_INSTRUCTION_SET "masked_attention/tiles.h"
+#define EFFEXPORT_PER_INSTRUCTION_SET "masked_attention/vectors.h"
 #include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 

@@ -1,39 +1,20 @@
-// Entry point of the library for ONNX Runtime: lists the operators, nothing else.
+// Entry point of the library for ONNX Runtime: registers all operators.
 
 #include "native/ort_op.h"
 
-namespace effexport {
-namespace aft_simple_attention {
-void add_to(Ort::CustomOpDomain& domain);
-}
-namespace iterative_pinv {
-void add_to(Ort::CustomOpDomain& domain);
-}
-namespace linear_attention {
-void add_to(Ort::CustomOpDomain& domain);
-}
-namespace lsh_attention {
-void add_to(Ort::CustomOpDomain& domain);
-}
-namespace lsh_sort {
-void add_to(Ort::CustomOpDomain& domain);
-}
-namespace masked_attention {
-void add_to(Ort::CustomOpDomain& domain);
-}
-namespace segment_means {
-void add_to(Ort::CustomOpDomain& domain);
-}
-namespace sequence_conv {
-void add_to(Ort::CustomOpDomain& domain);
-}
-}  // namespace effexport
+// ort_ops.inc, which CMakeLists.txt writes, has EFFEXPORT_OP(folder) for every row of OPS in __init__.py.
+#define EFFEXPORT_OP(op)                   \
+  namespace effexport::op {                \
+  void add_to(Ort::CustomOpDomain& domain); \
+  }
+#include "ort_ops.inc"
+#undef EFFEXPORT_OP
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                                              const OrtApiBase* base) {
   const OrtApi* api = base->GetApi(ORT_API_VERSION);
   if (api == nullptr) {
-    // the first version's table has CreateStatus at its place for good
+    // CreateStatus never moves within the table of the first version
     const std::string message = std::string("the effexport kernel library was compiled for the API of ONNX Runtime 1.") +
                                 std::to_string(ORT_API_VERSION) + " and later, but this is " + base->GetVersionString() +
                                 "; upgrade onnxruntime, or build the library again with older headers "
@@ -45,14 +26,9 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
     // sessions refer to the domain for as long as they live
     static Ort::CustomOpDomain* domain = [] {
       auto* made = new Ort::CustomOpDomain("effexport");
-      effexport::aft_simple_attention::add_to(*made);
-      effexport::iterative_pinv::add_to(*made);
-      effexport::linear_attention::add_to(*made);
-      effexport::lsh_sort::add_to(*made);
-      effexport::lsh_attention::add_to(*made);
-      effexport::masked_attention::add_to(*made);
-      effexport::segment_means::add_to(*made);
-      effexport::sequence_conv::add_to(*made);
+#define EFFEXPORT_OP(op) effexport::op::add_to(*made);
+#include "ort_ops.inc"
+#undef EFFEXPORT_OP
       return made;
     }();
     Ort::UnownedSessionOptions(options).Add(*domain);

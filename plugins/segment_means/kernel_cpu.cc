@@ -23,7 +23,7 @@ struct Rows {
   T* mean;
 };
 
-#define EFFEXPORT_PER_INSTRUCTION_SET "segment_means/rows.h"
+#define EFFEXPORT_PER_INSTRUCTION_SET "segment_means/vectors.h"
 #include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 

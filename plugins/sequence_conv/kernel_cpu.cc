@@ -26,7 +26,7 @@ struct Sums {
   float* out;
 };
 
-#define EFFEXPORT_PER_INSTRUCTION_SET "sequence_conv/rows.h"
+#define EFFEXPORT_PER_INSTRUCTION_SET "sequence_conv/vectors.h"
 #include "native/instruction_sets.h"
 #undef EFFEXPORT_PER_INSTRUCTION_SET
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from effexport.models.layers import fused_operators
 from effexport.models.linear import LinearAttention
 from effexport.models.spec import LinearSpec
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE, get_library_path
+from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.building.library import get_library_path
 from effexport.plugins.linear_attention.op import linear_attention, onnx_function_body, reference
 
 # As a share of the largest value: outputs are means of values with positive weights, so nothing cancels. Sums have 64

@@ -26,7 +26,8 @@ from torch import Tensor
 from effexport.models.layers import fused_operators
 from effexport.models.lsh import LSHAttention
 from effexport.models.spec import LSHSpec
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE, get_library_path
+from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.building.library import get_library_path
 from effexport.plugins.lsh_attention.op import lsh_attention, onnx_function_body
 from effexport.plugins.lsh_sort.op import lsh_sort
 

@@ -234,7 +234,7 @@ def test_nodes_with_different_counts_cannot_share_a_body() -> None:
 def test_the_runtime_infers_the_shape_that_the_kernel_returns(capfd: pytest.CaptureFixture[str]) -> None:
     import onnxruntime
 
-    from effexport.plugins import get_library_path
+    from effexport.plugins.building.library import get_library_path
 
     feeds = random_feeds(9)
     options = onnxruntime.SessionOptions()

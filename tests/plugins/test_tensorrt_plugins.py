@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from effexport.plugins import DOMAIN, OPS, PLUGIN_NAMESPACE, LibraryError, tensorrt_plugins
+from effexport.plugins import DOMAIN, OPS, PLUGIN_NAMESPACE, tensorrt_plugins
+from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.toolchain import find_nvcc
 from effexport.plugins.iterative_pinv import trt as pinv
 from effexport.plugins.lsh_sort import trt as sort
@@ -29,7 +30,7 @@ HERE = Path(__file__).parent / "tensorrt"
 ENVIRONMENTS = ROOT / ".venv-tensorrt"
 MAJORS = ("11", "10")
 # the others run as their function bodies in engines
-PLUGINS = {name: op for name, op in OPS.items() if op.trt_module}
+PLUGINS = {name: op for name, op in OPS.items() if op.has_trt_plugin}
 INT32_MAX = 2**31 - 1
 # the most that a block may have on every GPU without opting in
 SHARED_BYTES = 48 * 1024

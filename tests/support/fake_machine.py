@@ -115,7 +115,7 @@ def machine(tmp_path: Path, tiny_library: Path, monkeypatch: pytest.MonkeyPatch)
     for name, text in (("cmake.version", "3.30.1"), ("cmake.seconds", "0"), ("c++.version", "c++ 14.1")):
         (machine.bin / name).write_text(text)
     shutil.copy(tiny_library, machine.bin)
-    for name in sources.SOURCES:
+    for name in sources.all_sources():
         (machine.sources / name).parent.mkdir(parents=True, exist_ok=True)
         (machine.sources / name).write_text(f"// {name}\n")
     monkeypatch.setattr(sources, "FOLDER", machine.sources)

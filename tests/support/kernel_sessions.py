@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from effexport.plugins import get_library_path
+from effexport.plugins.building.library import get_library_path
 
 
 def session(model: bytes, *, library: bool = True, threads: int = 2) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, get_library_path
+from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.building.library import get_library_path
 
 
 def one_node_model(

@@ -15,7 +15,7 @@ from effexport.errors import RuntimeFailedError as RuntimeFailedError  # where c
 from effexport.errors import RuntimeUnsupportedError as RuntimeUnsupportedError
 from effexport.export.onnx_graph import custom_ops_of_model, external_files
 from effexport.models.validation import did_you_mean
-from effexport.plugins import Library, LibraryError, find_library
+from effexport.plugins.building.library import Library, LibraryError, find_library
 from effexport.runners.ort import tensorrt_provider as ort_tensorrt
 
 if TYPE_CHECKING:

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.engines.api import PRODUCTS, installed_version, version_tuple
 from effexport.errors import KernelWarning, UserError
-from effexport.plugins import LibraryError
-from effexport.plugins.building.library import cache_folder
+from effexport.plugins.building.library import LibraryError, cache_folder
 
 if TYPE_CHECKING:
     from effexport.engines.sidecar import ShapeRange

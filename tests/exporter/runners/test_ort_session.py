@@ -18,7 +18,7 @@ import effexport
 from effexport import OrtSettings
 from effexport.artifact import Artifact
 from effexport.errors import EffexportError, KernelWarning, UserError
-from effexport.plugins import Library, get_library_path
+from effexport.plugins.building.library import Library, get_library_path
 from effexport.proof.cases import load_reference
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit

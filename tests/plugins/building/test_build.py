@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
 import time
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from effexport.plugins import LibraryError, find_library
+from effexport.plugins import OPS
 from effexport.plugins.building import sources
 from effexport.plugins.building.build import BuildFailedError, build_library, make_plan, relevant_lines
+from effexport.plugins.building.library import LibraryError, find_library
+from effexport.plugins.building.toolchain import require_cmake
 
 if TYPE_CHECKING:
     from fake_machine import Machine
@@ -27,23 +30,42 @@ ERROR = "kernel_cpu.cc:7:1: error: 'half' was not declared\n    7 | half x;"
 BUILD = "library = build_library()\nprint(library.path, library.built_now)"
 
 
-def test_the_sources_are_those_on_disk_and_those_of_the_wheel() -> None:
-    native = {".cc", ".cu", ".h", ".txt"}
-    on_disk = {path.relative_to(ROOT / "plugins").as_posix() for path in (ROOT / "plugins").rglob("*")}
-    assert sorted(sources.SOURCES) == sorted(name for name in on_disk if Path(name).suffix in native)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    listed = []
-    for package, names in project["tool"]["setuptools"]["package-data"].items():
-        if package.startswith("effexport.plugins"):
-            folder = "/".join(package.split(".")[2:])
-            listed += [f"{folder}/{name}".lstrip("/") for name in names if Path(name).suffix in native]
-    assert sorted(sources.SOURCES) == sorted(listed)
+def test_the_sources_are_all_native_files_on_disk() -> None:
+    plugins = ROOT / "plugins"
+    native = (path for path in plugins.rglob("*") if path.suffix in {".cc", ".cu", ".h", ".txt"})
+    on_disk = {path.relative_to(plugins).as_posix() for path in native}
+    assert sources.all_sources() == sorted({*on_disk, "__init__.py"})
 
 
-def test_cmake_lists_every_compiled_source() -> None:
-    text = (ROOT / "plugins" / "CMakeLists.txt").read_text(encoding="utf-8")
-    compiled = {name for name in sources.SOURCES if name.endswith((".cc", ".cu"))}
-    assert set(re.findall(r"[\w/]+\.(?:cc|cu)\b", text)) == compiled
+def test_every_operator_has_the_same_files() -> None:
+    for op in OPS.values():
+        folder = ROOT / "plugins" / op.torch_name
+        assert (folder / "trt.py").is_file() == op.has_trt_plugin
+        assert (folder / "README.md").is_file()
+        assert (folder / "op.py").is_file()
+    assert sources.missing_sources() == []
+
+
+def test_cmake_compiles_the_operators_of_the_table(tmp_path: Path) -> None:
+    headers = tmp_path / "include"
+    headers.mkdir()
+    (headers / "onnxruntime_cxx_api.h").touch()
+    command = [
+        require_cmake(),
+        "-S",
+        ROOT / "plugins",
+        "-B",
+        tmp_path / "build",
+        f"-DEFFEXPORT_ORT_INCLUDE_DIR={headers}",
+    ]
+    subprocess.run([*command, "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"], check=True, capture_output=True)
+    compiled = {
+        Path(unit["file"]).relative_to(ROOT / "plugins").as_posix()
+        for unit in json.loads((tmp_path / "build" / "compile_commands.json").read_text())
+    }
+    assert compiled == {name for name in sources.required_sources() if name.endswith(".cc")}
+    registered = (tmp_path / "build" / "ort_ops.inc").read_text().split()
+    assert registered == [f"EFFEXPORT_OP({op.torch_name})" for op in OPS.values()]
 
 
 def test_a_build_is_found_afterwards_and_says_what_it_was_made_from(machine: Machine) -> None:
@@ -181,7 +203,7 @@ def test_what_a_killed_build_left_is_cleared(machine: Machine) -> None:
 
 def test_a_failed_build_keeps_the_old_library_and_says_so(machine: Machine) -> None:
     old = build_library()
-    (machine.sources / "ort_op.h").write_text("// changed")
+    (machine.sources / "native" / "ort_op.h").write_text("// changed")
     (machine.bin / "cmake.error").write_text(ERROR)
     with pytest.raises(BuildFailedError, match="'half' was not declared") as failure:
         build_library()
@@ -230,7 +252,7 @@ def test_a_library_that_does_not_load_is_not_kept(machine: Machine) -> None:
 def test_sources_that_change_meanwhile_are_noticed(machine: Machine) -> None:
     def change(stage: str) -> None:
         if stage == "trying the library":
-            (machine.sources / "ort_op.h").write_text("// changed")
+            (machine.sources / "native" / "ort_op.h").write_text("// changed")
 
     with pytest.raises(BuildFailedError, match="the sources changed while they were compiled"):
         build_library(on_stage=change)
@@ -268,8 +290,8 @@ def test_each_missing_tool_is_one_error_with_its_remedy(machine: Machine, monkey
         assert f"CXX is {given!r}, which is no program here" in error()
     monkeypatch.setenv("EFFEXPORT_NVCC", "/opt/cuda/nvcc")
     assert "EFFEXPORT_NVCC is '/opt/cuda/nvcc', which is no program here" in error()
-    (machine.sources / "ort_op.h").unlink()
-    assert "this installation lacks ort_op.h" in error()
+    (machine.sources / "native" / "ort_op.h").unlink()
+    assert "this installation lacks native/ort_op.h" in error()
     assert not (machine.bin / "cmake.calls").exists()
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from effexport.plugins import LibraryError
 from effexport.plugins.building import debian_headers
 from effexport.plugins.building.headers import find_headers, runtime_warning, system_folders
+from effexport.plugins.building.library import LibraryError
 
 if TYPE_CHECKING:
     from fake_machine import Machine

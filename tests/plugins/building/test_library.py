@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from effexport.plugins import OPS, LibraryError, find_library, get_library_path
+from effexport.plugins import OPS
 from effexport.plugins.building import sources
 from effexport.plugins.building.build import build_library
-from effexport.plugins.building.library import cache_folder, list_builds
+from effexport.plugins.building.library import LibraryError, cache_folder, find_library, get_library_path, list_builds
 from effexport.plugins.building.records import parse_build_info
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def test_a_named_file_that_is_none_is_an_error_and_never_replaced(
 
 
 def test_the_newest_build_of_other_sources_is_outdated(machine: Machine) -> None:
-    source = machine.sources / "ort_op.h"
+    source = machine.sources / "native" / "ort_op.h"
     paths = []
     for text in ("// one", "// two"):
         source.write_text(text)
@@ -77,7 +77,7 @@ def test_the_build_of_another_installation_is_not_used(machine: Machine, monkeyp
     mine = build_library()
     assert (mine.path, mine.built_now) == (first.path, False)
     assert get_library_path() == first.path
-    (other / "ort_op.h").write_text("// changed")
+    (other / "native" / "ort_op.h").write_text("// changed")
     build_library()
     monkeypatch.setattr(sources, "FOLDER", machine.sources)
     assert get_library_path() == first.path

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from effexport.plugins import OPS, LibraryError
+from effexport.plugins import OPS
 from effexport.plugins.building import ptx
+from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.toolchain import find_nvcc
 
 OP = OPS["LSHSort"]
@@ -73,9 +74,9 @@ def test_a_changed_header_compiles_again(compiler: Compiler, tmp_path: Path, mon
 
 def test_the_sources_of_an_operator_are_its_kernel_and_our_headers() -> None:
     assert list(ptx.kernel_sources(OPS["IterativePinv"])) == [
-        "element_types.h",
         "iterative_pinv/kernel.h",
         "iterative_pinv/kernel_cuda.cu",
+        "native/element_types.h",
     ]
     assert list(ptx.kernel_sources(OP)) == ["lsh_sort/kernel.h", "lsh_sort/kernel_cuda.cu"]
 
@@ -166,7 +167,7 @@ def test_an_nvcc_that_does_not_run_is_quoted(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.requires("nvcc")
 @pytest.mark.xdist_group("nvcc")
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.trt_module])
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.has_trt_plugin])
 def test_nvcc_makes_ptx_for_turing_that_drivers_of_cuda_13_load(cache: Path, name: str) -> None:
     text = ptx.ptx_from_source(OPS[name])
     assert (6, 3) <= ptx.isa_of(text) <= (9, 0)
