@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Measures the speed that effexport promises on a CPU, claim by claim, each as a ratio within one run.
+"""Measure the CPU speed targets of docs/benchmarks.md, each as a ratio within one run.
 
-Every contender is compared with PyTorch first (`effexport.bench`), contenders take turns, and medians are compared.
-Attention without projections, float32, unless said. docs/benchmarks.md shows what it printed.
+Every candidate is first compared with PyTorch (`effexport.bench`). Candidates take turns, and their medians are
+compared. Unless stated otherwise, a target is about attention without projections in float32.
 
     .venv/bin/python scripts/bench_claims.py                          # everything, about ten minutes on two cores
     .venv/bin/python scripts/bench_claims.py --claim nystrom --rounds 7
@@ -45,7 +45,10 @@ LEAN = ("linear", "nystrom", "lsh", "aft-simple", "aft-local", "aft-conv")
 
 @dataclass(frozen=True)
 class Claim:
-    """A ratio, what it should be, and the figures it was made of. at_least: whether a larger ratio is better."""
+    """One measured target: a ratio, its limit, and the figures it was computed from.
+
+    at_least: whether the ratio must be at least the limit, not at most.
+    """
 
     what: str
     ratio: float
@@ -62,7 +65,7 @@ def main() -> None:
     arguments = parse_arguments()
     library = find_library()
     if library is None or library.outdated:
-        sys.exit("bench_claims.py: there is no up-to-date kernel library; build it with: effexport plugins build")
+        sys.exit("bench_claims.py: the kernel library is missing or outdated; build it with: effexport plugins build")
     torch.set_num_threads(usable_cores())
     claims: list[Claim] = []
     for name in arguments.claim or CLAIMS:
@@ -83,8 +86,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--claim", action="append", choices=list(CLAIMS), help="repeatable; default: all of them")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each contender (default 15)")
-    parser.add_argument("--markdown", type=Path, help="file for a table")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each candidate (default 15)")
+    parser.add_argument("--markdown", type=Path, help="file to write a Markdown table to")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     if arguments.rounds < 3:
@@ -95,7 +98,7 @@ def parse_arguments() -> argparse.Namespace:
 def measured(
     variant: str, runtimes: Sequence[str], rounds: int, *, memory: bool = False, options: dict[str, Any], **sizes: Any
 ) -> dict[str, Row]:
-    """Rows of one model by runtime. Fails where one was not timed."""
+    """Rows of one model by runtime. Exits if one was not timed."""
     grid = Grid(models=(Model(variant, options),), runtimes=tuple(runtimes), **grid_sizes(**sizes))
     return {row.case.runtime: checked(row) for row in run(grid, rounds, memory).rows}
 
@@ -146,7 +149,7 @@ def lsh(rounds: int) -> Iterator[Claim]:
 
 
 def transformers_layer() -> Callable[[], object]:
-    """transformers' layer with 8 heads × 64, chunks of 64 and two rounds, on 8192 tokens; it projects, but not out."""
+    """transformers' layer with 8 heads × 64, chunks of 64 and two rounds, on 8192 tokens; no output projection."""
     from transformers import ReformerConfig
     from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
@@ -174,7 +177,7 @@ def transformers_layer() -> Callable[[], object]:
 
 
 def layer_with_projections(variant: str, seq_len: int) -> Callable[[], object]:
-    """Our layer in ONNX Runtime: 8 heads × 64, projections in and out."""
+    """Our layer in ONNX Runtime: 8 heads × 64, with input and output projections."""
     return bound_in_ort(case_of(variant, seq_len, scope="attention"))
 
 
@@ -239,7 +242,7 @@ def linear(rounds: int) -> Iterator[Claim]:
 
 
 def traditional_attention_ms() -> float:
-    """softmax(Q Kᵀ / √d) V as it is written, in eager PyTorch, 32 × 6000 × 64; it needs 10 GB."""
+    """Milliseconds of softmax(Q Kᵀ / √d) V written out in eager PyTorch, 32 × 6000 × 64; it needs 10 GB."""
     q, k, v = (torch.randn(LINEAR_SHAPE["batch"], LINEAR_SHAPE["seq_len"], LINEAR_SHAPE["head_dim"]) for _ in range(3))
 
     def attention() -> None:
@@ -262,7 +265,7 @@ def decode(rounds: int) -> Iterator[Claim]:
                 start = time.perf_counter()
                 decoder.step({"input_ids": token})
                 seconds.append(time.perf_counter() - start)
-    # the tokens around: one call alone is at the mercy of the machine
+    # the median over 90 tokens, because single calls vary too much
     early, late = (statistics.median(seconds[at : at + 90]) * 1e6 for at in (10, 8000))
     what = "linear decode step, token 8000 ÷ token 10"
     yield Claim(what, late / early, 1.2, False, f"{late:.0f} µs against {early:.0f} µs")

@@ -1,10 +1,10 @@
-"""Times the custom operators on this CPU: kernel, function body and PyTorch, beside the floor.
+"""Time the custom operators on this CPU: kernel, function body and PyTorch, next to a lower bound.
 
-Every contender is compared with the reference before it is timed. Contenders take turns (A B C, A B C, …) within one
-process, and the medians of their turns are reported; what to quote are the ratios of one run. Before each turn the
-thread pools of the others get time to fall asleep: ONNX Runtime's threads spin for a while after a run.
+Every candidate is compared with the reference before it is timed. Candidates take turns (A B C, A B C, …) within one
+process, and the medians of their turns are reported. Only the ratios of one run are worth quoting. Before each turn the
+thread pools of the others get time to go idle, because ONNX Runtime's threads spin for a while after a run.
 
-    .venv/bin/python scripts/bench_ops.py                         # the shapes the operators are judged by
+    .venv/bin/python scripts/bench_ops.py                         # the shapes of docs/kernels.md
     .venv/bin/python scripts/bench_ops.py --sort 16,65536,4096 --pinv 768,64 --output ops.json
 """
 
@@ -33,13 +33,13 @@ from effexport.runners.ort.session import OrtSettings
 
 ITERATIONS = 6
 PAUSE_SECONDS = 0.02
-# Against float64; the reasons are beside the limits of tests/plugins/test_ort_kernels.py and test_iterative_pinv.py.
+# Compared with float64; tests/plugins/test_ort_kernels.py and test_iterative_pinv.py give the reasons for such limits.
 PINV_LIMIT = 1e-4
 
 
 @dataclass(frozen=True)
-class Contender:
-    """Something to time: `run` is one call."""
+class Candidate:
+    """One implementation to be timed; `run` makes one call."""
 
     name: str
     run: Callable[[], object]
@@ -58,15 +58,15 @@ def main() -> None:
     arguments = parse_arguments()
     library = find_library()
     if library is None or library.outdated:
-        sys.exit("bench_ops.py: there is no up-to-date kernel library; build it with: effexport plugins build")
+        sys.exit("bench_ops.py: the kernel library is missing or outdated; build it with: effexport plugins build")
     torch.set_num_threads(arguments.threads)
     results: dict[str, Any] = {"environment": versions(), "machine": platform.machine(), "threads": arguments.threads}
     for rows, n, num_buckets in arguments.sort or [(16, 8192, 256)]:
         title = f"LSHSort {rows} × {n}, {num_buckets} buckets"
-        results[title] = report(title, sort_contenders(rows, n, num_buckets, arguments.threads), arguments.turns)
+        results[title] = report(title, sort_candidates(rows, n, num_buckets, arguments.threads), arguments.turns)
     for count, m in arguments.pinv or [(96, 64)]:
         title = f"IterativePinv {count} × {m} × {m}, {ITERATIONS} iterations"
-        results[title] = report(title, pinv_contenders(count, m, arguments.threads), arguments.turns)
+        results[title] = report(title, pinv_candidates(count, m, arguments.threads), arguments.turns)
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
@@ -75,8 +75,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sort", type=sizes(3), action="append", metavar="ROWS,N,BUCKETS", help="repeatable")
     parser.add_argument("--pinv", type=sizes(2), action="append", metavar="COUNT,M", help="repeatable")
-    parser.add_argument("--turns", type=int, default=30, help="turns of each contender (default 30)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contender")
+    parser.add_argument("--turns", type=int, default=30, help="turns of each candidate (default 30)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of every candidate")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     if arguments.turns < 3 or arguments.threads < 1:
@@ -95,7 +95,7 @@ def sizes(count: int) -> Callable[[str], tuple[int, ...]]:
 
 
 def op_model(op: str, inputs: dict[str, tuple[int, list[Any]]], outputs: list[str], **attributes: int) -> bytes:
-    """One custom node with its function body."""
+    """A serialised model of one custom node with its function body."""
     node = helper.make_node(op, list(inputs), outputs, domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes)
     element, dims = next(iter(inputs.values()))
     graph = helper.make_graph(
@@ -114,7 +114,7 @@ def op_model(op: str, inputs: dict[str, tuple[int, list[Any]]], outputs: list[st
 
 
 def runners(model: bytes, threads: int) -> tuple[OrtRunner, OrtRunner]:
-    """The model on kernels, and on function bodies."""
+    """Two runners of the model: one with kernels, one with function bodies."""
     kernel, body = (
         OrtRunner(model, OrtSettings(implementation=choice, threads=threads)) for choice in ("kernel", "body")
     )
@@ -123,7 +123,7 @@ def runners(model: bytes, threads: int) -> tuple[OrtRunner, OrtRunner]:
     return kernel, body
 
 
-def sort_contenders(rows: int, n: int, num_buckets: int, threads: int) -> list[Contender]:
+def sort_candidates(rows: int, n: int, num_buckets: int, threads: int) -> list[Candidate]:
     buckets = np.random.default_rng(0).integers(0, num_buckets, (rows, n)).astype(np.int32)
     given = torch.from_numpy(buckets)
     inputs = {"buckets": (TensorProto.INT32, ["N", "n"])}
@@ -144,16 +144,16 @@ def sort_contenders(rows: int, n: int, num_buckets: int, threads: int) -> list[C
     target = torch.empty_like(source)
     source_array, target_array = source.numpy(), target.numpy()
     return [
-        Contender("kernel", bound.run),
-        Contender("kernel, outputs allocated", lambda: kernel.run(feeds)),
-        Contender("body in ONNX Runtime", lambda: body.run(feeds)),
-        Contender("torch argsort(argsort)", double_argsort),
-        Contender("floor: one thread copies the bytes in and out", lambda: np.copyto(target_array, source_array)),
-        Contender("floor: all threads copy them", lambda: target.copy_(source)),
+        Candidate("kernel", bound.run),
+        Candidate("kernel, outputs allocated", lambda: kernel.run(feeds)),
+        Candidate("body in ONNX Runtime", lambda: body.run(feeds)),
+        Candidate("torch argsort(argsort)", double_argsort),
+        Candidate("lower bound: one thread copies the bytes", lambda: np.copyto(target_array, source_array)),
+        Candidate("lower bound: all threads copy them", lambda: target.copy_(source)),
     ]
 
 
-def pinv_contenders(count: int, m: int, threads: int) -> list[Contender]:
+def pinv_candidates(count: int, m: int, threads: int) -> list[Candidate]:
     a = torch.softmax(2 * torch.randn(count, m, m, generator=torch.Generator().manual_seed(0)), dim=-1)
     scale = a.sum(dim=-2).amax(dim=-1).reshape(count, 1, 1)
     feeds = {"A": a.numpy(), "scale": scale.numpy()}
@@ -172,15 +172,15 @@ def pinv_contenders(count: int, m: int, threads: int) -> list[Contender]:
             torch.bmm(a, a, out=out)
 
     return [
-        Contender("kernel", bound.run),
-        Contender("body in ONNX Runtime", lambda: body.run(feeds)),
-        Contender("torch eager", lambda: reference(a, scale, ITERATIONS)),
-        Contender("floor: the 24 products alone, in torch", products),
+        Candidate("kernel", bound.run),
+        Candidate("body in ONNX Runtime", lambda: body.run(feeds)),
+        Candidate("torch eager", lambda: reference(a, scale, ITERATIONS)),
+        Candidate("lower bound: the 24 products, in torch", products),
     ]
 
 
-def report(title: str, contenders: list[Contender], turns: int) -> list[dict[str, Any]]:
-    timings = timed(contenders, turns)
+def report(title: str, candidates: list[Candidate], turns: int) -> list[dict[str, Any]]:
+    timings = timed(candidates, turns)
     print(f"\n{title}")
     print(f"  {'':46}{'median':>12}{'lowest':>12}{'highest':>12}{'÷ kernel':>12}")
     for t in timings:
@@ -188,33 +188,33 @@ def report(title: str, contenders: list[Contender], turns: int) -> list[dict[str
     return [asdict(timing) for timing in timings]
 
 
-def timed(contenders: list[Contender], turns: int) -> list[Timing]:
-    """The first contender is the one that the others are compared with, turn by turn."""
-    seconds: list[list[float]] = [[] for _ in contenders]
+def timed(candidates: list[Candidate], turns: int) -> list[Timing]:
+    """Timings of all candidates; each is compared with the first one turn by turn."""
+    seconds: list[list[float]] = [[] for _ in candidates]
     for _ in range(turns):
-        for own, contender in zip(seconds, contenders, strict=True):
-            own.append(turn(contender))
-    # the ratio of each turn, so that what slows the whole machine for a while cancels
+        for own, candidate in zip(seconds, candidates, strict=True):
+            own.append(turn(candidate))
+    # a ratio per turn, so that slow phases of the machine cancel out
     return [
         Timing(
-            contender.name,
+            candidate.name,
             statistics.median(own) * 1e6,
             min(own) * 1e6,
             max(own) * 1e6,
             statistics.median(x / kernel for x, kernel in zip(own, seconds[0], strict=True)),
         )
-        for contender, own in zip(contenders, seconds, strict=True)
+        for candidate, own in zip(candidates, seconds, strict=True)
     ]
 
 
-def turn(contender: Contender, runs: int = 3) -> float:
+def turn(candidate: Candidate, runs: int = 3) -> float:
     """Median of a few runs in a row, after a pause and a run that wakes threads and fills caches."""
     time.sleep(PAUSE_SECONDS)
-    contender.run()
+    candidate.run()
     measured = []
     for _ in range(runs):
         start = time.perf_counter()
-        contender.run()
+        candidate.run()
         measured.append(time.perf_counter() - start)
     return statistics.median(measured)
 

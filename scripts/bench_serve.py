@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measures `effexport serve` on this machine: speed beside the runner, latency, overload, malformed requests, stopping.
+"""Measure `effexport serve` on this machine: speed beside the runner, latency, overload, malformed requests, stopping.
 
-The server runs in a process of its own; the load comes from this one, over 127.0.0.1, and its share of the machine is
-printed. The runner in a loop takes turns with the server, at the batch sizes that the server ran. docs/scale.md shows
-what it printed; scripts/simulate_serving.py compares that with a simulation.
+The server runs in a process of its own. The load comes from this process, over 127.0.0.1, and its share of the machine
+is printed. The runner in a loop takes turns with the server, at the batch sizes that the server ran. docs/scale.md
+shows results; scripts/simulate_serving.py compares such results with a simulation.
 
     .venv/bin/python scripts/bench_serve.py                                    # all of it, about five minutes
     .venv/bin/python scripts/bench_serve.py --variant linear --only throughput,latency
@@ -72,7 +72,7 @@ class Bench:
 
 
 def make_samples(model: str, runner: Runner, spec: BuildSpec, seq_len: int, count: int) -> list[Sample]:
-    """Requests of one row, with what the runner answers to each alone. Rows that were joined may differ by rounding."""
+    """Requests of one row, with the runner's output for each alone. Rows in a batch may differ from it by rounding."""
     limit = arithmetic_limit(spec).value
     samples = []
     for seed in range(count):
@@ -89,14 +89,14 @@ def client_share(outcome: Outcome) -> str:
 
 
 def runner_loop(bench: Bench, sizes: Counter[int]) -> tuple[float, float]:
-    """Seconds, and CPU seconds, that the runner alone takes for runs of these sizes, one after the other."""
+    """Seconds and CPU seconds that the runner alone takes for runs of these sizes, one after the other."""
     total = total_cpu = 0.0
     for rows, count in sizes.items():
         feeds = bench.feeds(rows)
         bench.runner.run(feeds)
         times = []
         cpu = time.process_time()
-        # every size in proportion, and often enough for a mean that holds
+        # at least three runs of every size, for a stable mean
         for _ in range(max(3, min(count, 40))):
             started = time.perf_counter()
             bench.runner.run(feeds)
@@ -134,7 +134,7 @@ async def throughput(bench: Bench) -> dict[str, Any]:
     mean = sum(size * count for size, count in sizes_seen.items()) / sum(sizes_seen.values())
     ratio = statistics.median(ratios)
     sizes_text = dict(sorted(sizes_seen.items()))
-    cpu_text = f"by CPU time, which other work on the machine disturbs less, {statistics.median(cpu_ratios):.2f}"
+    cpu_text = f"by CPU time, which depends less on other work on the machine, {statistics.median(cpu_ratios):.2f}"
     print(f"  median ratio {ratio:.2f} (at least 0.85 wanted); {cpu_text}; mean batch {mean:.1f}, sizes {sizes_text}")
     return {
         "ratio": ratio,
@@ -153,7 +153,7 @@ async def capacity_of(bench: Bench) -> float:
 
 
 async def latency(bench: Bench) -> dict[str, Any]:
-    """Open loops at half of the capacity: requests come at their times, whether earlier ones are answered or not."""
+    """Open loops at half the capacity: requests arrive on schedule, whether earlier ones are answered or not."""
     capacity = await capacity_of(bench)
     result: dict[str, Any] = {"capacity_per_s": capacity}
     for name, times in (("steady", even_times), ("poisson", poisson_times)):
@@ -170,7 +170,7 @@ async def latency(bench: Bench) -> dict[str, Any]:
 
 
 async def many(bench: Bench) -> dict[str, Any]:
-    """10,000 requests of 64 clients, every output compared."""
+    """10,000 requests from 64 clients, every output compared."""
     count = bench.arguments.many
     outcome = await closed_loop(bench.server.port, bench.samples, 64, count)
     print(
@@ -193,7 +193,7 @@ async def overload(bench: Bench) -> dict[str, Any]:
     outcome = await open_loop(bench.server.port, bench.samples, times)
     ended = time.perf_counter()
     watcher.cancel()
-    # open_loop waited for the last answers: what was in the queue is part of the recovery
+    # open_loop waited for the last answers, so emptying the queue is part of the recovery
     backlog_s = outcome.wall_s - times[-1]
     while await lone_latency(bench) > 2 * typical and time.perf_counter() - ended < 30:
         pass
@@ -224,7 +224,7 @@ async def watch_memory(server: ServerProcess, seen: list[int]) -> None:
 
 
 async def malformed(bench: Bench) -> dict[str, Any]:
-    """500 requests that no server should take; the first 100 warm up what is allocated once."""
+    """500 requests that no server should accept, after 100 others that allocate what is allocated once."""
     requests = malformed_requests(bench.server.model, 500)
     statuses: Counter[int] = Counter()
     unanswered = 0
@@ -247,7 +247,7 @@ async def malformed(bench: Bench) -> dict[str, Any]:
 
 
 async def stop(bench: Bench) -> dict[str, Any]:
-    """SIGTERM while 32 clients send without a pause."""
+    """SIGTERM while 32 clients send without pause."""
     stopped = await stop_under_load(bench.server, bench.samples, 32, 3.0)
     print(
         f"  SIGTERM under load: {dict(stopped.outcome.statuses)}, wrong {stopped.outcome.wrong}, accepted and lost "
@@ -279,19 +279,19 @@ async def run(bench: Bench, phases: Sequence[str]) -> dict[str, Any]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--artifact", help="default: a default encoder is built")
+    parser.add_argument("--artifact", help="artifact folder; default: build a default encoder")
     parser.add_argument("--variant", default="nystrom")
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--runtime", default="ort", help="as in effexport serve")
     parser.add_argument("--max-batch", type=int, default=8)
-    parser.add_argument("--clients", type=int, default=16, help="of the closed loops that measure throughput")
-    parser.add_argument("--requests", type=int, default=400, help="of one round")
+    parser.add_argument("--clients", type=int, default=16, help="number of clients that measure throughput")
+    parser.add_argument("--requests", type=int, default=400, help="requests per round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each latency measurement")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each latency measurement")
     parser.add_argument("--many", type=int, default=10_000)
     parser.add_argument("--overload-seconds", type=float, default=60.0)
     parser.add_argument("--only", default=",".join(PHASES), help="phases, separated by commas")
-    parser.add_argument("--json", type=Path, help="write the numbers here too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 
 

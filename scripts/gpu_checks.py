@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Checks and times the CUDA kernels on this machine's NVIDIA GPU.
+"""Check and time the CUDA kernels on this machine's NVIDIA GPU.
 
-Every kernel is compared with its reference over a grid of sizes, then timed against PyTorch and against the time that
-the GPU's arithmetic or memory allows at best. Kernels run inside ONNX Runtime's CUDA provider where onnxruntime-gpu,
-effexport and its kernel library are installed; and by themselves where there is nvcc to compile them, launched by CuPy
-or the CUDA driver. One of the two ways is enough; both need PyTorch with CUDA.
+Every kernel is compared with its reference over a grid of sizes. Then it is timed and compared with PyTorch and with a
+lower bound, the time that the GPU's arithmetic or memory allows at best. Kernels run inside ONNX Runtime's CUDA
+provider if onnxruntime-gpu, effexport and its kernel library are installed, and also alone if nvcc can compile them,
+launched by CuPy or the CUDA driver. One of the two ways is enough; both need PyTorch with CUDA.
 
 With --tensorrt, TensorRT engines are checked and timed instead: see gpu_checks_tensorrt.py.
 
-Exit status: 0 all right, 1 a result differs or a step failed, 2 no GPU or a tool is missing.
+Exit status: 0 success, 1 a result differs or a step failed, 2 there is no GPU or a tool is missing.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ DEVICE = "cuda:0"
 ITERATIONS = 6
 DTYPES = ("float32", "float16", "bfloat16")
 PINV_SIZES = (1, 2, 31, 63, 64, 100, 128)
-# softmax rows as in Nyströmformer; the others have many singular values near or at zero
+# softmax rows are as in Nyströmformer; the other kinds have many singular values at or near zero
 PINV_KINDS = ("softmax", "nearly equal rows", "one large column", "zero")
 PINV_COUNT = 5
 SORT_LENGTHS = (0, 1, 2, 63, 100, 1000, 4096, 65536)
 SORT_BUCKETS = (1, 2, 31, 32, 33, 257, 352, 353, 1025, 4096)
-# (seq, chunk_length, head_dim): one token, chunks shorter and longer than a tile of 64, slices of 32 that are not whole
+# (seq, chunk_length, head_dim): one token, chunks shorter and longer than a tile of 64, incomplete slices of 32
 ATTENTION_SHAPES = ((1, 1, 1), (63, 10, 24), (100, 64, 64), (1000, 100, 100), (1000, 64, 128))
 # before, after, causal, circular, rounded
 ATTENTION_KINDS = {
@@ -56,7 +56,7 @@ ATTENTION_KINDS = {
     "in a ring, rounded": (1, 1, True, True, True),
 }
 
-# (count, m), (rows, n, num_buckets) that are timed
+# the timed sizes: (count, m) and (rows, n, num_buckets)
 TIMED_PINV = ((96, 64), (768, 64))
 TIMED_SORT = ((16, 8192, 256), (256, 16384, 256))
 # (batch, heads, seq, head_dim), of two rounds in chunks of 64, one before
@@ -70,17 +70,17 @@ EXAMPLES = """TensorRT on a machine without a network, whose Python is 3.12: fet
   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d wheels \\
     tensorrt-rtx-cu13-libs==$version tensorrt-rtx-cu13-bindings==$version
   pip wheel --no-deps -w wheels tensorrt-rtx-cu13==$version
-cut what is too large to be carried at once,
+split files that are too large to transfer at once,
   (cd wheels && for wheel in tensorrt_rtx_cu13_libs-*.whl; do split -b 48M $wheel $wheel.part && rm $wheel; done)
-carry all files, in several turns if need be, into one folder of that machine, and there
+copy all files, in several steps if necessary, into one folder of that machine, and there
   pip install --no-deps --no-build-isolation .
   python scripts/gpu_checks.py --tensorrt --wheels wheels --output-json tensorrt.json
-Eight variants in two precisions take long; --variants softmax,lsh --precisions fp16 does a part of them.
+Eight variants in two precisions take long; --variants softmax,lsh --precisions fp16 runs a part of them.
 """
 
 
 class SetupError(Exception):
-    """This machine lacks something; the message says what was found, what is expected and what to do."""
+    """A requirement is missing on this machine; the message says what was found, what is expected and what to do."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class PinvCase:
 
     @property
     def tolerance(self) -> float:
-        """Of the largest difference as a fraction of the largest value, or of one if that is larger.
+        """Limit of the largest difference, relative to the largest value, or to one if that is larger.
 
         One rounding to the output's type, and: float32 products whose errors later steps shrink (1e-5); where small
         singular values are left, their gain of at most (13/4)^6 = 1178 times the roundoff of 6e-8 (1e-4).
@@ -140,7 +140,7 @@ class AttentionCase:
 
     @property
     def tolerance(self) -> float:
-        """Of the largest difference as a fraction of the largest value.
+        """Limit of the largest difference, relative to the largest value.
 
         One rounding to the output's type, and float32 sums of up to 128 terms in logits of up to ‖q‖, about 14.
         """
@@ -149,7 +149,7 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison. `error` is relative where results are rounded, and a count of differing elements where not."""
+    """One comparison. `error` is relative for rounded results, and the number of differing elements for exact ones."""
 
     runner: str
     name: str
@@ -163,7 +163,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians in microseconds; `limited_by` says which floor is the higher one."""
+    """Medians in microseconds; `limited_by` says which lower bound is the higher one: arithmetic or memory."""
 
     name: str
     kernel_us: float
@@ -202,7 +202,7 @@ def pinv_inputs(case: PinvCase, device: str = DEVICE) -> tuple[Tensor, Tensor]:
         "one large column": torch.zeros_like(softmax).index_fill_(2, torch.tensor([0]), 1.0),
         "zero": torch.zeros_like(softmax),
     }[case.kind]
-    smallest = torch.finfo(torch.float16).tiny  # a divisor that all types have
+    smallest = torch.finfo(torch.float16).tiny  # a divisor that exists in all types
     scale = a.sum(dim=1).amax(dim=-1).clamp(min=smallest).reshape(-1, 1, 1)
     dtype = getattr(torch, case.dtype)
     return a.to(device, dtype), scale.to(device, dtype)
@@ -219,7 +219,7 @@ SORT_PATTERNS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 def sort_inputs(case: SortCase, device: str = DEVICE) -> Tensor:
-    """int32 [rows, n]; the patterns take turns."""
+    """int32 [rows, n], with the patterns of SORT_PATTERNS in turns."""
     import torch
 
     position = torch.arange(case.n)
@@ -234,7 +234,7 @@ AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor] if TYPE_CHECKING
 
 
 def attention_inputs(case: AttentionCase, device: str = DEVICE) -> AttentionInputs:
-    """As a layer hands them over: tokens sorted by random buckets, the last quarter of the last sample is padding."""
+    """Inputs as a layer passes them: tokens sorted by random buckets; the end of the last sample is padding."""
     import torch
 
     generator = torch.Generator().manual_seed(case.seq)
@@ -252,9 +252,9 @@ def attention_inputs(case: AttentionCase, device: str = DEVICE) -> AttentionInpu
 
 
 def torch_attention(inputs: AttentionInputs, attributes: dict[str, int]) -> Tensor:
-    """The plain formulas, windows and scores in memory: what PyTorch runs without our kernel.
+    """The plain formulas, with windows and scores in memory: what PyTorch runs without our kernel.
 
-    `rounded` is about float32, so the log-sum-exps are of that type then.
+    `rounded` reproduces a rounding of float32, so the log-sum-exps are then computed in float32.
     """
     import torch
 
@@ -316,7 +316,7 @@ def torch_sort(buckets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Runner(Protocol):
-    """Runs the kernels on tensors of the GPU, on PyTorch's current stream, into outputs that the caller provides."""
+    """A way to run the kernels on tensors of the GPU, on PyTorch's current stream, into outputs of the caller."""
 
     name: str
 
@@ -331,7 +331,7 @@ Argument = ctypes.c_void_p | ctypes.c_int32
 
 
 class Launcher(Protocol):
-    """Loads compiled kernels and launches them by name."""
+    """A loader of compiled kernels, which launches them by name."""
 
     name: str
 
@@ -400,18 +400,18 @@ class DriverLauncher:
 
 
 def find_function(name: str, lookups: Sequence[Callable[[str], Any]]) -> Any:
-    """The first module's function of that name."""
+    """The function of that name in the first module that has it."""
     for lookup in lookups:
         try:
             return lookup(name)
-        except Exception as error:  # CuPy and the driver raise different ones
+        except Exception as error:  # CuPy and the driver raise different types
             failure = error
     raise RuntimeError(f"no compiled kernel is named {name}") from failure
 
 
 @dataclass(frozen=True)
 class PinvLaunch:
-    """How plugins/iterative_pinv/kernel_cuda.cu wants to be launched."""
+    """The launch parameters that plugins/iterative_pinv/kernel_cuda.cu expects."""
 
     entry: str
     grid: int
@@ -431,7 +431,7 @@ def pinv_launch(count: int, m: int, dtype: str) -> PinvLaunch:
 
 
 def sort_shared_bytes(num_buckets: int) -> int:
-    """How much plugins/lsh_sort/kernel_cuda.cu wants: a counter per warp and digit, and one more per warp."""
+    """Shared memory of plugins/lsh_sort/kernel_cuda.cu: a counter per warp and digit, and one more per warp."""
     if num_buckets <= 352:
         return 4 * 32 * (num_buckets + 1)
     bucket_bits = (num_buckets - 1).bit_length()
@@ -448,7 +448,7 @@ class Launch:
 
 
 def attention_launches(case: AttentionCase) -> tuple[Launch, Launch, Launch]:
-    """How plugins/lsh_attention/kernel_cuda.cu wants its three kernels to be launched."""
+    """The launch parameters of the three kernels of plugins/lsh_attention/kernel_cuda.cu."""
     chunks = -(-case.seq // case.chunk_length)
     groups = case.batch * case.heads
     tiles = -(-case.chunk_length // 64) * -(-case.head_dim // 128)
@@ -461,7 +461,7 @@ def attention_launches(case: AttentionCase) -> tuple[Launch, Launch, Launch]:
 
 
 class LaunchRunner:
-    """The kernels by themselves, compiled by nvcc for this GPU."""
+    """The kernels alone, compiled by nvcc for this GPU."""
 
     def __init__(self, launcher: Launcher, cubins: Sequence[Path]) -> None:
         self.name = f"kernels launched by {launcher.name}"
@@ -478,7 +478,7 @@ class LaunchRunner:
         how = pinv_launch(count, m, str(a.dtype).removeprefix("torch."))
         arguments = [*pointers(a, scale), *integers(count, m, ITERATIONS), *pointers(z)]
         if how.scratch_bytes:
-            # memory that PyTorch reuses on the same stream only, hence not before the kernel is done with it
+            # PyTorch reuses this memory only on the same stream, so not before the kernel has finished
             scratch = torch.full((how.scratch_bytes // 4,), float("nan"), device=a.device)
             arguments += pointers(scratch)
         self.launcher.launch(how.entry, how.grid, how.block, how.shared_bytes, arguments)
@@ -501,7 +501,7 @@ class LaunchRunner:
         rounds, value_dim = rows // groups, v.shape[3]
         dtype = str(qk.dtype).removeprefix("torch.")
         case = AttentionCase(seq, attributes["chunk_length"], head_dim, dtype, "", batch, heads, rounds)
-        # memory that PyTorch reuses on the same stream only, hence not before the kernels are done with it
+        # PyTorch reuses this memory only on the same stream, so not before the kernels have finished
         contexts, lses = (torch.full((rows * seq * n,), float("nan"), device=qk.device) for n in (value_dim, 1))
         kept = torch.full((batch,), -1, dtype=torch.int32, device=qk.device)
         sizes = (groups, heads, seq, padded, rounds, head_dim, value_dim, *attributes.values())
@@ -555,7 +555,7 @@ class OrtRunner:
         binding = self.sessions[key].io_binding()
         for bind, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
             for name, tensor in tensors.items():
-                # an empty tensor has no address, and none is not accepted
+                # an empty tensor has a null address, which is not accepted
                 address = tensor.data_ptr() or self.nowhere.data_ptr()
                 bind(name, self.device, 0, onnx_element(tensor), list(tensor.shape), address)
         self.sessions[key].run_with_iobinding(binding)
@@ -568,7 +568,7 @@ class OrtRunner:
         options.register_custom_ops_library(str(self.library))
         if self.device == "cpu":
             return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        # on the stream whose events take the time
+        # the stream whose events measure the time
         cuda = {"device_id": 0, "user_compute_stream": str(torch.cuda.current_stream().cuda_stream)}
         return onnxruntime.InferenceSession(model, options, providers=[("CUDAExecutionProvider", cuda)])
 
@@ -598,7 +598,7 @@ def one_node_model(op: str, attributes: dict[str, Any], inputs: dict[str, Tensor
 
 
 def require_gpu() -> None:
-    """Raises SetupError unless PyTorch can use a GPU."""
+    """Check that PyTorch can use a GPU. Raises SetupError otherwise."""
     try:
         import torch
     except ImportError as error:
@@ -618,9 +618,9 @@ def require_gpu() -> None:
 
 
 def choose_runners(folder: Path) -> list[Runner]:
-    """Every way to run the kernels here, the one with the least overhead last. Compiled kernels go to `folder`.
+    """All ways to run the kernels here, the one with the least overhead last. Compiled kernels go to `folder`.
 
-    Raises SetupError when there is none.
+    Raises SetupError if there is none.
     """
     library, nvcc = ort_library(), find_nvcc()
     if library is None and nvcc is None:
@@ -640,7 +640,7 @@ def find_nvcc() -> str | None:
 
 
 def ort_library() -> Path | None:
-    """The kernel library, where ONNX Runtime has CUDA and effexport is installed with a library."""
+    """The kernel library; None unless ONNX Runtime has CUDA and effexport is installed."""
     if not all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime", "effexport")):
         return None
     import onnxruntime
@@ -657,7 +657,7 @@ def ort_library() -> Path | None:
 
 
 def compile_kernels(nvcc: str, folder: Path) -> list[Path]:
-    """A cubin of each kernel for this GPU. Raises SetupError when nvcc fails."""
+    """A cubin of each kernel for this GPU. Raises SetupError if nvcc fails."""
     import torch
 
     major, minor = torch.cuda.get_device_capability(0)
@@ -700,7 +700,7 @@ def describe_machine(runners: Sequence[Runner]) -> dict[str, str]:
 
 
 def nvidia_smi(*fields: str) -> list[str]:
-    """Properties of the first GPU; raises SetupError when the driver's own tool does not tell."""
+    """Properties of the first GPU. Raises SetupError if the driver's tool fails."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -725,7 +725,7 @@ def check_pinv(runner: Runner, case: PinvCase, device: str = DEVICE) -> Check:
 
 
 def check_pinv_independence(runner: Runner, m: int, device: str = DEVICE) -> Check:
-    """Each matrix alone has the bits that it has in a batch, one of whose matrices is NaN."""
+    """Check that each matrix alone gives the same bits as in a batch with a NaN matrix."""
     import torch
 
     a, scale = pinv_inputs(PinvCase(m, "float32", "softmax"), device)
@@ -774,7 +774,7 @@ def run_checks(runner: Runner, device: str = DEVICE) -> list[Check]:
 
 
 def interleaved_medians(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Median time of each call in microseconds. They take turns, so that a changing clock is shared by all."""
+    """Median time of each call in microseconds. They take turns, so that a changing clock affects all."""
     import torch
 
     samples: list[list[float]] = [[] for _ in calls]
@@ -809,7 +809,7 @@ def float32_peak(multiprocessors: int, clock_mhz: float, capability: tuple[int, 
 
 
 def floor_us(operations: float, moved_bytes: float, peak: float, bandwidth: float) -> tuple[float, str]:
-    """The least possible time, and what sets it."""
+    """The lower bound in microseconds, and what determines it: "arithmetic" or "memory"."""
     arithmetic, memory = 1e6 * operations / peak, 1e6 * moved_bytes / bandwidth
     return (arithmetic, "arithmetic") if arithmetic > memory else (memory, "memory")
 
@@ -856,7 +856,7 @@ def time_attention(
 
 
 def run_timings(runner: Runner) -> tuple[list[Timing], dict[str, float]]:
-    """The timings, and the two limits of this GPU that their floors were computed from."""
+    """The timings, and the two limits of this GPU that their lower bounds were computed from."""
     import torch
 
     (clock,) = nvidia_smi("clocks.max.sm")
@@ -886,7 +886,7 @@ class Results:
 def json_from_results(results: Results) -> str:
     value = dataclasses.asdict(results)
     for entry, check in zip(value["checks"], results.checks, strict=True):
-        # JSON knows no NaN
+        # JSON has no NaN
         entry |= {"passed": check.passed, "error": check.error if check.error == check.error else "nan"}
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
@@ -909,11 +909,11 @@ def markdown_from_results(results: Results) -> str:
 def timing_lines(results: Results) -> list[str]:
     limits = results.limits
     lines = [
-        f"Medians of {ROUNDS} interleaved rounds of {CALLS_PER_ROUND} calls. The floor is the time that float32 "
+        f"Medians of {ROUNDS} interleaved rounds of {CALLS_PER_ROUND} calls. The lower bound is the time that float32 "
         f"arithmetic at {limits['float32_tflops']:.1f} TFLOP/s or memory traffic at the measured copy bandwidth of "
         f"{limits['copy_gb_per_s']:.0f} GB/s takes.",
         "",
-        "| | kernel (µs) | PyTorch (µs) | PyTorch / kernel | floor (µs) | floor / kernel |",
+        "| | kernel (µs) | PyTorch (µs) | PyTorch / kernel | lower bound (µs) | bound / kernel |",
         "|---|---|---|---|---|---|",
     ]
     for t in results.timings:
@@ -929,14 +929,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all results as JSON")
-    parser.add_argument("--output-markdown", type=Path, metavar="FILE", help="write a table, as docs/gpu-results.md")
+    parser.add_argument("--output-markdown", type=Path, metavar="FILE", help="write a Markdown table")
     parser.add_argument("--no-timing", action="store_true", help="only compare results")
     engines = parser.add_argument_group("TensorRT")
-    engines.add_argument("--tensorrt", action="store_true", help="check TensorRT engines, and no kernels by themselves")
+    engines.add_argument("--tensorrt", action="store_true", help="check TensorRT engines instead of the kernels")
     engines.add_argument("--variants", metavar="NAME,…", help="attention variants; default: all")
     engines.add_argument("--precisions", default="fp32,fp16", metavar="NAME,…", help="default: %(default)s")
     engines.add_argument("--soak-runs", type=int, default=2000, metavar="N", help="default: %(default)s")
-    engines.add_argument("--wheels", type=Path, metavar="FOLDER", help="first install the wheels in it, for this run")
+    engines.add_argument(
+        "--wheels", type=Path, metavar="FOLDER", help="install the wheels in this folder first, for this run only"
+    )
     options = parser.parse_args(arguments)
     names = ("variants", "precisions", "soak_runs", "wheels")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != parser.get_default(name)]
@@ -949,7 +951,7 @@ def run(timing: bool) -> Results:
     require_gpu()
     import torch
 
-    # ONNX Runtime takes the default stream for none given
+    # ONNX Runtime treats the default stream as none given
     with tempfile.TemporaryDirectory() as folder, torch.cuda.stream(torch.cuda.Stream()):
         runners = choose_runners(Path(folder))
         machine = describe_machine(runners)

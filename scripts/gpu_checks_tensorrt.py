@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""TensorRT engines on this machine's GPU: what `scripts/gpu_checks.py --tensorrt` does.
+"""Check TensorRT engines on this machine's GPU, for `scripts/gpu_checks.py --tensorrt`.
 
-Per target, variant and precision: build an artifact with an engine, run the engine in a fresh process that registers no
-plugin of ours, compare it with its reference, time it beside PyTorch, and run it on changing shapes while watching the
-memory of the GPU. A step that fails is recorded with its error, and the others go on.
+For each target, variant and precision: build an artifact with an engine, run the engine in a fresh process that
+registers none of our plugins, compare it with its reference, time it next to PyTorch, and run it on changing shapes
+while watching the GPU's memory. If a step fails, its error is recorded and the other steps go on.
 
-Run by itself, this file is the fresh process: it loads one engine and runs it.
+Run as a program, this file is the fresh process: it loads one engine and runs it.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ if TYPE_CHECKING:
     Arrays = dict[str, np.ndarray[Any, Any]]
 
 TARGETS = ("trt", "trt-rtx")
-# large enough that kernels, and not launches, take the time, and small enough that the CPU can be the reference
+# large enough that kernels take longer than launches, and small enough for the CPU as the reference
 SIZE = {"dim": 256, "heads": 4, "layers": 2, "seq_len": 1024}
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-# side of the square matrices whose product measures how fast this GPU multiplies
+# size of the square matrices whose product measures this GPU's arithmetic
 PRODUCT_SIZE = 8192
 WARM_UP_ROUNDS = 3
 
 SHAPES = 24
 SAMPLE_EVERY = 100
-# cudaMemGetInfo sees memory in pieces of this size, which is what the driver maps at a time
+# the driver maps memory in pieces of this size, so cudaMemGetInfo changes in such steps
 GRANULE_BYTES = 2 << 20
 
-# A process in which one of these is loaded may have registered a plugin.
+# If one of these modules is loaded, the process may have registered a plugin.
 REGISTRARS = ("effexport.plugins.tensorrt_plugins", "tensorrt.plugin")
 TENSORRT_PACKAGES = ("tensorrt", "tensorrt_cu13", "tensorrt_rtx", "tensorrt-rtx-cu13", "cuda-bindings")
 PACKAGES = (*TENSORRT_PACKAGES, "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy", "effexport")
@@ -73,7 +73,7 @@ Status = Literal["passed", "failed", "left out"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step found. problem: why it has failed nonetheless; empty where it has not."""
+    """The result of a step that raised no error. problem: why it counts as failed; empty if it does not."""
 
     data: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
@@ -81,7 +81,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Step:
-    """model: such as "lsh fp16"; empty for a whole target. text: the exact error, or why the step was left out."""
+    """The record of one step.
+
+    model: such as "lsh fp16"; empty for a whole target.
+    text: the exact error, or why the step was skipped.
+    """
 
     target: str
     model: str
@@ -94,7 +98,7 @@ class Step:
 
 @dataclass
 class Results:
-    """save: called after every step, so that a run that is cut short leaves what it has found."""
+    """All steps of a run. save: called after every step, so that an interrupted run leaves its results."""
 
     machine: dict[str, str]
     save: Callable[[Results], None] = lambda results: None
@@ -104,7 +108,7 @@ class Results:
         self._add(Step(target, model, name, "left out", 0.0, reason, {}))
 
     def run(self, target: str, model: str, name: str, function: Callable[[], Outcome]) -> bool:
-        """Run one step and record what came of it, whatever that is. Whether it passed."""
+        """Run one step, record its result or error, and return whether it passed."""
         started = time.perf_counter()
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -113,10 +117,10 @@ class Results:
         except Exception as error:  # any failure is a result: of TensorRT, of CUDA, of our code
             outcome = Outcome(problem=exact(error))
         data = outcome.data
-        # torch and its exporter warn of themselves; what our own classes say belongs to the result
-        said = {str(w.message) for w in caught if w.category.__module__.startswith("effexport")}
-        if said:
-            data = {**data, "warnings": sorted(said)}
+        # warnings of our own classes belong to the result; those of torch and its exporter do not
+        messages = {str(w.message) for w in caught if w.category.__module__.startswith("effexport")}
+        if messages:
+            data = {**data, "warnings": sorted(messages)}
         status: Status = "failed" if outcome.problem else "passed"
         self._add(Step(target, model, name, status, time.perf_counter() - started, outcome.problem, data))
         return status == "passed"
@@ -128,7 +132,7 @@ class Results:
 
     @property
     def exit_status(self) -> int:
-        """As of gpu_checks.py: 1 when a step failed, 2 when no target is installed."""
+        """Exit status as in gpu_checks.py: 1 if a step failed, 2 if no target is installed."""
         if any(step.status == "failed" for step in self.steps):
             return 1
         return 0 if any(step.status == "passed" for step in self.steps) else 2
@@ -140,7 +144,7 @@ def exact(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """What is built for a target, and where."""
+    """A model to be built for a target, and the folder for it."""
 
     target: str
     spec: BuildSpec
@@ -173,7 +177,7 @@ class Model:
 
 
 def main(options: argparse.Namespace) -> int:
-    """options: of gpu_checks.py."""
+    """Run all checks and return the exit status. options: those of gpu_checks.py."""
     try:
         gpu_checks.require_gpu()
         with tempfile.TemporaryDirectory() as folder:
@@ -219,7 +223,7 @@ def check_model(results: Results, model: Model, options: argparse.Namespace) -> 
     built = step("build", build_artifact) or step("build without parity of the engine", build_separately)
     for name, function in with_engine.items():
         if not built:
-            results.leave_out(model.target, model.name, name, "there is no engine: see the build")
+            results.leave_out(model.target, model.name, name, "the engine was not built")
         elif options.no_timing and name.startswith("latency"):
             results.leave_out(model.target, model.name, name, "--no-timing was given")
         else:
@@ -227,7 +231,7 @@ def check_model(results: Results, model: Model, options: argparse.Namespace) -> 
 
 
 def specs_from_options(options: argparse.Namespace) -> list[BuildSpec]:
-    """Raises SetupError for a variant or a precision that does not exist."""
+    """The specs to build. Raises SetupError for an unknown variant or precision."""
     from effexport.models.spec import ATTENTION_SPECS
     from effexport.models.validation import SpecError
     from effexport.spec import build_spec_from_options
@@ -237,7 +241,7 @@ def specs_from_options(options: argparse.Namespace) -> list[BuildSpec]:
     try:
         return [build_spec_from_options({"variant": v, "precision": p, **SIZE}, None) for v, p in pairs]
     except SpecError as error:
-        raise gpu_checks.SetupError(f"--variants or --precisions cannot work: {error}") from error
+        raise gpu_checks.SetupError(f"--variants or --precisions is wrong: {error}") from error
 
 
 def require_effexport() -> None:
@@ -251,9 +255,9 @@ def require_effexport() -> None:
 
 
 def install_wheels(folder: Path, work: Path) -> None:
-    """Install the wheels of a folder, those in parts joined, for this process and those that it starts.
+    """Install the wheels of a folder for this process and its children; join wheels that were split into parts.
 
-    Raises SetupError for a folder without wheels, a wheel that is not whole, or one that pip refuses.
+    Raises SetupError for a folder without wheels, an incomplete wheel, or one that pip refuses.
     """
     wheels = [*sorted(folder.glob("*.whl")), *join_parts(folder, work)]
     if not wheels:
@@ -261,7 +265,7 @@ def install_wheels(folder: Path, work: Path) -> None:
     for wheel in wheels:
         if not zipfile.is_zipfile(wheel):
             raise gpu_checks.SetupError(
-                f"{wheel.name} is not a whole wheel; expected all of its parts in {folder}. Copy it again"
+                f"{wheel.name} is incomplete; expected all of its parts in {folder}. Copy it again"
             )
     site = work / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
@@ -269,7 +273,7 @@ def install_wheels(folder: Path, work: Path) -> None:
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode != 0:
         raise gpu_checks.SetupError(
-            f"pip does not install the wheels of {folder}: {completed.stderr.strip()}. "
+            f"pip could not install the wheels of {folder}: {completed.stderr.strip()}. "
             f"Expected wheels for Python {platform.python_version()} on {platform.machine()}"
         )
     sys.path.insert(0, str(site))
@@ -278,7 +282,7 @@ def install_wheels(folder: Path, work: Path) -> None:
 
 
 def join_parts(folder: Path, work: Path) -> list[Path]:
-    """NAME.whl.partaa, NAME.whl.partab, …, as `split` names them → NAME.whl in `work`."""
+    """Join NAME.whl.partaa, NAME.whl.partab, …, as `split` names them, to NAME.whl in `work`."""
     parts: dict[str, list[Path]] = {}
     for part in sorted(folder.glob("*.whl.part*")):
         parts.setdefault(part.name.rpartition(".part")[0], []).append(part)
@@ -314,7 +318,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def why_left_out(target: str) -> str:
-    """Why no engine of a target can be built here, in the words of whoever refuses; empty where one can."""
+    """The error that prevents building engines for a target here; empty if there is none."""
     from effexport.engines.api import import_api
     from effexport.engines.builder_log import BuildLog
     from effexport.engines.engine_from_onnx import make_builder
@@ -331,7 +335,7 @@ def why_left_out(target: str) -> str:
 
 
 def build_artifact(model: Model) -> Outcome:
-    """The way of `effexport build --target`: the engine is compared with the reference before anything is written."""
+    """Build as `effexport build --target` does: compare the engine with the reference before anything is written."""
     from effexport.build import artifact_from_spec
 
     _, report = artifact_from_spec(model.spec, model.artifact, engines=[engine_spec(model)])
@@ -339,7 +343,7 @@ def build_artifact(model: Model) -> Outcome:
 
 
 def build_separately(model: Model) -> Outcome:
-    """An engine that does not run here, or computes something else, still is a result."""
+    """Build the engine without its parity check: an engine that fails it is still a result."""
     from effexport.build import artifact_from_spec
     from effexport.engines.engine_from_onnx import engine_from_onnx
 
@@ -356,7 +360,7 @@ def engine_spec(model: Model) -> Any:
 
 
 def engine_data(engine: Path) -> dict[str, Any]:
-    """What is worth knowing of an engine, from its sidecar."""
+    """The important facts about an engine, from its sidecar."""
     from effexport.engines.layers import count_dtypes, count_types
     from effexport.engines.sidecar import read_sidecar, summary_of_engine
 
@@ -389,7 +393,7 @@ def check_parity(model: Model) -> Outcome:
 
 
 def problem_of_checks(checks: Sequence[Any]) -> str:
-    """Empty when some checks passed and none failed."""
+    """The reason why the checks do not count as passed; empty if some passed and none failed."""
     failed = [check for check in checks if check.status == "failed"]
     if failed:
         lines = [f"{c.name} ({c.case}): {c.metric} {c.value}, at most {c.limit} {c.detail}" for c in failed]
@@ -400,7 +404,7 @@ def problem_of_checks(checks: Sequence[Any]) -> str:
 
 
 def run_in_fresh_process(model: Model) -> Outcome:
-    """The engine serves without effexport's plugins: whatever they contribute is inside of it."""
+    """Run the engine without effexport's plugins, to show that everything it needs is inside it."""
     from safetensors.numpy import load_file
 
     from effexport.artifact import REFERENCE
@@ -422,7 +426,7 @@ def run_in_fresh_process(model: Model) -> Outcome:
 
 
 def covers(profiles: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> bool:
-    """Whether some profile takes inputs of these shapes."""
+    """Whether some profile covers inputs of these shapes."""
     return any(
         all(
             low <= size <= high
@@ -434,7 +438,7 @@ def covers(profiles: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> 
 
 
 def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
-    """As `effexport.proof.checks.run_checks` compares free runs."""
+    """Compare as `effexport.proof.checks.run_checks` compares free runs."""
     from effexport.models.spec import LSHSpec
     from effexport.proof.cases import rms_change
     from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_signature
@@ -454,7 +458,7 @@ def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
 
 
 def start_fresh(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Run this file in another process. What it reports; raises RuntimeError with its own words when it fails."""
+    """Run this file in another process and return its report. Raises RuntimeError with its message if it fails."""
     report = folder / f"{arguments[0]}.json"
     command = [sys.executable, str(Path(__file__).resolve()), "--report", str(report), *arguments]
     completed = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -466,7 +470,7 @@ def start_fresh(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     return value
 
 
-# What follows, up to `fit_memory`, is what the fresh process does. It loads no framework.
+# The fresh process runs the following functions, up to `fit_memory`. It loads no framework.
 
 
 def fresh_main(arguments: Sequence[str] | None = None) -> int:
@@ -489,11 +493,11 @@ def fresh_main(arguments: Sequence[str] | None = None) -> int:
         require_no_plugins(sys.modules)
         report = run_cases(options) if options.command == "run" else run_soak(options)
         require_no_registrar(sys.modules)
-    except Exception as error:  # the parent records it as it is
+    except Exception as error:  # the parent records it
         print(exact(error), file=sys.stderr)
         return 1
     report["frameworks_loaded"] = [name for name in ("torch", "onnx") if name in sys.modules]
-    # not judged: TensorRT may make creators of what an engine brings along
+    # recorded only: TensorRT may register creators that an engine contains
     report["plugin_creators_at_end"] = creators_of_ours(sys.modules)
     options.report.write_text(json.dumps(report), encoding="utf-8")
     return 0
@@ -507,7 +511,7 @@ def import_target(engine: Path) -> None:
 
 
 def require_no_plugins(modules: Mapping[str, Any]) -> None:
-    """Raises RuntimeError where plugins of ours are registered, or may be: the run would prove nothing."""
+    """Raise RuntimeError if our plugins are registered, or may be, because the run would prove nothing."""
     require_no_registrar(modules)
     creators = creators_of_ours(modules)
     if creators:
@@ -521,7 +525,7 @@ def require_no_registrar(modules: Mapping[str, Any]) -> None:
 
 
 def creators_of_ours(modules: Mapping[str, Any]) -> list[str]:
-    """The plugins in TensorRT's registry that have our namespace. TensorRT-RTX has no plugins."""
+    """Plugins in TensorRT's registry with our namespace. TensorRT-RTX has no plugins."""
     from effexport.plugins import DOMAIN
 
     if "tensorrt" not in modules:
@@ -557,7 +561,7 @@ def run_soak(options: argparse.Namespace) -> dict[str, Any]:
     from effexport.runners.cuda.device import open_cuda
     from effexport.runners.trt.runner import TrtSettings
 
-    # a soak that goes on without graphs would be a soak of something else
+    # without graphs, the soak would test something else
     warnings.simplefilter("error", GraphWarning)
     cuda = open_cuda(PRODUCTS[read_sidecar(options.engine).target].extra)
     before = used_bytes(cuda)
@@ -568,16 +572,16 @@ def run_soak(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def used_bytes(cuda: Cuda) -> int:
-    """Of the whole GPU, by cudaMemGetInfo."""
+    """Memory in use on the whole GPU, by cudaMemGetInfo."""
     with cuda.selected():
         free, total = cuda.memory_info()
     return total - free
 
 
 def soak(runner: TrtRunner, cuda: Cuda, runs: int, index_limit: int) -> dict[str, Any]:
-    """Run shapes at random, each twice at first. samples: (runs so far, bytes of the GPU in use).
+    """Run all shapes twice, then shapes at random. samples: (runs so far, bytes of the GPU in use).
 
-    Every shape has one input, so it must give the same bits at every time.
+    Every shape always has the same input, so its outputs must have the same bits every time.
     """
     import numpy as np
 
@@ -597,7 +601,7 @@ def soak(runner: TrtRunner, cuda: Cuda, runs: int, index_limit: int) -> dict[str
 
 
 def random_sizes(runner: TrtRunner, count: int, rng: np.random.Generator) -> list[dict[str, int]]:
-    """Distinct sizes of the dynamic dimensions within the first profile, its two ends among them."""
+    """Distinct sizes of the dynamic dimensions within the first profile, including its two ends."""
     from effexport.runners.trt.memory import dim_ranges
 
     ranges = dim_ranges(runner.inputs, runner.info.profiles[0])
@@ -611,7 +615,7 @@ def random_sizes(runner: TrtRunner, count: int, rng: np.random.Generator) -> lis
 def random_feeds(
     runner: TrtRunner, sizes: Mapping[str, int], index_limit: int, rng: np.random.Generator
 ) -> dict[str, Any]:
-    """Random tokens or values; the mask leaves out the last quarter."""
+    """Random tokens or values; the mask hides the last quarter."""
     import numpy as np
 
     from effexport.runners import MASK_NAME
@@ -634,11 +638,11 @@ def random_feeds(
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """A line through the memory in use over the runs, without the first third of them.
+    """A line fitted to the memory in use over the runs, without the first third of them.
 
-    limit_bytes_per_run: what one step of GRANULE_BYTES, which any late allocation makes, can tilt a fit by: 3/2 of the
-    step over the range. A real leak goes on, so that more runs lower the limit and not the slope.
-    standard_error: of the slope. Where memory varies, a slope within three of them says nothing.
+    limit_bytes_per_run: the slope that a single step of GRANULE_BYTES, which any late allocation makes, can cause: 3/2
+    of the step over the range. More runs lower this limit, but not the slope of a real leak.
+    standard_error: that of the slope. A slope below three standard errors is not significant.
     """
 
     bytes_per_run: float
@@ -647,12 +651,12 @@ class MemoryFit:
 
     @property
     def visible_bytes_per_run(self) -> float:
-        """The smallest growth that this fit could have told from none."""
+        """The smallest growth that this fit can distinguish from none."""
         return max(self.limit_bytes_per_run, 3 * self.standard_error)
 
     @property
     def problem(self) -> str:
-        # `max` may drop NaN, and no comparison holds for it
+        # `max` may drop NaN, and every comparison with NaN is false
         if math.isnan(self.bytes_per_run) or math.isnan(self.standard_error):
             return f"the fit is not a number: {self}"
         if self.bytes_per_run > self.visible_bytes_per_run:
@@ -666,7 +670,7 @@ class MemoryFit:
 
 
 def fit_memory(samples: Sequence[tuple[int, int]]) -> MemoryFit:
-    """samples: (runs so far, bytes in use), evenly spaced. Raises ValueError for too few of them."""
+    """Fit a line to samples of (runs so far, bytes in use), evenly spaced. Raises ValueError for too few."""
     settled = samples[math.ceil(len(samples) / 3) :]
     if len(settled) < 4:
         raise ValueError(f"{len(samples)} samples are too few for a line; run at least {6 * SAMPLE_EVERY} times")
@@ -680,7 +684,7 @@ def fit_memory(samples: Sequence[tuple[int, int]]) -> MemoryFit:
 
 
 def soak_in_fresh_process(model: Model, runs: int, graphs: bool) -> Outcome:
-    """In a process of its own no other library takes memory, and plugins are what the engine carries."""
+    """Soak in a process of its own, where no other library allocates memory and no plugin is registered."""
     from effexport.runners import limits_from_spec
 
     limit = max(limits_from_spec(model.spec).indices.values(), default=1)
@@ -705,7 +709,7 @@ def time_artifact(model: Model) -> Outcome:
 
 
 def time_long_sequences(model: Model) -> Outcome:
-    """An engine of the same model with room for long sequences. It is compared with PyTorch on the GPU alone."""
+    """Time an engine of the same model for long sequences; it is only compared with PyTorch on the GPU."""
     from effexport.artifact import MODEL
     from effexport.engines.engine_from_onnx import engine_from_onnx
     from effexport.engines.profile import Profile, Range
@@ -732,14 +736,14 @@ def long_spec(spec: BuildSpec, seq_len: int) -> BuildSpec:
 
 
 def time_engine(engine: Path, model: Model, spec: BuildSpec, lengths: Sequence[int]) -> Outcome:
-    """Latencies of an engine, plain and as a CUDA graph, beside PyTorch on the same inputs."""
+    """Latencies of an engine, plain and as a CUDA graph, and of PyTorch on the same inputs."""
     import torch
 
     from effexport.export.module_source import module_from_seed
     from effexport.export.onnx_from_module import at_precision
     from effexport.runners.trt.runner import TrtSettings
 
-    # as the engine and PyTorch's own products: float32 means all of its bits
+    # the engine and PyTorch's products use full float32, not TF32
     torch.backends.cudnn.allow_tf32 = False
     module = at_precision(module_from_seed(spec), spec.precision).to(gpu_checks.DEVICE)
     rates = {"product_tflops": product_rate(spec.dtype) / 1e12, "copy_gb_per_s": gpu_checks.copy_bandwidth() / 1e9}
@@ -750,7 +754,7 @@ def time_engine(engine: Path, model: Model, spec: BuildSpec, lengths: Sequence[i
                 row, problem = time_length((plain, graph), module, spec, length)
                 least, limited_by = floor_of(module, spec, length, rates)
                 rows.append({**row, "floor_us": least, "limited_by": limited_by})
-            except Exception as error:  # too little memory, perhaps: what was timed before remains
+            except Exception as error:  # perhaps out of memory; earlier timings remain
                 problem = exact(error)
             problems += [f"{length} tokens: {problem}"] if problem else []
     del module
@@ -761,7 +765,7 @@ def time_engine(engine: Path, model: Model, spec: BuildSpec, lengths: Sequence[i
 def time_length(
     runners: tuple[TrtRunner, TrtRunner], module: nn.Module, spec: BuildSpec, length: int
 ) -> tuple[dict[str, Any], str]:
-    """One row of the table, and what is wrong with it."""
+    """One row of the table, and its problem, if any."""
     import numpy as np
     import torch
 
@@ -776,7 +780,7 @@ def time_length(
     def eager() -> Any:
         with torch.inference_mode():
             output = module(*given)
-        torch.cuda.synchronize()  # as the calls of an engine do
+        torch.cuda.synchronize()  # calls of an engine wait too
         return output
 
     bound, problem = plain.bind(feeds), ""
@@ -785,7 +789,7 @@ def time_length(
         with warnings.catch_warnings():
             warnings.simplefilter("error", GraphWarning)
             calls["graph"] = graph.bind(feeds).run
-    except Exception as error:  # GraphWarning included; the other two can be timed all the same
+    except Exception as error:  # including GraphWarning; the other two can still be timed
         problem = f"with a CUDA graph: {exact(error)}"
     times = interleaved_latencies(calls)
     (output,) = bound.outputs().values()
@@ -797,9 +801,9 @@ def time_length(
 
 
 def interleaved_latencies(calls: Mapping[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
-    """Median and quartiles of each call in microseconds, by a clock of the host: every call waits for its result.
+    """Median and quartiles of each call in microseconds, by the host's clock: every call waits for its result.
 
-    They take turns, so that a changing clock of the GPU is shared by all.
+    They take turns, so that a changing clock of the GPU affects all.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(gpu_checks.ROUNDS + WARM_UP_ROUNDS):
@@ -817,9 +821,9 @@ def spread_of(times: Sequence[float]) -> dict[str, float]:
 
 
 def difference_of(output: Any, expected: Any, spec: BuildSpec, feeds: Mapping[str, Any]) -> dict[str, float]:
-    """Of the kept tokens. Both sides round, so the limit is twice that of one.
+    """The difference of the kept tokens, and its limit, which is twice the usual one because both sides round.
 
-    A model that hashes is judged by the root mean square and against one: its buckets flip, and only nonsense shows.
+    For a model that hashes, the RMS error is compared with 1: buckets flip, so only gross errors can be detected.
     """
     from effexport.models.spec import LSHSpec
     from effexport.proof.metrics import relative_error, rms
@@ -835,10 +839,10 @@ def difference_of(output: Any, expected: Any, spec: BuildSpec, feeds: Mapping[st
 
 
 def floor_of(module: nn.Module, spec: BuildSpec, length: int, rates: Mapping[str, float]) -> tuple[float, str]:
-    """The least possible time of the linear layers alone; what attention does comes on top.
+    """A lower bound: the time of the linear layers alone, without attention.
 
-    Their weights are read once, tokens read, hidden states written; every weight serves one multiplication and one
-    addition per token.
+    Their weights and the tokens are read once, and the hidden states are written; every weight is used for one
+    multiplication and one addition per token.
     """
     from torch import nn
 
@@ -897,7 +901,7 @@ def cell(text: str) -> str:
 
 
 def remark_of(step: Step) -> str:
-    """What a table says of a step that passed."""
+    """The table's text for a step that passed."""
     data = step.data
     if "build_seconds" in data:
         ops = ", ".join(f"{op} as {what}" for op, what in data["implementation"].items()) or "no custom operator"
@@ -922,11 +926,11 @@ def latency_lines(results: Results) -> list[str]:
         return []
     lines = [
         f"Latency of one sequence, each call waited for: medians of {gpu_checks.ROUNDS} interleaved rounds, quartiles "
-        "in brackets. PyTorch is eager at the same precision. The floor is what the linear layers take at the rate of "
-        "a large product and the bandwidth of a large copy, both measured here; attention comes on top.",
+        "in brackets. PyTorch is eager at the same precision. The lower bound is the time of the linear layers at "
+        "the rate of a large product and the bandwidth of a large copy, both measured here.",
         "",
         "| target | model | tokens | engine (µs) | CUDA graph (µs) | PyTorch (µs) | PyTorch / engine | PyTorch / graph "
-        "| floor (µs) |",
+        "| lower bound (µs) |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for step, row in rows:
@@ -949,9 +953,9 @@ def soak_lines(results: Results) -> list[str]:
     if not soaks:
         return []
     lines = [
-        "Memory of the GPU over runs of changing shapes, a line fitted to all but the first third. The limit is what "
-        f"one step of {GRANULE_BYTES >> 20} MiB, in which the driver maps memory, can tilt the line by, or three "
-        "standard errors where memory varies more.",
+        "GPU memory over runs of changing shapes; a line is fitted to all but the first third. The limit is the slope "
+        f"that one step of {GRANULE_BYTES >> 20} MiB, in which the driver maps memory, can cause, or three standard "
+        "errors if that is more.",
         "",
         "| target | model | step | runs | shapes | bytes per run | limit | left after closing (bytes) |",
         "|---|---|---|---|---|---|---|---|",

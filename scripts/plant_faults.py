@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Plants every fault of tests/support/planted_faults.py into small artifacts, and shows which checks catch it.
+"""Plant every fault of tests/support/planted_faults.py into small artifacts, and show which checks catch it.
 
-Each artifact is first verified as it is: a healthy model that fails is an error too. Exit status 1 when a fault escapes
-or a healthy model fails.
+Each artifact is first verified without a fault; a healthy model that fails is an error too. Exit status 1 if a fault is
+not caught or a healthy model fails.
 
     .venv/bin/python scripts/plant_faults.py                                 # everything
     .venv/bin/python scripts/plant_faults.py --variant lsh --fault "chunk off by one"
@@ -48,10 +48,12 @@ MEASURES = ("max error / RMS", "RMS error / RMS", "1 − cosine")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one model. fault: None for the healthy one.
+    """The result of checking one model.
 
-    failed: names of the checks that objected. share: the largest value of a check relative to its limit. measures: as
-    MEASURES; None where the model gave no answers of the right shape.
+    fault: None for the healthy model.
+    failed: names of the checks that failed.
+    share: the largest value of a check divided by its limit.
+    measures: the columns of MEASURES; None if the model gave no outputs of the right shape.
     """
 
     variant: str
@@ -90,7 +92,7 @@ def outcomes(variants: Sequence[str], faults: Sequence[Fault], folder: Path) -> 
 
 
 def examine(artifact: Artifact, model: Path, variant: str, configuration: str, fault: Fault | None) -> Outcome:
-    """Verify a model as `effexport verify --model` does, and measure its errors besides."""
+    """Verify a model as `effexport verify --model` does, and measure its errors."""
     cases = load_reference(artifact.reference_path)
     hashes = artifact.manifest["hash_values"]
     try:
@@ -110,7 +112,7 @@ def share_of_limit(check: Check) -> float:
 
 
 def measured(candidate: OrtCandidate, cases: Sequence[Case]) -> tuple[float, ...]:
-    """The worst of MEASURES over all samples; a model that hashes gets the buckets of the reference."""
+    """The worst of each of MEASURES over all samples; a model that hashes is given the buckets of the reference."""
     worst = np.zeros(len(MEASURES))
     for case in cases:
         given = candidate.run_with_buckets
@@ -137,7 +139,7 @@ def number(value: float) -> str:
 
 
 def fault_table(results: Sequence[Outcome]) -> Iterator[str]:
-    """Fault × variant: the least share of a limit over the configurations, and all checks that objected."""
+    """Lines of the table fault × variant: the smallest share of a limit, and all checks that failed."""
     yield "| fault | " + " | ".join(VARIANTS) + " | caught by |"
     yield "|---|" + "---|" * (len(VARIANTS) + 1)
     for fault in ALL_FAULTS:
@@ -158,12 +160,12 @@ def cell(own: Sequence[Outcome]) -> str:
     if escaped:
         return "**escapes** " + ", ".join(f"{result.configuration} {number(result.share)}" for result in escaped)
     smallest = min(result.share for result in own)
-    # signatures, bits and refusals have no limit to be compared with
+    # checks without a limit: signatures, repeated bits, refused models
     return number(smallest) if 1 < smallest < math.inf else "caught"
 
 
 def healthy_table(results: Sequence[Outcome]) -> Iterator[str]:
-    """Errors of the undamaged models."""
+    """Lines of the table of errors of healthy models."""
     yield f"| variant | configuration | {' | '.join(MEASURES)} |"
     yield "|---|---|" + "---|" * len(MEASURES)
     for result in results:
@@ -172,7 +174,7 @@ def healthy_table(results: Sequence[Outcome]) -> Iterator[str]:
 
 
 def smallest_table(results: Sequence[Outcome]) -> Iterator[str]:
-    """The same errors of each fault in float32, the smallest among the models that it was planted into."""
+    """Lines of the table of float32 errors by fault, the smallest among the models that it was planted into."""
     yield f"| fault | {' | '.join(MEASURES)} |"
     yield "|---|" + "---|" * len(MEASURES)
     for fault in ALL_FAULTS:
@@ -188,7 +190,7 @@ def smallest_table(results: Sequence[Outcome]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this one; may be repeated")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this variant; repeatable")
     parser.add_argument("--fault", action="append", choices=[fault.name for fault in ALL_FAULTS], metavar="NAME")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this file")
     options = parser.parse_args()
@@ -205,13 +207,13 @@ def main() -> None:
         options.markdown.write_text("\n".join(tables) + "\n", encoding="utf-8")
     kinds = {result.fault.name for result in results if result.fault is not None}
     planted = sum(result.fault is not None for result in results)
-    print(f"{len(kinds)} kinds of faults, planted {planted} times; {len(wrong)} results are not as they should be")
+    print(f"{len(kinds)} kinds of faults, planted {planted} times; {len(wrong)} unexpected results")
     sys.exit(1 if wrong else 0)
 
 
 def line(result: Outcome) -> str:
     name = "healthy" if result.fault is None else result.fault.name
-    verdict = "as it should be" if result.as_expected else "WRONG"
+    verdict = "as expected" if result.as_expected else "WRONG"
     measures = "" if result.measures is None else " ".join(map(number, result.measures))
     failed = ", ".join(result.failed) or "passes"
     start = f"{result.variant:10} {result.configuration:9} {name:34} {verdict:15} {number(result.share):>8}"

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Predicts what `effexport serve` does under load, and compares that with what it did.
+"""Predict how `effexport serve` behaves under load, and compare the prediction with the real server.
 
-The durations of runs are measured for every batch size, before and after each load.
-tests/support/serving_simulation.py, a simulation of queue and batching, draws from them.
-Simulation and server get the same arrivals, and both are printed;
-between them the server's own queue, with a runner that sleeps as long as runs took, for machines that are busy with
-other work too. Last comes the plan: how many replicas some numbers of users need.
+The durations of runs are measured for every batch size, before and after each load. A simulation of queue and batching
+(tests/support/serving_simulation.py) draws from them. The script prints three results for the same arrivals: those of
+the simulation, those of the server's own queue with a runner that sleeps as long as runs took, and those of the server.
+The second is unaffected by other work on the machine. At the end it prints how many replicas a number of users need.
 
     .venv/bin/python scripts/simulate_serving.py --artifact artifacts/lsh --seq-len 512
     .venv/bin/python scripts/simulate_serving.py --variant linear --seconds 30 --users 100,1000,10000 --limit-ms 500
@@ -50,7 +49,7 @@ Array = npt.NDArray[Any]
 
 
 def measured_curve(runner: Runner, seq_len: int, max_batch: int, rounds: int) -> dict[int, list[float]]:
-    """Durations of runs by their rows; sizes take turns, so that what disturbs the machine disturbs all of them."""
+    """Durations of runs by number of rows; sizes take turns, so that a disturbance affects all of them."""
     dice = np.random.default_rng(0)
     feeds = {rows: {"input_ids": dice.integers(2, 250, (rows, seq_len))} for rows in range(1, max_batch + 1)}
     curve: dict[int, list[float]] = {rows: [] for rows in feeds}
@@ -65,7 +64,7 @@ def measured_curve(runner: Runner, seq_len: int, max_batch: int, rounds: int) ->
 
 
 def rate_of(curve: Curve) -> float:
-    """Requests per second of runs that are full."""
+    """Requests per second if every run has the maximum number of rows."""
     rows = max(curve)
     return rows / statistics.fmean(curve[rows])
 
@@ -82,7 +81,10 @@ def prediction(arrivals_s: Sequence[float], curve: Curve, overhead_s: float, que
 
 
 def replicas_for(rate: float, curve: Curve, limit_ms: float, overhead_s: float = 0.0) -> int | None:
-    """How few replicas keep p99 within the limit; None: a run alone takes longer than that. Arrivals are random."""
+    """The smallest number of replicas that keeps p99 within the limit for random arrivals.
+
+    None if no number does, because a run alone takes longer.
+    """
     if 1e3 * (statistics.median(curve[1]) + overhead_s) > limit_ms:
         return None
 
@@ -100,7 +102,7 @@ def replicas_for(rate: float, curve: Curve, limit_ms: float, overhead_s: float =
 
 
 def overhead_of(server: ServerProcess, sample: Sample) -> float:
-    """What a lone request takes beside its run: HTTP, checks, the way to the other process and back."""
+    """Seconds that a lone request takes in addition to its run: HTTP, checks, and the way to the process and back."""
     before = server.metric("effexport_compute_seconds_sum")
     started = time.perf_counter()
     for _ in range(30):
@@ -110,9 +112,9 @@ def overhead_of(server: ServerProcess, sample: Sample) -> float:
 
 
 async def paced(times: Sequence[float], curve: Curve) -> tuple[list[float], int, float]:
-    """The server's own queue with a runner that sleeps as long as runs took: what a busy machine does not disturb.
+    """Run the server's own queue with a runner that sleeps as long as runs took, so other work does not disturb it.
 
-    Returns latencies, how many were refused, and the mean batch.
+    Returns latencies in seconds, the number of refused requests, and the mean batch size.
     """
     dice = np.random.default_rng(0)
     batches: list[int] = []
@@ -152,7 +154,10 @@ def compare(
     overhead_s: float,
     seconds: float,
 ) -> None:
-    """measure: durations of runs as they are now; they drift with whatever else the machine does."""
+    """Print simulation, queue and server for each load.
+
+    measure: returns the current durations of runs, which drift with other work on the machine.
+    """
     curve = measure()
     columns = f"{'p50':>9} {'p90':>9} {'p99':>9} {'refused':>8} {'batch':>6}"
     print(f"\n{'load':>5} {'offered':>9} {'':>10} {'answered':>10} {columns}")
@@ -179,29 +184,29 @@ def compare(
                 f"{percentile(0.9):6.0f} ms {percentile(0.99):6.0f} ms {refused:8d} {batch:6.2f}"
             )
         if real.wrong or real.lost:
-            print(f"      wrong {real.wrong}, lost {real.lost}: these figures count for nothing")
+            print(f"      wrong {real.wrong}, lost {real.lost}: ignore these figures")
 
 
 def plan(curve: Curve, overhead_s: float, users: Sequence[int], every_s: float, limit_ms: float) -> None:
     print(f"\nreplicas for users who each send a request every {every_s:g} s, with p99 within {limit_ms:g} ms:")
     for count in users:
         replicas = replicas_for(count / every_s, curve, limit_ms, overhead_s)
-        said = "none would do: a run alone takes too long" if replicas is None else f"{replicas}"
-        print(f"  {count:7,d} users, {count / every_s:8.1f}/s: {said}")
+        needed = "impossible, because a run alone takes too long" if replicas is None else f"{replicas}"
+        print(f"  {count:7,d} users, {count / every_s:8.1f}/s: {needed}")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--artifact", help="default: a default encoder is built")
+    parser.add_argument("--artifact", help="artifact folder; default: build a default encoder")
     parser.add_argument("--variant", default="nystrom")
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--runtime", default="ort", help="as in effexport serve")
     parser.add_argument("--max-batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=15, help="of the measurement of runs")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of measuring run durations")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each load")
     parser.add_argument("--users", default="100,1000,10000")
     parser.add_argument("--every-s", type=float, default=60.0, help="how often a user sends a request")
-    parser.add_argument("--limit-ms", type=float, default=1000.0, help="for p99")
+    parser.add_argument("--limit-ms", type=float, default=1000.0, help="limit of p99")
     return parser.parse_args()
 
 
@@ -222,7 +227,7 @@ def main() -> None:
             options = ["--max-batch", str(arguments.max_batch), "--runtime", arguments.runtime]
             with running_server(path, folder, *options) as server:
                 overhead_s = overhead_of(server, samples[0])
-                print(f"a lone request takes {1e3 * overhead_s:.1f} ms beside its run")
+                print(f"a lone request takes {1e3 * overhead_s:.1f} ms in addition to its run")
                 measure = partial(measured_curve, runner, arguments.seq_len, arguments.max_batch, arguments.rounds)
                 compare(server, samples, measure, overhead_s, arguments.seconds)
         users = [int(count) for count in arguments.users.split(",")]

@@ -297,7 +297,7 @@ def test_help_needs_no_framework() -> None:
     command = [sys.executable, "-S", str(SCRIPT), "--help"]
     completed = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "--output-json" in completed.stdout
-    assert "2 no GPU or a tool is missing" in completed.stdout
+    assert "2 there is no GPU or a tool is missing" in completed.stdout
     assert "--wheels wheels" in completed.stdout
 
 
