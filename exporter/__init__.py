@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+from effexport.version import __version__
+
 if TYPE_CHECKING:
     from effexport.runners import Runner
     from effexport.runners.ort.decode import DecodeRunner
     from effexport.runners.ort.runner import OrtRunner
     from effexport.runners.ort.session import OrtSettings
 
-__version__ = "0.1.0"
 __all__ = ["OrtSettings", "__version__", "load", "load_decoder"]
 
 

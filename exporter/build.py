@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport import __version__
 from effexport.artifact import (
     ARTIFACT_FOLDER,
     DECODE_STEP,
@@ -28,7 +27,7 @@ from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import profile_remarks
 from effexport.engines.sidecar import engine_name, summary_of_engine
 from effexport.engines.spec import EngineSpec
-from effexport.environment import PARTS, examine, versions
+from effexport.environment import PACKAGES, examine, versions
 from effexport.errors import StageError, Unavailable, UserError
 from effexport.export.module_source import ModuleSource, source_from_seed
 from effexport.proof.checks.result import Check, passed, summary
@@ -44,6 +43,7 @@ from effexport.proof.verify_engine import verify_engine_if_possible
 from effexport.report import Report, html_from_report, json_from_report
 from effexport.runners.ort.session import OrtSettings, import_onnxruntime
 from effexport.spec import BuildSpec
+from effexport.version import __version__
 
 if TYPE_CHECKING:
     from torch import nn
@@ -167,10 +167,10 @@ def artifact_from_spec(
 
 def require_core() -> None:
     """PyTorch and the exporter are dependencies, but a serving machine may leave them out."""
-    for part in PARTS:
-        problem = None if part.extra else examine(part)["problem"]
+    for package in PACKAGES:
+        problem = None if package.extra else examine(package)["problem"]
         if problem:
-            raise UserError(f"{part.module}, needed for {part.purpose}: {problem}; add it with: {part.remedy}")
+            raise UserError(f"{package.module}, needed for {package.purpose}: {problem}; add it with: {package.remedy}")
 
 
 def failure_message(checks: list[Check]) -> str:

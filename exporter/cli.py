@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from effexport import __version__
 from effexport.errors import EffexportError, KernelWarning
 from effexport.files import json_text
+from effexport.version import __version__
 
 # verb → what it does, in the order of `--help`; the module is effexport.commands.<verb>
 COMMANDS: dict[str, str] = {

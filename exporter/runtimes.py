@@ -1,39 +1,146 @@
-"""The runtimes that a benchmark can compare, by the names of the command line. Loads no framework."""
+"""The table of runtimes: what can run a model, where, and what it needs. Loads no framework.
+
+Everything that depends on a runtime's name reads this table: --runtime, --runtimes and --target, the errors that list
+them, `doctor`, reports, benchmarks, sweeps and the servers.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """What runs a model.
+class Package:
+    """A Python package that effexport uses.
 
-    device: where. graph: which ONNX file it reads: "ours" with our operators, "naive" with none of them, or "" for
-    PyTorch itself. implementation: of our operators in ONNX Runtime, see OrtSettings.
+    distributions: the names under which it may be installed. purpose: what it is needed for.
+    extra: the optional part of effexport that adds it; "" for the core. optional: most users do without it.
+    oldest: the first release that works, as (major, minor).
+    """
+
+    distributions: tuple[str, ...]
+    module: str
+    purpose: str
+    extra: str = ""
+    optional: bool = False
+    oldest: tuple[int, int] = (0, 0)
+
+    @property
+    def version(self) -> str | None:
+        """Installed version, found without importing the package; None if it is not installed."""
+        for distribution in self.distributions:
+            try:
+                return importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return None
+
+    @property
+    def remedy(self) -> str:
+        """The command that adds it."""
+        return f"pip install 'effexport[{self.extra}]'" if self.extra else f"pip install {self.distributions[0]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """A row of the table.
+
+    label: its name for people. device: where tensors and kernels are. package: what it needs first of all.
+    folder: the folder in runners/ whose module `runner` opens artifacts with it; "" for those of `bench` alone.
+    platform: its name in the V2 inference protocol.
+    provider: the execution provider of ONNX Runtime, as in OrtSettings.
+    engine: whether it runs an engine built for it, and not the ONNX file; it is then also a --target of `build`.
+    bench: whether `bench` offers it. The two fields below are for `bench`, too.
+    graph: the ONNX file it reads: "ours" with our operators, "naive" with none of them, or "" for PyTorch itself.
+    implementation: of our operators in ONNX Runtime, as in OrtSettings. compiled: run by torch.compile.
     """
 
     name: str
+    label: str
     device: Literal["cpu", "cuda"]
-    graph: Literal["ours", "naive", ""]
-    summary: str
+    package: Package
+    folder: str = ""
+    platform: str = ""
+    provider: str = ""
+    engine: bool = False
+    bench: bool = True
+    graph: Literal["ours", "naive", ""] = "ours"
     implementation: str = "auto"
+    compiled: bool = False
 
+
+TORCH = Package(("torch",), "torch", "models and export")
+_TORCH = partial(Runtime, package=TORCH, graph="")
+_ORT_CPU = partial(
+    Runtime,
+    device="cpu",
+    package=Package(("onnxruntime", "onnxruntime-gpu"), "onnxruntime", "run and verify on the CPU", "cpu"),
+    platform="onnxruntime_onnx",
+    provider="cpu",
+)
+_ORT_GPU = partial(
+    Runtime,
+    device="cuda",
+    package=Package(("onnxruntime-gpu",), "onnxruntime", "run and verify on an NVIDIA GPU", "gpu"),
+    folder="ort",
+    platform="onnxruntime_onnx",
+)
+_TENSORRT = partial(Runtime, device="cuda", folder="trt", platform="tensorrt_plan", engine=True)
 
 RUNTIMES: dict[str, Runtime] = {
     runtime.name: runtime
     for runtime in (
-        Runtime("torch", "cpu", "", "eager PyTorch"),
-        Runtime("compile", "cpu", "", "torch.compile"),
-        Runtime("naive", "cpu", "naive", "torch.onnx.export without our operators, in ONNX Runtime"),
-        Runtime("ort-body", "cpu", "ours", "ONNX Runtime, our operators as function bodies", "body"),
-        Runtime("ort", "cpu", "ours", "ONNX Runtime, our kernels where the library is built"),
-        Runtime("torch-cuda", "cuda", "", "eager PyTorch on the GPU"),
-        Runtime("ort-cuda", "cuda", "ours", "ONNX Runtime on the GPU"),
-        Runtime("trt", "cuda", "ours", "TensorRT"),
-        Runtime("trt-rtx", "cuda", "ours", "TensorRT-RTX"),
+        _TORCH(name="torch", label="PyTorch", device="cpu"),
+        _TORCH(name="compile", label="torch.compile", device="cpu", compiled=True),
+        _ORT_CPU(name="naive", label="ONNX Runtime on the CPU, exported without our operators", graph="naive"),
+        _ORT_CPU(name="ort-body", label="ONNX Runtime on the CPU, function bodies only", implementation="body"),
+        _ORT_CPU(name="ort", label="ONNX Runtime on the CPU", folder="ort"),
+        _TORCH(name="torch-cuda", label="PyTorch on an NVIDIA GPU", device="cuda"),
+        _ORT_GPU(name="ort-cuda", label="ONNX Runtime on an NVIDIA GPU", provider="cuda"),
+        _ORT_GPU(name="ort-trt", label="ONNX Runtime with its TensorRT provider", provider="tensorrt", bench=False),
+        _TENSORRT(
+            name="trt",
+            label="TensorRT",
+            package=Package(
+                ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+                "tensorrt",
+                "build TensorRT engines, on a GPU",
+                "tensorrt",
+                optional=True,
+                oldest=(10, 13),
+            ),
+        ),
+        _TENSORRT(
+            name="trt-rtx",
+            label="TensorRT-RTX",
+            package=Package(
+                ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
+                "tensorrt_rtx",
+                "build TensorRT-RTX engines, without a GPU",
+                "rtx",
+                optional=True,
+                oldest=(1, 7),
+            ),
+        ),
     )
 }
-# The eager PyTorch of each device: what times_torch compares with.
-TORCH_OF_DEVICE: dict[str, str] = {"cpu": "torch", "cuda": "torch-cuda"}
+# Those of --runtime, which run an artifact.
+ARTIFACT_RUNTIMES = {name: runtime for name, runtime in RUNTIMES.items() if runtime.folder}
+# Those of `build --runtime`, before there is an engine.
+ORT_RUNTIMES = {name: runtime for name, runtime in ARTIFACT_RUNTIMES.items() if runtime.folder == "ort"}
+# Those of --target.
+ENGINE_RUNTIMES = {name: runtime for name, runtime in RUNTIMES.items() if runtime.engine}
+# Those of `bench --runtimes`.
+BENCH_RUNTIMES = {name: runtime for name, runtime in RUNTIMES.items() if runtime.bench}
+# The baseline of `bench` on each device: PyTorch without a compiler.
+TORCH_OF_DEVICE: dict[str, str] = {
+    runtime.device: name for name, runtime in RUNTIMES.items() if not runtime.graph and not runtime.compiled
+}
+
+
+def described(runtimes: dict[str, Runtime]) -> str:
+    """Runtimes with their labels, for help texts."""
+    return "; ".join(f"{name}: {runtime.label}" for name, runtime in runtimes.items())

@@ -171,9 +171,9 @@ class Model:
     @property
     def extra(self) -> str:
         """The optional part of effexport that runs engines of the target."""
-        from effexport.engines.api import PRODUCTS
+        from effexport.runtimes import RUNTIMES
 
-        return PRODUCTS[self.target].extra
+        return RUNTIMES[self.target].package.extra
 
 
 def main(options: argparse.Namespace) -> int:
@@ -555,15 +555,15 @@ def run_cases(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_soak(options: argparse.Namespace) -> dict[str, Any]:
-    from effexport.engines.api import PRODUCTS
     from effexport.engines.sidecar import read_sidecar
     from effexport.errors import GraphWarning
     from effexport.runners.cuda.device import open_cuda
     from effexport.runners.trt.runner import TrtSettings
+    from effexport.runtimes import RUNTIMES
 
     # without graphs, the soak would test something else
     warnings.simplefilter("error", GraphWarning)
-    cuda = open_cuda(PRODUCTS[read_sidecar(options.engine).target].extra)
+    cuda = open_cuda(RUNTIMES[read_sidecar(options.engine).target].package.extra)
     before = used_bytes(cuda)
     with open_runner(options.engine, TrtSettings(cuda_graph=options.graphs)) as runner:
         found = soak(runner, cuda, options.runs, options.index_limit)

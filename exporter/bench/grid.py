@@ -11,7 +11,7 @@ from effexport.bench.results import Case
 from effexport.errors import UserError
 from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, EncoderSpec, attention_spec
 from effexport.models.validation import did_you_mean
-from effexport.runtimes import RUNTIMES
+from effexport.runtimes import BENCH_RUNTIMES
 from effexport.spec import DTYPE_OF_PRECISION, BuildSpec
 
 SCOPES = ("core", "attention", "encoder")
@@ -62,7 +62,7 @@ class Grid:
     head_dim: int = 64
 
     def __post_init__(self) -> None:
-        check_names("--runtimes", self.runtimes, RUNTIMES)
+        check_names("--runtimes", self.runtimes, BENCH_RUNTIMES)
         check_names("--precision", self.precisions, DTYPE_OF_PRECISION)
         check_names("--scope", (self.scope,), SCOPES)
         for option, values in (

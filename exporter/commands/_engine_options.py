@@ -98,7 +98,7 @@ class EngineRequest:
         )
         return tuple(
             EngineSpec(
-                target=target,  # type: ignore[arg-type]  # checked above
+                target=target,
                 profiles=profiles_from_texts(self.profiles, spec),
                 optimization_level=self.optimization_level,
                 workspace_bytes=None if self.workspace is None else bytes_from_text(self.workspace, "--workspace"),

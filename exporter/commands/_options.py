@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_RUNTIMES, described
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, Task
@@ -33,17 +35,17 @@ def runtime_options(help: str) -> Callable[[Callable[..., None]], Callable[..., 
     return lambda command: runtime(implementation(command))
 
 
-ORT_HELP = "ort: ONNX Runtime on the CPU. ort-cuda: on an NVIDIA GPU. ort-trt: with its TensorRT provider."
-ENGINE_HELP = f"{ORT_HELP} trt, trt-rtx: the engine of the artifact."
+ORT_HELP = f"What runs the model. {described(ORT_RUNTIMES)}."
+ENGINE_HELP = f"What runs the model. {described(ARTIFACT_RUNTIMES)}."
 
 
 def settings_from_options(runtime: str, implementation: str) -> OrtSettings:
     """Raises UserError for an unknown name."""
-    from effexport.runners.ort.session import IMPLEMENTATIONS, RUNTIMES, OrtSettings
+    from effexport.runners.ort.session import IMPLEMENTATIONS, OrtSettings
 
-    check_choice("--runtime", runtime, RUNTIMES)
+    check_choice("--runtime", runtime, ORT_RUNTIMES)
     check_choice("--implementation", implementation, IMPLEMENTATIONS)
-    return OrtSettings(provider=RUNTIMES[runtime], implementation=implementation)
+    return OrtSettings(provider=ORT_RUNTIMES[runtime].provider, implementation=implementation)
 
 
 def check_choice(option: str, value: str, known: Collection[str]) -> None:

@@ -181,13 +181,13 @@ def next_step(artifact: Artifact, report: Report) -> str:
 
 def print_engine(console: Console, artifact: Artifact, engine: dict[str, Any]) -> None:
     """One line on an engine, and its remarks."""
-    from effexport.engines.api import PRODUCTS
     from effexport.report import sizes
+    from effexport.runtimes import RUNTIMES
 
     for remark in engine["remarks"]:
         console.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
     console.print(
-        f"{artifact.path}/{engine['file']}: {PRODUCTS[engine['target']].title} {engine['tensorrt_version']}, "
+        f"{artifact.path}/{engine['file']}: {RUNTIMES[engine['target']].label} {engine['tensorrt_version']}, "
         f"{megabytes(engine['bytes'])}, built in {seconds(engine['build_seconds'])}, {sizes(engine['profiles'])}"
         f"{implementation_text(engine['implementation'], 'is a')}",
         markup=False,

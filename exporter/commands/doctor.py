@@ -19,9 +19,9 @@ def command(as_json: bool, debug: bool) -> None:
     Exit status 1 when nothing here can build, or nothing can run a model.
     """
     from effexport.cli import print_json
-    from effexport.environment import PARTS, examine, versions
+    from effexport.environment import PACKAGES, examine, versions
 
-    findings = [examine(part) for part in PARTS]
+    findings = [examine(package) for package in PACKAGES]
     library = examine_library()
     ok = all(finding["works"] or is_left_out(finding) for finding in findings) and library["problem"] is None
     if as_json:

@@ -149,8 +149,8 @@ def print_engine(path: Path, info: EngineInfo) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from effexport.engines.api import PRODUCTS
     from effexport.engines.layers import count_dtypes, count_types
+    from effexport.runtimes import RUNTIMES
 
     def row(name: str, text: str) -> None:
         table.add_row(name, escape(text))
@@ -160,7 +160,7 @@ def print_engine(path: Path, info: EngineInfo) -> None:
 
     table = Table("", "", box=None, pad_edge=False, show_header=False)
     row("path", str(path))
-    row("built with", f"{PRODUCTS[info.target].title} {info.tensorrt_version}, effexport {info.effexport_version}")
+    row("built with", f"{RUNTIMES[info.target].label} {info.tensorrt_version}, effexport {info.effexport_version}")
     row("built", f"{info.created}, in {seconds(info.build_seconds)}")
     row("for", info.built_for)
     row("from", f"model.onnx with sha256 {info.onnx_sha256}, {megabytes(info.onnx_bytes)}, {info.precision}")

@@ -18,6 +18,7 @@ from effexport.commands._options import (
     stderr_console,
 )
 from effexport.errors import Unavailable
+from effexport.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -124,9 +125,7 @@ class Candidate:
 
     @property
     def is_engine(self) -> bool:
-        from effexport.engines.api import PRODUCTS
-
-        return self.runtime in PRODUCTS
+        return RUNTIMES[self.runtime].engine
 
     @property
     def path(self) -> Path:

@@ -11,30 +11,11 @@ name what only the other product has, and `engine_from_onnx` asks for by target.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 from effexport.errors import MissingExtraError, UserError
-
-Target = Literal["trt", "trt-rtx"]
-
-
-@dataclass(frozen=True)
-class Product:
-    """One of the two TensorRTs. oldest: the first release that is supported."""
-
-    title: str
-    module: str
-    extra: str
-    oldest: tuple[int, int]
-
-
-PRODUCTS: dict[str, Product] = {
-    "trt": Product("TensorRT", "tensorrt", "tensorrt", (10, 13)),
-    "trt-rtx": Product("TensorRT-RTX", "tensorrt_rtx", "rtx", (1, 7)),
-}
+from effexport.runtimes import ENGINE_RUNTIMES
 
 
 class ILogger(Protocol):
@@ -356,35 +337,35 @@ NOT_IN_TRT = frozenset(
 NOT_IN_RTX = frozenset({"NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS"})
 
 
-def import_api(target: Target) -> Api:
+def import_api(target: str) -> Api:
     """The bindings of a target.
 
-    Raises MissingExtraError where they are not installed, and UserError where they are too old or do not load.
+    Raises MissingExtraError if they are not installed, and UserError if they are too old or do not load.
     """
-    product = PRODUCTS[target]
+    package, title = ENGINE_RUNTIMES[target].package, ENGINE_RUNTIMES[target].label
     try:
-        module = cast(Api, importlib.import_module(product.module))
+        module = cast(Api, importlib.import_module(package.module))
     except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == product.module:
-            raise MissingExtraError(product.title, product.extra, remark=missing_remark(target)) from error
-        raise UserError(f"{product.title} is installed but does not load: {error}") from error
+        if isinstance(error, ModuleNotFoundError) and error.name == package.module:
+            raise MissingExtraError(title, package.extra, remark=missing_remark(target)) from error
+        raise UserError(f"{title} is installed but does not load: {error}") from error
     check_version(target, module.__version__)
     return module
 
 
-def missing_remark(target: Target) -> str:
+def missing_remark(target: str) -> str:
     if target == "trt":
         return "it needs an NVIDIA GPU; --target trt-rtx builds without one"
     return "it needs no GPU to build engines, only to run them"
 
 
-def check_version(target: Target, version: str) -> None:
-    """Raises UserError for a release older than the oldest that this API is of."""
-    product = PRODUCTS[target]
-    if version_tuple(version) < product.oldest:
+def check_version(target: str, version: str) -> None:
+    """Raises UserError for a release older than the oldest that has this API."""
+    package = ENGINE_RUNTIMES[target].package
+    if version_tuple(version) < package.oldest:
         raise UserError(
-            f"{product.title} {version} is installed; expected {'.'.join(map(str, product.oldest))} or later: "
-            f"pip install --upgrade 'effexport[{product.extra}]'"
+            f"{ENGINE_RUNTIMES[target].label} {version} is installed; expected "
+            f"{'.'.join(map(str, package.oldest))} or later: pip install --upgrade 'effexport[{package.extra}]'"
         )
 
 
@@ -392,20 +373,6 @@ def version_tuple(version: str) -> tuple[int, int]:
     """Major and minor number."""
     major, minor, *_ = [*version.split("."), "0"]
     return int(major), int(minor)
-
-
-def installed_version(target: Target) -> str | None:
-    """The version of the bindings, found without importing them; None where there are none."""
-    names = {
-        "trt": ("tensorrt", "tensorrt_cu13", "tensorrt_cu12"),
-        "trt-rtx": ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
-    }
-    for name in names[target]:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def bytes_of(memory: IHostMemory) -> bytes:

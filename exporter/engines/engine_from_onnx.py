@@ -9,8 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from effexport import __version__
-from effexport.engines.api import PRODUCTS, Api, Builder, IBuilderConfig, bytes_of, import_api
+from effexport.engines.api import Api, Builder, IBuilderConfig, bytes_of, import_api
 from effexport.engines.builder_log import BuildLog, OnProgress, explain, make_monitor
 from effexport.engines.config import config_from_spec, save_timing_cache
 from effexport.engines.layers import check_dtypes, check_precision, layers_of_engine, layers_of_network
@@ -21,6 +20,8 @@ from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import external_files, graph_tensors, load_graph, value_types
 from effexport.files import file_digest, replacing
+from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.version import __version__
 
 STAGE = "TensorRT build"
 
@@ -89,7 +90,7 @@ def engine_from_onnx(
 
 
 def make_builder(api: Api, log: BuildLog, spec: EngineSpec) -> Builder:
-    product = PRODUCTS[spec.target].title
+    product = ENGINE_RUNTIMES[spec.target].label
     try:
         return api.Builder(log.logger)
     except (TypeError, RuntimeError) as error:  # the factory of the library gave nothing
@@ -116,7 +117,7 @@ def compute_capabilities(spec: EngineSpec) -> tuple[int, ...]:
         return spec.compute_capabilities
     from effexport.runners.cuda.device import current_compute_capability
 
-    return (current_compute_capability(PRODUCTS[spec.target].extra),)
+    return (current_compute_capability(ENGINE_RUNTIMES[spec.target].package.extra),)
 
 
 def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, str]) -> EngineInfo:
@@ -124,7 +125,7 @@ def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, 
     from effexport.runners.cuda.device import current_compute_capability
 
     try:
-        current_compute_capability(PRODUCTS[info.target].extra)
+        current_compute_capability(ENGINE_RUNTIMES[info.target].package.extra)
     except UserError:
         return info  # no GPU: the network that it was built from has to do
     log = BuildLog(api)

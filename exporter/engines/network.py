@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from effexport.engines.api import Api, Builder, INetworkDefinition, OnnxParser, Target
+from effexport.engines.api import Api, Builder, INetworkDefinition, OnnxParser
 from effexport.engines.builder_log import BuildLog, explain, plain
 from effexport.errors import StageError
 
@@ -20,7 +20,7 @@ class Network:
     parser: OnnxParser
 
 
-def network_from_model(api: Api, builder: Builder, log: BuildLog, target: Target, model: bytes, path: Path) -> Network:
+def network_from_model(api: Api, builder: Builder, log: BuildLog, target: str, model: bytes, path: Path) -> Network:
     """Parse a serialised model. path: where external weights are looked for.
 
     Raises StageError that names the node, the reason and the remedy.

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from effexport.engines.api import PRODUCTS, Target, version_tuple
+from effexport.engines.api import version_tuple
 from effexport.errors import UserError
 from effexport.files import file_digest, json_text, write_file
+from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.spec import TensorInfo
 
 FORMAT_VERSION = 1
@@ -38,7 +39,7 @@ class EngineInfo:
     onnx_sha256: of the model.onnx that it came from, with its external weights; see `model_digest`.
     """
 
-    target: Target
+    target: str
     tensorrt_version: str
     effexport_version: str
     created: str
@@ -79,7 +80,7 @@ class EngineInfo:
         """The inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
         known = {entry.name for entry in fields(cls)}
         options = {name: value for name, value in values.items() if name in known}
-        if options["target"] not in PRODUCTS:
+        if options["target"] not in ENGINE_RUNTIMES:
             raise ValueError(f"unknown target {options['target']!r}")
         for name in ("inputs", "outputs"):
             options[name] = tuple(TensorInfo(t["name"], t["dtype"], tuple(t["dims"])) for t in options[name])
@@ -166,7 +167,7 @@ def check_runs_here(engine: Path, info: EngineInfo, tensorrt_version: str, compu
 
     tensorrt_version: of the bindings here. compute_capability: of the GPU here, such as 90.
     """
-    product = PRODUCTS[info.target].title
+    product = ENGINE_RUNTIMES[info.target].label
     rebuild = f"build it again with: effexport build … --target {info.target}"
     same_release = tensorrt_version.split(".")[:3] == info.tensorrt_version.split(".")[:3]
     newer = version_tuple(tensorrt_version) >= version_tuple(info.tensorrt_version)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from effexport.engines.api import PRODUCTS, Target
 from effexport.engines.profile import EXAMPLE, Profile
 from effexport.models.validation import did_you_mean, require
+from effexport.runtimes import ENGINE_RUNTIMES
 
 # The GPUs that TensorRT-RTX can name as a target. It has no names for SM 90 and SM 100.
 RTX_COMPUTE_CAPABILITIES = (75, 80, 86, 89, 120, 121)
@@ -30,7 +30,7 @@ class EngineSpec:
     refittable: trt only: weights can be replaced without another build.
     """
 
-    target: Target
+    target: str
     profiles: tuple[Profile, ...]
     optimization_level: int | None = None
     workspace_bytes: int | None = None
@@ -88,7 +88,8 @@ class EngineSpec:
 
 
 def check_target(target: str) -> None:
+    known = tuple(ENGINE_RUNTIMES)
     require(
-        target in PRODUCTS,
-        f"unknown target {target!r}{did_you_mean(target, (*PRODUCTS, 'none'))} Expected: {', '.join(PRODUCTS)} or none",
+        target in known,
+        f"unknown target {target!r}{did_you_mean(target, (*known, 'none'))} Expected: {', '.join(known)} or none",
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from effexport.report.model import REPORT_VERSION, RUNTIME_NAMES, Report, json_from_report
+from effexport.report.model import REPORT_VERSION, Report, json_from_report
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import flat_fields, sizes
 
 __all__ = [
     "REPORT_VERSION",
-    "RUNTIME_NAMES",
     "Report",
     "flat_fields",
     "html_from_report",

@@ -5,20 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from effexport.engines.api import PRODUCTS
 from effexport.files import json_text
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Worst, passed, summary
+from effexport.runtimes import ENGINE_RUNTIMES
 
 # 2: measures, worst element, length and histogram of a check; layers, bench and weights_from.
 REPORT_VERSION = 2
-RUNTIME_NAMES: dict[str, str] = {
-    "ort": "ONNX Runtime on the CPU",
-    "ort-cuda": "ONNX Runtime on an NVIDIA GPU",
-    "ort-trt": "ONNX Runtime with its TensorRT provider",
-    "trt": "TensorRT",
-    "trt-rtx": "TensorRT-RTX",
-}
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ def check_from_dict(values: dict[str, Any]) -> Check:
     """The inverse of `dict_of_check`, with figures that JSON spells out as numbers again."""
     given = dict(values)
     target, _, kind = given.pop("name").rpartition(": ")
-    given["target"], given["kind"] = (target, kind) if target in PRODUCTS else ("", values["name"])
+    given["target"], given["kind"] = (target, kind) if target in ENGINE_RUNTIMES else ("", values["name"])
     given["case"] = CaseLabel.from_text(values["case"])
     for name in ("value", "limit"):
         given[name] = figure(given.get(name))

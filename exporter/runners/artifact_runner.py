@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
-from effexport.engines.api import PRODUCTS
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
-from effexport.runners import Runner, limits_from_spec
-from effexport.runners.ort.session import IMPLEMENTATIONS, OrtSettings
-from effexport.runners.ort.session import RUNTIMES as ORT_RUNTIMES
+from effexport.runners import Runner
+from effexport.runners.ort.session import IMPLEMENTATIONS
+from effexport.runtimes import ARTIFACT_RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
 
-# The names of --runtime: ONNX Runtime with one of its providers, or an engine of the artifact.
-RUNTIMES = (*ORT_RUNTIMES, *PRODUCTS)
-
 
 def check_runtime(runtime: str, implementation: str) -> None:
-    """Raises UserError for a name that is unknown, or an implementation that an engine cannot choose any more."""
+    """Raises UserError for an unknown name, or for an implementation with an engine, where it is already decided."""
     for option, value, known in (
-        ("--runtime", runtime, RUNTIMES),
+        ("--runtime", runtime, tuple(ARTIFACT_RUNTIMES)),
         ("--implementation", implementation, IMPLEMENTATIONS),
     ):
         if value not in known:
             raise UserError(f"unknown {option} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
-    if runtime in PRODUCTS and implementation != "auto":
+    if ARTIFACT_RUNTIMES[runtime].engine and implementation != "auto":
         raise UserError(
             f"--implementation {implementation} has no meaning with --runtime {runtime}: whether plugins or bodies run "
             "was decided when the engine was built; leave it out"
@@ -36,19 +33,12 @@ def check_runtime(runtime: str, implementation: str) -> None:
 def runner_from_artifact(
     artifact: Artifact, runtime: str = "ort", implementation: str = "auto", threads: int | None = None
 ) -> Runner:
-    """threads: of ONNX Runtime; None lets it decide.
+    """Open an artifact with a runtime of the table. threads: of ONNX Runtime; None lets it decide.
 
     Raises UserError for a runtime that is unknown, missing, or has no engine in the artifact.
     """
     check_runtime(runtime, implementation)
-    limits = limits_from_spec(artifact.spec)
-    if runtime in PRODUCTS:
-        from effexport.engines.engine_from_onnx import model_digest
-        from effexport.runners.trt.runner import TrtRunner
-
-        engine = artifact.engine_path(runtime)
-        return TrtRunner(engine, limits=limits, onnx_sha256=model_digest(artifact.model_path))
-    from effexport.runners.ort.runner import OrtRunner
-
-    settings = OrtSettings(provider=ORT_RUNTIMES[runtime], implementation=implementation, threads=threads)
-    return OrtRunner(artifact.model_path, settings, limits=limits)
+    row = ARTIFACT_RUNTIMES[runtime]
+    module = importlib.import_module(f"{__package__}.{row.folder}.runner")
+    runner: Runner = module.runner_from_artifact(artifact, row, implementation, threads)
+    return runner

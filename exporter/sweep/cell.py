@@ -12,7 +12,8 @@ from typing import Any
 
 from effexport.engines.profile import Profile, parse_profile
 from effexport.engines.spec import EngineSpec
-from effexport.environment import PARTS
+from effexport.environment import PACKAGES
+from effexport.runtimes import RUNTIMES
 from effexport.spec import BuildSpec
 
 # Raised when the folder of a cell gets another content: cells of earlier formats are built again.
@@ -20,7 +21,6 @@ CELL_FORMAT = 1
 ONNX_ONLY = "onnx"
 # What writes the files of a cell and judges them, besides effexport; a cell of an engine also depends on its TensorRT.
 _DECIDING = ("torch", "onnx", "onnxscript", "onnxruntime")
-_MODULE_OF_TARGET = {"trt": "tensorrt", "trt-rtx": "tensorrt_rtx"}
 # 12 hexadecimal digits: among 10,000 cells, two alike are less likely than 1 in 5 million.
 _DIGITS = 12
 
@@ -110,10 +110,10 @@ def engine_from_dict(values: Mapping[str, Any]) -> EngineSpec:
 @cache
 def deciding_versions(target: str) -> Mapping[str, str | None]:
     """Versions of what decides the result of a cell, found without importing any of it."""
-    from effexport import __version__
+    from effexport.version import __version__
 
-    modules = (*_DECIDING, *([_MODULE_OF_TARGET[target]] if target in _MODULE_OF_TARGET else []))
-    found = {part.module: public(part.version) for part in PARTS if part.module in modules}
+    modules = (*_DECIDING, *([RUNTIMES[target].package.module] if target in RUNTIMES else []))
+    found = {package.module: public(package.version) for package in PACKAGES if package.module in modules}
     return {"effexport": __version__, **found}
 
 

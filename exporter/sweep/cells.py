@@ -125,4 +125,4 @@ def engine_of(point: Point, spec: BuildSpec, file: SweepFile) -> EngineSpec | No
     profiles = profiles_from_texts(options.pop("profiles", ()), spec)
     if point.target == "trt-rtx" and point.gpu:
         options["compute_capabilities"] = (int(point.gpu.removeprefix("sm_")),)
-    return EngineSpec(target=point.target, profiles=profiles, **options)  # type: ignore[arg-type]  # checked before
+    return EngineSpec(target=point.target, profiles=profiles, **options)

@@ -13,10 +13,10 @@ from effexport.engines.spec import EngineSpec, check_target
 from effexport.errors import UserError
 from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, EncoderSpec, field_names
 from effexport.models.validation import SpecError, check_type, require
+from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.spec import BuildSpec
 from effexport.sweep.cell import ONNX_ONLY
 from effexport.sweep.values import (
-    ENGINE_TARGETS,
     check_keys,
     checked,
     distinct_list,
@@ -144,10 +144,10 @@ def option_tables(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 def engine_tables(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Options by target: those of [engine] itself, and over them those of [engine.TARGET]."""
-    common = {name: value for name, value in given.items() if name not in ENGINE_TARGETS}
-    check_engine_options("[engine]", common, (*ENGINE_TYPES, "profiles", *ENGINE_TARGETS))
+    common = {name: value for name, value in given.items() if name not in ENGINE_RUNTIMES}
+    check_engine_options("[engine]", common, (*ENGINE_TYPES, "profiles", *ENGINE_RUNTIMES))
     merged = {}
-    for target in ENGINE_TARGETS:
+    for target in ENGINE_RUNTIMES:
         own = given.get(target, {})
         require(isinstance(own, dict), f"[engine] has {target} = {own!r}; expected a table, [engine.{target}]")
         check_engine_options(f"[engine.{target}]", own, (*ENGINE_TYPES, "profiles"))
@@ -216,7 +216,7 @@ def check_engine_is_used(file: SweepFile, document: Mapping[str, Any]) -> None:
             not document.get(name) or bool(used),
             f'{name} is for engines, and no target asks for one; add targets = ["onnx", "trt-rtx"] or leave it out',
         )
-    for target in ENGINE_TARGETS:
+    for target in ENGINE_RUNTIMES:
         require(
             target not in document.get("engine", {}) or target in used,
             f"[engine.{target}] is for a target that the sweep does not have; add {toml_text(target)} to targets, or "

@@ -9,10 +9,10 @@ from typing import Any
 from effexport.bench.grid import Model, model_from_text
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean, require
+from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.spec import DTYPE_OF_PRECISION
 from effexport.sweep.cell import ONNX_ONLY
 
-ENGINE_TARGETS = ("trt", "trt-rtx")
 _GPU = re.compile(r"sm_[1-9][0-9]{1,2}")
 
 
@@ -71,7 +71,7 @@ def is_precision(name: str, value: Any) -> None:
 
 
 def is_target(name: str, value: Any) -> None:
-    known = (ONNX_ONLY, *ENGINE_TARGETS)
+    known = (ONNX_ONLY, *ENGINE_RUNTIMES)
     require(
         isinstance(value, str) and value in known,
         f"{name} has {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from effexport import __version__
 from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.runners import DEFAULTS
 from effexport.spec import TensorInfo
@@ -14,6 +13,7 @@ from effexport.triton.batching import Batching
 from effexport.triton.pbtxt import Message, Word, comment, text_from_message
 from effexport.triton.spec import PackageSpec
 from effexport.triton.warmup import WarmUp
+from effexport.version import __version__
 
 TYPES = {
     "float32": "TYPE_FP32",

@@ -469,7 +469,9 @@ def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
 def test_doctor_takes_optional_parts_that_are_missing_for_no_problem(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("tensorrt", "tensorrt_rtx", "cuda.bindings", "ray"):
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr("effexport.environment.Part.version", property(lambda part: None if part.optional else "1.0"))
+    monkeypatch.setattr(
+        "effexport.runtimes.Package.version", property(lambda package: None if package.optional else "1.0")
+    )
     result = cli("doctor", "--json")
     assert result.code == 0, result.err
     optional = {part["name"]: part for part in result.json["parts"] if part["optional"]}

@@ -14,7 +14,7 @@ from effexport.bench.measuring.floor import synchronize
 from effexport.bench.measuring.models import module_from_case, signature_of_case, tensors_from_arrays
 from effexport.bench.results import Case
 from effexport.errors import EffexportError, RuntimeUnsupportedError
-from effexport.runtimes import RUNTIMES
+from effexport.runtimes import RUNTIMES, Runtime
 
 if TYPE_CHECKING:
     import torch
@@ -148,9 +148,9 @@ def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_
     """
     runtime = RUNTIMES[case.runtime]
     if not runtime.graph:
-        return TorchCandidate(case, compiled=case.runtime == "compile", device=runtime.device)
+        return TorchCandidate(case, compiled=runtime.compiled, device=runtime.device)
     assert model is not None
-    if case.runtime in ("trt", "trt-rtx"):
+    if runtime.engine:
         from effexport.runners.trt.runner import TrtRunner
 
         return RunnerCandidate(TrtRunner(model))
@@ -188,7 +188,7 @@ def ort_settings(case: Case, threads: int, memory_arena: bool = True) -> OrtSett
 
     runtime = RUNTIMES[case.runtime]
     return OrtSettings(
-        provider=runtime.device,
+        provider=runtime.provider,
         implementation=runtime.implementation,
         threads=threads,
         memory_arena=memory_arena or runtime.device != "cpu",
@@ -197,33 +197,34 @@ def ort_settings(case: Case, threads: int, memory_arena: bool = True) -> OrtSett
 
 def reason_not_here(runtime: str) -> str | None:
     """Why this machine cannot run a runtime; None where it can."""
-    if RUNTIMES[runtime].device == "cpu":
+    row = RUNTIMES[runtime]
+    if row.device == "cpu":
         return None
-    if runtime == "torch-cuda":
+    if not row.graph:
         import torch
 
         return None if torch.cuda.is_available() else "PyTorch sees no NVIDIA GPU here"
     from effexport.runners.cuda.device import open_cuda
 
     try:
-        open_cuda("rtx" if runtime == "trt-rtx" else "tensorrt").close()
+        open_cuda(row.package.extra).close()
     except EffexportError as error:
         return f"needs an NVIDIA GPU: {short(error).partition(';')[0]}"
-    return reason_without_runtime(runtime)
+    return reason_without_runtime(row)
 
 
-def reason_without_runtime(runtime: str) -> str | None:
+def reason_without_runtime(runtime: Runtime) -> str | None:
     """Why a runtime that needs a GPU is not installed; None where it is."""
     try:
-        if runtime == "ort-cuda":
-            from effexport.runners.ort.session import PROVIDERS, import_onnxruntime
-
-            if PROVIDERS["cuda"] not in import_onnxruntime().get_available_providers():
-                return "this onnxruntime is built without CUDA: pip install 'effexport[gpu]'"
-        else:
+        if runtime.engine:
             from effexport.engines.api import import_api
 
-            import_api(runtime)  # type: ignore[arg-type]
+            import_api(runtime.name)
+        else:
+            from effexport.runners.ort.session import PROVIDERS, import_onnxruntime
+
+            if PROVIDERS[runtime.provider] not in import_onnxruntime().get_available_providers():
+                return f"this onnxruntime is built without CUDA: {runtime.package.remedy}"
     except EffexportError as error:
         return short(error)
     return None
@@ -237,7 +238,7 @@ def engine_from_case(case: Case, model: Path, output: Path) -> None:
 
     sizes = {"batch": case.batch, "seq": case.seq_len}
     profile = Profile({name: Range(size, size, size) for name, size in sizes.items()})
-    spec = EngineSpec(target=case.runtime, profiles=(profile,))  # type: ignore[arg-type]
+    spec = EngineSpec(target=case.runtime, profiles=(profile,))
     engine_from_onnx(model, spec, output, precision=spec_from_case(case).precision)
 
 

@@ -190,7 +190,7 @@ class Bench:
         length = "any" if case.scope != "encoder" and case.variant in LENGTH_FREE else case.seq_len
         name = f"{case.label}-{length}-{case.precision}-{runtime.graph}".replace(" ", "_").replace("/", "_")
         path = self.made(f"{name}.onnx", lambda path: self.export(case, path))
-        if case.runtime in ("trt", "trt-rtx"):
+        if runtime.engine:
             model = path
             engine = f"{name}-{case.batch}-{case.runtime}.engine"
             return self.made(engine, lambda path: engine_from_case(case, model, path))
@@ -288,7 +288,7 @@ def bench(grid: Grid, settings: Settings | None = None, on_step: OnStep = lambda
     complete = True
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, before)
-        if "compile" in grid.runtimes:
+        if any(RUNTIMES[runtime].compiled for runtime in grid.runtimes):
             import torch._dynamo.config
 
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))

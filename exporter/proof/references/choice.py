@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.engines.api import PRODUCTS
 from effexport.errors import Unavailable, UserError
 from effexport.models.validation import did_you_mean
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.verify import REFERENCE_SEED_OFFSET, module_again
 from effexport.runners import FeedLimits, limits_from_spec
-from effexport.runners.ort.session import RUNTIMES as ORT_RUNTIMES
 from effexport.runners.ort.session import OrtSettings
+from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES, RUNTIMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +65,7 @@ def parse_choice(text: str) -> ReferenceChoice:
         return ReferenceChoice(text)
     path, at, runtime = text.rpartition("@")
     if at:
-        known = (*ORT_RUNTIMES, *PRODUCTS)
+        known = tuple(ARTIFACT_RUNTIMES)
         if runtime not in known:
             raise UserError(
                 f"--reference {text}: unknown runtime {runtime!r}{did_you_mean(runtime, known)} "
@@ -87,7 +86,7 @@ def check_runtime_reference(choice: ReferenceChoice) -> ReferenceChoice:
         raise UserError(
             f"--reference {choice.title}: there is no {choice.path}; expected an artifact or an ONNX file before the @"
         )
-    if choice.path.is_file() and choice.runtime in PRODUCTS:
+    if choice.path.is_file() and choice.runtime in ENGINE_RUNTIMES:
         raise UserError(
             f"--reference {choice.title}: an engine belongs to an artifact, and {choice.path} is a file; expected the "
             "folder of an artifact, or one of: " + ", ".join(ORT_RUNTIMES)
@@ -233,11 +232,11 @@ def opened_reference(
     else:
         other = open_artifact(choice.path)
         hashes, path, limits = other.manifest["hash_values"], other.model_path, limits_from_spec(other.spec)
-        if choice.runtime in PRODUCTS:
+        if choice.runtime in ENGINE_RUNTIMES:
             engine = other.engine_path(choice.runtime)
             candidate = engine_candidate(engine, read_sidecar(engine), path, other.spec, hashes)
             return stack.enter_context(candidate), limits.max_seq_len
-    settings = OrtSettings(provider=ORT_RUNTIMES[choice.runtime], memory_arena=False)
+    settings = OrtSettings(provider=RUNTIMES[choice.runtime].provider, memory_arena=False)
     return OrtCandidate(path, hashes, limits, settings), limits.max_seq_len
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from effexport.engines.api import PRODUCTS
 from effexport.proof.checks.result import Check, Kind, summary
 from effexport.report.compare import Comparison, case_text, result_text
-from effexport.report.model import RUNTIME_NAMES, Report, counted
+from effexport.report.model import Report, counted
 from effexport.report.rendering.figures import bench_figures, error_figures
 from effexport.report.rendering.templates import template_environment
 from effexport.report.rendering.text import (
@@ -23,6 +22,7 @@ from effexport.report.rendering.text import (
     status_of,
 )
 from effexport.report.reproduce import REBUILT, build_command, verify_command
+from effexport.runtimes import RUNTIMES
 from effexport.units import megabytes, moment, number, seconds
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def html_from_report(report: Report, artifact: str = ".") -> str:
         .render(
             report=report,
             size=size_text(flat_fields(report.spec)),
-            runtime=RUNTIME_NAMES[report.runtime],
-            products=PRODUCTS,
+            runtime=RUNTIMES[report.runtime].label,
+            runtimes=RUNTIMES,
             groups=groups,
             problems=[check for check in report.checks if check.status != "passed"],
             summary=summary(report.checks),

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from effexport.proof.checks.result import Check, summary
 from effexport.report.compare import Comparison, Row, case_text, result_text
-from effexport.report.model import RUNTIME_NAMES, Report
+from effexport.report.model import Report
 from effexport.report.rendering.text import explanation, share_of_limit, status_of
 from effexport.report.reproduce import REBUILT, build_command, quoted, verify_command
+from effexport.runtimes import RUNTIMES
 from effexport.units import moment, number
 
 SIGNS = {"passed": "✅", "failed": "❌", "not run": "⚠️"}
@@ -67,7 +68,7 @@ def _facts(report: Report) -> str:
         f"effexport::{op} {'not run' if how == 'not run' else f'as {how}'}" for op, how in report.implementation.items()
     ]
     engines = [f"{engine['file']}" for engine in report.engines]
-    return "; ".join([f"{RUNTIME_NAMES[report.runtime]} against PyTorch", *ran, *engines, moment(report.created)])
+    return "; ".join([f"{RUNTIMES[report.runtime].label} against PyTorch", *ran, *engines, moment(report.created)])
 
 
 def _check_table(checks: Sequence[Check]) -> str:

@@ -8,14 +8,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from effexport.errors import EffexportError
-from effexport.runners import FeedLimits, checked_feeds
+from effexport.runners import FeedLimits, checked_feeds, limits_from_spec
 from effexport.runners.ort.binding import NO_GRAPH, BoundModel, run_options
 from effexport.runners.ort.session import OrtSettings, RuntimeFailedError, import_onnxruntime, session_from_model
 from effexport.runners.ort.values import array_from_value, value_from_array
 from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
+    from effexport.artifact import Artifact
     from effexport.runners import Array
+    from effexport.runtimes import Runtime
 
 _DTYPE_OF_ORT_TYPE = {
     "tensor(float)": "float32",
@@ -106,6 +108,14 @@ class OrtRunner:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def runner_from_artifact(
+    artifact: Artifact, runtime: Runtime, implementation: str = "auto", threads: int | None = None
+) -> OrtRunner:
+    """See `effexport.runners.artifact_runner`."""
+    settings = OrtSettings(provider=runtime.provider, implementation=implementation, threads=threads)
+    return OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
 
 
 def run_failure(feeds: Mapping[str, Array], error: Exception) -> RuntimeFailedError:

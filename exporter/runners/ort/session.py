@@ -17,6 +17,7 @@ from effexport.export.onnx_graph import custom_ops_of_model, external_files
 from effexport.models.validation import did_you_mean
 from effexport.plugins.building.library import Library, LibraryError, find_library
 from effexport.runners.ort import tensorrt_provider as ort_tensorrt
+from effexport.runtimes import ORT_RUNTIMES, RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.engines.sidecar import ShapeRange
@@ -26,8 +27,6 @@ PROVIDERS: dict[str, str] = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": ort_tensorrt.PROVIDER,
 }
-# The names of the command line.
-RUNTIMES: dict[str, str] = {"ort": "cpu", "ort-cuda": "cuda", "ort-trt": "tensorrt"}
 # Of custom operators: whatever is there, our kernels or an error, the function bodies of the model.
 IMPLEMENTATIONS = ("auto", "kernel", "body")
 
@@ -64,7 +63,7 @@ class OrtSettings:
     @property
     def runtime(self) -> str:
         """The name of the command line."""
-        return next(name for name, provider in RUNTIMES.items() if provider == self.provider)
+        return next(name for name, runtime in ORT_RUNTIMES.items() if runtime.provider == self.provider)
 
     @property
     def device(self) -> str:
@@ -144,7 +143,7 @@ def providers_from_settings(ort: Any, settings: OrtSettings) -> list[Any]:
     if PROVIDERS[settings.provider] not in available:
         raise UserError(
             f"onnxruntime {ort.__version__} has no {PROVIDERS[settings.provider]}, only {', '.join(available)}; "
-            "for the GPU replace it: pip uninstall onnxruntime, then pip install 'effexport[gpu]'"
+            f"for the GPU replace it: pip uninstall onnxruntime, then {RUNTIMES[settings.runtime].package.remedy}"
         )
     if hasattr(ort, "preload_dlls"):
         # CUDA libraries that pip installed are on no search path; what it prints of missing ones is no output of ours
@@ -270,5 +269,5 @@ def import_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingExtraError("onnxruntime", "cpu") from error
+        raise MissingExtraError("onnxruntime", RUNTIMES["ort"].package.extra) from error
     return onnxruntime

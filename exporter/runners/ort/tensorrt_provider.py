@@ -24,13 +24,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.engines.api import PRODUCTS, installed_version, version_tuple
+from effexport.engines.api import version_tuple
 from effexport.errors import KernelWarning, UserError
 from effexport.plugins.building.library import LibraryError, cache_folder
+from effexport.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.engines.sidecar import ShapeRange
 
+TENSORRT = RUNTIMES["trt"].package
 PROVIDER = "TensorrtExecutionProvider"
 CACHE_NAME = "ort-trt"
 # Read by NVIDIA's libraries, once per process: 0 forbids TF32 everywhere.
@@ -144,11 +146,11 @@ def load_libraries(ort: Any) -> None:
     if not names:
         return
     major = int(names[0].rsplit(".", 1)[1])
-    version = installed_version("trt")
+    version = TENSORRT.version
     if version is not None and version_tuple(version)[0] == major:
         # importing the package loads its libraries, which are then found by their names; if it fails, so do they
         with contextlib.suppress(ImportError, OSError):
-            importlib.import_module(PRODUCTS["trt"].module)
+            importlib.import_module(TENSORRT.module)
     for name in names:
         try:
             ctypes.CDLL(name)
@@ -157,7 +159,7 @@ def load_libraries(ort: Any) -> None:
 
 
 def missing_libraries(ort: Any, major: int, version: str | None, error: OSError) -> UserError:
-    oldest = PRODUCTS["trt"].oldest
+    oldest = TENSORRT.oldest
     lower = ".".join(map(str, oldest)) if oldest[0] == major else str(major)
     installed = "no TensorRT of pip is installed"
     if version is not None:

@@ -9,12 +9,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from effexport.engines.api import PRODUCTS, ICudaEngine, IExecutionContext, IRuntimeConfig
+from effexport.engines.api import ICudaEngine, IExecutionContext, IRuntimeConfig
 from effexport.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory
 from effexport.runners.trt.context import Call, Context, EngineRefusalError, Graphs, Shapes
 from effexport.runners.trt.loading import Loaded, Source, forget, load_engine, said
 from effexport.runners.trt.memory import EAGER_BYTES, Buffers, Shape, largest_shapes, nbytes_of, numpy_dtype
+from effexport.runtimes import ENGINE_RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.runners import Array
@@ -99,7 +100,7 @@ class Execution:
         """Raises UserError and EffexportError as `load_engine` does, and CudaError; nothing then stays behind."""
         self.cuda = source.cuda
         self._source, self._settings = source, settings
-        self._title = PRODUCTS[source.info.target].title
+        self._title = ENGINE_RUNTIMES[source.info.target].label
         self.captures = settings.cuda_graph and source.info.target == "trt"
         self.abandoned: deque[Work] = deque()
         self._works: list[Work] = []

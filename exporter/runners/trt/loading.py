@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from effexport.engines.api import PRODUCTS, Api, ICudaEngine, Runtime, import_api
+from effexport.engines.api import Api, ICudaEngine, Runtime, import_api
 from effexport.engines.builder_log import BuildLog, plain
 from effexport.engines.sidecar import (
     REBUILD,
@@ -18,6 +18,7 @@ from effexport.engines.sidecar import (
 )
 from effexport.errors import EffexportError, UserError
 from effexport.runners.cuda.device import Cuda, open_cuda
+from effexport.runtimes import ENGINE_RUNTIMES
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def checked_source(path: Path, onnx_sha256: str | None, api: Api | None, cuda: C
     if onnx_sha256 is not None:
         check_model(path, info, onnx_sha256)
     api = api or import_api(info.target)
-    cuda = cuda or open_cuda(PRODUCTS[info.target].extra)
+    cuda = cuda or open_cuda(ENGINE_RUNTIMES[info.target].package.extra)
     try:
         check_runs_here(path, info, api.__version__, cuda.compute_capability)
     except UserError:
@@ -81,7 +82,7 @@ def load_engine(source: Source) -> Loaded:
         runtime.engine_host_code_allowed = True
     engine = runtime.deserialize_cuda_engine(serialized)
     if engine is None:
-        raise EffexportError(f"{PRODUCTS[info.target].title} does not load {source.path}: {said(log)}")
+        raise EffexportError(f"{ENGINE_RUNTIMES[info.target].label} does not load {source.path}: {said(log)}")
     check_tensors(source.path, api, engine, info)
     return Loaded(engine, runtime, log)
 

@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from effexport.engines.api import Api
+from effexport.engines.engine_from_onnx import model_digest
 from effexport.errors import UserError
-from effexport.runners import FeedLimits, checked_feeds
+from effexport.runners import FeedLimits, checked_feeds, limits_from_spec
 from effexport.runners.cuda.device import Cuda
 from effexport.runners.trt.context import shapes_of
 from effexport.runners.trt.execution import Execution
@@ -19,7 +20,9 @@ from effexport.runners.trt.loading import checked_source
 from effexport.runners.trt.memory import dim_name, dim_ranges
 
 if TYPE_CHECKING:
+    from effexport.artifact import Artifact
     from effexport.runners import Array
+    from effexport.runtimes import Runtime
 
 
 class TrtRunner:
@@ -113,6 +116,17 @@ class TrtRunner:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def runner_from_artifact(
+    artifact: Artifact, runtime: Runtime, implementation: str = "auto", threads: int | None = None
+) -> TrtRunner:
+    """See `effexport.runners.artifact_runner`. What runs the operators was decided when the engine was built."""
+    return TrtRunner(
+        artifact.engine_path(runtime.name),
+        limits=limits_from_spec(artifact.spec),
+        onnx_sha256=model_digest(artifact.model_path),
+    )
 
 
 class BoundEngine:

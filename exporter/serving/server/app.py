@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from effexport import __version__
 from effexport.serving.protocol.errors import (
     CROWDED,
     FAILED,
@@ -29,6 +28,7 @@ from effexport.serving.protocol.errors import (
 )
 from effexport.serving.server.inference import Inference
 from effexport.serving.server.served_model import ServedModel
+from effexport.version import __version__
 
 logger = logging.getLogger("effexport.serving")
 EXTENSIONS = ("binary_tensor_data", "model_repository")

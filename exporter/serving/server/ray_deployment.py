@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from effexport.errors import EffexportError, UserError
+from effexport.runtimes import RUNTIMES
 from effexport.serving.server.served_model import checked_name, folder_name
 from effexport.serving.server.target import ServingTarget
 
 # Of a minute each, in which Ray waits for its proxies.
 START_ATTEMPTS = 3
-GPU_RUNTIMES = ("ort-cuda", "ort-trt", "trt", "trt-rtx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ReplicaSettings:
     @classmethod
     def from_options(cls, given: Mapping[str, Any], runtime: str) -> ReplicaSettings:
         """given: what the user set. A runtime on a GPU gets a whole one unless that says otherwise."""
-        return cls(**{"gpus": 1.0 if runtime in GPU_RUNTIMES else 0.0, **given})
+        return cls(**{"gpus": 1.0 if RUNTIMES[runtime].device == "cuda" else 0.0, **given})
 
 
 def application(target: ServingTarget, replicas: ReplicaSettings) -> Any:

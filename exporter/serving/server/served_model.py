@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import UserError
+from effexport.runtimes import RUNTIMES
 from effexport.serving.protocol.signature import Signature, signature_from_spec
 from effexport.serving.server.batcher import Batcher
 from effexport.serving.server.joining import why_not_joined
@@ -104,9 +105,7 @@ def served_model(
 
 def platform_of(runtime: str) -> str:
     """What the protocol calls a runtime and its format."""
-    from effexport.engines.api import PRODUCTS
-
-    return "tensorrt_plan" if runtime in PRODUCTS else "onnxruntime_onnx"
+    return RUNTIMES[runtime].platform
 
 
 def folder_name(path: Path) -> str:

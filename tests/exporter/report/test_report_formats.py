@@ -23,12 +23,13 @@ from effexport.commands.build import command as build_cli
 from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.checks.result import Check, Worst
 from effexport.report import Report, json_from_report
-from effexport.report.model import REPORT_VERSION, RUNTIME_NAMES, dict_of_check
+from effexport.report.model import REPORT_VERSION, dict_of_check
 from effexport.report.reading import report_of_artifact
 from effexport.report.rendering.junit import junit_from_reports
 from effexport.report.rendering.markdown import markdown_from_report
 from effexport.report.reproduce import build_command, quoted, verify_command
 from effexport.report.schema import first_problem, schema
+from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
 
 EXPORT = CaseLabel("export", (1, 64))
@@ -75,7 +76,7 @@ validator = jsonschema.Draft202012Validator(schema())
 def test_the_schema_is_a_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(schema())
     assert schema()["properties"]["report_version"]["const"] == REPORT_VERSION
-    assert schema()["properties"]["runtime"]["enum"] == list(RUNTIME_NAMES)
+    assert schema()["properties"]["runtime"]["enum"] == list(ARTIFACT_RUNTIMES)
 
 
 def test_the_schema_names_every_field_of_a_check() -> None:

@@ -339,13 +339,18 @@ MISSING = {
 }
 
 
+def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    package = SimpleNamespace(version=version, module="tensorrt", oldest=(10, 13))
+    monkeypatch.setattr(ort_tensorrt, "TENSORRT", package)
+
+
 @pytest.mark.parametrize("version", MISSING)
 def test_missing_or_unfit_tensorrt_libraries_are_named(
     ort: FakeOrt, monkeypatch: pytest.MonkeyPatch, version: str | None
 ) -> None:
     linked_with(ort, 10)
     loads(monkeypatch)
-    monkeypatch.setattr(ort_tensorrt, "installed_version", lambda target: version)
+    installed(monkeypatch, version)
     message = (
         r"onnxruntime 9\.9 is linked with TensorRT 10, whose libraries do not load \(libnvinfer\.so\.10: cannot .*; "
     )
@@ -356,7 +361,7 @@ def test_missing_or_unfit_tensorrt_libraries_are_named(
 def test_a_later_onnxruntime_is_told_its_own_tensorrt(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> None:
     linked_with(ort, 12)
     loads(monkeypatch)
-    monkeypatch.setattr(ort_tensorrt, "installed_version", lambda target: None)
+    installed(monkeypatch, None)
     with pytest.raises(UserError, match=r"linked with TensorRT 12, .*pip install 'tensorrt>=12,<13'"):
         session_from_model(PLAIN, settings())
 
@@ -369,7 +374,7 @@ def test_the_tensorrt_of_pip_is_imported_where_it_fits(
     linked_with(ort, 10)
     asked = loads(monkeypatch, "libnvinfer.so.10", "libnvonnxparser.so.10")
     modules: list[str] = []
-    monkeypatch.setattr(ort_tensorrt, "installed_version", lambda target: version)
+    installed(monkeypatch, version)
     monkeypatch.setattr(ort_tensorrt, "importlib", SimpleNamespace(import_module=modules.append))
     session_from_model(PLAIN, settings())
     assert modules == imported
