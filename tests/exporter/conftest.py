@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import shutil
@@ -13,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept import kept
 from page_browser import Browser
 from small_specs import spec_of
 
+import effexport.models
+import effexport.plugins
 from effexport.artifact import Artifact, write_manifest
 from effexport.cli import main
 from effexport.models.spec import ATTENTION_SPECS
@@ -23,6 +27,8 @@ from effexport.spec import BuildSpec
 
 VARIANTS = tuple(ATTENTION_SPECS)
 SCOPES = ("attention", "encoder")
+# Folders whose code no build runs; tests/test_imports.py holds them above build.py.
+ABOVE_BUILD = {"bench", "commands", "serving", "sweep", "triton", "cli.py"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -48,7 +54,10 @@ def small_spec() -> Callable[..., BuildSpec]:
 
 @pytest.fixture(scope="session")
 def built(worker_folder: Path) -> Callable[..., Artifact]:
-    """(variant, scope, **fields) → a healthy artifact, built when first asked for. Do not change its files."""
+    """(variant, scope, **fields) → a healthy artifact, of an earlier run if nothing that decides it has changed since.
+
+    It lies in a folder of this run. Do not change its files: other tests read them.
+    """
     from effexport.artifact import open_artifact
     from effexport.build import artifact_from_spec
 
@@ -56,11 +65,29 @@ def built(worker_folder: Path) -> Callable[..., Artifact]:
         options = "".join(f"-{name}-{value}" for name, value in sorted(fields.items()))
         path = worker_folder / f"{variant}-{scope}{options}"
         with locked(worker_folder / f"{path.name}.lock"):
-            if path.exists():
-                return open_artifact(path)
-            return artifact_from_spec(spec_of(variant, scope, **fields), path)[0]
+            if not path.exists():
+                spec = spec_of(variant, scope, **fields)
+                decided_by = [repr(spec), *what_decides_a_build()]
+                folder = kept(path.name, decided_by, lambda folder: artifact_from_spec(spec, folder / "artifact"))
+                shutil.copytree(folder / "artifact", path)
+        return open_artifact(path)
 
     return artifact
+
+
+@functools.cache
+def what_decides_a_build() -> tuple[str | Path, ...]:
+    """The code that a build runs, the packages and the kernel library that it runs with."""
+    from effexport.environment import versions
+    from effexport.plugins.building.library import find_library
+
+    package = Path(effexport.__file__).parent
+    code = [path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] not in ABOVE_BUILD]
+    code += [
+        path for part in (effexport.models, effexport.plugins) for path in sorted(Path(part.__path__[0]).rglob("*.py"))
+    ]
+    library = find_library()
+    return (*code, repr(versions()), "no library" if library is None else library.path)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -14,8 +13,8 @@ from cuda_kernels import ALL_BLOCKS, DTYPES, Emulated, assert_guard_is_intact, g
 class EmulatedAFTSimple(Emulated):
     op = "aft_simple_attention"
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self) -> None:
+        super().__init__()
         pointer = ctypes.c_void_p
         self.library.aft_simple_scratch_bytes.argtypes = [pointer]
         self.library.aft_simple_scratch_bytes.restype = ctypes.c_size_t
@@ -48,8 +47,8 @@ class EmulatedAFTSimple(Emulated):
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedAFTSimple:
-    return EmulatedAFTSimple(tmp_path_factory.mktemp("emulated"))
+def emulated() -> EmulatedAFTSimple:
+    return EmulatedAFTSimple()
 
 
 def aft_inputs(shape: tuple[int, int, int, int], dtype: type = np.float32) -> tuple[np.ndarray, ...]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from cuda_kernels import PLUGINS, SANITIZERS, build, run
 
-import effexport.plugins
-from effexport.plugins.building.toolchain import find_compiler, find_nvcc
+from effexport.plugins.building.toolchain import find_nvcc
 
-PLUGINS = Path(effexport.plugins.__file__).parent
-NATIVE = Path(__file__).parent / "native"
 OPS = ("masked_attention", "segment_means", "sequence_conv")
 POINTER, INTEGER, NUMBER = "u64", "u32", "f32"
 # inputs, int32 scalars, the scale, outputs
@@ -23,24 +20,11 @@ PARAMETERS = {
 }
 
 
-def run(*command: str | Path) -> str:
-    """What a command prints. Its failure shows all of it."""
-    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    return completed.stdout
-
-
+@pytest.mark.slow
 @pytest.mark.requires("native")
-def test_emulated_kernels_give_the_results_of_the_cpu_kernels_within_their_arrays(tmp_path: Path) -> None:
-    for header in ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h"):
-        (tmp_path / header).touch()
-    includes = [f"-I{path}" for path in (PLUGINS, NATIVE, tmp_path)]
-    strict = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    sanitizers = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    sources = [NATIVE / "emulated_attention.cc", *(PLUGINS / op / "kernel_cpu.cc" for op in OPS)]
-    program = tmp_path / "emulated_attention"
-    run(*find_compiler(), "-std=c++17", *strict, *sanitizers, *includes, *sources, "-o", program)
-    assert run(program).splitlines()[-1] == "0 failures"
+def test_emulated_kernels_give_the_results_of_the_cpu_kernels_within_their_arrays() -> None:
+    cpu_kernels = [PLUGINS / op / "kernel_cpu.cc" for op in OPS]
+    assert run(build("emulated_attention", *SANITIZERS, sources=cpu_kernels)).splitlines()[-1] == "0 failures"
 
 
 @pytest.mark.requires("nvcc")

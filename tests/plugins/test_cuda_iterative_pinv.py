@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -16,8 +15,8 @@ from effexport.plugins.iterative_pinv import trt as trt_pinv
 class EmulatedPinv(Emulated):
     op = "iterative_pinv"
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self) -> None:
+        super().__init__()
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self.library.iterative_pinv_scratch_bytes.argtypes = [integer, integer]
         self.library.iterative_pinv_scratch_bytes.restype = ctypes.c_size_t
@@ -43,8 +42,8 @@ class EmulatedPinv(Emulated):
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedPinv:
-    return EmulatedPinv(tmp_path_factory.mktemp("emulated"))
+def emulated() -> EmulatedPinv:
+    return EmulatedPinv()
 
 
 def exact_pinv(a: np.ndarray, scale: np.ndarray, iterations: int = 6) -> np.ndarray:

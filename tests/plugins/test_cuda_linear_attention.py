@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -17,8 +16,8 @@ EPS = 1e-6
 class EmulatedLinearAttention(Emulated):
     op = "linear_attention"
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self) -> None:
+        super().__init__()
         pointer = ctypes.c_void_p
         self.library.linear_attention_scratch_bytes.argtypes = [pointer]
         self.library.linear_attention_scratch_bytes.restype = ctypes.c_size_t
@@ -52,8 +51,8 @@ class EmulatedLinearAttention(Emulated):
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLinearAttention:
-    return EmulatedLinearAttention(tmp_path_factory.mktemp("emulated"))
+def emulated() -> EmulatedLinearAttention:
+    return EmulatedLinearAttention()
 
 
 def attention_case(seq: int, dims: tuple[int, int], dtype: type = np.float32) -> tuple[np.ndarray, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +21,8 @@ from effexport.plugins.lsh_attention.op import reference as attention_reference
 class EmulatedLSHAttention(Emulated):
     op = "lsh_attention"
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self) -> None:
+        super().__init__()
         pointer = ctypes.c_void_p
         self.library.lsh_attention_scratch_bytes.argtypes = [pointer]
         self.library.lsh_attention_scratch_bytes.restype = ctypes.c_size_t
@@ -47,8 +46,8 @@ class EmulatedLSHAttention(Emulated):
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLSHAttention:
-    return EmulatedLSHAttention(tmp_path_factory.mktemp("emulated"))
+def emulated() -> EmulatedLSHAttention:
+    return EmulatedLSHAttention()
 
 
 def attention_sizes(case: AttentionCase, **changes: int) -> np.ndarray:

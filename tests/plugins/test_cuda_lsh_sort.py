@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +17,8 @@ from effexport.plugins.lsh_sort.op import reference as sort_reference
 class EmulatedSort(Emulated):
     op = "lsh_sort"
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self) -> None:
+        super().__init__()
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self.library.lsh_sort.argtypes = [pointer, integer, integer, integer, pointer, pointer]
 
@@ -39,8 +38,8 @@ class EmulatedSort(Emulated):
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedSort:
-    return EmulatedSort(tmp_path_factory.mktemp("emulated"))
+def emulated() -> EmulatedSort:
+    return EmulatedSort()
 
 
 LENGTHS = [1, 2, 63, 100, 1000, 4096]

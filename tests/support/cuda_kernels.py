@@ -6,11 +6,13 @@ import ctypes
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import ml_dtypes
 import numpy as np
+from kept import kept_program
 
 from effexport.plugins.building.toolchain import find_compiler
 
@@ -78,16 +80,20 @@ def run(*command: str | Path, **options) -> str:
     return completed.stdout + completed.stderr
 
 
-def build(folder: Path, source: str, output: str, *options: str) -> Path:
-    """Compiles emulated kernels. The emulation takes the place of the toolkit's headers, which become empty files."""
-    for header in ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h"):
-        (folder / header).touch()
-    includes = [f"-I{path}" for path in (PLUGINS, NATIVE, folder)]
+SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+def build(name: str, *options: str, sources: Sequence[Path] = ()) -> Path:
+    """A program or library of emulated kernels, from native/<name>.cc and further sources, compiled when first needed.
+
+    The headers of the toolkit, which the emulation replaces, are empty files.
+    """
+    includes = [f"-I{path}" for path in (PLUGINS, NATIVE, NATIVE / "no_toolkit")]
     warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     # results are compared bit by bit with NumPy's, which fuses nothing
     exact = "-ffp-contract=off"
-    run(*find_compiler(), "-std=c++17", exact, *options, *warnings, *includes, NATIVE / source, "-o", folder / output)
-    return folder / output
+    files = [NATIVE / f"{name}.cc", *sources]
+    return kept_program(f"native/{name}", find_compiler(), "-std=c++17", exact, *options, *warnings, *includes, *files)
 
 
 DTYPES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(ml_dtypes.bfloat16): "bfloat16"}
@@ -112,10 +118,8 @@ class Emulated:
 
     op = ""
 
-    def __init__(self, folder: Path) -> None:
-        self.library = ctypes.CDLL(
-            str(build(folder, f"emulated/{self.op}.cc", "kernels.so", "-O2", "-fPIC", "-shared"))
-        )
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(str(build(f"emulated/{self.op}", "-O2", "-fPIC", "-shared")))
         self.library.get_launch.argtypes = [ctypes.c_size_t, ctypes.c_void_p]
         self.library.set_schedule.argtypes = [ctypes.c_uint, ctypes.c_uint]
 
