@@ -29,15 +29,13 @@ from effexport.engines.sidecar import engine_name, summary_of_engine
 from effexport.engines.spec import EngineSpec
 from effexport.environment import PACKAGES, examine, versions
 from effexport.errors import StageError, Unavailable, UserError
-from effexport.export.module_source import ModuleSource, source_from_seed
+from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
 from effexport.proof.checks.result import Check, passed, summary
 from effexport.proof.verify import (
-    REFERENCE_SEED_OFFSET,
     case_to_trace,
     verify_bodies,
     verify_candidate,
     verify_decode_step,
-    weights_digest,
 )
 from effexport.proof.verify_engine import verify_engine_if_possible
 from effexport.report import Report, html_from_report, json_from_report
@@ -99,8 +97,9 @@ def artifact_from_spec(
                 import_api(engine.target)
             require_core()
             from effexport.export.onnx_from_module import onnx_from_module
-            from effexport.proof.cases import hash_modules, load_reference, reference_from_module, save_reference
-            from effexport.proof.trace.bisect import trace_if_it_runs
+            from effexport.proof.answers import REFERENCE_SEED_OFFSET, hash_modules, reference_from_module
+            from effexport.proof.cases import load_reference, save_reference
+            from effexport.proof.trace.trace_from_model import trace_if_it_runs
         with watch.stage(f"making the {spec.title} module"):
             module = source.make(spec)
             hashes = list(hash_modules(module))
@@ -139,9 +138,7 @@ def artifact_from_spec(
         traced = case_to_trace(verification.checks, cases, wanted=trace)
         if traced is not None:
             with watch.stage("tracing the values of the graph"):
-                found = trace_if_it_runs(
-                    folder / MODEL, Artifact(folder, {"spec": spec.to_dict()}), module, traced, settings
-                )
+                found = trace_if_it_runs(folder / MODEL, folder / MODEL, module, spec, traced, settings)
                 layers, divergence = ([] if isinstance(found, Unavailable) else found.layers()), str(found)
         report = Report(
             title=spec.title,

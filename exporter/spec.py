@@ -29,6 +29,11 @@ Precision = Literal["fp32", "fp16", "bf16"]
 # ONNX names of the element types
 DTYPE_OF_PRECISION: dict[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 OPSETS = range(18, 25)
+MASK_NAME = "attention_mask"
+# What an absent input stands for: every token is kept, and belongs to the first segment.
+INPUT_DEFAULTS: dict[str, int] = {MASK_NAME: 1, "token_type_ids": 0}
+# The graph of a decode step returns each state under the name of its input with this prefix.
+NEXT_PREFIX = "next_"
 # protobuf cannot hold more than 2 GB; leave room for the graph itself
 EXTERNAL_DATA_THRESHOLD_BYTES = 1_800_000_000
 

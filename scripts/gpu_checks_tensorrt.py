@@ -440,9 +440,9 @@ def covers(profiles: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> 
 def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
     """Compare as `effexport.proof.checks.run_checks` compares free runs."""
     from effexport.models.spec import LSHSpec
-    from effexport.proof.cases import rms_change
     from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_signature
     from effexport.proof.checks.result import RMS_METRIC, Kind, judged
+    from effexport.proof.metrics import rms_change
     from effexport.proof.tolerances import arithmetic_limit, free_run_limit
 
     signature = check_signature(case, outputs, spec)
@@ -618,8 +618,8 @@ def random_feeds(
     """Random tokens or values; the mask hides the last quarter."""
     import numpy as np
 
-    from effexport.runners import MASK_NAME
     from effexport.runners.trt.memory import numpy_dtype, resolved
+    from effexport.spec import MASK_NAME
 
     feeds = {}
     for tensor in runner.inputs:
@@ -828,7 +828,7 @@ def difference_of(output: Any, expected: Any, spec: BuildSpec, feeds: Mapping[st
     from effexport.models.spec import LSHSpec
     from effexport.proof.metrics import relative_error, rms
     from effexport.proof.tolerances import arithmetic_limit
-    from effexport.runners import MASK_NAME
+    from effexport.spec import MASK_NAME
 
     keep = feeds[MASK_NAME][0] != 0
     actual, wanted = output[0][keep].astype("float32"), expected[0].float().cpu().numpy()[keep]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.proof.cases import Case
     from effexport.proof.references.choice import ReferenceChoice
-    from effexport.proof.trace.result import Trace
+    from effexport.proof.trace.trace import Trace
     from effexport.proof.verify import Verification
 
 
@@ -154,7 +154,7 @@ class Candidate:
     def trace(self, weights: Path | None, case: Case) -> Trace | Unavailable:
         """The first values that differ from the module's on the inputs of one case."""
         from effexport.commands._options import settings_from_options
-        from effexport.proof.trace.bisect import trace_if_possible
+        from effexport.proof.trace.trace_from_model import trace_if_possible
 
         if self.is_engine:
             return Unavailable(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
 from collections.abc import Callable
@@ -85,3 +86,12 @@ def module_from_factory(name: str) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise UserError(f"--module {name} returned a {type(module).__name__}; expected an nn.Module")
     return module.float().eval()
+
+
+def weights_digest(module: nn.Module) -> str:
+    """Checksum of all parameters and buffers, to recognise the module when it is made again."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()

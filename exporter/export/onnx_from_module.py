@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.errors import StageError
 from effexport.export.onnx_graph import GraphPromise, check_graph
 from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
-from effexport.runners import DEFAULTS
-from effexport.spec import DTYPE_OF_PRECISION, EXTERNAL_DATA_THRESHOLD_BYTES, BuildSpec
+from effexport.spec import DTYPE_OF_PRECISION, EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -122,7 +121,7 @@ def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
     return tuple(
         torch.full(
             [sizes[dim] if isinstance(dim, str) else dim for dim in tensor.dims],
-            DEFAULTS.get(tensor.name, 0),
+            INPUT_DEFAULTS.get(tensor.name, 0),
             dtype=getattr(torch, tensor.dtype),
         )
         for tensor in spec.inputs

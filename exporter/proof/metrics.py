@@ -6,11 +6,13 @@ whatever their axes mean.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from effexport.proof.cases import Case
     from effexport.runners import Array
 
 # Elements that a comparison works on at once: its float64 temporaries are a few times 8 bytes each.
@@ -42,6 +44,29 @@ def scale_of(expected: Array) -> Array:
     own = np.sqrt(np.mean(np.square(expected), axis=-1, keepdims=True))
     scale: Array = np.maximum(np.maximum(own, rms(expected)), np.finfo(np.float32).tiny)
     return scale
+
+
+def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
+    """Of any element, relative to the scale of its token."""
+    changes = [
+        relative_error(case.kept(outputs[name], row), case.kept(expected, row))[0]
+        for name, expected in case.outputs.items()
+        for row in range(len(expected))
+    ]
+    return float(np.max(changes))
+
+
+def rms_change(case: Case, outputs: Mapping[str, Array]) -> float:
+    """RMS(outputs − reference) / RMS(reference) over what counts, of the output where it is largest; NaN wins."""
+    changes = []
+    for name, expected in case.outputs.items():
+        actual, wanted = (
+            np.concatenate([case.kept(array, sample) for sample in range(len(array))])
+            for array in (outputs[name].astype(np.float32), expected)
+        )
+        # a reference of zeros, which a layer without biases makes of zero tokens, is to be met exactly
+        changes.append(rms(actual - wanted) / max(rms(wanted), float(np.finfo(np.float32).tiny)))
+    return float(np.max(changes))  # not the built-in max, which may drop NaN
 
 
 def value_error(actual: Array, expected: Array) -> float:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.errors import Unavailable
 from effexport.export.onnx_graph import custom_ops_of_model
-from effexport.models.module_spec import ModuleSpec
+from effexport.proof.checks.decode_step import check_decode_step
 from effexport.proof.checks.float32_ops import check_islands
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.checks.run_checks import run_checks
@@ -20,16 +18,10 @@ from effexport.runners.ort.session import OrtSettings, RuntimeUnsupportedError
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from effexport.artifact import Artifact
     from effexport.proof.cases import Case
 
-# Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
-REFERENCE_SEED_OFFSET = 7919
 # Checks of the numbers, of which a case has one.
 ARITHMETIC = (Kind.ARITHMETIC, Kind.GIVEN_BUCKETS, Kind.HIDDEN_BUCKETS)
-OTHER_DRAW = "this PyTorch draws other weights from the seed than the one that built the artifact"
 
 
 @dataclass
@@ -78,8 +70,6 @@ def verify_bodies(
 
 def verify_decode_step(model: Path, cases: Sequence[Case], spec: BuildSpec, settings: OrtSettings) -> Verification:
     """Check a decode step against the answer to a whole sequence."""
-    from effexport.export.decode_step import check_decode_step
-
     try:
         return Verification([check_decode_step(model, cases[0], spec, settings)])
     except RuntimeUnsupportedError as error:
@@ -94,30 +84,6 @@ def not_run_in_bfloat16(kind: str, spec: BuildSpec, error: RuntimeUnsupportedErr
     return not_run(kind, reason)
 
 
-def module_again(artifact: Artifact, weights: Path | None) -> nn.Module | Unavailable:
-    """The PyTorch module of an artifact, float32 and in evaluation mode, if it can be made again.
-
-    weights: where they came from, a checkpoint folder or a file; None where they were drawn from the seed.
-    Raises SpecError for weights that do not fit.
-    """
-    from effexport.export.module_source import SEED, source_from_path
-
-    spec = artifact.spec
-    origin = artifact.manifest["weights_from"]
-    if isinstance(spec.model, ModuleSpec):
-        return Unavailable(
-            f"the module came from {origin}, code that an artifact does not hold: build again to compare"
-        )
-    if origin != SEED and weights is None:
-        return Unavailable(
-            f"the weights came from {origin}: name it with --weights to compare with PyTorch on new inputs"
-        )
-    module = source_from_path(weights).make(spec)
-    if weights_digest(module) != artifact.manifest["weights_sha256"]:
-        return Unavailable("these are not the weights that the artifact was built with" if weights else OTHER_DRAW)
-    return module
-
-
 def case_to_trace(checks: Sequence[Check], cases: Sequence[Case], *, wanted: bool) -> Case | None:
     """The case of the first failed check. If none has failed but a trace is wanted, a padded one, which uses most of
     a graph, or else the first."""
@@ -127,12 +93,3 @@ def case_to_trace(checks: Sequence[Check], cases: Sequence[Case], *, wanted: boo
     if not wanted or not cases:
         return None
     return next((case for case in cases if not case.keep.all()), cases[0])
-
-
-def weights_digest(module: nn.Module) -> str:
-    """Checksum of all parameters and buffers, to recognise the module when it is made again."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()

@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
-from effexport.spec import BuildSpec, TensorInfo
+from effexport.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec, TensorInfo
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
-
-MASK_NAME = "attention_mask"
-# What an absent input stands for: every token is kept, and belongs to the first segment.
-DEFAULTS: dict[str, int] = {MASK_NAME: 1, "token_type_ids": 0}
 
 
 class Runner(Protocol):
@@ -74,10 +70,10 @@ def checked_feeds(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], li
     complete = {name: np.asarray(value) for name, value in feeds.items()}
     sizes: dict[str, tuple[int, str]] = {}
     for tensor in inputs:
-        if tensor.name not in complete and tensor.name in DEFAULTS:
+        if tensor.name not in complete and tensor.name in INPUT_DEFAULTS:
             # the data comes first, so its sizes are known and checked
             shape = tuple(sizes[dim][0] if isinstance(dim, str) else dim for dim in tensor.dims)
-            complete[tensor.name] = np.full(shape, DEFAULTS[tensor.name], dtype=tensor.dtype)
+            complete[tensor.name] = np.full(shape, INPUT_DEFAULTS[tensor.name], dtype=tensor.dtype)
         if tensor.name not in complete:
             raise UserError(f"input {tensor.name!r} is missing; expected: {expected}")
         check_array(complete[tensor.name], tensor, sizes)

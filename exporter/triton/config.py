@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from effexport.plugins.building.library import LIBRARY_NAME
-from effexport.runners import DEFAULTS
-from effexport.spec import TensorInfo
+from effexport.spec import INPUT_DEFAULTS, TensorInfo
 from effexport.triton.backends import Backend
 from effexport.triton.batching import Batching
 from effexport.triton.pbtxt import Message, Word, comment, text_from_message
@@ -87,7 +86,7 @@ def tensor_message(config: ModelConfig, tensor: TensorInfo, *, is_input: bool) -
         ("dims", tuple(dim if isinstance(dim, int) else -1 for dim in dims)),
     ]
     # the runner fills in what is left out; other backends need every input of the graph
-    if is_input and config.backend.name == "python" and tensor.name in DEFAULTS:
+    if is_input and config.backend.name == "python" and tensor.name in INPUT_DEFAULTS:
         message.append(("optional", True))
     return message
 

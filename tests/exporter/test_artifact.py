@@ -336,7 +336,7 @@ def failing(*arguments: object, **options: object) -> None:
     [
         "effexport.models.encoder.module_from_spec",
         "effexport.export.onnx_from_module.onnx_from_module",
-        "effexport.proof.cases.reference_from_module",
+        "effexport.proof.answers.reference_from_module",
         "effexport.proof.cases.save_reference",
         "effexport.proof.verify.run_checks",
         "effexport.build.html_from_report",

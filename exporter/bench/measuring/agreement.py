@@ -39,8 +39,9 @@ def reference_of_case(case: Case, feeds: Mapping[str, Array]) -> Reference:
     Inputs of lower precision are widened, so that both see the same numbers.
     """
     from effexport.export.onnx_from_module import at_precision
+    from effexport.proof.answers import other_rotations, recorded_hashes
     from effexport.proof.cases import Case as ReferenceCase
-    from effexport.proof.cases import other_rotations, recorded_hashes, rms_change
+    from effexport.proof.metrics import rms_change
 
     spec, module = spec_from_case(case), module_from_case(case)
     mask = np.ones((case.batch, case.seq_len), dtype=np.int64)

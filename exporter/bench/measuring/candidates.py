@@ -244,7 +244,7 @@ def engine_from_case(case: Case, model: Path, output: Path) -> None:
 
 def array_from_tensor(tensor: torch.Tensor) -> Array:
     """On the host, in the element type that the runners use."""
-    from effexport.proof.cases import numpy_dtype
+    from effexport.proof.inputs.random import numpy_dtype
 
     value = tensor.detach().cpu()
     if str(value.dtype) == "torch.bfloat16":

@@ -74,7 +74,7 @@ def core_axes(spec: BuildSpec) -> tuple[int, dict[str, int]]:
 
 def inputs_of_case(case: Case) -> dict[str, Array]:
     """What every candidate of a size is given: normal numbers or random tokens, and a mask that hides nothing."""
-    from effexport.proof.cases import numpy_dtype
+    from effexport.proof.inputs.random import numpy_dtype
 
     spec, rng = spec_from_case(case), np.random.default_rng(INPUT_SEED)
     sizes = {"batch": case.batch, "seq": case.seq_len}

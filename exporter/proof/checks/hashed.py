@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.models.spec import LSHSpec
-from effexport.proof.cases import Case, rms_change
+from effexport.proof.cases import Case
 from effexport.proof.checks.arithmetic import check_arithmetic, check_overall
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import RMS_METRIC, Check, Kind, judged
+from effexport.proof.metrics import rms_change
 from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit, overall_limit
 from effexport.spec import BuildSpec
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.proof.cases import Case, padding_of_other_content
+from effexport.proof.cases import Case
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.hashed import sample_buckets
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, judged, not_run
+from effexport.proof.inputs.padded import padding_of_other_content
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import Limit, case_limit
 from effexport.spec import BuildSpec

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from effexport.proof.case_label import CaseLabel
-from effexport.proof.cases import Case, random_inputs
+from effexport.proof.cases import Case
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, judged, not_run
+from effexport.proof.inputs.random import random_inputs
 from effexport.proof.tolerances import Limit
 from effexport.spec import BuildSpec
 

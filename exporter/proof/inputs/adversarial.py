@@ -8,6 +8,7 @@ import numpy as np
 
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.spec import EncoderSpec, LinearSpec, LSHSpec
+from effexport.proof.inputs.random import numpy_dtype
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -54,8 +55,6 @@ def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str
 
 
 def hidden_inputs(hidden: Array, spec: BuildSpec) -> dict[str, Array]:
-    from effexport.proof.cases import numpy_dtype
-
     states = np.ascontiguousarray(hidden[None], dtype=np.float32).astype(numpy_dtype(spec.dtype))
     return {"hidden_states": states, "attention_mask": ones(hidden.shape[0])}
 

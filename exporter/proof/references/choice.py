@@ -15,9 +15,10 @@ import numpy as np
 from effexport.artifact import Artifact, open_artifact
 from effexport.errors import Unavailable, UserError
 from effexport.models.validation import did_you_mean
+from effexport.proof.answers import REFERENCE_SEED_OFFSET
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import Check, Kind, not_run
-from effexport.proof.verify import REFERENCE_SEED_OFFSET, module_again
+from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.runners import FeedLimits, limits_from_spec
 from effexport.runners.ort.session import OrtSettings
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES, RUNTIMES
@@ -160,14 +161,14 @@ def check_cases(reference: Reference, artifact: Artifact, choice: ReferenceChoic
 
 def torch_reference(artifact: Artifact, weights: Path | None, names: Sequence[str]) -> Reference:
     """The PyTorch module itself, made again, on inputs of a new seed."""
-    module = module_again(artifact, weights)
+    module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
         return Reference("torch", missing=[not_run(Kind.PYTORCH_MODULE, module.reason)])
     return Reference("torch", new_cases(artifact, module, names))
 
 
 def new_cases(artifact: Artifact, module: nn.Module, names: Sequence[str]) -> list[Case]:
-    from effexport.proof.cases import reference_from_module
+    from effexport.proof.answers import reference_from_module
 
     spec = artifact.spec
     return wanted_cases(reference_from_module(module, spec, spec.seed + NEW_INPUTS_OFFSET), names)
@@ -191,7 +192,7 @@ def transformers_references(
             "effexport build --checkpoint; for this one use --reference torch"
         )
     import_transformers()
-    module = module_again(artifact, weights)
+    module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
         raise UserError(f"--reference transformers: {module}")
     assert weights is not None

@@ -60,7 +60,7 @@ class TracedModule:
         made = origins_of_model(exported.model)
         # operation of the program → graph value
         self._values = {op: value for op, value in graph_names(program, spec, made).items() if value in made}
-        self._program, self._spec = program, spec
+        self._program, self.spec = program, spec
         self.origins = {value: made[value] for value in self._values.values()}
         self.hashes = tuple(value for value in self.origins if value.split(".")[-1] == BUCKETS_SUFFIX)
         self.may_flip = self._may_flip()
@@ -68,7 +68,7 @@ class TracedModule:
     @property
     def is_rounded(self) -> bool:
         """Whether the precision is less than float32, so that rounding is what differs most."""
-        return self._spec.precision != "fp32"
+        return self.spec.precision != "fp32"
 
     def run(
         self,
@@ -86,7 +86,7 @@ class TracedModule:
         """
         import torch
 
-        names, low = self._values, getattr(torch, self._spec.dtype)
+        names, low = self._values, getattr(torch, self.spec.dtype)
         wide = torch.float64 if low == torch.float32 else torch.float32
 
         class Visitor(torch.fx.Interpreter):
@@ -115,8 +115,8 @@ class TracedModule:
         spec."""
         import torch
 
-        low = getattr(torch, self._spec.dtype)
-        given = iter(self._spec.inputs)
+        low = getattr(torch, self.spec.dtype)
+        given = iter(self.spec.inputs)
         arguments = []
         for argument in self._program.graph_signature.input_specs:
             if argument.target is None:

@@ -13,12 +13,10 @@ from effexport.errors import UserError
 from effexport.runners import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.session import OrtSettings
+from effexport.spec import NEXT_PREFIX
 
 if TYPE_CHECKING:
     from effexport.runners import Array
-
-# The graph returns the state under the names of its inputs with this prefix.
-NEXT_PREFIX = "next_"
 
 
 class DecodeRunner:

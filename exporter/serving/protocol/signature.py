@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
-from effexport.runners import DEFAULTS, FeedLimits, checked_feeds, limits_from_spec
+from effexport.runners import FeedLimits, checked_feeds, limits_from_spec
 from effexport.serving.protocol.datatypes import DATATYPES
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
-from effexport.spec import BuildSpec, TensorInfo
+from effexport.spec import INPUT_DEFAULTS, BuildSpec, TensorInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +68,7 @@ class Signature:
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        return tuple(tensor.name for tensor in self.inputs if tensor.name in DEFAULTS)
+        return tuple(tensor.name for tensor in self.inputs if tensor.name in INPUT_DEFAULTS)
 
 
 # What the message about a dimension that is too large adds.

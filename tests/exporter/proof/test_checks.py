@@ -13,13 +13,14 @@ import torch
 from effexport.artifact import Artifact
 from effexport.models.encoder import module_from_spec
 from effexport.proof.candidates import OrtCandidate
-from effexport.proof.cases import Case, load_reference, padding_of_other_content
+from effexport.proof.cases import Case, load_reference
 from effexport.proof.checks.arithmetic import Figures, check_arithmetic
 from effexport.proof.checks.invariance import check_padding_content, check_prefix
 from effexport.proof.checks.long_sequences import LONG, check_long_sequence
 from effexport.proof.checks.result import HISTOGRAM_EDGES
 from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.inputs.adversarial import KEY_GAPS, adversarial_inputs
+from effexport.proof.inputs.padded import padding_of_other_content
 from effexport.proof.tolerances import Limit, arithmetic_limit, case_limit
 from effexport.runners import limits_from_spec
 from effexport.spec import BuildSpec, build_spec_from_options

@@ -26,7 +26,7 @@ MOVES = ("Concat", "Expand", "Gather", "Identity", "Pad", "Reshape", "Slice", "S
 LARGEST_LIMIT = 1.0
 
 
-class Judge:
+class ValueLimits:
     """Takes values beside PyTorch's and keeps their errors and limits.
 
     The limit of a float value is that of the outputs. It is raised where PyTorch's own rounding moves the value

@@ -19,11 +19,11 @@ from effexport.errors import Unavailable
 from effexport.export.module_source import source_from_path
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.metrics import value_error
-from effexport.proof.trace import bisect
-from effexport.proof.trace.bisect import batches, module_of_node, trace_from_traced, trace_if_possible
-from effexport.proof.trace.judge import Judge
-from effexport.proof.trace.result import Trace
+from effexport.proof.trace import trace_from_model as tracing
+from effexport.proof.trace.trace import Trace
+from effexport.proof.trace.trace_from_model import batches, module_of_node, trace_from_model, trace_if_possible
 from effexport.proof.trace.traced_module import TracedModule
+from effexport.proof.trace.value_limits import ValueLimits
 from effexport.runners.ort.session import OrtSettings
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -52,7 +52,7 @@ def case_named(artifact: Artifact, name: str = "padded batch") -> Case:
 
 def check_healthy(artifact: Artifact, module: TracedModule) -> None:
     for case in load_reference(artifact.reference_path):
-        trace = trace_from_traced(artifact.model_path, artifact, module, case)
+        trace = trace_from_model(artifact.model_path, artifact.model_path, module, case)
         assert trace.first_divergence is None, str(trace)
         assert "all agree" in str(trace)
         assert len(trace.values) == trace.pairable >= LEAST_SHARE * (trace.pairable + trace.not_paired)
@@ -194,7 +194,7 @@ def test_a_fault_is_found_at_its_node(
     fault(model, node)
     value = node.output[0]
     onnx.save(model, str(tmp_path / "model.onnx"))
-    trace = trace_from_traced(tmp_path / "model.onnx", artifact, traced(artifact), case_named(artifact))
+    trace = trace_from_model(tmp_path / "model.onnx", artifact.model_path, traced(artifact), case_named(artifact))
     first = trace.first_divergence
     assert first is not None
     assert first.module == module
@@ -216,7 +216,7 @@ def test_a_sentence_names_the_weights_and_the_steps_that_may_be_wrong(
     model = onnx.load(str(artifact.model_path))
     scale_weight(model, node_of(model, "MatMul", "blocks.0.feed_forward.up"))
     onnx.save(model, str(tmp_path / "model.onnx"))
-    text = str(trace_from_traced(tmp_path / "model.onnx", artifact, traced(artifact), case_named(artifact)))
+    text = str(trace_from_model(tmp_path / "model.onnx", artifact.model_path, traced(artifact), case_named(artifact)))
     assert "of blocks.0.feed_forward.up (Add)" in text
     assert "enter these nodes, one of which is wrong: MatMul" in text
     assert "or the weights" in text
@@ -231,7 +231,9 @@ def test_a_node_that_makes_nan_diverges(built: Built, traced: Callable[..., Trac
     del node.attribute[:]
     node.op_type = "Log"
     onnx.save(model, str(tmp_path / "model.onnx"))
-    trace = trace_from_traced(tmp_path / "model.onnx", artifact, traced(artifact), case_named(artifact, "export"))
+    trace = trace_from_model(
+        tmp_path / "model.onnx", artifact.model_path, traced(artifact), case_named(artifact, "export")
+    )
     assert trace.first_divergence is not None
     assert trace.first_divergence.name == value
     assert not np.isfinite(trace.first_divergence.error)
@@ -253,7 +255,7 @@ def test_a_file_that_onnxruntime_has_optimised_says_how_many_values_have_survive
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     onnxruntime.InferenceSession(str(artifact.model_path), options, providers=["CPUExecutionProvider"])
-    trace = trace_from_traced(tmp_path / "optimised.onnx", artifact, traced(artifact), case_named(artifact))
+    trace = trace_from_model(tmp_path / "optimised.onnx", artifact.model_path, traced(artifact), case_named(artifact))
     assert trace.first_divergence is None, str(trace)
     assert trace.pairable / 2 < len(trace.values) <= trace.pairable
     assert f"{len(trace.values)} of {trace.pairable} values were compared" in str(trace)
@@ -269,7 +271,7 @@ def test_a_file_whose_values_have_other_names_is_said_to_have_none(
             names[:] = [f"{n}_" if n in traced(artifact).origins else n for n in names]
     model.graph.output[0].name += "_"
     onnx.save(model, str(tmp_path / "model.onnx"))
-    trace = trace_from_traced(tmp_path / "model.onnx", artifact, traced(artifact), case_named(artifact))
+    trace = trace_from_model(tmp_path / "model.onnx", artifact.model_path, traced(artifact), case_named(artifact))
     assert trace.values == ()
     assert "none of the" in str(trace)
 
@@ -278,14 +280,14 @@ def test_small_batches_of_values_give_the_same_trace(
     built: Built, traced: Callable[..., TracedModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = built("lsh", "encoder", fused=False)
-    whole = trace_from_traced(artifact.model_path, artifact, traced(artifact), case_named(artifact))
-    monkeypatch.setattr(bisect, "BATCH_BYTES", 400_000)
-    parts = trace_from_traced(artifact.model_path, artifact, traced(artifact), case_named(artifact))
+    whole = trace_from_model(artifact.model_path, artifact.model_path, traced(artifact), case_named(artifact))
+    monkeypatch.setattr(tracing, "BATCH_BYTES", 400_000)
+    parts = trace_from_model(artifact.model_path, artifact.model_path, traced(artifact), case_named(artifact))
     assert [(v.name, v.error) for v in whole.values] == [(v.name, v.error) for v in parts.values]
 
 
 def test_a_batch_holds_one_value_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bisect, "BATCH_BYTES", 10)
+    monkeypatch.setattr(tracing, "BATCH_BYTES", 10)
     assert list(batches("abcd", {"a": 4, "b": 6, "c": 99, "d": 1})) == [["a", "b"], ["c"], ["d"]]
     assert list(batches((), {})) == []
 
@@ -332,7 +334,7 @@ def test_a_difference_may_be_off_by_what_float32_has_left_of_its_operands() -> N
     values["copy"] = values["weight"]
 
     def judged(error: float, known: dict[str, onnx.NodeProto]) -> dict[str, bool]:
-        judge = Judge(spec_of("aft-conv", "attention"), Case("any", {}, {}), (), known)
+        judge = ValueLimits(spec_of("aft-conv", "attention"), Case("any", {}, {}), (), known)
         for name, value in values.items():
             judge(name, value + np.float32(error) if name in known else value, value, None)
         return {name: judge.results[name][0] <= judge.results[name][1] for name in nodes}
@@ -364,14 +366,14 @@ import resource, sys
 from pathlib import Path
 import numpy as np, torch
 from effexport.artifact import open_artifact
-from effexport.proof.trace import bisect
-from effexport.proof.trace.bisect import trace_from_traced
+from effexport.proof.trace import trace_from_model as tracing
+from effexport.proof.trace.trace_from_model import trace_from_model
 from effexport.export.module_source import source_from_path
 from effexport.proof.cases import Case
 from effexport.proof.trace.traced_module import TracedModule
 
 torch.set_num_threads(1)
-bisect.BATCH_BYTES = 16 * 2**20
+tracing.BATCH_BYTES = 16 * 2**20
 artifact = open_artifact(Path(sys.argv[1]))
 module = TracedModule(source_from_path(None).make(artifact.spec), artifact.spec)
 hidden = np.random.default_rng(0).standard_normal((2, 8192, 128), dtype=np.float32)
@@ -380,9 +382,9 @@ sizes = []
 module.run(case.inputs, lambda name, array: sizes.append(array.nbytes))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
-trace = trace_from_traced(artifact.model_path, artifact, module, case)
+trace = trace_from_model(artifact.model_path, artifact.model_path, module, case)
 assert trace.first_divergence is None, str(trace)
-print(sum(sizes), peak() - before, bisect.BATCH_BYTES, max(sizes))
+print(sum(sizes), peak() - before, tracing.BATCH_BYTES, max(sizes))
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +12,14 @@ import numpy as np
 from effexport.errors import StageError, Unavailable
 from effexport.export.onnx_graph import load_graph
 from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values
-from effexport.proof.trace.judge import Judge
-from effexport.proof.trace.result import Suspect, Trace, TracedValue
+from effexport.proof.references.rebuilt_module import module_of_artifact
+from effexport.proof.trace.trace import Suspect, Trace, TracedValue
 from effexport.proof.trace.traced_file import TracedFile
+from effexport.proof.trace.traced_module import Origin, TracedModule
+from effexport.proof.trace.value_limits import ValueLimits
 from effexport.runners import limits_from_spec
 from effexport.runners.ort.session import OrtSettings, RuntimeFailedError, RuntimeUnsupportedError
+from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     import onnx
@@ -23,7 +27,6 @@ if TYPE_CHECKING:
 
     from effexport.artifact import Artifact
     from effexport.proof.cases import Case
-    from effexport.proof.trace.traced_module import Origin, TracedModule
     from effexport.runners import Array
 
 # Where `onnx_from_module` keeps the path of a node's module.
@@ -35,58 +38,45 @@ BATCH_BYTES = 256 * 2**20
 def trace_if_possible(
     model: Path, artifact: Artifact, weights: Path | None, case: Case, settings: OrtSettings
 ) -> Trace | Unavailable:
-    """As `trace_from_model`, with the module made again from the seed or `weights`, if it can be."""
-    import importlib.util
-
-    from effexport.proof.verify import module_again
-
+    """As `trace_if_it_runs`, with the module made again from the seed or `weights`, if it can be."""
     if importlib.util.find_spec("torch") is None:
         return Unavailable("no trace: PyTorch is not installed")
     if settings.provider == "tensorrt":
         return Unavailable("no trace: TensorRT keeps no intermediate values; trace the file with --runtime ort")
-    module = module_again(artifact, weights)
+    module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
         return Unavailable(f"no trace: {module}")
-    return trace_if_it_runs(model, artifact, module, case, settings)
+    return trace_if_it_runs(model, artifact.model_path, module, artifact.spec, case, settings)
 
 
 def trace_if_it_runs(
-    model: Path, artifact: Artifact, module: nn.Module, case: Case, settings: OrtSettings | None = None
+    model: Path, exported: Path, module: nn.Module, spec: BuildSpec, case: Case, settings: OrtSettings
 ) -> Trace | Unavailable:
-    """As `trace_from_model`, if the module and the model run."""
+    """As `trace_from_model`, if the module can be exported again and the model runs."""
     try:
-        return trace_from_model(model, artifact, module, case, settings)
+        return trace_from_model(model, exported, TracedModule(module, spec), case, settings)
     except (StageError, RuntimeUnsupportedError, RuntimeFailedError) as error:
         return Unavailable(f"no trace: {str(error).splitlines()[0]}")
 
 
 def trace_from_model(
-    model: Path, artifact: Artifact, module: nn.Module, case: Case, settings: OrtSettings | None = None
+    model: Path, exported: Path, traced: TracedModule, case: Case, settings: OrtSettings | None = None
 ) -> Trace:
-    """Compare the intermediate values of a model file in ONNX Runtime with those of `module` on the inputs of `case`.
+    """Compare the intermediate values of a model file in ONNX Runtime with those of PyTorch on the inputs of `case`.
 
-    model: the artifact's own, or one that a tool has made from it. The graph is run as it is written, without the
-    optimisations that would fuse values away, and custom operators as their settings say. Where the model hashes, both
-    sides go on with PyTorch's buckets. The values of one run take BATCH_BYTES at most, or one value if that is larger.
-    Raises StageError where the module cannot be exported again, RuntimeUnsupportedError and RuntimeFailedError where
-    the model does not run.
+    exported: the model file as effexport exported it. model: the same file, or one that a tool has made from it.
+    The graph runs as it is written, without the optimisations that would fuse values away; the settings say how custom
+    operators run. Where the model hashes, both sides go on with PyTorch's buckets. The values of one run take
+    BATCH_BYTES at most, or one value if that is larger.
+    Raises RuntimeUnsupportedError and RuntimeFailedError if the model does not run.
     """
-    from effexport.proof.trace.traced_module import TracedModule
-
-    return trace_from_traced(model, artifact, TracedModule(module, artifact.spec), case, settings)
-
-
-def trace_from_traced(
-    model: Path, artifact: Artifact, traced: TracedModule, case: Case, settings: OrtSettings | None = None
-) -> Trace:
-    """As `trace_from_model`, for a module that has been exported again: that takes longer than the trace."""
-    spec = artifact.spec
-    pairable = same_origins(traced.origins, load_graph(artifact.model_path))
+    spec = traced.spec
+    pairable = same_origins(traced.origins, load_graph(exported))
     proto = load_graph(model)
     nodes = [(node, value) for node in proto.graph.node for value in node.output if value]
     paired = {value: node for node, value in nodes if value in pairable}
     file = TracedFile(model, settings or OrtSettings(), limits_from_spec(spec))
-    judge = Judge(spec, case, traced.may_flip, paired)
+    judge = ValueLimits(spec, case, traced.may_flip, paired)
     compare(traced, file, list(paired), case, judge, exact=traced.is_rounded)
     if not traced.is_rounded:
         # a second look, at PyTorch's own rounding, for what float32 may have made of an ill-conditioned value
@@ -120,7 +110,7 @@ def module_of_node(node: onnx.NodeProto) -> str:
 
 
 def compare(
-    traced: TracedModule, file: TracedFile, names: Sequence[str], case: Case, judge: Judge, *, exact: bool = True
+    traced: TracedModule, file: TracedFile, names: Sequence[str], case: Case, judge: ValueLimits, *, exact: bool = True
 ) -> None:
     """Judge every value. The module and the model run once per batch of values, and exactly once more if need be."""
     if not names:
@@ -134,8 +124,10 @@ def compare(
             buckets[name] = np.ascontiguousarray(array)
 
     traced.run(case.inputs, measure)
-    hashes = hash_values(file.path, traced.hashes) if traced.hashes else []
-    given = {value + GIVEN_SUFFIX: buckets[name] for name, value in zip(traced.hashes, hashes, strict=False)}
+    # none if the file does not show the buckets of every layer: then it goes on with its own
+    hashes = hash_values(file.path, traced.hashes)
+    sources = zip(hashes, traced.hashes, strict=True) if hashes else ()
+    given = {value + GIVEN_SUFFIX: buckets[name] for value, name in sources}
     for batch in batches(names, sizes):
         actual = file.run(batch, case.inputs, hashes, given)
         compare_batch(traced, case, actual, buckets, judge, exact=exact)
@@ -146,7 +138,7 @@ def compare_batch(
     case: Case,
     actual: dict[str, Array],
     buckets: Mapping[str, Array],
-    judge: Judge,
+    judge: ValueLimits,
     *,
     exact: bool,
 ) -> None:
