@@ -9,17 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.errors import UserError
+from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.model_spec import Dims, ModelSpec, Scope
-from effexport.models.spec import (
-    ATTENTION_SPECS,
-    AttentionSpec,
-    EncoderSpec,
-    attention_from_dict,
-    attention_spec,
-    encoder_from_dict,
-    field_names,
-)
+from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_from_dict, attention_spec, field_names
 from effexport.models.validation import SpecError, check_field_types, did_you_mean, require
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from effexport.models.exp_sums import ExpSums, average, block_count, sums_of_tokens
 from effexport.models.layers import AttentionLayer, split_heads
-from effexport.models.spec import AFTFullSpec, AttentionSpec, SpecError
+from effexport.models.spec import AFTPositionSpec, AttentionSpec
+from effexport.models.validation import SpecError
 
 
 class AFTLayer(AttentionLayer):
@@ -46,9 +47,9 @@ class AFTPositionLayer(AFTLayer):
     position_query u and position_key v are [seq_len, position_dim].
     """
 
-    spec: AFTFullSpec
+    spec: AFTPositionSpec
 
-    def __init__(self, spec: AFTFullSpec) -> None:
+    def __init__(self, spec: AFTPositionSpec) -> None:
         super().__init__(spec, spec.dim, heads=1, key_dim=spec.dim)
         self.position_query = nn.Parameter(torch.empty(spec.seq_len, spec.position_dim))
         self.position_key = nn.Parameter(torch.empty(spec.seq_len, spec.position_dim))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models import attention_from_spec
+from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.layers import AttentionLayer, LayerNorm, State
-from effexport.models.spec import AttentionSpec, EncoderSpec, LSHSpec, SpecError
+from effexport.models.spec import AttentionSpec
+from effexport.models.validation import SpecError
 
 
 class Encoder(nn.Module):
@@ -171,10 +172,7 @@ class OneToken:
 
 def block_from_spec(spec: EncoderSpec, layer: int) -> ResidualBlock | ReversibleBlock:
     """Block number `layer`; LSH layers get rotations of their own."""
-    attention_spec: AttentionSpec = spec.attention
-    if isinstance(attention_spec, LSHSpec):
-        attention_spec = dataclasses.replace(attention_spec, hash_seed=attention_spec.hash_seed + layer)
-    attention = attention_from_spec(attention_spec)
+    attention = attention_from_spec(spec.attention.of_layer(layer))
     return (ReversibleBlock if spec.block == "reversible" else ResidualBlock)(spec, attention)
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.spec import AttentionSpec, SpecError
+from effexport.models.spec import AttentionSpec
+from effexport.models.validation import SpecError
 
 # What a layer remembers between the steps of a decoder: float32 tensors by name.
 State = dict[str, Tensor]

@@ -13,7 +13,8 @@ from effexport.models.layers import (
     masked_softmax,
 )
 from effexport.models.softmax import softmax_attention
-from effexport.models.spec import NystromSpec, SpecError
+from effexport.models.spec import NystromSpec
+from effexport.models.validation import SpecError
 from effexport.plugins.iterative_pinv.op import iterative_pinv
 from effexport.plugins.masked_attention.op import masked_attention
 from effexport.plugins.segment_means.op import segment_means

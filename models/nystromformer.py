@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from effexport.models.layers import LayerNorm
 from effexport.models.nystrom import NystromAttention
 from effexport.models.nystromformer_spec import HIDDEN_ACTS, NystromformerSpec
-from effexport.models.spec import SpecError
+from effexport.models.validation import SpecError
 
 # The position table starts with two rows that are never read.
 FIRST_POSITION = 2

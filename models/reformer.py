@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.encoder import ReversibleBlock
+from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.layers import AttentionLayer, LayerNorm, keep_from_mask, take_rows
 from effexport.models.local import LocalAttention
 from effexport.models.lsh import LSHAttention
 from effexport.models.reformer_spec import ReformerSpec
-from effexport.models.spec import EncoderSpec, LSHSpec, SpecError
+from effexport.models.spec import LSHSpec
+from effexport.models.validation import SpecError
 
 # Names that may be in a checkpoint and mean nothing here: constants, and heads of other tasks.
 IGNORED: tuple[str, ...] = (

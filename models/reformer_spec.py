@@ -231,9 +231,7 @@ class ReformerSpec(CheckpointSpec):
     def attention_of_layer(self, layer: int) -> LSHSpec | LocalSpec:
         """With the seed that draws the rotations of this layer."""
         spec = self.attention_of_kind(self.attn_layers[layer])
-        if isinstance(spec, LSHSpec) and not self.shared_rotations:
-            return dataclasses.replace(spec, hash_seed=spec.hash_seed + layer)
-        return spec
+        return spec if self.shared_rotations else spec.of_layer(layer)
 
 
 # name in config.json → field

@@ -1,4 +1,4 @@
-"""Frozen descriptions of attention layers and encoders: every default of the models is written here, once.
+"""Frozen descriptions of attention layers: every default of a variant, and every fact about it, is written here, once.
 
 No torch here, so that the command line can validate a request before any framework is loaded.
 Field names follow the papers and the Hugging Face configurations.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from effexport.models.model_spec import Dims, Scope, counted
+from effexport.models.products import Product, banded_products, convolution
 from effexport.models.validation import (
-    SpecError,
     check_conv_kernel_size,
     check_field_types,
     did_you_mean,
@@ -23,47 +24,55 @@ from effexport.models.validation import (
     require,
 )
 
-__all__ = [
-    "ATTENTION_SPECS",
-    "AFTConvSpec",
-    "AFTFullSpec",
-    "AFTLocalSpec",
-    "AFTSimpleSpec",
-    "AttentionSpec",
-    "EncoderSpec",
-    "LSHSpec",
-    "LinearSpec",
-    "LocalSpec",
-    "LookAroundSpec",
-    "NystromSpec",
-    "SoftmaxSpec",
-    "SpecError",
-    "attention_from_dict",
-    "attention_spec",
-    "automatic_num_buckets",
-    "encoder_from_dict",
-    "field_names",
-]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+@dataclass(frozen=True)
+class HostileInputs:
+    """The inputs that a careless implementation of a variant gets wrong; the proof makes them.
+
+    zero_tokens: whether some tokens are zero, so that their projections tie in every hash.
+    key_gaps: distances between the smallest and the largest key, one case each.
+    small_key: the value of all keys in a case whose denominators are tiny (None: no such case).
+    """
+
+    zero_tokens: bool = False
+    key_gaps: tuple[int, ...] = ()
+    small_key: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
+class AttentionSpec(ABC):
     """What all attention layers share.
 
     dim: model width. heads × head_dim is the inner width (`head_dim=None`: dim // heads).
     seq_len: the length the model is exported and tuned for, in tokens. Only the variants with learned
     position biases (`aft-full`, `aft-local`) treat it as a maximum.
+
+    Facts about a variant are class variables. layer: module and class of its `nn.Module`. formula, cost: for people,
+    with n tokens, d channels, m landmarks, c chunk length, r rounds, s window. is_quadratic: whether memory grows with
+    the square of the length. is_length_free: whether one ONNX file of the layer serves every length; others depend on
+    learned positions or on a number of buckets. option_labels: names for a variant with one option set.
     """
 
     scope: ClassVar[Scope] = "attention"
     layers: ClassVar[int] = 1
     pad_token_id: ClassVar[int] = 0
-    variant: ClassVar[str] = ""
+
+    variant: ClassVar[str]
+    layer: ClassVar[str]
+    formula: ClassVar[str]
+    cost: ClassVar[str]
     is_hashed: ClassVar[bool] = False
+    is_quadratic: ClassVar[bool] = False
+    is_length_free: ClassVar[bool] = False
     supports_causal: ClassVar[bool] = True
     has_heads: ClassVar[bool] = True
     max_seq_len_is_seq_len: ClassVar[bool] = False
     causal_state_is_constant: ClassVar[bool] = False
+    hostile: ClassVar[HostileInputs] = HostileInputs()
+    option_labels: ClassVar[Mapping[str, Callable[[Any], str]]] = {}
 
     dim: int = 256
     heads: int = 4
@@ -76,7 +85,7 @@ class AttentionSpec:
         check_field_types(self)
         for name in ("dim", "heads", "seq_len"):
             value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}; expected a positive integer, the nearest is 1")
+            require(value >= 1, f"{name} is {value}; expected a positive integer")
         require(self.head_dim is None or self.head_dim >= 1, f"head_dim is {self.head_dim}; expected at least 1")
         if self.has_heads and self.head_dim is None:
             require(
@@ -102,8 +111,35 @@ class AttentionSpec:
         return self.heads * self.head_size
 
     def operators(self, fused: bool) -> tuple[str, ...]:
-        """Custom operators that one layer becomes in a graph, by their ONNX names, with or without fused ones."""
+        """ONNX names of the custom operators that the layer becomes in a graph, with or without fused operators."""
         return ()
+
+    @property
+    def projected(self) -> tuple[int, dict[str, int]]:
+        """Heads, and channels per head of each tensor that the layer projects its input to, by name."""
+        if self.has_heads:
+            return self.heads, dict.fromkeys(("q", "k", "v"), self.head_size)
+        return 1, dict.fromkeys(("q", "k", "v"), self.dim)
+
+    @abstractmethod
+    def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        """The matrix products of the formula alone; a causal form is counted like the other one."""
+
+    def products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        """The matrix products of one call: those of the formula and of the projections."""
+        yield from self.core_products(batch, seq_len)
+        heads, channels = self.projected
+        for width in channels.values():
+            yield Product(1, batch * seq_len, self.dim, heads * width)
+        yield Product(1, batch * seq_len, heads * channels["v"], self.dim)
+
+    def largest_intermediate(self, batch: int, seq_len: int) -> int:
+        """Elements of the largest intermediate value of the plain formula, such as the logits of softmax."""
+        return 0
+
+    def of_layer(self, number: int) -> Self:
+        """The spec of one layer of a stack, counted from 0: layers that draw random numbers draw different ones."""
+        return self
 
     def custom_ops(self, fused: bool) -> dict[str, int]:
         return counted([self], fused)
@@ -146,11 +182,26 @@ class AttentionSpec:
         return self.causal and self.causal_state_is_constant
 
     @property
+    def actual_variant(self) -> str:
+        """The variant whose formula really runs: some published configurations select another one."""
+        return self.variant
+
+    @property
+    def padding_multiple(self) -> int:
+        """Sequences are padded to a multiple of this inside the layer."""
+        return 1
+
+    @property
     def why_not_invariant(self) -> str:
         return self.why_padding_counts
 
     @property
     def why_padding_counts(self) -> str:
+        return ""
+
+    @property
+    def why_fixed(self) -> str:
+        """The rule that ties the layer to one length, as half a sentence; "" if there is none or it has no name."""
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -160,9 +211,17 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxSpec(AttentionSpec):
-    """conv_kernel_size: taps of the depth-wise convolution over v that Nyströmformer adds (None: no convolution)."""
+    """Softmax attention.
+
+    conv_kernel_size: taps of the depth-wise convolution over v that Nyströmformer adds (None: no convolution).
+    """
 
     variant: ClassVar[str] = "softmax"
+    layer: ClassVar[str] = "softmax.SoftmaxAttention"
+    formula: ClassVar[str] = "softmax(QKᵀ/√d) V"
+    cost: ClassVar[str] = "n²·d"
+    is_quadratic: ClassVar[bool] = True
+    is_length_free: ClassVar[bool] = True
 
     conv_kernel_size: int | None = None
 
@@ -179,12 +238,27 @@ class SoftmaxSpec(AttentionSpec):
             return ()
         return ("MaskedAttention",) if self.conv_kernel_size is None else ("MaskedAttention", "SequenceConv")
 
+    def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        n, d, groups = seq_len, self.head_size, batch * self.heads
+        yield Product(groups, n, d, n)  # Q Kᵀ
+        yield Product(groups, n, n, d)  # P V
+        yield from convolution(groups, n, d, self.conv_kernel_size)
+
+    def largest_intermediate(self, batch: int, seq_len: int) -> int:
+        return batch * self.heads * seq_len**2
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpec(AttentionSpec):
-    """eps: added once to the denominator. chunk_length: block length of the causal form."""
+    """Linear attention. eps: added once to the denominator. chunk_length: block length of the causal form."""
 
     variant: ClassVar[str] = "linear"
+    layer: ClassVar[str] = "linear.LinearAttention"
+    formula: ClassVar[str] = "φ(Q)(φ(K)ᵀV) / (φ(Q)Σφ(K) + ε), φ = elu + 1"
+    cost: ClassVar[str] = "n·d²/heads"
+    is_length_free: ClassVar[bool] = True
+    # φ(k) = e^k for k < 0: denominators of the size of eps, and far below float16's smallest number
+    hostile: ClassVar[HostileInputs] = HostileInputs(small_key=-16.0)
     causal_state_is_constant: ClassVar[bool] = True
 
     eps: float = 1e-6
@@ -197,6 +271,11 @@ class LinearSpec(AttentionSpec):
 
     def operators(self, fused: bool) -> tuple[str, ...]:
         return ("EluLinearAttention",) if fused else ()
+
+    def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        n, d, groups = seq_len, self.head_size, batch * self.heads
+        yield Product(groups, d, n, d)  # S = φ(K)ᵀ V
+        yield Product(groups, n, d, d)  # φ(Q) S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +292,10 @@ class NystromSpec(AttentionSpec):
     """
 
     variant: ClassVar[str] = "nystrom"
+    layer: ClassVar[str] = "nystrom.NystromAttention"
+    formula: ClassVar[str] = "softmax(QK̃ᵀ) Z(softmax(Q̃K̃ᵀ)) (softmax(Q̃Kᵀ) V) + conv(V)"
+    cost: ClassVar[str] = "n·m·d"
+    option_labels: ClassVar[Mapping[str, Callable[[Any], str]]] = {"num_landmarks": "nystrom-{}".format}
     supports_causal: ClassVar[bool] = False
 
     num_landmarks: int = 64
@@ -249,7 +332,7 @@ class NystromSpec(AttentionSpec):
 
     @property
     def is_plain_softmax(self) -> bool:
-        """True for the configurations that transformers runs as softmax attention (a well-known trap)."""
+        """Whether transformers runs this configuration as softmax attention, without landmarks (a well-known trap)."""
         return self.num_landmarks == self.segment_means_seq_len
 
     def operators(self, fused: bool) -> tuple[str, ...]:
@@ -260,6 +343,31 @@ class NystromSpec(AttentionSpec):
         landmarks = self.mask_landmarks and not self.is_plain_softmax
         means = ("SegmentMeans", "SegmentMeans") if landmarks else ()  # of the queries and of the keys
         return exact + attentions + means + (() if self.conv_kernel_size is None else ("SequenceConv",))
+
+    def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        n, m, d, groups = seq_len, self.num_landmarks, self.head_size, batch * self.heads
+        yield Product(groups, n, d, m)  # F: Q K̃ᵀ
+        yield Product(groups, m, d, n)  # G: Q̃ Kᵀ
+        yield Product(groups, m, d, m)  # A: Q̃ K̃ᵀ
+        yield Product(4 * self.pinv_iterations * groups, m, m, m)  # Z(A): four products per iteration
+        yield Product(groups, m, n, d)  # G V
+        yield Product(groups, m, m, d)  # Z (G V)
+        yield Product(groups, n, m, d)  # F (Z (G V))
+        yield from convolution(groups, n, d, self.conv_kernel_size)
+
+    def largest_intermediate(self, batch: int, seq_len: int) -> int:
+        return batch * self.heads * seq_len * self.num_landmarks
+
+    @property
+    def actual_variant(self) -> str:
+        return "softmax" if self.is_plain_softmax else self.variant
+
+    @property
+    def why_fixed(self) -> str:
+        if self.segment_means_seq_len is None:
+            return ""
+        size = self.segment_means_seq_len // self.num_landmarks
+        return f"its {self.num_landmarks} landmarks are means of exactly {size} tokens each"
 
     @property
     def fixed_seq_len(self) -> int | None:
@@ -278,7 +386,7 @@ class NystromSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class LookAroundSpec(AttentionSpec):
-    """Chunked attention, shared by the two Reformer layers.
+    """Chunked attention: what the two Reformer layers share.
 
     chunk_length: tokens per chunk; each chunk also attends `num_chunks_before` chunks before and
     `num_chunks_after` after it. circular: the first chunk wraps around to the last one, as the published
@@ -298,6 +406,23 @@ class LookAroundSpec(AttentionSpec):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected 0 or more")
 
     @property
+    def window(self) -> int:
+        """Keys that a chunk sees: its own, and those of its neighbours."""
+        return (self.num_chunks_before + 1 + self.num_chunks_after) * self.chunk_length
+
+    @property
+    def padding_multiple(self) -> int:
+        return self.chunk_length
+
+    def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        chunks = batch * self.heads * math.ceil(seq_len / self.chunk_length)
+        yield Product(chunks, self.chunk_length, self.head_size, self.window)  # Q Kᵀ of every chunk
+        yield Product(chunks, self.chunk_length, self.window, self.head_size)  # P V
+
+    def largest_intermediate(self, batch: int, seq_len: int) -> int:
+        return batch * self.heads * seq_len * self.window
+
+    @property
     def why_not_invariant(self) -> str:
         if not self.circular:
             return ""
@@ -309,6 +434,7 @@ class LocalSpec(LookAroundSpec):
     """Reformer's local layer: chunks in their original order, with look-around."""
 
     variant: ClassVar[str] = "local"
+    layer: ClassVar[str] = "local.LocalAttention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +448,14 @@ class LSHSpec(LookAroundSpec):
     """
 
     variant: ClassVar[str] = "lsh"
+    layer: ClassVar[str] = "lsh.LSHAttention"
+    formula: ClassVar[str] = "softmax over sorted hash chunks of QQ̂ᵀ, combined over rounds"
+    cost: ClassVar[str] = "r·n·c·d"
     is_hashed: ClassVar[bool] = True
+    hostile: ClassVar[HostileInputs] = HostileInputs(zero_tokens=True)
+    option_labels: ClassVar[Mapping[str, Callable[[Any], str]]] = {
+        "num_hashes": lambda rounds: f"lsh, {rounds} round{'s' * (rounds != 1)}"
+    }
 
     num_hashes: int = 2
     num_buckets: int | tuple[int, ...] | None = None
@@ -332,7 +465,7 @@ class LSHSpec(LookAroundSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.num_hashes >= 1, f"num_hashes is {self.num_hashes}; expected at least 1")
-        # an encoder adds the number of the layer
+        # `of_layer` adds the number of the layer
         require(0 <= self.hash_seed < 2**63, f"hash_seed is {self.hash_seed}; expected 0 to 2^63 - 1")
         for factor in self.bucket_factors:
             require(
@@ -356,6 +489,23 @@ class LSHSpec(LookAroundSpec):
     def operators(self, fused: bool) -> tuple[str, ...]:
         return ("LSHSort", "LSHAttention") if fused else ("LSHSort",)
 
+    @property
+    def projected(self) -> tuple[int, dict[str, int]]:
+        """Queries and keys are one."""
+        return self.heads, {"qk": self.head_size, "v": self.head_size}
+
+    def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        directions = self.num_hashes * sum(self.bucket_factors) // 2
+        yield Product(batch * self.heads, seq_len, self.head_size, directions)  # rotations
+        # every round has chunks of its own
+        yield from super().core_products(batch * self.num_hashes, seq_len)
+
+    def largest_intermediate(self, batch: int, seq_len: int) -> int:
+        return super().largest_intermediate(batch * self.num_hashes, seq_len)
+
+    def of_layer(self, number: int) -> Self:
+        return dataclasses.replace(self, hash_seed=self.hash_seed + number)
+
 
 def automatic_num_buckets(seq_len: int, chunk_length: int, max_seq_len: int | None = None) -> tuple[int, ...]:
     """Bucket factors for a sequence length, by the rule of transformers' Reformer.
@@ -371,23 +521,40 @@ def automatic_num_buckets(seq_len: int, chunk_length: int, max_seq_len: int | No
 
 
 @dataclass(frozen=True, kw_only=True)
-class AFTSimpleSpec(AttentionSpec):
+class AFTSpec(AttentionSpec):
+    """What the attention-free transformers share: sums weighted by e^k, per channel."""
+
+    has_heads: ClassVar[bool] = False
+    # where float16 gives 0 / 0, where float32 loses e^k, where it overflows
+    hostile: ClassVar[HostileInputs] = HostileInputs(key_gaps=(20, 60, 110))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AFTSimpleSpec(AFTSpec):
     """Attention-free transformer without position biases."""
 
     variant: ClassVar[str] = "aft-simple"
+    layer: ClassVar[str] = "aft_simple.AFTSimpleAttention"
+    formula: ClassVar[str] = "σ(Q) ⊙ Σ exp(K) V / Σ exp(K)"
+    cost: ClassVar[str] = "n·d"
+    is_length_free: ClassVar[bool] = True
     causal_state_is_constant: ClassVar[bool] = True
-    has_heads: ClassVar[bool] = False
 
     def operators(self, fused: bool) -> tuple[str, ...]:
         return ("AFTSimpleAttention",) if fused and not self.causal else ()
 
+    def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        """None: the sums have no weights."""
+        return iter(())
+
 
 @dataclass(frozen=True, kw_only=True)
-class AFTFullSpec(AttentionSpec):
-    """position_dim: d', rank of the position bias w = u vᵀ, learned for up to `seq_len` positions."""
+class AFTPositionSpec(AFTSpec):
+    """AFT with learned position biases.
 
-    variant: ClassVar[str] = "aft-full"
-    has_heads: ClassVar[bool] = False
+    position_dim: d', rank of the position bias w = u vᵀ, learned for up to `seq_len` positions.
+    """
+
     max_seq_len_is_seq_len: ClassVar[bool] = True
 
     position_dim: int = 64
@@ -398,10 +565,35 @@ class AFTFullSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AFTLocalSpec(AFTFullSpec):
-    """window: s; the position bias acts where |t − t'| < s and is zero elsewhere (attention stays global)."""
+class AFTFullSpec(AFTPositionSpec):
+    """AFT with a learned bias for every pair of positions."""
+
+    variant: ClassVar[str] = "aft-full"
+    layer: ClassVar[str] = "aft_full.AFTFullAttention"
+    formula: ClassVar[str] = "σ(Q) ⊙ Σ exp(K + w) V / Σ exp(K + w)"
+    cost: ClassVar[str] = "n²·d"
+    is_quadratic: ClassVar[bool] = True
+
+    def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        """e^w times e^k v and e^k side by side; w = u vᵀ depends on parameters alone, and need not be made again."""
+        yield Product(batch, seq_len, seq_len, 2 * self.dim)
+
+    def largest_intermediate(self, batch: int, seq_len: int) -> int:
+        """e^w, which the samples of a batch share."""
+        return seq_len**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class AFTLocalSpec(AFTPositionSpec):
+    """AFT with biases for near pairs only.
+
+    window: s; the position bias acts where |t − t'| < s and is zero elsewhere (attention stays global).
+    """
 
     variant: ClassVar[str] = "aft-local"
+    layer: ClassVar[str] = "aft_local.AFTLocalAttention"
+    formula: ClassVar[str] = "as aft-full, w = 0 outside a window s"
+    cost: ClassVar[str] = "n·s·d"
 
     window: int = 32
 
@@ -409,13 +601,25 @@ class AFTLocalSpec(AFTFullSpec):
         super().__post_init__()
         require(self.window >= 0, f"window is {self.window}; expected 0 or more")
 
+    def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        """e^w times e^k v and e^k side by side."""
+        yield from banded_products(batch, seq_len, 2 * self.dim, reach=self.window - 1)
+
 
 @dataclass(frozen=True, kw_only=True)
-class AFTConvSpec(AttentionSpec):
-    """kernel_size: s taps of the relative position bias of each head, centred. std_eps keeps the
-    re-parameterised filter finite when all its taps are equal."""
+class AFTConvSpec(AFTSpec):
+    """AFT with biases that depend on the offset only.
+
+    kernel_size: s taps of the relative position bias of each head, centred. std_eps keeps the re-parameterised filter
+    finite when all its taps are equal.
+    """
 
     variant: ClassVar[str] = "aft-conv"
+    layer: ClassVar[str] = "aft_conv.AFTConvAttention"
+    formula: ClassVar[str] = "as aft-full, w from a filter of s taps per head"
+    cost: ClassVar[str] = "n·s·d"
+    is_length_free: ClassVar[bool] = True
+    has_heads: ClassVar[bool] = True
 
     kernel_size: int = 11
     std_eps: float = 1e-5
@@ -429,118 +633,30 @@ class AFTConvSpec(AttentionSpec):
         )
         require(self.std_eps > 0, f"std_eps is {self.std_eps}; expected a number > 0")
 
+    @property
+    def projected(self) -> tuple[int, dict[str, int]]:
+        """Each head has a single key channel."""
+        return self.heads, {"q": self.head_size, "k": 1, "v": self.head_size}
 
+    def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        """Per head, e^w times the channels of e^k v and the one channel of e^k."""
+        yield from banded_products(batch * self.heads, seq_len, self.head_size + 1, reach=self.kernel_size // 2)
+
+
+# One row for each variant, in the order in which they are listed to users.
 ATTENTION_SPECS: dict[str, type[AttentionSpec]] = {
-    "softmax": SoftmaxSpec,
-    "linear": LinearSpec,
-    "nystrom": NystromSpec,
-    "lsh": LSHSpec,
-    "aft-full": AFTFullSpec,
-    "aft-simple": AFTSimpleSpec,
-    "aft-local": AFTLocalSpec,
-    "aft-conv": AFTConvSpec,
+    spec.variant: spec
+    for spec in (
+        SoftmaxSpec,
+        LinearSpec,
+        NystromSpec,
+        LSHSpec,
+        AFTFullSpec,
+        AFTSimpleSpec,
+        AFTLocalSpec,
+        AFTConvSpec,
+    )
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderSpec:
-    """A byte-level encoder: embedding, `layers` blocks, optional language-model head.
-
-    block: where the residual goes. "reversible" keeps two streams (Reformer), which are combined at the end by
-    `reversible_output`: their mean (width dim) or their concatenation (width 2·dim).
-    ff_chunk_length: tokens per slice of the feed-forward layer (0: whole sequence); saves memory, changes nothing.
-    """
-
-    scope: ClassVar[Scope] = "encoder"
-
-    attention: AttentionSpec
-    layers: int = 2
-    vocab_size: int = 258
-    pad_token_id: int = 0
-    ff_dim: int | None = None
-    activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
-    block: Literal["pre-norm", "post-norm", "reversible"] = "pre-norm"
-    reversible_output: Literal["mean", "concat"] = "mean"
-    ff_chunk_length: int = 0
-    layer_norm_eps: float = 1e-5
-    lm_head: bool = False
-
-    def __post_init__(self) -> None:
-        check_field_types(self)
-        is_spec = isinstance(self.attention, AttentionSpec)
-        require(is_spec, f"attention is {self.attention!r}; expected an AttentionSpec")
-        require(self.layers >= 1, f"layers is {self.layers}; expected at least 1")
-        require(self.vocab_size >= 2, f"vocab_size is {self.vocab_size}; expected at least 2")
-        require(self.ff_dim is None or self.ff_dim >= 1, f"ff_dim is {self.ff_dim}; expected at least 1")
-        require(self.ff_chunk_length >= 0, f"ff_chunk_length is {self.ff_chunk_length}; expected 0 or more")
-        require(self.layer_norm_eps > 0, f"layer_norm_eps is {self.layer_norm_eps}; expected a number > 0")
-        require(
-            0 <= self.pad_token_id < self.vocab_size,
-            f"pad_token_id is {self.pad_token_id}; expected 0 to {self.vocab_size - 1}",
-        )
-
-    def custom_ops(self, fused: bool) -> dict[str, int]:
-        return counted([self.attention] * self.layers, fused)
-
-    @property
-    def title(self) -> str:
-        return f"{self.attention.variant} encoder"
-
-    @property
-    def seq_len(self) -> int:
-        return self.attention.seq_len
-
-    @property
-    def max_seq_len(self) -> int:
-        """Learned positions end here."""
-        return self.attention.seq_len
-
-    @property
-    def fixed_seq_len(self) -> int | None:
-        return 1 if self.max_seq_len == 1 else self.attention.fixed_seq_len
-
-    @property
-    def inputs(self) -> dict[str, Dims]:
-        return dict.fromkeys(("input_ids", "attention_mask"), ("batch", self.fixed_seq_len or "seq"))
-
-    @property
-    def outputs(self) -> dict[str, Dims]:
-        name, width = ("logits", self.vocab_size) if self.lm_head else ("last_hidden_state", self.hidden_size)
-        return {name: ("batch", self.fixed_seq_len or "seq", width)}
-
-    @property
-    def input_limits(self) -> dict[str, int]:
-        return {"input_ids": self.vocab_size}
-
-    @property
-    def is_causal(self) -> bool:
-        return self.attention.causal
-
-    @property
-    def has_decode_step(self) -> bool:
-        return self.attention.has_decode_step
-
-    @property
-    def why_not_invariant(self) -> str:
-        return self.attention.why_not_invariant
-
-    @property
-    def why_padding_counts(self) -> str:
-        return self.attention.why_padding_counts
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field, ready for JSON or TOML; `encoder_from_dict` reads it back."""
-        return {**dataclasses.asdict(self), "attention": self.attention.to_dict()}
-
-    @property
-    def ff_size(self) -> int:
-        return self.ff_dim if self.ff_dim is not None else 4 * self.attention.dim
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of `last_hidden_state`."""
-        doubled = self.block == "reversible" and self.reversible_output == "concat"
-        return self.attention.dim * (2 if doubled else 1)
 
 
 def attention_spec(variant: str, options: Mapping[str, Any] | None = None) -> AttentionSpec:
@@ -567,21 +683,11 @@ def attention_from_dict(values: Mapping[str, Any]) -> AttentionSpec:
     return attention_spec(options.pop("variant"), options)
 
 
-def encoder_from_dict(values: Mapping[str, Any]) -> EncoderSpec:
-    """The inverse of `EncoderSpec.to_dict`: `attention` is a nested table."""
-    options = dict(values)
-    require(isinstance(options.get("attention"), Mapping), "the encoder spec has no table named attention")
-    options["attention"] = attention_from_dict(options["attention"])
-    return EncoderSpec(**known_fields(EncoderSpec, options, "the encoder"))
-
-
-def field_names(spec_class: type[AttentionSpec] | type[EncoderSpec]) -> list[str]:
+def field_names(spec_class: type[DataclassInstance]) -> list[str]:
     return [field.name for field in dataclasses.fields(spec_class)]
 
 
-def known_fields(
-    spec_class: type[AttentionSpec] | type[EncoderSpec], options: Mapping[str, Any], owner: str
-) -> dict[str, Any]:
+def known_fields(spec_class: type[DataclassInstance], options: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """`options` with lists turned into tuples, refusing names that the class does not have."""
     names = field_names(spec_class)
     for name in options:

@@ -439,7 +439,6 @@ def covers(profiles: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> 
 
 def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
     """Compare as `effexport.proof.checks.run_checks` compares free runs."""
-    from effexport.models.spec import LSHSpec
     from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_signature
     from effexport.proof.checks.result import RMS_METRIC, Kind, judged
     from effexport.proof.metrics import rms_change
@@ -450,7 +449,7 @@ def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
     if signature.status != "passed":
         return
     yield check_finite(case, outputs)
-    if isinstance(spec.attention, LSHSpec):
+    if spec.attention.is_hashed:
         limit = free_run_limit(spec, case.seed_noise, case.precision_noise)
         yield judged(Kind.FREE_RUN, case.label, RMS_METRIC, rms_change(case, outputs), limit)
     else:
@@ -825,14 +824,13 @@ def difference_of(output: Any, expected: Any, spec: BuildSpec, feeds: Mapping[st
 
     For a model that hashes, the RMS error is compared with 1: buckets flip, so only gross errors can be detected.
     """
-    from effexport.models.spec import LSHSpec
     from effexport.proof.metrics import relative_error, rms
     from effexport.proof.tolerances import arithmetic_limit
     from effexport.spec import MASK_NAME
 
     keep = feeds[MASK_NAME][0] != 0
     actual, wanted = output[0][keep].astype("float32"), expected[0].float().cpu().numpy()[keep]
-    if isinstance(spec.attention, LSHSpec):
+    if spec.attention.is_hashed:
         return {"difference": rms(actual - wanted) / rms(wanted), "difference_limit": 1.0}
     error, _ = relative_error(actual, wanted)
     return {"difference": error, "difference_limit": 2 * arithmetic_limit(spec).value}

@@ -104,7 +104,7 @@ def test_imports_go_one_way(path: Path) -> None:
         ("models", "from effexport import artifact"),
         ("models", "import onnx"),
         ("models", "def f():\n    import onnxruntime.capi"),
-        ("plugins", "from effexport.models import VARIANTS"),
+        ("plugins", "from effexport.models import attention_from_spec"),
         ("plugins", "import effexport.errors"),
         ("plugins", "import importlib\nimportlib.import_module('effexport.models.lsh')"),
         ("exporter", "from models import spec"),
@@ -158,8 +158,8 @@ def test_the_help_page_loads_no_framework() -> None:
 @pytest.mark.requires("torch")
 @pytest.mark.parametrize("variant", ["nystrom", "lsh"])
 def test_a_model_with_a_custom_operator_loads_no_onnx(variant: str) -> None:
-    loaded = loaded_by(f"from effexport.models import load; load({variant!r})")
-    assert loaded & RUNTIMES == set()
+    imports = "from effexport.models import attention_from_spec; from effexport.models.spec import attention_spec"
+    assert loaded_by(f"{imports}; attention_from_spec(attention_spec({variant!r}))") & RUNTIMES == set()
 
 
 def test_no_file_names_a_registry_host_or_a_path_of_a_machine() -> None:

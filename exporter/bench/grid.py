@@ -9,26 +9,23 @@ from typing import Any
 
 from effexport.bench.results import Case
 from effexport.errors import UserError
-from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, EncoderSpec, attention_spec
+from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.products import Product
+from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_spec
 from effexport.models.validation import did_you_mean
 from effexport.runtimes import BENCH_RUNTIMES
 from effexport.spec import DTYPE_OF_PRECISION, BuildSpec
 
 SCOPES = ("core", "attention", "encoder")
-# What names a variant's options in labels, where the field's own name would be long.
-_SHORT_LABELS = {("nystrom", "num_landmarks"): "nystrom-{}", ("lsh", "num_hashes"): "lsh, {} rounds"}
 
 
 def label_of(variant: str, options: dict[str, Any]) -> str:
     """ "nystrom-32", "lsh, 4 rounds", or the variant with its options as they were given."""
-    parts = [variant]
-    for name, value in options.items():
-        short = _SHORT_LABELS.get((variant, name))
-        if short is not None and len(options) == 1:
-            text = short.format(value)
-            return text.removesuffix("s") if text.endswith(" 1 rounds") else text
-        parts.append(f"{name}={value}")
-    return ", ".join(parts)
+    labels = ATTENTION_SPECS[variant].option_labels if variant in ATTENTION_SPECS else {}
+    if len(options) == 1 and options.keys() <= labels.keys():
+        ((name, value),) = options.items()
+        return labels[name](value)
+    return ", ".join([variant, *(f"{name}={value}" for name, value in options.items())])
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Grid:
             check_distinct(option, values)
             for value in values:
                 if value < 1:
-                    raise UserError(f"{option} has {value}; expected positive integers, the nearest is 1")
+                    raise UserError(f"{option} has {value}; expected positive integers")
         check_distinct("--variants", [model.label for model in self.models])
         # a spec that cannot work is refused before anything is measured
         for case in self.cases():
@@ -168,15 +165,26 @@ def check_distinct(option: str, given: Collection[object]) -> None:
 
 
 def spec_from_case(case: Case) -> BuildSpec:
-    """The model of a case as it is exported: seq_len is the measured length, and ours are fused where they can be.
+    """The model of a case as it is exported: seq_len is the measured length, and our operators are fused if possible.
 
     Raises SpecError for options that cannot work.
     """
-    attention = attention_of_case(case)
-    model = EncoderSpec(attention=attention) if case.scope == "encoder" else attention
-    return BuildSpec(model=model, batch=case.batch, precision=case.precision, fused=True)  # type: ignore[arg-type]
+    return BuildSpec(model=model_of_case(case), batch=case.batch, precision=case.precision, fused=True)  # type: ignore[arg-type]
 
 
-def attention_of_case(case: Case) -> AttentionSpec:
+def model_of_case(case: Case) -> AttentionSpec | EncoderSpec:
     sizes: dict[str, Any] = {"dim": case.heads * case.head_dim, "heads": case.heads, "seq_len": case.seq_len}
-    return attention_spec(case.variant, sizes | case.options)
+    attention = attention_spec(case.variant, sizes | case.options)
+    return EncoderSpec(attention=attention) if case.scope == "encoder" else attention
+
+
+def products_of_case(case: Case) -> tuple[Product, ...]:
+    """The matrix products of one call: for the scope "core" those of attention alone, else with all projections."""
+    model = model_of_case(case)
+    products = model.attention.core_products if case.scope == "core" else model.products
+    return tuple(products(case.batch, case.seq_len))
+
+
+def logits_bytes(case: Case) -> int:
+    """The largest intermediate value of the plain formula, float32, such as the logits of softmax."""
+    return 4 * model_of_case(case).attention.largest_intermediate(case.batch, case.seq_len)

@@ -66,16 +66,13 @@ def command(path: Path, as_json: bool, debug: bool) -> None:
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:
     """What a checkpoint folder is, without loading its weights. Raises SpecError for an unsupported one."""
-    from effexport.models.spec import NystromSpec
     from effexport.spec import build_spec_from_checkpoint
 
     spec, notes = build_spec_from_checkpoint({}, folder)
-    attention = spec.attention
-    is_softmax = isinstance(attention, NystromSpec) and attention.is_plain_softmax
     return {
         "path": str(folder),
         "checkpoint": spec.title,
-        "attention": "softmax" if is_softmax else attention.variant,
+        "attention": spec.attention.actual_variant,
         "max_seq_len": spec.max_seq_len,
         "inputs": [str(tensor) for tensor in spec.inputs],
         "outputs": [str(tensor) for tensor in spec.outputs],

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from effexport.models.spec import LookAroundSpec, NystromSpec
 from effexport.models.validation import SpecError, did_you_mean, require
 
 if TYPE_CHECKING:
@@ -133,9 +132,10 @@ def check_profile(profile: Profile, spec: BuildSpec) -> None:
     fixed, longest = spec.fixed_seq_len, spec.max_seq_len
     seq = profile.ranges.get("seq")
     if fixed is not None and seq is not None:
+        rule = spec.attention.why_fixed
         raise SpecError(
             f"the profile has seq={seq}, but this model takes sequences of {fixed} tokens and no others"
-            f"{why_fixed(spec)}; leave seq out of --profile"
+            f"{', because ' * bool(rule)}{rule}; leave seq out of --profile"
         )
     for name in profile.ranges:
         require(
@@ -150,19 +150,9 @@ def check_profile(profile: Profile, spec: BuildSpec) -> None:
         )
 
 
-def why_fixed(spec: BuildSpec) -> str:
-    """Half a sentence on the rule that ties a model to one length, where it has a name."""
-    attention = spec.attention
-    if isinstance(attention, NystromSpec) and attention.segment_means_seq_len:
-        size = attention.segment_means_seq_len // attention.num_landmarks
-        return f", because its {attention.num_landmarks} landmarks are means of exactly {size} tokens each"
-    return ""
-
-
 def profile_remarks(profiles: Sequence[Profile], spec: BuildSpec) -> list[str]:
     """Sentences on lengths that work and waste time: the model pads them to whole chunks."""
-    attention = spec.attention
-    chunk = attention.chunk_length if isinstance(attention, LookAroundSpec) else 1
+    chunk = spec.attention.padding_multiple
     remarks = []
     for profile in profiles:
         seq = profile.ranges.get("seq")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from effexport.errors import UserError
 from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.spec import AttentionSpec, EncoderSpec
+from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.spec import AttentionSpec
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import shlex
 from typing import Any
 
 from effexport.export.module_source import SEED
-from effexport.models.spec import EncoderSpec, attention_spec
+from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.spec import attention_spec
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.checks.result import Check, Kind
 from effexport.report.model import Report

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from effexport.models.aft_full import AFTFullAttention
-from effexport.models.spec import AFTFullSpec, SpecError
+from effexport.models.spec import AFTFullSpec
+from effexport.models.validation import SpecError
 
 DIM = 8
 # float32 rounding of sums of at most 130 terms with outputs near 1; measured errors stay below 1e-6

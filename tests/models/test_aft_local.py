@@ -8,7 +8,8 @@ import torch
 from effexport.models.aft_full import AFTFullAttention
 from effexport.models.aft_local import AFTLocalAttention
 from effexport.models.aft_simple import AFTSimpleAttention
-from effexport.models.spec import AFTFullSpec, AFTLocalSpec, AFTSimpleSpec, SpecError
+from effexport.models.spec import AFTFullSpec, AFTLocalSpec, AFTSimpleSpec
+from effexport.models.validation import SpecError
 
 DIM = 8
 # float32 rounding of sums of at most 130 terms with outputs near 1; measured errors stay below 1e-6

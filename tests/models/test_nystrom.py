@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from effexport.models.encoder import module_from_spec
 from effexport.models.nystrom import NystromAttention, landmark_weights
-from effexport.models.spec import NystromSpec, SpecError
+from effexport.models.spec import NystromSpec
+from effexport.models.validation import SpecError
 
 # Two fp32 evaluations whose matrix products are cut into different blocks differ in the last bits, 6e-8
 # relative, and the pseudo-inverse multiplies what reaches it; measured up to 6e-6 of the RMS.

@@ -13,7 +13,6 @@ from effexport.bench.grid import spec_from_case
 from effexport.bench.measuring.candidates import Candidate
 from effexport.bench.measuring.models import module_from_case, signature_of_case, tensors_from_arrays
 from effexport.bench.results import Case, Parity
-from effexport.models.spec import LSHSpec
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +60,7 @@ def reference_of_case(case: Case, feeds: Mapping[str, Array]) -> Reference:
         buckets={name: np.concatenate(arrays) for name, arrays in buckets.items()},
         margins={name: np.concatenate(arrays) for name, arrays in margins.items()},
     )
-    if not isinstance(spec.attention, LSHSpec):
+    if not spec.attention.is_hashed:
         return Reference(feeds, golden, hashed=False)
     with other_rotations(module):
         seed_noise = rms_change(golden, tokens_first(case, answer(module, case, feeds, "fp32")))

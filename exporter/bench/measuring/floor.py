@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from effexport.bench.measuring.models import signature_of_case
-from effexport.bench.measuring.products import Product, pieces
 from effexport.bench.results import Case
+from effexport.models.products import Product
 
 if TYPE_CHECKING:
     import torch
 
 # Matrices of one call of torch.matmul: several times what it takes to use a processor well.
 LARGEST_BYTES = 64 * 2**20
+# With fewer rows, a part of a product would be slower than its share of the product.
+FEWEST_ROWS = 64
 
 
 def run_products(products: Sequence[Product], device: str = "cpu") -> Callable[[], None]:
@@ -79,3 +81,22 @@ def synchronize(device: str) -> None:
 
         cuda: Any = torch.cuda
         cuda.synchronize()
+
+
+def pieces(product: Product, largest_bytes: int) -> tuple[Product, ...]:
+    """The same product in parts whose matrices fit into `largest_bytes`, as far as splitting rows allows.
+
+    Run one after another, the parts make the product without holding all of it, as fused implementations do.
+    """
+    one = Product(1, product.m, product.k, product.n)
+    if one.nbytes <= largest_bytes:
+        most = max(1, largest_bytes // one.nbytes)
+        whole, rest = divmod(product.count, most)
+        parts = [Product(most, *one.shape)] * whole + [Product(rest, *one.shape)] * (rest > 0)
+        return tuple(parts)
+    # the right factor stays whole
+    right, row = 4 * product.k * product.n, 4 * (product.k + product.n)
+    rows = min(product.m, max(FEWEST_ROWS, (largest_bytes - right) // row))
+    whole, rest = divmod(product.m, rows)
+    parts = [Product(1, rows, product.k, product.n)] * whole + [Product(1, rest, product.k, product.n)] * (rest > 0)
+    return tuple(parts) * product.count

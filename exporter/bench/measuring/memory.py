@@ -8,9 +8,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from effexport.bench.grid import logits_bytes
 from effexport.bench.measuring.floor import traffic_bytes
 from effexport.bench.measuring.machine import free_memory_bytes
-from effexport.bench.measuring.products import logits_bytes
 from effexport.bench.results import Case
 from effexport.units import memory
 

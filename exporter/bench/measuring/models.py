@@ -11,7 +11,7 @@ import numpy as np
 
 from effexport.bench.grid import spec_from_case
 from effexport.bench.results import Case
-from effexport.spec import BuildSpec, TensorInfo
+from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -52,24 +52,11 @@ def signature_of_case(case: Case) -> Signature:
     spec = spec_from_case(case)
     if case.scope != "core":
         return Signature(spec.inputs, spec.outputs)
-    groups, channels = core_axes(spec)
+    heads, channels = spec.attention.projected
     inputs = tuple(
-        TensorInfo(name, spec.dtype, ("batch", groups, spec.seq_dim, width)) for name, width in channels.items()
+        TensorInfo(name, spec.dtype, ("batch", heads, spec.seq_dim, width)) for name, width in channels.items()
     )
-    return Signature(inputs, (TensorInfo(OUTPUT, spec.dtype, ("batch", groups, spec.seq_dim, channels["v"])),))
-
-
-def core_axes(spec: BuildSpec) -> tuple[int, dict[str, int]]:
-    """Heads of what a layer's `project` returns, and the channels of each tensor by name."""
-    attention = spec.attention
-    if attention.variant == "lsh":
-        return attention.heads, {"qk": attention.head_size, "v": attention.head_size}
-    if attention.variant == "aft-conv":
-        # each head has a single key channel
-        return attention.heads, {"q": attention.head_size, "k": 1, "v": attention.head_size}
-    if not attention.has_heads:
-        return 1, dict.fromkeys(("q", "k", "v"), attention.dim)
-    return attention.heads, dict.fromkeys(("q", "k", "v"), attention.head_size)
+    return Signature(inputs, (TensorInfo(OUTPUT, spec.dtype, ("batch", heads, spec.seq_dim, channels["v"])),))
 
 
 def inputs_of_case(case: Case) -> dict[str, Array]:
@@ -84,19 +71,12 @@ def inputs_of_case(case: Case) -> dict[str, Array]:
         if tensor.name == "attention_mask":
             arrays[tensor.name] = np.ones(shape, dtype=np.int64)
         elif tensor.dtype == "int64":
-            arrays[tensor.name] = rng.integers(0, vocab_size(spec), shape, dtype=np.int64)
+            arrays[tensor.name] = rng.integers(0, spec.model.input_limits[tensor.name], shape, dtype=np.int64)
         else:
             arrays[tensor.name] = rng.standard_normal(shape, dtype=np.float32).astype(
                 numpy_dtype(tensor.dtype), copy=False
             )
     return arrays
-
-
-def vocab_size(spec: BuildSpec) -> int:
-    from effexport.models.spec import EncoderSpec
-
-    assert isinstance(spec.model, EncoderSpec)
-    return spec.model.vocab_size
 
 
 def tensors_from_arrays(case: Case, arrays: Mapping[str, Array], device: str = "cpu") -> tuple[torch.Tensor, ...]:

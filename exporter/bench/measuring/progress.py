@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from effexport.bench.measuring.products import logits_bytes, products_of_case
+from effexport.bench.grid import logits_bytes, products_of_case
 from effexport.bench.results import Case
 
 # A processor of today, roughly; only the ratio of one case to another matters.

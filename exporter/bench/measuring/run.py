@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.bench.grid import Grid
+from effexport.bench.grid import Grid, model_of_case, products_of_case
 from effexport.bench.measuring.agreement import Reference, agreement, reference_of_case
 from effexport.bench.measuring.candidates import (
     Candidate,
@@ -29,7 +29,6 @@ from effexport.bench.measuring.machine import describe_machine, usable_cores
 from effexport.bench.measuring.memory import MemoryUnknownError, arena_fits, peak_memory, reason_too_large
 from effexport.bench.measuring.models import inputs_of_case, onnx_from_case
 from effexport.bench.measuring.naive import naive_onnx_from_case
-from effexport.bench.measuring.products import products_of_case
 from effexport.bench.measuring.progress import CHILD_SECONDS, PREPARE_SECONDS, OnStep, Pace, timing_cost
 from effexport.bench.measuring.timing import FEWEST_ROUNDS, Contender, Rotation, times_faster, timing_from_samples
 from effexport.bench.results import BenchResults, Case, Floor, Row
@@ -41,8 +40,6 @@ from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
 if TYPE_CHECKING:
     from effexport.runners import Array
 
-# One file serves all lengths of a layer; others have positions or a number of buckets that follow from the length.
-LENGTH_FREE = ("softmax", "linear", "aft-simple", "aft-conv")
 # torch.compile falls back to eager mode, without a word, after 8 shapes or models that share code.
 RECOMPILE_LIMIT = 1024
 NO_ARENA = "ran without ONNX Runtime's memory arena, which would have kept its peak from the others"
@@ -187,7 +184,7 @@ class Bench:
         runtime = RUNTIMES[case.runtime]
         if not runtime.graph:
             return None
-        length = "any" if case.scope != "encoder" and case.variant in LENGTH_FREE else case.seq_len
+        length = "any" if case.scope != "encoder" and model_of_case(case).attention.is_length_free else case.seq_len
         name = f"{case.label}-{length}-{case.precision}-{runtime.graph}".replace(" ", "_").replace("/", "_")
         path = self.made(f"{name}.onnx", lambda path: self.export(case, path))
         if runtime.engine:

@@ -17,14 +17,13 @@ from effexport.spec import BuildSpec
 # Long enough for sums to overflow float16 without float32 islands; quadratic variants get less, for their memory.
 LONG = 8192
 LONG_IF_QUADRATIC = 2048
-QUADRATIC = ("softmax", "aft-full")
 SEED = 8192
 
 
 def check_long_sequence(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> Iterator[Check]:
     """No NaN and no infinity in the answer to one long sequence, unless some case is as long as the model takes."""
     kind, metric = Kind.LONG_SEQUENCE, "NaN or Inf elements"
-    length = min(LONG_IF_QUADRATIC if spec.variant in QUADRATIC else LONG, spec.max_seq_len or LONG)
+    length = min(LONG_IF_QUADRATIC if spec.attention.is_quadratic else LONG, spec.max_seq_len or LONG)
     if spec.fixed_seq_len is not None or length <= max(case.keep.shape[-1] for case in cases):
         return
     label = CaseLabel("long", (1, length))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from effexport.models.spec import LSHSpec
 from effexport.proof.cases import Case
 from effexport.proof.checks.arithmetic import (
     check_arithmetic,
@@ -34,7 +33,7 @@ def run_checks(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> 
             continue  # nothing else can be compared
         yield check_finite(case, outputs)
         yield check_repeatable(case, outputs, candidate.run(case.inputs))
-        if isinstance(spec.attention, LSHSpec):
+        if spec.attention.is_hashed:
             yield from check_hashed(candidate, case, outputs, spec)
         else:
             check = check_arithmetic(case, outputs, case_limit(spec, case.own_error))

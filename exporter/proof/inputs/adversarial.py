@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.spec import EncoderSpec, LinearSpec, LSHSpec
+from effexport.models.encoder_spec import EncoderSpec
 from effexport.proof.inputs.random import numpy_dtype
 from effexport.spec import BuildSpec
 
@@ -19,19 +19,14 @@ if TYPE_CHECKING:
 
 # Long enough for several chunks and segments, short enough to cost nothing.
 LENGTH = 200
-# Between the largest and the smallest key: where float16 gives 0 / 0, where float32 loses e^k, where it overflows.
-KEY_GAPS = (20, 60, 110)
-# φ(k) = e^k for k < 0: keys around this value make denominators of the size of eps, and far below float16's smallest.
-SMALL_KEY = -16.0
 TOKEN = 3
 
 
 def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str, Array]]:
     """Inputs by the name of their case, each one sample without padding.
 
-    All: the same token everywhere, so that landmarks are nearly singular, softmaxes uniform, and all hashes equal.
-    Attention layers, which take any hidden states, besides: zeros, whose projections tie in every hash; keys far apart
-    for AFT; small denominators for linear attention.
+    Every model gets the same token everywhere, so that landmarks are nearly singular, softmaxes uniform, and all hashes
+    equal. A bare attention layer, which takes any hidden states, also gets the hostile inputs that its spec declares.
     """
     if isinstance(spec.model, CheckpointSpec):
         return {}  # their own conditions of length and of inputs; see the sweeps of the tests
@@ -42,15 +37,15 @@ def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str
     rng = np.random.default_rng(LENGTH)
     plain = rng.standard_normal((length, spec.attention.dim))
     found = {"identical tokens": np.broadcast_to(plain[:1], plain.shape)}
-    if isinstance(spec.attention, LSHSpec):
+    hostile = spec.attention.hostile
+    if hostile.zero_tokens:
         found["zero tokens"] = np.where(np.arange(length)[:, None] % 3 == 0, 0.0, plain)
-    if spec.variant.startswith("aft-"):
+    for gap in hostile.key_gaps:
         # from zero up, where exp overflows if the largest key is not subtracted
-        for gap in KEY_GAPS:
-            places = (rng.random((length, 1)) < 0.5).astype(np.float64)
-            found[f"key gap {gap}"] = plain + hidden_for_keys(module, gap * places)
-    if isinstance(spec.attention, LinearSpec):
-        found["small denominators"] = plain + hidden_for_keys(module, np.full((length, 1), SMALL_KEY))
+        places = (rng.random((length, 1)) < 0.5).astype(np.float64)
+        found[f"key gap {gap}"] = plain + hidden_for_keys(module, gap * places)
+    if hostile.small_key is not None:
+        found["small denominators"] = plain + hidden_for_keys(module, np.full((length, 1), hostile.small_key))
     return {name: hidden_inputs(hidden, spec) for name, hidden in found.items()}
 
 

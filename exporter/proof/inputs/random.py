@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.spec import EncoderSpec
+from effexport.models.encoder_spec import EncoderSpec
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.errors import UserError
-from effexport.models.spec import EncoderSpec
+from effexport.models.encoder_spec import EncoderSpec
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:

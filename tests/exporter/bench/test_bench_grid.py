@@ -8,7 +8,8 @@ from effexport.bench.grid import Grid, Model, models_from_text, numbers, spec_fr
 from effexport.bench.presets import PRESETS
 from effexport.bench.rendering.published import PUBLISHED, TITLES
 from effexport.errors import UserError
-from effexport.models.spec import LSHSpec, SpecError
+from effexport.models.spec import LSHSpec
+from effexport.models.validation import SpecError
 
 
 def test_cases_are_every_combination_shorter_sequences_first() -> None:

@@ -14,7 +14,6 @@ from effexport.bench.measuring import run as bench_run
 from effexport.bench.measuring.agreement import agreement, reference_of_case
 from effexport.bench.measuring.candidates import candidate_from_case
 from effexport.bench.measuring.models import (
-    core_axes,
     inputs_of_case,
     module_from_case,
     onnx_from_case,
@@ -94,7 +93,7 @@ def test_signatures_are_those_of_the_modules(variant: str) -> None:
     hidden = torch.zeros(case.batch, case.seq_len, case.heads * case.head_dim)
     core = module_from_case(case)
     projected = core.layer.project(hidden)  # type: ignore[operator, union-attr]
-    heads, channels = core_axes(spec_from_case(case))
+    heads, channels = spec_from_case(case).attention.projected
     assert [tuple(x.shape) for x in projected] == [(2, heads, 100, width) for width in channels.values()]
     assert [x.shape for x in inputs_of_case(case).values()] == [tuple(x.shape) for x in projected]
 

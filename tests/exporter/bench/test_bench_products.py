@@ -6,9 +6,10 @@ import math
 
 import pytest
 
-from effexport.bench.grid import Grid, models_from_text
-from effexport.bench.measuring.products import FEWEST_ROWS, Product, pieces, products_of_case
+from effexport.bench.grid import Grid, models_from_text, products_of_case
+from effexport.bench.measuring.floor import FEWEST_ROWS, pieces
 from effexport.bench.results import Case
+from effexport.models.products import Product
 
 BATCH, HEADS, D, N = 2, 3, 16, 192
 GROUPS, DIM, TOKENS = BATCH * HEADS, HEADS * D, BATCH * N

@@ -12,6 +12,7 @@ import torch
 
 from effexport.artifact import Artifact
 from effexport.models.encoder import module_from_spec
+from effexport.models.spec import AFTSpec
 from effexport.proof.candidates import OrtCandidate
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.checks.arithmetic import Figures, check_arithmetic
@@ -19,7 +20,7 @@ from effexport.proof.checks.invariance import check_padding_content, check_prefi
 from effexport.proof.checks.long_sequences import LONG, check_long_sequence
 from effexport.proof.checks.result import HISTOGRAM_EDGES
 from effexport.proof.checks.run_checks import run_checks
-from effexport.proof.inputs.adversarial import KEY_GAPS, adversarial_inputs
+from effexport.proof.inputs.adversarial import adversarial_inputs
 from effexport.proof.inputs.padded import padding_of_other_content
 from effexport.proof.tolerances import Limit, arithmetic_limit, case_limit
 from effexport.runners import limits_from_spec
@@ -167,14 +168,15 @@ def test_every_variant_has_its_adversarial_cases(small_spec: Callable[..., Build
     spec = small_spec(variant, "attention")
     found = adversarial_inputs(module_from_spec(spec.model, 0), spec)
     expected = {"identical tokens"}
-    expected |= {f"key gap {gap}" for gap in KEY_GAPS} if variant.startswith("aft-") else set()
+    assert bool(spec.attention.hostile.key_gaps) == variant.startswith("aft-")
+    expected |= {f"key gap {gap}" for gap in spec.attention.hostile.key_gaps}
     expected |= {"lsh": {"zero tokens"}, "linear": {"small denominators"}}.get(variant, set())
     assert found.keys() == expected
     assert (found["identical tokens"]["hidden_states"] == found["identical tokens"]["hidden_states"][:, :1]).all()
 
 
 def test_key_gaps_and_small_denominators_are_what_they_say() -> None:
-    for gap in KEY_GAPS:
+    for gap in AFTSpec.hostile.key_gaps:
         keys = keys_of("aft-simple", f"key gap {gap}")
         spread = np.quantile(keys, 0.9) - np.quantile(keys, 0.1)
         assert gap * 0.9 < spread < gap * 1.1 + 12  # keys of plain tokens lie within about 6 of their centre
@@ -206,7 +208,7 @@ def test_the_limit_of_an_adversarial_case_follows_what_rounding_does_to_pytorch_
 def test_only_adversarial_cases_have_an_error_of_their_own(built: Built) -> None:
     cases = load_reference(built("aft-simple", "attention").reference_path)
     with_own = {case.name for case in cases if case.own_error > 0}
-    assert with_own == {"identical tokens", *(f"key gap {gap}" for gap in KEY_GAPS)}
+    assert with_own == {"identical tokens", *(f"key gap {gap}" for gap in AFTSpec.hostile.key_gaps)}
     # float32 roundings, amplified by at most the largest key: far from the limits of fp16, let alone a wrong formula
     assert max(case.own_error for case in cases) < 1e-4
 
