@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import UserError
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from effexport.models.module_spec import ModuleSpec
 
 Precision = Literal["fp32", "fp16", "bf16"]
-# ONNX names of the element types
-DTYPE_OF_PRECISION: dict[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 OPSETS = range(18, 25)
 MASK_NAME = "attention_mask"
 # What an absent input stands for: every token is kept, and belongs to the first segment.

@@ -617,7 +617,8 @@ def random_feeds(
     """Random tokens or values; the mask hides the last quarter."""
     import numpy as np
 
-    from effexport.runners.trt.memory import numpy_dtype, resolved
+    from effexport.dtypes import numpy_dtype
+    from effexport.runners.trt.memory import resolved
     from effexport.spec import MASK_NAME
 
     feeds = {}

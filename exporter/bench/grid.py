@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from effexport.bench.results import Case
+from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import UserError
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.products import Product
 from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_spec
 from effexport.models.validation import did_you_mean
 from effexport.runtimes import BENCH_RUNTIMES
-from effexport.spec import DTYPE_OF_PRECISION, BuildSpec
+from effexport.spec import BuildSpec
 
 SCOPES = ("core", "attention", "encoder")
 

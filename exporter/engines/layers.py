@@ -8,31 +8,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from effexport.dtypes import DTYPE_OF_PRECISION, DTYPES
 from effexport.engines.api import INetworkDefinition
 from effexport.errors import StageError
-from effexport.spec import DTYPE_OF_PRECISION
 
 STAGE = "element types"
 # The parser's type of a layer that multiplies matrices.
 PRODUCT = "MATRIX_MULTIPLY"
-FLOATS = ("float32", "float16", "bfloat16")
-# The enumeration of TensorRT, in lower case, → numpy's name.
-_NAMES = {"float": "float32", "half": "float16", "bf16": "bfloat16"}
+# Members of TensorRT's DataType → the names in the table of element types.
+_NAMES = {dtype.tensorrt: name for name, dtype in DTYPES.items() if dtype.tensorrt}
 # The engine inspector describes a tensor in words, such as "Row major linear FP16 format"; the words vary by release.
-_WORDS = {
-    "float32": r"FP32|Float(32)?",
-    "float16": r"FP16|Half",
-    "bfloat16": r"BF16|BFloat16",
-    "int64": r"INT64",
-    "int32": r"INT32",
-    "bool": r"BOOL(EAN)?",
-}
+_WORDS = {name: rf"\b({dtype.protocol}|{dtype.tensorrt}|{name})\b" for name, dtype in DTYPES.items() if dtype.tensorrt}
 
 
 def dtype_name(dtype: Any) -> str:
     """numpy's name of a TensorRT data type: "float32" for DataType.FLOAT."""
-    name = str(dtype).rsplit(".", 1)[-1].lower()
-    return _NAMES.get(name, name)
+    member = str(dtype).rsplit(".", 1)[-1]
+    return _NAMES.get(member, member.lower())
 
 
 def layers_of_network(definition: INetworkDefinition) -> Iterator[dict[str, Any]]:
@@ -58,7 +50,7 @@ def check_dtypes(layers: Sequence[Mapping[str, Any]], expected: Mapping[str, str
     for layer in layers:
         for tensor in layer["outputs"]:
             wanted = expected.get(tensor["name"])
-            if wanted not in FLOATS or tensor["dtype"] == "unknown":
+            if wanted not in DTYPE_OF_PRECISION.values() or tensor["dtype"] == "unknown":
                 continue
             compared += 1
             if tensor["dtype"] != wanted:
@@ -120,7 +112,7 @@ def described_dtype(tensor: Mapping[str, Any]) -> str:
     """numpy's name of the type that the inspector's words name; "unknown" where they name none."""
     words = " ".join(str(tensor[key]) for key in ("Format/Datatype", "Datatype", "DataType", "Format") if key in tensor)
     for name, expression in _WORDS.items():
-        if re.search(rf"\b({expression})\b", words, re.IGNORECASE):
+        if re.search(expression, words, re.IGNORECASE):
             return name
     return "unknown"
 

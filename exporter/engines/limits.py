@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from effexport.dtypes import DTYPES
 from effexport.engines.bounds import STANDARD_DOMAINS, Scope, attributes_of, largest_value, scopes
 from effexport.errors import UserError
 from effexport.export.onnx_graph import FORBIDDEN_OPS, all_nodes
@@ -26,23 +27,15 @@ if TYPE_CHECKING:
 PARSER_OPSETS = range(9, 26)
 # operators.md, and measured: 3840 builds, 3841 fails in the builder. A larger K at run time passes the builder.
 LARGEST_K = 3840
-# Element types of ONNX that TensorRT has too (trt.DataType).
-ELEMENT_TYPES = frozenset(
-    {
-        "FLOAT",
-        "FLOAT16",
-        "BFLOAT16",
-        "INT4",
-        "INT8",
-        "UINT8",
-        "INT32",
-        "INT64",
-        "BOOL",
-        "FLOAT4E2M1",
-        "FLOAT8E4M3FN",
-        "FLOAT8E8M0",
-    }
-)
+# Element types of ONNX that TensorRT supports: ours, and those that only models of others use.
+ELEMENT_TYPES = {dtype.onnx for dtype in DTYPES.values() if dtype.tensorrt} | {
+    "INT4",
+    "INT8",
+    "UINT8",
+    "FLOAT4E2M1",
+    "FLOAT8E4M3FN",
+    "FLOAT8E8M0",
+}
 # Of FORBIDDEN_OPS, what has a rule of its own here: a graph from elsewhere may select a few elements.
 _OWN_RULE = frozenset({"TopK"})
 _LISTED_PROBLEMS = 5

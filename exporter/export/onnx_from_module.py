@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import StageError
 from effexport.export.onnx_graph import GraphPromise, check_graph
 from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
-from effexport.spec import DTYPE_OF_PRECISION, EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
+from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

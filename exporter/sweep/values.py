@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from effexport.bench.grid import Model, model_from_text
+from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean, require
 from effexport.runtimes import ENGINE_RUNTIMES
-from effexport.spec import DTYPE_OF_PRECISION
 from effexport.sweep.cell import ONNX_ONLY
 
 _GPU = re.compile(r"sm_[1-9][0-9]{1,2}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from effexport.dtypes import DTYPES
 from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.spec import INPUT_DEFAULTS, TensorInfo
 from effexport.triton.backends import Backend
@@ -14,15 +15,6 @@ from effexport.triton.spec import PackageSpec
 from effexport.triton.warmup import WarmUp
 from effexport.version import __version__
 
-TYPES = {
-    "float32": "TYPE_FP32",
-    "float16": "TYPE_FP16",
-    "bfloat16": "TYPE_BF16",
-    "float64": "TYPE_FP64",
-    "int64": "TYPE_INT64",
-    "int32": "TYPE_INT32",
-    "bool": "TYPE_BOOL",
-}
 BEGINNINGS: dict[str, Message] = {
     "onnxruntime": [("backend", "onnxruntime"), ("default_model_filename", "model.onnx")],
     "python": [("backend", "python"), ("default_model_filename", "model.py")],
@@ -82,7 +74,7 @@ def tensor_message(config: ModelConfig, tensor: TensorInfo, *, is_input: bool) -
     dims = tensor.dims[1:] if config.batching.max_batch else tensor.dims
     message: Message = [
         ("name", tensor.name),
-        ("data_type", Word(TYPES[tensor.dtype])),
+        ("data_type", Word(DTYPES[tensor.dtype].triton)),
         ("dims", tuple(dim if isinstance(dim, int) else -1 for dim in dims)),
     ]
     # the runner fills in what is left out; other backends need every input of the graph
@@ -141,7 +133,7 @@ def warm_up_message(config: ModelConfig, warm_up: WarmUp) -> Message:
     for name, value in warm_up.inputs.items():
         dims = value.shape[1:] if config.batching.max_batch else value.shape
         entry: Message = [
-            ("data_type", Word(TYPES[dtypes[name]])),
+            ("data_type", Word(DTYPES[dtypes[name]].triton)),
             ("dims", tuple(dims)),
             ("input_data_file", warm_up.files[name]),
         ]

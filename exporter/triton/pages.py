@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from effexport.dtypes import DTYPES
 from effexport.spec import TensorInfo
 from effexport.triton.record import ModelRecord
 from effexport.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG
@@ -15,7 +16,6 @@ from effexport.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG
 # In the first line of each page: pages without it belong to somebody else.
 MARK = "written by effexport package"
 PAGES = ("README.md", "compose.yaml", "Dockerfile", ".dockerignore")
-DATATYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 # Beyond this many numbers, a request is no example any more.
 LARGEST_EXAMPLE = 64
 
@@ -64,7 +64,7 @@ def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
         "first": first,
         "request": json_request(first),
         "client_inputs": [(tensor, example_shape(first, tensor)) for tensor in needed_inputs(first)],
-        "datatypes": DATATYPES,
+        "dtypes": DTYPES,
         "has_kernels": any(
             version["implementation"] == "kernel" for record in models for version in record.versions.values()
         ),
@@ -127,7 +127,9 @@ def json_request(record: ModelRecord) -> str | None:
         if count > LARGEST_EXAMPLE:
             return None
         # token 1 of a text is no padding; a mask keeps every token
-        inputs.append({"name": tensor.name, "shape": shape, "datatype": DATATYPES[tensor.dtype], "data": [1] * count})
+        inputs.append(
+            {"name": tensor.name, "shape": shape, "datatype": DTYPES[tensor.dtype].protocol, "data": [1] * count}
+        )
     return json.dumps({"inputs": inputs})
 
 

@@ -13,6 +13,7 @@ from effexport.bench.grid import spec_from_case
 from effexport.bench.measuring.floor import synchronize
 from effexport.bench.measuring.models import module_from_case, signature_of_case, tensors_from_arrays
 from effexport.bench.results import Case
+from effexport.dtypes import numpy_dtype
 from effexport.errors import EffexportError, RuntimeUnsupportedError
 from effexport.runtimes import RUNTIMES, Runtime
 
@@ -244,8 +245,6 @@ def engine_from_case(case: Case, model: Path, output: Path) -> None:
 
 def array_from_tensor(tensor: torch.Tensor) -> Array:
     """On the host, in the element type that the runners use."""
-    from effexport.proof.inputs.random import numpy_dtype
-
     value = tensor.detach().cpu()
     if str(value.dtype) == "torch.bfloat16":
         return np.asarray(value.float().numpy()).astype(numpy_dtype("bfloat16"))

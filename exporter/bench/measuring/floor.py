@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.bench.measuring.models import signature_of_case
 from effexport.bench.results import Case
+from effexport.dtypes import DTYPES
 from effexport.models.products import Product
 
 if TYPE_CHECKING:
@@ -67,10 +68,9 @@ def run_pass(nbytes: int, device: str = "cpu") -> Callable[[], None]:
 def traffic_bytes(case: Case) -> int:
     """Bytes of all inputs and outputs of one call."""
     sizes = {"batch": case.batch, "seq": case.seq_len}
-    item = {"float16": 2, "bfloat16": 2, "int64": 8}
     signature = signature_of_case(case)
     return sum(
-        item.get(tensor.dtype, 4) * math.prod(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.dims)
+        DTYPES[tensor.dtype].nbytes * math.prod(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.dims)
         for tensor in (*signature.inputs, *signature.outputs)
     )
 

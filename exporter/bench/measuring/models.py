@@ -11,6 +11,7 @@ import numpy as np
 
 from effexport.bench.grid import spec_from_case
 from effexport.bench.results import Case
+from effexport.dtypes import numpy_dtype
 from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ def signature_of_case(case: Case) -> Signature:
 
 def inputs_of_case(case: Case) -> dict[str, Array]:
     """What every candidate of a size is given: normal numbers or random tokens, and a mask that hides nothing."""
-    from effexport.proof.inputs.random import numpy_dtype
-
     spec, rng = spec_from_case(case), np.random.default_rng(INPUT_SEED)
     sizes = {"batch": case.batch, "seq": case.seq_len}
     arrays: dict[str, Array] = {}

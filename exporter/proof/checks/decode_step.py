@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from effexport.dtypes import numpy_dtype
 from effexport.proof.cases import Case
 from effexport.proof.checks.arithmetic import check_arithmetic
 from effexport.proof.checks.result import Check, Kind
-from effexport.proof.inputs.random import numpy_dtype
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.ort.decode import DecodeRunner
 from effexport.runners.ort.session import OrtSettings

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effexport.dtypes import numpy_dtype
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
-from effexport.proof.inputs.random import numpy_dtype
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:

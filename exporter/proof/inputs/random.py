@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from effexport.dtypes import numpy_dtype
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.spec import BuildSpec
@@ -77,11 +78,3 @@ def checkpoint_inputs(spec: BuildSpec, rng: np.random.Generator, mask: Array) ->
             indices = rng.integers(0, model.input_limits[name], shape, dtype=np.int64)
             inputs[name] = np.where(spread != 0, indices, padding)
     return inputs
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """numpy's dtype of an ONNX element type; bfloat16 comes from ml_dtypes."""
-    import ml_dtypes
-
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-    return dtype

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from effexport.dtypes import DTYPES
 from effexport.errors import EffexportError
 from effexport.runners import FeedLimits, checked_feeds, limits_from_spec
 from effexport.runners.ort.binding import NO_GRAPH, BoundModel, run_options
@@ -19,15 +20,7 @@ if TYPE_CHECKING:
     from effexport.runners import Array
     from effexport.runtimes import Runtime
 
-_DTYPE_OF_ORT_TYPE = {
-    "tensor(float)": "float32",
-    "tensor(float16)": "float16",
-    "tensor(bfloat16)": "bfloat16",
-    "tensor(double)": "float64",
-    "tensor(int64)": "int64",
-    "tensor(int32)": "int32",
-    "tensor(bool)": "bool",
-}
+_DTYPE_OF_ORT_TYPE = {dtype.ort: name for name, dtype in DTYPES.items()}
 
 
 class OrtRunner:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from effexport.dtypes import DTYPES
 from effexport.engines.api import Api, ICudaEngine, Runtime, import_api
 from effexport.engines.builder_log import BuildLog, plain
 from effexport.engines.sidecar import (
@@ -109,7 +109,7 @@ def check_validity(path: Path, api: Api, runtime: Runtime, serialized: bytes, lo
 
 def check_tensors(path: Path, api: Api, engine: ICudaEngine, info: EngineInfo) -> None:
     """Raises EffexportError unless the engine has the inputs, outputs, dtypes and profiles of its sidecar."""
-    dtypes = dtype_names(api)
+    dtypes = {getattr(api.DataType, dtype.tensorrt): name for name, dtype in DTYPES.items() if dtype.tensorrt}
     found, expected = [], []
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)
@@ -126,19 +126,6 @@ def check_tensors(path: Path, api: Api, engine: ICudaEngine, info: EngineInfo) -
         raise EffexportError(
             f"{path} has {engine.num_optimization_profiles} profiles; its sidecar says {len(info.profiles)}; {REBUILD}"
         )
-
-
-def dtype_names(api: Api) -> dict[Any, str]:
-    """TensorRT's element types → those of TensorInfo."""
-    types = api.DataType
-    return {
-        types.FLOAT: "float32",
-        types.HALF: "float16",
-        types.BF16: "bfloat16",
-        types.INT64: "int64",
-        types.INT32: "int32",
-        types.BOOL: "bool",
-    }
 
 
 def said(log: BuildLog) -> str:

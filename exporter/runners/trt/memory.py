@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
 
+from effexport.dtypes import numpy_dtype
 from effexport.engines.sidecar import EngineInfo, ShapeRange
 from effexport.errors import EffexportError
 from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory, PinnedMemory
@@ -113,11 +113,6 @@ class Buffers:
     def close(self) -> None:
         for buffer in self._buffers.values():
             self._free(buffer)
-
-
-def numpy_dtype(name: str) -> np.dtype[np.generic]:
-    """Of a TensorInfo's element type. numpy knows bfloat16 only through ml_dtypes."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def nbytes_of(shape: Shape, dtype: np.dtype[np.generic]) -> int:

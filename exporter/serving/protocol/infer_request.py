@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from effexport.serving.protocol.datatypes import BINARY_ONLY, DATATYPES, numpy_dtype
+from effexport.dtypes import DTYPES, numpy_dtype
 from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.json_data import array_from_json
+from effexport.serving.protocol.json_data import BINARY_ONLY, array_from_json
 from effexport.serving.protocol.signature import Signature, element_count, shown
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def feeds_from_fields(fields: Mapping[str, Any], binary: memoryview, signature: 
 
 
 def check_datatype(value: Mapping[str, Any], tensor: TensorInfo) -> None:
-    datatype, expected = value.get("datatype"), DATATYPES[tensor.dtype]
+    datatype, expected = value.get("datatype"), DTYPES[tensor.dtype].protocol
     if datatype != expected:
         raise RequestError(f"input {tensor.name!r} has datatype {shown(datatype)}; expected {expected}")
 
@@ -181,7 +181,7 @@ def outputs_from_fields(
                 RequestedOutput(value["name"], flag(parameters_of(value, owner), "binary_data", default, owner))
             )
     for output in wanted:
-        datatype = DATATYPES[signature.output_named(output.name).dtype]
+        datatype = DTYPES[signature.output_named(output.name).dtype].protocol
         if datatype in BINARY_ONLY and not output.binary:
             raise RequestError(
                 f"output {output.name!r} is {datatype}, which has no JSON; ask for it with binary_data: true"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from effexport.serving.protocol.datatypes import DATATYPES
+from effexport.dtypes import DTYPES
 from effexport.serving.protocol.errors import FAILED, RequestError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def answer_from_outputs(request: InferRequest, outputs: Mapping[str, Array], nam
         array = outputs[wanted.name]
         entry: dict[str, Any] = {
             "name": wanted.name,
-            "datatype": DATATYPES[array.dtype.name],
+            "datatype": DTYPES[array.dtype.name].protocol,
             "shape": list(array.shape),
         }
         if wanted.binary:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from effexport.serving.protocol.datatypes import BINARY_ONLY, DATATYPES
+from effexport.dtypes import DTYPES
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.signature import element_count, shown
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from effexport.runners import Array
     from effexport.spec import TensorInfo
 
+# The protocol has no JSON for these: they travel as binary data only.
+BINARY_ONLY = ("FP16", "BF16")
 # JSON has no other numbers; a bool is an int to Python, but not to the protocol.
 _ELEMENTS: dict[str, tuple[set[type], str]] = {
     "BOOL": ({bool}, "true or false"),
@@ -27,7 +29,7 @@ def array_from_json(data: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Ar
     """shape: checked before. Raises RequestError for elements of another type, number or range."""
     import numpy as np
 
-    datatype = DATATYPES[tensor.dtype]
+    datatype = DTYPES[tensor.dtype].protocol
     if datatype in BINARY_ONLY:
         raise RequestError(f"input {tensor.name!r} is {datatype}, which has no JSON; send it as binary data")
     flat = flat_elements(data, tensor.name, shape)

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from effexport.dtypes import DTYPES
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
 from effexport.runners import FeedLimits, checked_feeds, limits_from_spec
-from effexport.serving.protocol.datatypes import DATATYPES
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 from effexport.spec import INPUT_DEFAULTS, BuildSpec, TensorInfo
@@ -97,7 +97,7 @@ def named(tensors: tuple[TensorInfo, ...], name: str, kind: str) -> TensorInfo:
 
 def tensor_metadata(tensor: TensorInfo) -> dict[str, Any]:
     shape = [dim if isinstance(dim, int) else -1 for dim in tensor.dims]
-    return {"name": tensor.name, "datatype": DATATYPES[tensor.dtype], "shape": shape}
+    return {"name": tensor.name, "datatype": DTYPES[tensor.dtype].protocol, "shape": shape}
 
 
 def element_count(shape: tuple[int, ...]) -> int:

@@ -68,7 +68,7 @@ class ServedModel:
         """Zeros of the signature's types, which every model takes; what may be left out is."""
         import numpy as np
 
-        from effexport.serving.protocol.datatypes import numpy_dtype
+        from effexport.dtypes import numpy_dtype
 
         sizes = {"batch": rows, "seq": seq_len}
         feeds = {}

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from transformers_models import saved
 
 from effexport.artifact import Artifact
+from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.engines.limits import LARGEST_K, check_limits, limit_problems
 from effexport.errors import UserError
 from effexport.export.decode_step import onnx_from_decode_step
@@ -23,7 +24,7 @@ from effexport.export.onnx_graph import FORBIDDEN_OPS
 from effexport.models.encoder import module_from_spec
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.plugins import OPS
-from effexport.spec import DTYPE_OF_PRECISION, BuildSpec, build_spec_from_checkpoint
+from effexport.spec import BuildSpec, build_spec_from_checkpoint
 
 pytestmark = pytest.mark.requires("torch", "onnx")
 Specs = Callable[..., BuildSpec]

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 from fake_tensorrt import FakeContext, FakeCuda, FakeEngine, FakeModel, FakeRuntime, FakeTensorRT
 
+from effexport.dtypes import numpy_dtype
 from effexport.engines.api import ICudaEngine, IExecutionContext, Runtime
 from effexport.engines.sidecar import EngineInfo, sidecar_path, write_sidecar
 from effexport.errors import EffexportError, GraphWarning, MissingExtraError, RuntimeFailedError, UserError
 from effexport.runners import FeedLimits, Runner
 from effexport.runners.cuda.device import Cuda
-from effexport.runners.trt.memory import EAGER_BYTES, Buffers, numpy_dtype
+from effexport.runners.trt.memory import EAGER_BYTES, Buffers
 from effexport.runners.trt.runner import TrtRunner, TrtSettings
 from effexport.spec import TensorInfo
 

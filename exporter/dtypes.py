@@ -1,0 +1,60 @@
+"""The table of element types: what each library calls them. Loads no framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A row of the table.
+
+    name: numpy's name, which TensorInfo has; bfloat16 comes from ml_dtypes. nbytes: the size of one element.
+    onnx: in onnx.TensorProto.DataType. protocol: in the V2 inference protocol.
+    tensorrt: in tensorrt.DataType; "" if TensorRT does not support it. precision: as in --precision; "" for the others.
+    """
+
+    name: str
+    nbytes: int
+    onnx: str
+    protocol: str
+    tensorrt: str = ""
+    precision: str = ""
+
+    @property
+    def ort(self) -> str:
+        """The type of a tensor in a session of ONNX Runtime."""
+        return f"tensor({self.onnx.lower()})"
+
+    @property
+    def triton(self) -> str:
+        """The type in Triton's config.pbtxt."""
+        return f"TYPE_{self.protocol}"
+
+
+DTYPES: dict[str, Dtype] = {
+    dtype.name: dtype
+    for dtype in (
+        Dtype("float32", 4, "FLOAT", "FP32", "FLOAT", "fp32"),
+        Dtype("float16", 2, "FLOAT16", "FP16", "HALF", "fp16"),
+        Dtype("bfloat16", 2, "BFLOAT16", "BF16", "BF16", "bf16"),
+        Dtype("float64", 8, "DOUBLE", "FP64"),
+        Dtype("int64", 8, "INT64", "INT64", "INT64"),
+        Dtype("int32", 4, "INT32", "INT32", "INT32"),
+        Dtype("bool", 1, "BOOL", "BOOL", "BOOL"),
+    )
+}
+# --precision → the element type of weights and activations.
+DTYPE_OF_PRECISION: dict[str, str] = {dtype.precision: name for name, dtype in DTYPES.items() if dtype.precision}
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """numpy's dtype of an element type."""
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
