@@ -14,26 +14,26 @@ from effexport.errors import EffexportError, KernelWarning
 from effexport.files import json_text
 from effexport.version import __version__
 
-# verb → what it does, in the order of `--help`; the module is effexport.commands.<verb>
+# command → its one-line help, in the order of `--help`; the module is effexport.commands.<command>
 COMMANDS: dict[str, str] = {
     "list": "List the attention variants.",
     "build": "Export a model, prove parity and write an artifact.",
     "verify": "Check an artifact, or another ONNX file, against the reference.",
     "run": "Run an artifact on arrays or on text.",
-    "bench": "Time variants and runtimes on this machine, parity checked first.",
+    "bench": "Time variants and runtimes on this machine, after checking that they agree.",
     "sweep": "Build many variants, lengths, precisions and targets, on this machine or a cluster.",
-    "serve": "Serve an artifact over HTTP, with the KServe V2 protocol.",
+    "serve": "Serve an artifact over HTTP with the KServe V2 protocol.",
     "package": "Package an artifact for Triton Inference Server.",
     "report": "Show the report of an artifact in another format, or compare two.",
-    "inspect": "Describe an artifact or an ONNX file.",
+    "inspect": "Describe an artifact, an ONNX file, an engine or a checkpoint.",
     "plugins": "Build and locate the kernel library for ONNX Runtime.",
-    "doctor": "Say what is installed, what is missing and how to add it.",
+    "doctor": "Show what is installed, what is missing and how to add it.",
     "completion": "Print a shell completion script.",
 }
 
 
 class SuggestingGroup(click.Group):
-    """A mistyped command is answered with the nearest one and the list of all."""
+    """A group that answers a mistyped command with the most similar one and a list of all commands."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -47,7 +47,7 @@ class SuggestingGroup(click.Group):
 
 
 class LazyGroup(SuggestingGroup):
-    """Commands are imported when they are used; their one-line help is known before."""
+    """A group that imports a command only when it is used; the one-line help texts are in COMMANDS."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -77,7 +77,7 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. An expected error is one message; a bug keeps its traceback."""
+    """Run the command line. An expected error becomes one message; a bug keeps its traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     from effexport.models.validation import SpecError
     from effexport.plugins.building.library import LibraryError
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (EffexportError, LibraryError) as error:
         fail(str(error), error.exit_code, arguments)
     except BrokenPipeError:
-        # the reader of our output has gone: `effexport list | head`
+        # whatever reads our output has closed the pipe, as in `effexport list | head`
         sys.stderr.close()
         sys.exit(0)
     sys.exit(code if isinstance(code, int) else 0)
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
 def show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
-    """Our own warnings are one line for the user; others say where they come from."""
+    """Print a warning of effexport as one line, any other warning with its place in the code."""
     if issubclass(category, KernelWarning):
         click.echo(f"effexport: warning: {message}", err=True)
     else:
@@ -114,7 +114,7 @@ def show_warning(
 
 
 def fail(message: str, exit_code: int, arguments: list[str]) -> None:
-    """Report one error the way the user asked for, and exit."""
+    """Print one error, also as JSON if --json was given, and exit."""
     if "--debug" in arguments and sys.exc_info()[0] is not None:
         traceback.print_exc()
     if "--json" in arguments:
@@ -124,5 +124,5 @@ def fail(message: str, exit_code: int, arguments: list[str]) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """The one object that `--json` promises on stdout."""
+    """Print the one JSON object of a command with `--json` on stdout."""
     click.echo(json_text(value), nl=False)

@@ -1,10 +1,11 @@
-"""Tables of a benchmark for people."""
+"""The tables of a benchmark."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from effexport.bench.rendering.advise import ranking
+from effexport.commands._options import say
 from effexport.units import NOTHING, memory, three_digits
 
 if TYPE_CHECKING:
@@ -13,18 +14,18 @@ if TYPE_CHECKING:
     from effexport.bench.rendering.advise import Advice
     from effexport.bench.results import BenchResults, Row
 
-BUSY = "most timings vary by more than a quarter of their median: something else is using this machine"
+BUSY = "most timings vary by more than a quarter of their median; other programs are probably using this machine"
 BELOW_FLOOR = (
-    "some rows are below their floor (÷ floor below 1): it is made of PyTorch's products, which were slower here "
-    "than those of that runtime, or were disturbed in every round"
+    "some rows are faster than their floor (÷ floor below 1): the floor uses PyTorch's matrix products, which were "
+    "slower here than those of that runtime, or were disturbed in every round"
 )
 STYLES = {"failed": "bold red", "not run": "yellow"}
-# Numbers; the columns before them are words.
+# Columns of numbers, after the columns of words.
 FIGURES = ("tokens", "median ms", "± ms", "tokens/s", "× softmax", "× torch", "floor ms", "÷ floor", "peak")
 
 
 def print_rows(console: Console, results: BenchResults) -> None:
-    """One line per row that was measured; what failed or was not run below, with its reason."""
+    """Print a line per timed row; below it, the rows that failed or did not run, with the reason."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -38,16 +39,15 @@ def print_rows(console: Console, results: BenchResults) -> None:
             table.add_row(*line(row, several))
     if table.rows:
         console.print(table)
-        console.print(
-            f"median of up to {results.rounds} runs in turns ± half the distance of the quartiles, {results.threads} "
-            "threads; × times faster; floor: the matrix products of the formula and one pass over the bytes that go in "
-            "and out; parity: the error that was found before timing",
+        say(
+            console,
+            f"median of up to {results.rounds} interleaved runs ± half the interquartile range, {results.threads} "
+            "threads; × softmax, × torch: times faster; floor: the matrix products of the formula plus one pass over "
+            "inputs and outputs; parity: the error measured before timing",
             style="dim",
-            markup=False,
-            soft_wrap=True,
         )
     for text, style in remarks(results):
-        console.print(text, style=style, markup=False, soft_wrap=True)
+        say(console, text, style=style)
 
 
 def line(row: Row, several: dict[str, bool]) -> list[str]:
@@ -73,18 +73,18 @@ def line(row: Row, several: dict[str, bool]) -> list[str]:
 
 
 def remarks(results: BenchResults) -> list[tuple[str, str]]:
-    """Text and style: what all timings suffer from; reasons, each said once for all rows that share it; and notes."""
-    said: dict[tuple[str, str], list[str]] = {}
+    """Texts with their styles: general warnings, then reasons and notes, each once for all rows that share it."""
+    texts: dict[tuple[str, str], list[str]] = {}
     for row in results.rows:
         where = f"{row.case.label} on {row.case.runtime}, {row.case.batch} × {row.case.seq_len}"
         if row.status != "measured":
-            said.setdefault((f"{row.status}: {row.reason}", STYLES[row.status]), []).append(where)
+            texts.setdefault((f"{row.status}: {row.reason}", STYLES[row.status]), []).append(where)
         if row.note:
-            said.setdefault((f"note: {row.note}", "dim"), []).append(where)
+            texts.setdefault((f"note: {row.note}", "dim"), []).append(where)
     busy = [(BUSY, "yellow")] if is_busy(results) else []
     if any(row.times_floor is not None and row.times_floor < 1 for row in results.rows):
         busy.append((BELOW_FLOOR, "yellow"))
-    return busy + [(f"{text} ({'; '.join(shortened(wheres))})", style) for (text, style), wheres in said.items()]
+    return busy + [(f"{text} ({'; '.join(shortened(wheres))})", style) for (text, style), wheres in texts.items()]
 
 
 def is_busy(results: BenchResults) -> bool:
@@ -112,4 +112,4 @@ def print_advice(console: Console, advice: Advice) -> None:
     if table.rows:
         console.print(table)
     for sentence in advice.sentences:
-        console.print(sentence, markup=False, soft_wrap=True)
+        say(console, sentence)

@@ -1,10 +1,11 @@
-"""A table of parity checks for people."""
+"""The table of parity checks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from effexport.commands._options import say
 from effexport.proof.checks.result import Check, summary
 from effexport.report.rendering.text import status_of
 from effexport.units import number
@@ -16,7 +17,7 @@ _STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:
-    """One row per kind of check; every failure and everything that did not run in full below."""
+    """Print one row per kind of check; below it, every check that failed or did not run."""
     from rich.table import Table
     from rich.text import Text
 
@@ -40,4 +41,4 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
             value = f" {number(check.value)} > {number(check.limit)}" if check.status == "failed" else ""
             explanation = "; ".join(part for part in (check.detail, check.reason) if part)
             line = f"{check.status}: {check.name} ({check.case}), {check.metric}{value}; {explanation}"
-            console.print(line, style=_STYLES[check.status], soft_wrap=True, markup=False)
+            say(console, line, style=_STYLES[check.status])

@@ -20,42 +20,56 @@ _OPTIONS = (
         "--target",
         "targets",
         multiple=True,
-        help="none (default), trt or trt-rtx: also build a TensorRT engine. trt-rtx needs no GPU. Repeatable.",
+        help="Also build a TensorRT engine: trt, or trt-rtx, which needs no GPU; default: none. Repeatable.",
     ),
     click.option(
         "--profile",
         "profiles",
         multiple=True,
         metavar="DIM=MIN:OPT:MAX,…",
-        help="Sizes that the engine accepts and is tuned for, such as batch=1:4:16,seq=128:1024:4096. Repeatable; a "
-        "dimension that is named again begins another profile.",
+        help="Sizes that the engine accepts (MIN to MAX) and is tuned for (OPT), such as "
+        "batch=1:4:16,seq=128:1024:4096. Repeatable; naming a dimension again starts another profile.",
     ),
-    click.option("--optimization-level", type=int, help="How long TensorRT searches: 0 to 5; default: its own."),
+    click.option(
+        "--optimization-level",
+        type=int,
+        help="How long TensorRT searches for fast kernels, 0 to 5; default: TensorRT's own.",
+    ),
     click.option(
         "--workspace",
         metavar="SIZE",
         help="Most scratch memory on the GPU, such as 500MB (10^6 bytes) or 2GiB (2^30); default: all of it.",
     ),
-    click.option("--tf32/--no-tf32", default=False, help="Let float32 products round their inputs to 11 bits; off."),
+    click.option("--tf32/--no-tf32", default=False, help="Allow TF32 in float32 matrix products (off by default)."),
     click.option(
         "--compute-capabilities",
         metavar="SM,…",
-        help="trt-rtx: GPUs to build for, such as 86,89; default: SM 80 and later.",
-    ),
-    click.option("--timing-cache", type=click.Path(path_type=Path), help="trt: file that speeds up the next build."),
-    click.option("--version-compatible", is_flag=True, help="trt: an engine that later releases can load."),
-    click.option(
-        "--hardware-compatibility", default="none", help="trt: none (default), ampere+ or same-compute-capability."
+        help="trt-rtx: compute capabilities to build for, such as 86,89; default: SM 80 and later.",
     ),
     click.option(
-        "--weight-streaming", is_flag=True, help="Keep weights in host memory, for models larger than the GPU's."
+        "--timing-cache",
+        type=click.Path(path_type=Path),
+        help="trt: file of measured kernel times, which makes the next build faster.",
     ),
-    click.option("--refittable", is_flag=True, help="trt: weights can be replaced without another build."),
+    click.option(
+        "--version-compatible", is_flag=True, help="trt: build an engine that later TensorRT releases can load."
+    ),
+    click.option(
+        "--hardware-compatibility",
+        default="none",
+        help="trt: other GPUs that can run the engine: none (default), ampere+ or same-compute-capability.",
+    ),
+    click.option(
+        "--weight-streaming",
+        is_flag=True,
+        help="Keep the weights in host memory, for models that do not fit into GPU memory.",
+    ),
+    click.option("--refittable", is_flag=True, help="trt: allow replacing the weights without a rebuild."),
 )
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """All options of an engine; `EngineRequest.taken_from` takes their values."""
+    """Add all engine options to a command; `EngineRequest.taken_from` reads their values."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -63,7 +77,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What the user said of engines."""
+    """The engine options of a command."""
 
     targets: tuple[str, ...]
     profiles: tuple[str, ...]
@@ -94,7 +108,7 @@ class EngineRequest:
         given = [name for name, value in self._options().items() if value not in (None, False, (), "none")]
         require(
             bool(targets) or not given,
-            f"{', '.join(given)}: for an engine, and none was asked for; add --target trt-rtx or --target trt",
+            f"{', '.join(given)}: only for engines, and none was requested; add --target trt-rtx or --target trt",
         )
         return tuple(
             EngineSpec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_RUNTIMES, described
+from effexport.units import rough_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,13 +26,13 @@ debug_option = click.option("--debug", is_flag=True, help="Show the traceback of
 
 
 def runtime_options(help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """--runtime, with what it means here, and --implementation."""
+    """Add --runtime (with this help text) and --implementation to a command."""
     runtime = click.option("--runtime", default="ort", show_default=True, help=help)
     implementation = click.option(
         "--implementation",
         default="auto",
         show_default=True,
-        help="Of custom operators in ONNX Runtime: kernel, body, or auto: kernels where the library is built.",
+        help="How to run custom operators in ONNX Runtime: kernel, body, or auto (kernel if built).",
     )
     return lambda command: runtime(implementation(command))
 
@@ -57,15 +59,15 @@ def check_choice(option: str, value: str, known: Collection[str]) -> None:
 
 
 def implementation_text(implementation: Mapping[str, str], verb: str = "ran as") -> str:
-    """What ran the custom operators, as the end of a sentence; nothing for a model without any."""
+    """The end of a sentence that says how the custom operators ran; empty for a model without any."""
     if not implementation:
         return ""
-    said = [f"effexport::{op} {'was' if what == 'not run' else verb} {what}" for op, what in implementation.items()]
-    return f", {', '.join(said)}"
+    parts = [f"effexport::{op} {'was' if what == 'not run' else verb} {what}" for op, what in implementation.items()]
+    return f", {', '.join(parts)}"
 
 
 def stderr_console() -> Console:
-    """Human text goes to stderr; stdout belongs to --json."""
+    """The console for text: stderr, because stdout is for --json."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
@@ -74,10 +76,36 @@ def stderr_console() -> Console:
     return console
 
 
-class StageProgress:
-    """Says which stage runs: call it with the stage's name; `step` reports how far a long stage is.
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print text as it is: without markup, and without line breaks, so that paths can be copied."""
+    console.print(text, style=style, markup=False, soft_wrap=True)
 
-    On a terminal a spinner, and a bar for stages that report steps; elsewhere one line per stage.
+
+def repeated(context: click.Context) -> str:
+    """The command as the user gave it, quoted for a shell."""
+    words = ["effexport", context.info_name or ""]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
+            continue
+        value = context.params[name]
+        for one in value if parameter.multiple else [value]:
+            if isinstance(parameter, click.Option):
+                words.append(parameter.opts[-1])
+            if not (isinstance(parameter, click.Option) and parameter.is_flag):
+                words.append(str(one))
+    return shlex.join(words)
+
+
+def time_left(seconds: float | None) -> str:
+    """`about 3 min left`; empty if unknown."""
+    return "" if seconds is None else f"about {rough_duration(seconds)} left"
+
+
+class StageProgress:
+    """Shows the running stage: call it with the stage's name; `step` reports the progress of a long stage.
+
+    On a terminal it is a spinner, with a bar for stages that report steps; elsewhere it prints one line per stage.
     """
 
     def __init__(self, console: Console, bars: Progress | None) -> None:
@@ -87,7 +115,7 @@ class StageProgress:
 
     def __call__(self, name: str) -> None:
         if self._bars is None or self._task is None:
-            self._console.print(f"… {name}", markup=False)
+            say(self._console, f"… {name}")
         else:
             self._bars.reset(self._task, total=None, description=name, phase="")
 
@@ -99,7 +127,7 @@ class StageProgress:
 
 @contextmanager
 def stage_progress(console: Console) -> Iterator[StageProgress]:
-    """What a command reports its stages to."""
+    """Yield the object to which a command reports its stages."""
     if not console.is_terminal:
         yield StageProgress(console, None)
         return
@@ -111,7 +139,7 @@ def progress_bars(console: Console) -> Progress:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     class BarOfSteps(BarColumn):
-        """Only for stages that say how far they are."""
+        """A bar that is hidden for stages that report no steps."""
 
         def render(self, task: Task) -> Any:
             return super().render(task) if task.total is not None else ""

@@ -1,10 +1,12 @@
-"""What the options of `effexport sweep` ask for."""
+"""The options of `effexport sweep`, checked and resolved."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from effexport.commands._options import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """The options as they were given. command: all of it, for the reports."""
+    """The options as they were given. command: the whole command line, for the reports."""
 
     sweep_file: Path
     output: Path | None
@@ -67,8 +69,11 @@ class SweepRequest:
         require(self.wait >= 0, f"--wait is {self.wait:g}; expected seconds, 0 or more")
         if self.address is not None:
             require(bool(self.address.strip()), "--address is empty; expected host:port of a Ray cluster, or auto")
-            require(not self.processes, "--processes runs on this machine, --address on a cluster; give one")
-            require(self.jobs is None, "--jobs is for this machine; a cluster runs what its CPUs and GPUs allow")
+            require(not self.processes, "--processes runs on this machine, --address on a cluster; give one of them")
+            require(
+                self.jobs is None,
+                "--jobs does not work with --address; a cluster runs as many cells as its CPUs and GPUs allow",
+            )
         self.limits()
 
     def limits(self) -> Limits:
@@ -85,7 +90,7 @@ class SweepRequest:
         return limits
 
     def chosen(self, cells: Any) -> list[Cell]:
-        """The cells that --only names; all without it. Raises UserError for a name that is not one cell's."""
+        """The cells that --only names, or all cells. Raises UserError for a name that does not match one cell."""
         from effexport.errors import UserError
         from effexport.models.validation import did_you_mean
 
@@ -96,10 +101,10 @@ class SweepRequest:
             named = [cell for cell in cells if name and (cell.id == name or cell.digest.startswith(name))]
             if len(named) != 1:
                 ids = [cell.id for cell in cells]
-                problem = "is no cell of the file" if not named else f"begins the hash of {len(named)} cells"
+                problem = "is not a cell of the file" if not named else f"matches the hashes of {len(named)} cells"
                 raise UserError(
-                    f"--only {name} {problem}{did_you_mean(name, ids)} Expected a name or hash as --dry-run lists "
-                    "them; a cell whose options changed has another one"
+                    f"--only {name} {problem}{did_you_mean(name, ids)} Expected a name or hash from --dry-run; a "
+                    "cell whose options changed has a new hash"
                 )
             found[named[0].id] = named[0]
         return list(found.values())
@@ -121,11 +126,10 @@ class SweepRequest:
 
             return local_executor(limits, jobs=jobs)
         if not self.processes:
-            console.print(
-                "note: Ray is not installed, so cells run as plain processes of this machine, with the same results; "
-                "for a cluster: pip install 'effexport[sweep]'",
+            say(
+                console,
+                "note: Ray is not installed, so cells run as plain processes on this machine, with the same results; "
+                "to use a cluster: pip install 'effexport[sweep]'",
                 style="yellow",
-                markup=False,
-                soft_wrap=True,
             )
         return ProcessExecutor(limits, jobs)

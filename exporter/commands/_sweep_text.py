@@ -1,4 +1,4 @@
-"""Plans, progress and results of a sweep for people."""
+"""Plan, progress and results of a sweep as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.commands.bench import time_left
+from effexport.commands._options import say, time_left
 from effexport.units import duration, memory, number
 
 if TYPE_CHECKING:
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from effexport.sweep.run import News, Plan
 
 STYLES = {"finished": "green", "failed": "bold red", "not run": "yellow", "to run": ""}
-# Of a failure's log on the terminal; all of it is in the folder.
+# Lines of a failed cell's log that are printed; the folder has the whole log.
 LOG_LINES = 8
 WORDS = ("cell", "precision", "target", "gpu", "state", "parity")
 FIGURES = ("worst error", "time", "size")
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """Every cell with its hash, and what would become of it."""
+    """Print every cell with its hash, and whether it would run."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("name, which ends with its hash", "cell", "state", box=None, pad_edge=False)
+    table = Table("name (ends with the hash)", "cell", "state", box=None, pad_edge=False)
     to_run = {cell.id for cell in plan.to_run}
     for cell in plan.cells:
         state = plan.states[cell.id]
@@ -36,19 +36,19 @@ def print_plan(console: Console, plan: Plan) -> None:
         table.add_row(Text(cell.id), Text(cell.title), Text(text, style=STYLES[state]))
     console.print(table)
     finished = sum(state == "finished" for state in plan.states.values())
-    console.print(f"{len(plan.cells)} cells, {finished} finished, {len(to_run)} would run", markup=False)
+    say(console, f"{len(plan.cells)} cells, {finished} finished, {len(to_run)} would run")
 
 
 @contextmanager
 def sweep_progress(console: Console) -> Iterator[Callable[[News], None]]:
-    """A line for everything that happens; on a terminal also a bar with the time left."""
+    """Yield a function that prints a line per event; on a terminal also a bar with the time left."""
     if not console.is_terminal:
 
-        def say(news: News) -> None:
+        def print_news(news: News) -> None:
             left = time_left(news.seconds_left)
-            console.print(f"[{news.done}/{news.total}] {news.text}{left and f'; {left}'}", markup=False, soft_wrap=True)
+            say(console, f"[{news.done}/{news.total}] {news.text}{left and f'; {left}'}")
 
-        yield say
+        yield print_news
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -66,7 +66,7 @@ def sweep_progress(console: Console) -> Iterator[Callable[[News], None]]:
 
 
 def print_rows(console: Console, results: SweepResults, folder: Path) -> None:
-    """One table of all cells; what failed or was not run below, with the reason and the command for it alone."""
+    """Print a table of all cells; below it, each cell that failed or did not run, with reason and command."""
     from rich.table import Table
     from rich.text import Text
 
@@ -95,7 +95,7 @@ def print_rows(console: Console, results: SweepResults, folder: Path) -> None:
         if row.status != "finished":
             print_problem(console, row)
     paths = ", ".join(str(folder / name) for name in ("results.json", "results.csv", "report.html"))
-    console.print(f"{results.sentence}. Written: {paths}", markup=False, soft_wrap=True)
+    say(console, f"{results.sentence}. Written: {paths}")
 
 
 def engine_text(row: Row) -> str:
@@ -103,8 +103,8 @@ def engine_text(row: Row) -> str:
 
 
 def print_problem(console: Console, row: Row) -> None:
-    console.print(f"{row.title}: {row.status}", style=STYLES[row.status], markup=False, soft_wrap=True)
-    console.print(f"  {row.reason}", markup=False, soft_wrap=True)
+    say(console, f"{row.title}: {row.status}", style=STYLES[row.status])
+    say(console, f"  {row.reason}")
     for line in row.log_tail.splitlines()[-LOG_LINES:]:
-        console.print(f"  | {line}", style="dim", markup=False, soft_wrap=True)
-    console.print(f"  alone: {row.command}", markup=False, soft_wrap=True)
+        say(console, f"  | {line}", style="dim")
+    say(console, f"  to run this cell only: {row.command}")

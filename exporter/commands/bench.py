@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import debug_option, json_option, stderr_console
-from effexport.units import rough_duration
+from effexport.commands._options import (
+    check_choice,
+    debug_option,
+    json_option,
+    repeated,
+    say,
+    stderr_console,
+    time_left,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,31 +36,34 @@ EXPECTED = {"rounds": "at least 1", "threads": "at least 1", "max_seconds": "a n
 
 
 @click.command("bench")
-@click.option("--variants", help="Attention variants; fields after colons, such as lsh:num_hashes=4,softmax.")
+@click.option("--variants", help="Attention variants, with fields after a colon, such as lsh:num_hashes=4,softmax.")
 @click.option("--seq-lens", help="Lengths in tokens, such as 512,2048,8192.")
 @click.option("--batch", help="Batch sizes, such as 1,8.")
 @click.option("--precision", help="fp32 (default), fp16, bf16, or several of them.")
 @click.option(
     "--runtimes",
-    help="torch, compile (torch.compile), naive (torch.onnx.export without our operators), ort-body (ONNX Runtime with "
-    "function bodies), ort (with our kernels where they are built); torch-cuda, ort-cuda, trt, trt-rtx on a GPU.",
+    help="On the CPU: torch, compile (torch.compile), naive (plain torch.onnx.export, without effexport's operators), "
+    "ort-body (ONNX Runtime with function bodies), ort (with kernels, if built). On a GPU: torch-cuda, ort-cuda, trt, "
+    "trt-rtx.",
 )
-@click.option("--scope", help="core (default): attention alone; attention: with its projections; encoder: all of it.")
-@click.option("--heads", type=int, help="Attention heads; 8 by default.")
-@click.option("--head-dim", type=int, help="Channels per head; 64 by default.")
-@click.option("--threads", type=int, help="Threads of every runtime; one per core by default.")
-@click.option("--rounds", type=int, help="Timed runs of every row; 15 by default.")
-@click.option("--max-seconds", type=float, help="A row takes no more turns after this long; 10 by default.")
+@click.option(
+    "--scope", help="core (default): attention only; attention: with its projections; encoder: a whole encoder."
+)
+@click.option("--heads", type=int, help="Attention heads; default: 8.")
+@click.option("--head-dim", type=int, help="Channels per head; default: 64.")
+@click.option("--threads", type=int, help="Threads of every runtime; default: one per core.")
+@click.option("--rounds", type=int, help="Timed runs per row; default: 15.")
+@click.option("--max-seconds", type=float, help="Seconds after which a row is not run again; default: 10.")
 @click.option(
     "--preset", help="Repeat a published experiment: linear-blog, nystrom-table1, reformer-rounds, aft-table."
 )
-@click.option("--advise", is_flag=True, help="Say which variant and runtime is fastest here, for --seq-len.")
-@click.option("--seq-len", type=int, help="With --advise: the length, in tokens.")
+@click.option("--advise", is_flag=True, help="Recommend the fastest variant and runtime on this machine for --seq-len.")
+@click.option("--seq-len", type=int, help="With --advise: the length in tokens.")
 @click.option(
     "--memory-limit", help="With --advise: the most memory a run may use, such as 500MB (10^6 bytes) or 2GiB (2^30)."
 )
-@click.option("--no-memory", is_flag=True, help="Do not measure peak memory, which runs every row once more.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; bench by default.")
+@click.option("--no-memory", is_flag=True, help="Do not measure peak memory, which takes one more run per row.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default: bench.")
 @click.option("--force", is_flag=True, help="Replace the folder of an earlier benchmark.")
 @json_option
 @debug_option
@@ -70,11 +79,13 @@ def command(
     debug: bool,
     **flags: Any,
 ) -> None:
-    """Time attention variants in several runtimes on this machine, in turns, each proven equal to PyTorch first.
+    """Time attention variants in several runtimes on this machine.
 
-    Beside every row stands its floor: the matrix products of its formula, and one pass over its inputs and outputs,
-    timed in the same run. Ctrl-C ends a run and keeps what was measured. --advise writes a folder only with -o.
+    Every candidate is first compared with PyTorch; candidates that disagree are not timed. Runs take turns. Each row
+    also shows a lower bound, the floor: the matrix products of its formula plus one pass over its inputs and outputs,
+    timed in the same run. Ctrl-C keeps the results so far. With --advise, a folder is written only with -o.
     """
+    from effexport.bench.rendering.advise import advice_from_results
     from effexport.bench.rendering.output import BENCH_FOLDER, write_results
 
     request = Request(flags, advise=advise, memory_limit=memory_limit, command=repeated(context))
@@ -89,24 +100,24 @@ def command(
     with bench_progress(console) as on_step:
         results = bench(grid, settings, on_step)
     written = write_results(results, target, force=force) if target is not None else ()
-    advice = advised(results, limit_bytes) if advise else None
+    advice = advice_from_results(results, limit_bytes) if advise else None
     if as_json:
         print_results(results, advice)
     print_rows(console, results)
     if advice is not None:
         print_advice(console, advice)
     if written:
-        console.print(f"written: {', '.join(map(str, written))}", markup=False, soft_wrap=True)
+        say(console, f"written: {', '.join(map(str, written))}")
     code = exit_code(results)
     if code == INTERRUPTED:
-        console.print("interrupted: what is above was measured by then", style="yellow")
+        say(console, "Interrupted; the results so far are above.", "yellow")
     if code:
         raise click.exceptions.Exit(code)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the options ask for."""
+    """The options of a benchmark as they were given."""
 
     flags: dict[str, Any]
     advise: bool
@@ -148,12 +159,12 @@ class Request:
         from effexport.models.validation import require
 
         flags = self.flags
-        for option, value in (("--seq-len", flags["seq_len"]), ("--memory-limit", self.memory_limit)):
-            require(self.advise or value is None, f"{option} belongs to --advise; without it, use --seq-lens")
+        require(self.advise or flags["seq_len"] is None, "--seq-len only works with --advise; use --seq-lens")
+        require(self.advise or self.memory_limit is None, "--memory-limit only works with --advise")
         if self.advise:
-            require(flags["seq_len"] is not None, "--advise needs the length, such as --seq-len 8192")
-            require(flags["seq_lens"] is None, "--seq-lens was given with --advise, which takes one --seq-len")
-            require(flags["preset"] is None, "--preset was given with --advise; give one")
+            require(flags["seq_len"] is not None, "--advise needs a length, such as --seq-len 8192")
+            require(flags["seq_lens"] is None, "--seq-lens does not work with --advise; give one --seq-len")
+            require(flags["preset"] is None, "--preset and --advise cannot be combined")
             require(
                 self.memory_limit is None or not flags["no_memory"],
                 "--memory-limit needs the peak memory of every row; leave --no-memory out",
@@ -161,7 +172,6 @@ class Request:
 
     def preset(self) -> Any:
         from effexport.bench.presets import PRESETS
-        from effexport.commands._options import check_choice
         from effexport.models.validation import require
 
         name = self.flags["preset"]
@@ -170,7 +180,7 @@ class Request:
         check_choice("--preset", name, PRESETS)
         require(
             self.flags["variants"] is None,
-            f"--variants was given with --preset {name}, which decides the models; leave one of them out",
+            f"--variants and --preset {name}, which chooses the variants, cannot be combined",
         )
         return PRESETS[name]
 
@@ -197,26 +207,8 @@ class Request:
         return fields | ({"seq_lens": (flags["seq_len"],)} if self.advise else {})
 
 
-def repeated(context: click.Context) -> str:
-    """The command that was given, quoted for a shell."""
-    words = ["effexport", "bench"]
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        if context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
-            continue
-        is_flag = isinstance(parameter, click.Option) and parameter.is_flag
-        words += [parameter.opts[-1]] + ([] if is_flag else [str(context.params[name])])
-    return shlex.join(words)
-
-
-def advised(results: BenchResults, limit_bytes: int | None) -> Advice:
-    from effexport.bench.rendering.advise import advice_from_results
-
-    return advice_from_results(results, limit_bytes)
-
-
 def print_results(results: BenchResults, advice: Advice | None) -> None:
-    """The one object of --json: what results.json holds, and with --advise what it comes to."""
+    """Print the one object of --json: the contents of results.json, and the advice with --advise."""
     import json
 
     from effexport.cli import print_json
@@ -232,8 +224,10 @@ def print_results(results: BenchResults, advice: Advice | None) -> None:
 
 
 def exit_code(results: BenchResults) -> int:
-    """1 where parity failed, or a model of ours did not run. That others cannot export or compile one is a finding, and
-    what this machine cannot run is no failure."""
+    """1 if a parity check failed or one of our own models did not run.
+
+    A model that other tools cannot export or compile is a result; one that this machine cannot run is not a failure.
+    """
     from effexport.runtimes import RUNTIMES
 
     if not results.complete:
@@ -244,18 +238,18 @@ def exit_code(results: BenchResults) -> int:
 
 @contextmanager
 def bench_progress(console: Console) -> Iterator[OnStep]:
-    """On a terminal a bar with the time left; elsewhere a line for each candidate."""
+    """Yield a function that shows each step: a bar with the time left on a terminal, else a line per candidate."""
     if not console.is_terminal:
         last = ""
 
-        def say(step: Any) -> None:
+        def print_step(step: Any) -> None:
             nonlocal last
             text = step.text.partition(": round")[0]
             if text != last:
-                console.print(f"… {text}", markup=False)
+                say(console, f"… {text}")
             last = text
 
-        yield say
+        yield print_step
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -268,9 +262,3 @@ def bench_progress(console: Console) -> Iterator[OnStep]:
             bars.update(task, completed=step.share, description=step.text, left=time_left(step.seconds_left))
 
         yield show
-
-
-def time_left(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"about {rough_duration(seconds)} left"

@@ -15,6 +15,7 @@ from effexport.commands._options import (
     implementation_text,
     json_option,
     runtime_options,
+    say,
     settings_from_options,
     stage_progress,
     stderr_console,
@@ -32,32 +33,44 @@ if TYPE_CHECKING:
 
 @click.command("build")
 @click.option("--variant", help="Attention variant; see: effexport list.")
-@click.option("--scope", help="encoder (default) or attention: a whole encoder, or one attention layer.")
+@click.option("--scope", help="encoder (default): a whole encoder; attention: one attention layer.")
 @click.option("--dim", type=int, help="Model width.")
 @click.option("--heads", type=int, help="Attention heads.")
 @click.option("--layers", type=int, help="Encoder blocks.")
 @click.option("--seq-len", type=int, help="Length to export and tune for, in tokens.")
-@click.option("--batch", type=int, help="Batch size of the export case of the parity check.")
-@click.option("--causal/--no-causal", default=None, help="Hide later positions.")
-@click.option("--precision", help="fp32 (default), fp16 or bf16; sensitive parts stay in float32.")
-@click.option("--opset", type=int, help="ONNX opset, 18 to 24.")
-@click.option("--seed", type=int, help="Seed of the weights.")
-@click.option("--external-data/--no-external-data", default=None, help="Keep weights in model.onnx.data.")
+@click.option("--batch", type=int, help="Batch size of the exported example, which is also checked.")
 @click.option(
-    "--fused/--unfused", default=None, help="Attention as one operator where there is one (default), or as many."
+    "--causal/--no-causal", default=None, help="Let every position attend to itself and to earlier positions only."
 )
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder with config.json and weights to export.")
-@click.option("--task", help="With --checkpoint: its head, where config.json does not say or another is wanted.")
-@click.option("--num-hashes", type=int, help="Hash rounds of LSH attention; a checkpoint may run with more.")
-@click.option("--pinv-init", help="Scale of Nyström's pseudo-inverse: per_head, or global as published checkpoints.")
-@click.option("--weights", type=click.Path(path_type=Path), help="safetensors file with the weights of the variant.")
-@click.option("--module", "factory", help="package.module:factory that returns a module built from our layers.")
-@click.option("--spec", "spec_file", type=click.Path(path_type=Path), help="TOML file with any field of the spec.")
+@click.option("--precision", help="fp32 (default), fp16 or bf16; sensitive operations stay in float32.")
+@click.option("--opset", type=int, help="ONNX opset, 18 to 24.")
+@click.option("--seed", type=int, help="Seed of the random weights.")
+@click.option(
+    "--external-data/--no-external-data", default=None, help="Store the weights in a second file, model.onnx.data."
+)
+@click.option(
+    "--fused/--unfused",
+    default=None,
+    help="Export attention as one fused operator where available (default), or as standard operators.",
+)
+@click.option(
+    "--checkpoint", type=click.Path(path_type=Path), help="Checkpoint folder to export: config.json and weights."
+)
+@click.option("--task", help="With --checkpoint: the head to export, if not the one in config.json.")
+@click.option("--num-hashes", type=int, help="Hash rounds of LSH attention; may exceed the number used in training.")
+@click.option(
+    "--pinv-init", help="Scale of Nyström's pseudo-inverse: per_head, or global, as in published checkpoints."
+)
+@click.option("--weights", type=click.Path(path_type=Path), help="safetensors file with weights for the variant.")
+@click.option(
+    "--module", "factory", help="package.module:factory, a function that returns a module made of effexport's layers."
+)
+@click.option("--spec", "spec_file", type=click.Path(path_type=Path), help="TOML file that sets fields of the spec.")
 @runtime_options(ORT_HELP)
 @engine_options
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default artifacts/VARIANT.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default: artifacts/VARIANT.")
 @click.option(
-    "--trace", is_flag=True, help="Also compare the values inside the graph: the report gets errors by layer."
+    "--trace", is_flag=True, help="Also compare the values inside the graph; the report then shows errors by layer."
 )
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
 @json_option
@@ -78,8 +91,9 @@ def command(
 ) -> None:
     """Export a model to ONNX, check it against PyTorch and write an artifact folder.
 
-    Flags win over the fields of --spec. Nothing is written unless every check passes. --runtime and --implementation
-    say where the check runs the model; the model is the same. --target adds a TensorRT engine.
+    Flags override the fields of --spec. The artifact is written only if every check passes. --runtime and
+    --implementation choose how the check runs the model; the exported model does not depend on them. --target also
+    builds a TensorRT engine.
     """
     from effexport.artifact import ARTIFACT_FOLDER
     from effexport.cli import print_json
@@ -115,7 +129,7 @@ def command(
 
 @dataclass(frozen=True)
 class Request:
-    """What to build: a variant, a checkpoint, or somebody's own module."""
+    """The requested model: a variant, a checkpoint, or a module of the user's own."""
 
     flags: dict[str, Any]
     spec_file: Path | None
@@ -136,15 +150,21 @@ class Request:
         given = [f"--{name}" for name in ("checkpoint", "weights") if getattr(self, name) is not None]
         given += ["--module"] * (self.factory is not None) + ["--spec"] * (self.spec_file is not None)
         if self.checkpoint is not None:
-            require(given == ["--checkpoint"], f"{' and '.join(given)} exclude each other; a checkpoint brings it all")
+            require(
+                given == ["--checkpoint"],
+                f"{' and '.join(given)} cannot be combined; a checkpoint includes its spec and weights",
+            )
             spec, notes = build_spec_from_checkpoint(self.flags, self.checkpoint)
             return spec, source_from_path(self.checkpoint), notes, self.checkpoint.resolve().name
         if self.factory is not None:
-            require(given == ["--module"], f"{' and '.join(given)} exclude each other; the module is complete")
+            require(
+                given == ["--module"],
+                f"{' and '.join(given)} cannot be combined; the module includes its spec and weights",
+            )
             module = module_from_factory(self.factory)
             spec = build_spec_from_module(self.flags, spec_from_module(module, self.factory, self.flags.get("seq_len")))
             return spec, source_from_module(module, self.factory), (), self.factory.partition(":")[2]
-        require(self.flags.get("task") is None, "--task belongs to --checkpoint; it has no meaning for a variant")
+        require(self.flags.get("task") is None, "--task only works with --checkpoint")
         spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec_file)
         return spec, source_from_path(self.weights), (), spec.variant
 
@@ -155,16 +175,15 @@ def print_result(artifact: Artifact, report: Report) -> None:
     console = stderr_console()
     print_checks(console, report.checks)
     for note in report.notes:
-        console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
+        say(console, f"note: {note}", style="yellow")
     for engine in report.engines:
         print_engine(console, artifact, engine)
     model_bytes = sum(entry["bytes"] for name, entry in artifact.manifest["files"].items() if "model.onnx" in name)
-    console.print(
+    say(
+        console,
         f"{artifact.path}: {report.title}, {artifact.spec.precision}, {megabytes(model_bytes)}, "
         f"built in {rough_duration(sum(report.seconds.values()))}{implementation_text(report.implementation)}. "
         f"Next: {next_step(artifact, report)}, or open {artifact.path}/report.html",
-        soft_wrap=True,
-        markup=False,
     )
 
 
@@ -180,16 +199,15 @@ def next_step(artifact: Artifact, report: Report) -> str:
 
 
 def print_engine(console: Console, artifact: Artifact, engine: dict[str, Any]) -> None:
-    """One line on an engine, and its remarks."""
+    """Print the remarks on an engine, and one line about it."""
     from effexport.report import sizes
     from effexport.runtimes import RUNTIMES
 
     for remark in engine["remarks"]:
-        console.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
-    console.print(
+        say(console, f"note: {remark}", style="yellow")
+    say(
+        console,
         f"{artifact.path}/{engine['file']}: {RUNTIMES[engine['target']].label} {engine['tensorrt_version']}, "
         f"{megabytes(engine['bytes'])}, built in {seconds(engine['build_seconds'])}, {sizes(engine['profiles'])}"
         f"{implementation_text(engine['implementation'], 'is a')}",
-        markup=False,
-        soft_wrap=True,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from effexport.commands._options import debug_option, json_option, stderr_console
+from effexport.commands._options import debug_option, json_option, say, stderr_console
 from effexport.environment import MISSING
 
 
@@ -14,9 +14,9 @@ from effexport.environment import MISSING
 @json_option
 @debug_option
 def command(as_json: bool, debug: bool) -> None:
-    """Say what is installed, whether it works, what is missing and the command that adds it.
+    """Show what is installed, whether it works, and the command that adds each missing part.
 
-    Exit status 1 when nothing here can build, or nothing can run a model.
+    Exit status 1 if a required part is missing, or if an installed part does not work.
     """
     from effexport.cli import print_json
     from effexport.environment import PACKAGES, examine, versions
@@ -41,19 +41,19 @@ def command(as_json: bool, debug: bool) -> None:
             )
         console = stderr_console()
         console.print(table)
-        console.print(library_line(library), markup=False, soft_wrap=True)
-        console.print("everything works" if ok else "something is missing, see above", markup=False)
+        say(console, library_line(library))
+        say(console, "everything works" if ok else "something is missing, see above")
     if not ok:
         raise click.exceptions.Exit(1)
 
 
 def is_left_out(finding: dict[str, Any]) -> bool:
-    """An optional part that is not installed is no problem; one that is installed and does not load is."""
+    """Whether an optional part is not installed, which is fine, unlike one that is installed but does not load."""
     return bool(finding["optional"] and finding["problem"] == MISSING)
 
 
 def examine_library() -> dict[str, Any]:
-    """Whether ONNX Runtime has kernels for the custom operators. Without, their function bodies run: no problem."""
+    """The kernel library. A missing library is not a problem: the function bodies run instead."""
     from effexport.plugins.building.library import LibraryError, find_library
 
     try:
@@ -71,15 +71,15 @@ def examine_library() -> dict[str, Any]:
 
 
 def library_line(library: dict[str, Any]) -> str:
-    """The same in words."""
+    """The kernel library in one line."""
     if library["problem"]:
         return f"kernel library: {library['problem']}"
     if library["path"] is None:
         return (
-            "no kernel library: custom operators run as their ONNX function bodies, on every runtime; "
-            f"for ONNX Runtime's kernels run: {library['remedy']}"
+            "kernel library: not built, so custom operators run as their ONNX function bodies; "
+            f"build the kernels with: {library['remedy']}"
         )
     if library["outdated"]:
-        return f"kernel library: OUTDATED, of other sources than these: {library['path']}; run: {library['remedy']}"
+        return f"kernel library: OUTDATED, built from different sources: {library['path']}; run: {library['remedy']}"
     devices = {True: "CPU and CUDA", False: "CPU only", None: "given by EFFEXPORT_LIBRARY"}[library["cuda"]]
     return f"kernel library: {devices}: {library['path']}"

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @json_option
 @debug_option
 def command(path: Path, as_json: bool, debug: bool) -> None:
-    """Describe an artifact folder, an ONNX file, a TensorRT engine, or a checkpoint folder before it is built.
+    """Describe an artifact folder, an ONNX file, a TensorRT engine, or a checkpoint folder that is to be exported.
 
-    Inputs, outputs, operators, size and parameters; for a checkpoint, what it computes and its known defects; for an
-    engine, what it was built for and from, and its layers.
+    Shows inputs, outputs, operators, size and parameters; for a checkpoint, what it computes and its known defects; for
+    an engine, its GPUs, its source model and its layers.
     """
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
@@ -65,7 +65,7 @@ def command(path: Path, as_json: bool, debug: bool) -> None:
 
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:
-    """What a checkpoint folder is, without loading its weights. Raises SpecError for an unsupported one."""
+    """A description of a checkpoint folder, without loading its weights. Raises SpecError for an unsupported one."""
     from effexport.spec import build_spec_from_checkpoint
 
     spec, notes = build_spec_from_checkpoint({}, folder)
@@ -142,7 +142,7 @@ def print_summary(result: dict[str, Any]) -> None:
 
 
 def print_engine(path: Path, info: EngineInfo) -> None:
-    """What the sidecar of an engine says; its layers are counted, and listed by --json."""
+    """Print the sidecar of an engine; layers are counted here, and listed by --json."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -173,7 +173,7 @@ def print_engine(path: Path, info: EngineInfo) -> None:
     for op, what in info.implementation.items():
         row("custom operator", f"effexport::{op} is a {what}")
     row("options", ", ".join(f"{name}={value}" for name, value in info.options.items() if value not in (None, [])))
-    source = "as the engine says" if info.layers_from == "engine" else "of the network that it was built from"
+    source = "in the engine" if info.layers_from == "engine" else "in the network that it was built from"
     row("layers", f"{len(info.layers)} {source}: {counted(count_types(info.layers))}")
     row("element types", f"{counted(count_dtypes(info.layers))}; {info.tensors_compared} compared with the model")
     for remark in info.remarks:

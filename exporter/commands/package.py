@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_choice, debug_option, json_option, stderr_console
+from effexport.commands._options import check_choice, debug_option, json_option, say, stderr_console
 
 if TYPE_CHECKING:
     from effexport.triton.package import Package
 
 FORMATS = ("triton",)
-# options of the command line that are fields of PackageSpec
+# options that are fields of PackageSpec
 FIELDS = (
     "version",
     "max_batch",
@@ -32,33 +32,44 @@ FIELDS = (
 
 @click.command("package")
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--format", "package_format", default="triton", show_default=True, help="Of the package: triton.")
-@click.option("-o", "--output", "repository", type=click.Path(path_type=Path), required=True, help="Model repository.")
+@click.option("--format", "package_format", default="triton", show_default=True, help="Package format.")
+@click.option(
+    "-o",
+    "--output",
+    "repository",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Model repository to add to; created if missing.",
+)
 @click.option(
     "--backend",
     "backends",
     multiple=True,
-    help="onnxruntime, python (effexport's own runner), tensorrt; may be repeated.  [default: all it has files for]",
+    help="onnxruntime, python (effexport's own runner) or tensorrt. Repeatable.  [default: all that the artifact has "
+    "files for]",
 )
 @click.option(
-    "--name", help="Of the model; with several backends, NAME-BACKEND each.  [default: the artifact's folder]"
+    "--name", help="Model name; with several backends, NAME-BACKEND for each.  [default: the artifact's folder]"
 )
-@click.option("--version", type=int, help="Number of the version.  [default: the next free one]")
-@click.option("--max-batch", type=int, help="Rows of the largest batch.  [default: 8]")
+@click.option("--version", type=int, help="Version number.  [default: the next free one]")
+@click.option("--max-batch", type=int, help="Largest batch, in rows.  [default: 8]")
 @click.option(
-    "--preferred-batch", help="Sizes that run at once, such as 4,8,16.  [default: the largest and half of it]"
+    "--preferred-batch",
+    help="Batch sizes that run without further waiting, such as 4,8,16.  [default: --max-batch and half of it]",
 )
-@click.option("--queue-delay-us", type=int, help="How long a request waits for others.  [default: 500]")
-@click.option("--max-queue", type=int, help="Requests that may wait; 0 is no limit.  [default: 0]")
-@click.option("--instances", type=int, help="Copies that run at the same time.  [default: 1]")
-@click.option("--kind", help="cpu or gpu.  [default: gpu for tensorrt, else cpu]")
-@click.option("--threads", type=int, help="Of ONNX Runtime, per instance.  [default: all cores]")
-@click.option("--implementation", help="Of custom operators: kernel, body or auto.  [default: auto]")
-@click.option("--no-warm-up", is_flag=True, help="Do not let instances answer golden inputs before they are ready.")
+@click.option("--queue-delay-us", type=int, help="Microseconds that a request waits for others.  [default: 500]")
+@click.option("--max-queue", type=int, help="Requests that may wait; 0: no limit.  [default: 0]")
+@click.option("--instances", type=int, help="Copies of the model that run at the same time.  [default: 1]")
+@click.option("--kind", help="Run on cpu or gpu.  [default: gpu for tensorrt, else cpu]")
+@click.option("--threads", type=int, help="ONNX Runtime threads per instance.  [default: all cores]")
+@click.option(
+    "--implementation", help="How to run custom operators: kernel, body, or auto (kernel if built).  [default: auto]"
+)
+@click.option("--no-warm-up", is_flag=True, help="Skip the warm-up requests.")
 @click.option("--live-versions", type=int, help="How many of the newest versions are served.  [default: 1]")
-@click.option("--server-path", help="Where the server sees the repository.  [default: /models]")
-@click.option("--image-tag", help="Of the official image, for compose.yaml and Dockerfile.")
-@click.option("--replace-config", is_flag=True, help="Also over a config.pbtxt that was changed by hand.")
+@click.option("--server-path", help="Path of the repository on the server.  [default: /models]")
+@click.option("--image-tag", help="Tag of the tritonserver image in compose.yaml and Dockerfile.")
+@click.option("--replace-config", is_flag=True, help="Overwrite a hand-edited config.pbtxt.")
 @json_option
 @debug_option
 def command(
@@ -76,8 +87,8 @@ def command(
 ) -> None:
     """Add an artifact to a model repository of Triton Inference Server.
 
-    Writes config.pbtxt, a numbered version, and beside the models a README, compose.yaml and a Dockerfile. A version is
-    never overwritten; the same artifact again changes nothing.
+    Writes config.pbtxt and a numbered version, and next to the models a README, compose.yaml and a Dockerfile. Versions
+    are never overwritten; packaging the same artifact again changes nothing.
     """
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
@@ -131,20 +142,19 @@ def json_of_package(package: Package) -> dict[str, Any]:
 
 
 def print_package(package: Package) -> None:
-    said = {
+    sentences = {
         "added": "version {} added",
-        "configured": "version {} is there already; its configuration was renewed",
-        "unchanged": "version {} is there already, nothing was written",
+        "configured": "version {} already exists; its configuration was updated",
+        "unchanged": "version {} already exists; nothing was written",
     }
     console = stderr_console()
     for change in package.changes:
         path = package.repository / change.name
-        console.print(f"{path}: {said[change.status].format(change.version)}", markup=False, soft_wrap=True)
+        say(console, f"{path}: {sentences[change.status].format(change.version)}")
     for remark in package.remarks:
-        console.print(f"note: {remark}", markup=False, soft_wrap=True)
-    console.print(
+        say(console, f"note: {remark}")
+    say(
+        console,
         f"To serve it: docker compose -f {shlex.quote(str(package.repository / 'compose.yaml'))} up --build; "
-        f"{package.repository / 'README.md'} has the rest",
-        markup=False,
-        soft_wrap=True,
+        f"{package.repository / 'README.md'} has more",
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.cli import SuggestingGroup
-from effexport.commands._options import debug_option, json_option, stage_progress, stderr_console
+from effexport.commands._options import debug_option, json_option, say, stage_progress, stderr_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,22 +20,22 @@ BUILD_COMMAND = "effexport plugins build"
 
 @click.group("plugins", cls=SuggestingGroup)
 def command() -> None:
-    """Build and locate the kernel library for ONNX Runtime: faster custom operators.
+    """Build and locate the kernel library, which makes custom operators faster in ONNX Runtime.
 
-    Without it, custom operators run as their ONNX function bodies, and everything still works.
+    Without it, custom operators run as their ONNX function bodies.
     """
 
 
 @command.command("build", short_help="Compile the library, unless it is in the cache.")
-@click.option("--cuda/--no-cuda", default=None, help="With CUDA kernels or without; left out: with, if there is nvcc.")
+@click.option("--cuda/--no-cuda", default=None, help="With or without CUDA kernels; default: with, if nvcc is found.")
 @click.option("--force", is_flag=True, help="Compile even if the library is in the cache.")
 @json_option
 @debug_option
 def build_command(cuda: bool | None, force: bool, as_json: bool, debug: bool) -> None:
     """Compile the library, unless it is in the cache, and use it from now on.
 
-    Needs cmake, a C++17 compiler, ONNX Runtime's headers (EFFEXPORT_ORT_INCLUDE_DIR, the system's, or fetched from
-    the Debian archive), and nvcc for the CUDA kernels. Exit status 1 when compiling fails, 2 when a tool is missing.
+    Needs cmake, a C++17 compiler and ONNX Runtime's headers (from EFFEXPORT_ORT_INCLUDE_DIR, the system, or the Debian
+    archive); CUDA kernels also need nvcc. Exit status 1 if compiling fails, 2 if a tool is missing.
     """
     from effexport.cli import print_json
     from effexport.plugins.building.build import build_library
@@ -48,8 +48,8 @@ def build_command(cuda: bool | None, force: bool, as_json: bool, debug: bool) ->
         print_json({**describe(library), "built_now": library.built_now, "warnings": warnings})
     assert library.info is not None
     how = f"compiled in {library.info.seconds:g} s" if library.built_now else "was in the cache"
-    console.print(f"kernel library: {library.path}", markup=False, soft_wrap=True)
-    console.print(f"  {how}; {devices(library)}", markup=False, soft_wrap=True)
+    say(console, f"kernel library: {library.path}")
+    say(console, f"  {how}; {devices(library)}")
     print_warnings(console, warnings)
 
 
@@ -57,7 +57,7 @@ def build_command(cuda: bool | None, force: bool, as_json: bool, debug: bool) ->
 @json_option
 @debug_option
 def path_command(as_json: bool, debug: bool) -> None:
-    """Print the path of the library, for other programs to load. Exit status 1 when there is none."""
+    """Print the path of the library, for other programs to load. Exit status 1 if it is not built."""
     from effexport.cli import print_json
     from effexport.errors import EffexportError
     from effexport.plugins.building.library import find_library
@@ -72,13 +72,13 @@ def path_command(as_json: bool, debug: bool) -> None:
     print_warnings(stderr_console(), library_warnings(library))
 
 
-@command.command("info", short_help="Say which library is used and what is in it.")
+@command.command("info", short_help="Show which library is used and what it contains.")
 @json_option
 @debug_option
 def info_command(as_json: bool, debug: bool) -> None:
-    """Say which library is used, what it was made from and for, whether it is intact, and what else is in the cache.
+    """Show which library is used, how it was built, whether it is intact, and what else is in the cache.
 
-    Exit status 1 when the library is damaged.
+    Exit status 1 if the library is damaged.
     """
     from effexport.cli import print_json
     from effexport.plugins.building.library import cache_folder, find_library, list_builds
@@ -105,7 +105,7 @@ def info_command(as_json: bool, debug: bool) -> None:
 
 
 def describe(library: Library) -> dict[str, Any]:
-    """The library and what it was made from, as JSON."""
+    """The library and how it was built, for --json."""
     info = library.info
     return {
         "library": str(library.path),
@@ -126,7 +126,7 @@ def describe(library: Library) -> dict[str, Any]:
 
 
 def operators(library: Library | None) -> list[dict[str, Any]]:
-    """Operators with the element types and the providers that have kernels; providers is None if nothing says so."""
+    """Operators with the element types and the providers that have kernels; providers: None if unknown."""
     from effexport.plugins import OPS
 
     if library is None:
@@ -138,7 +138,7 @@ def operators(library: Library | None) -> list[dict[str, Any]]:
 
 
 def devices(library: Library) -> str:
-    """What the library has kernels for, and how to add what it lacks."""
+    """The devices that the library has kernels for, and how to add CUDA kernels."""
     from effexport.plugins.building.build import NO_NVCC
     from effexport.plugins.building.toolchain import find_nvcc
 
@@ -146,25 +146,25 @@ def devices(library: Library) -> str:
     if library.info.has_cuda:
         return f"CPU and CUDA (sm_{', sm_'.join(map(str, library.info.cuda_architectures))}, PTX for later GPUs)"
     if nvcc := find_nvcc():
-        return f"CPU only, though there is {nvcc}: {BUILD_COMMAND} adds the CUDA kernels"
+        return f"CPU only, although nvcc is installed ({nvcc}); add the CUDA kernels with: {BUILD_COMMAND}"
     return f"CPU only: {NO_NVCC}, then run {BUILD_COMMAND} again to add the CUDA kernels"
 
 
 def is_intact(library: Library) -> bool | None:
-    """Whether the file is the one that was built; None if nothing says what it should be."""
+    """Whether the file is as it was built; None if its checksum is not known."""
     from effexport.plugins.building.library import sha256_of
 
     return None if library.info is None else sha256_of(library.path) == library.info.sha256
 
 
 def library_warnings(library: Library) -> list[str]:
-    """What the user should hear about a library that can be used all the same."""
+    """Warnings about a library that can still be used."""
     from effexport.plugins.building.headers import runtime_warning
     from effexport.plugins.building.library import LIBRARY_VARIABLE
 
     warnings = []
     if library.outdated:
-        warnings.append(f"the library was built from other sources than these; run: {BUILD_COMMAND}")
+        warnings.append(f"the library was built from different sources; rebuild it with: {BUILD_COMMAND}")
     if library.info and (about_runtime := runtime_warning(library.info.header_version)):
         warnings.append(about_runtime)
     if library.info and (explicit := os.environ.get(LIBRARY_VARIABLE)):
@@ -174,14 +174,14 @@ def library_warnings(library: Library) -> list[str]:
 
 def print_warnings(console: Console, warnings: list[str]) -> None:
     for warning in warnings:
-        console.print(f"WARNING: {warning}", style="bold yellow", markup=False, soft_wrap=True)
+        say(console, f"WARNING: {warning}", style="bold yellow")
 
 
 def print_info(console: Console, value: dict[str, Any], library: Library | None) -> None:
-    """The same for people."""
+    """Print the object of --json as text."""
 
     def line(name: str, text: object) -> None:
-        console.print(f"{name:<16}{text}", markup=False, soft_wrap=True)
+        say(console, f"{name:<16}{text}")
 
     if library is None:
         line("library", f"none: custom operators run as their ONNX function bodies; build it with: {BUILD_COMMAND}")
@@ -193,11 +193,11 @@ def print_info(console: Console, value: dict[str, Any], library: Library | None)
     if library is not None and library.info is not None:
         info = library.info
         line("kernels for", devices(library))
-        line("headers", f"ONNX Runtime 1.{info.header_version}, for this version and later")
+        line("headers", f"ONNX Runtime 1.{info.header_version}; the library works with this version and later ones")
         line("compiler", info.compiler)
         line("nvcc", info.nvcc or "none")
         line("built", f"{info.created}, in {info.seconds:g} s, {info.bytes:,} bytes")
-        line("sha256", "as built" if value["sha256_ok"] else f"DAMAGED: build it again with: {BUILD_COMMAND}")
+        line("sha256", "as built" if value["sha256_ok"] else f"DAMAGED; rebuild it with: {BUILD_COMMAND}")
     for op in value["operators"]:
         providers = ", ".join(op["providers"] or ["unknown"])
         line("operator", f"{op['name']}: {', '.join(op['element_types'])}; providers: {providers}")

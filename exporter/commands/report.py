@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_choice, debug_option, json_option, stderr_console
+from effexport.commands._options import check_choice, debug_option, json_option, say, stderr_console
 
 if TYPE_CHECKING:
     from effexport.report.compare import Comparison, Side
@@ -19,7 +19,7 @@ _FORMAT_OF_SUFFIX = {".html": "html", ".htm": "html", ".json": "json", ".md": "m
 @click.command("report")
 @click.argument("artifact", required=False, type=click.Path(path_type=Path))
 @click.argument("other", required=False, type=click.Path(path_type=Path))
-@click.option("--format", "form", help="html, json, markdown or junit; default: as -o ends, else markdown.")
+@click.option("--format", "form", help="html, json, markdown or junit; default: by the suffix of -o, else markdown.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; default: stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--schema", "wants_schema", is_flag=True, help="Print the JSON Schema of report.json.")
@@ -35,10 +35,10 @@ def command(
     as_json: bool,
     debug: bool,
 ) -> None:
-    """Show the report of an artifact again, in another format, or compare two artifacts side by side.
+    """Show the report of an artifact in another format, or compare two artifacts side by side.
 
-    Nothing is measured anew: this is what report.json says; effexport verify checks a model again. The exit status is
-    that of the rendering, not the verdict.
+    Reads report.json and measures nothing; use effexport verify to check a model again. The exit status does not depend
+    on the verdict.
     """
     from effexport.cli import print_json
     from effexport.errors import UserError
@@ -48,13 +48,13 @@ def command(
         check_output_file(output, force=force)
     if wants_schema:
         if artifact is not None or form is not None:
-            raise UserError("--schema is of all reports; leave the artifact and --format out")
+            raise UserError("--schema describes the reports of all artifacts; leave out the artifact and --format")
         from effexport.report.schema import schema_text
 
         text, said = schema_text(), {"schema": "report.json"}
     else:
         if artifact is None:
-            raise UserError("no artifact given; expected the folder of one, such as: effexport report artifacts/lsh")
+            raise UserError("no artifact given; expected an artifact folder, such as: effexport report artifacts/lsh")
         form = chosen_format(form, output, as_json=as_json)
         text, said = rendering(artifact, other, form)
     if output is None:
@@ -67,18 +67,18 @@ def command(
         raise UserError(f"cannot write {output}: {error.strerror}; choose another file with -o") from error
     if as_json:
         print_json({"output": str(output), **said})
-    stderr_console().print(f"{output}: written", markup=False, soft_wrap=True)
+    say(stderr_console(), f"{output}: written")
 
 
 def chosen_format(form: str | None, output: Path | None, *, as_json: bool) -> str:
-    """What --format says, or the name of the file. Raises UserError for an unknown one, or two objects for stdout."""
+    """The format from --format or the file name. Raises UserError if it is unknown, or if stdout would be shared."""
     from effexport.errors import UserError
 
     if form is not None:
         check_choice("--format", form, FORMATS)
     if as_json and output is None:
         if form not in (None, "json"):
-            raise UserError(f"--json prints one JSON object on stdout, where --format {form} would go too; add -o FILE")
+            raise UserError(f"--json and --format {form} would both print on stdout; add -o FILE")
         return "json"
     if form is not None:
         return form
@@ -86,7 +86,7 @@ def chosen_format(form: str | None, output: Path | None, *, as_json: bool) -> st
 
 
 def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[str, Any]]:
-    """The text of one report or of a comparison, and what --json says of it."""
+    """The text of one report or of a comparison, and the fields that describe it for --json."""
     from effexport.artifact import open_artifact
     from effexport.report.compare import Comparison
     from effexport.report.reading import side_of_artifact
@@ -107,7 +107,7 @@ def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[st
 
 
 def named(first: Path, second: Path | None) -> list[tuple[Path, str]]:
-    """Each artifact with the name that commands and tables have for it: its path, as it was given."""
+    """Each artifact with its name in tables: the path as it was given."""
     return [(path, str(path)) for path in (first, second) if path is not None]
 
 
@@ -133,13 +133,13 @@ def comparison_text(comparison: Comparison, form: str) -> str:
 
 
 def check_output_file(output: Path, *, force: bool) -> None:
-    """Refuse what must not be replaced. A file inside an artifact would damage it."""
+    """Refuse an output that exists, or that lies inside an artifact, which it would damage. Raises UserError."""
     from effexport.artifact import MANIFEST
     from effexport.errors import UserError
 
     if output.is_dir():
         raise UserError(f"{output} is a folder; expected the path of a file to write")
     if (output.parent / MANIFEST).is_file():
-        raise UserError(f"{output} would change the artifact {output.parent}; choose a file outside of it with -o")
+        raise UserError(f"{output} would change the artifact {output.parent}; choose a file outside it with -o")
     if output.exists() and not force:
         raise UserError(f"{output} exists; choose another file with -o, or replace it with --force")

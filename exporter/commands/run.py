@@ -14,6 +14,7 @@ from effexport.commands._options import (
     implementation_text,
     json_option,
     runtime_options,
+    say,
     stage_progress,
     stderr_console,
 )
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--input", "input_file", type=click.Path(path_type=Path), help=".npz with one array per input name.")
-@click.option("--text", "text_file", type=click.Path(path_type=Path), help="Text file; its bytes become tokens.")
-@click.option("--output", "output_file", type=click.Path(path_type=Path), help=".npz to write the outputs to.")
+@click.option("--input", "input_file", type=click.Path(path_type=Path), help=".npz file with one array per input name.")
+@click.option("--text", "text_file", type=click.Path(path_type=Path), help="Text file; each byte becomes a token.")
+@click.option("--output", "output_file", type=click.Path(path_type=Path), help=".npz file to write the outputs to.")
 @runtime_options(ENGINE_HELP)
 @json_option
 @debug_option
@@ -41,9 +42,9 @@ def command(
     as_json: bool,
     debug: bool,
 ) -> None:
-    """Run an artifact on arrays, or on the bytes of a text file: its model in ONNX Runtime, or its engine.
+    """Run an artifact on arrays, or on the bytes of a text file.
 
-    A text longer than the model is cut into windows, which become rows of the batch.
+    A text that is longer than the model allows is cut into windows, which become rows of the batch.
     """
     if (input_file is None) == (text_file is None):
         raise click.UsageError("give either --input FILE.npz or --text FILE")
@@ -74,14 +75,14 @@ def command(
         result: dict[str, Any] = {"outputs": shapes, "seconds": seconds, "implementation": dict(runner.implementation)}
         print_json(result | {"output_file": str(output_file) if output_file else None})
     for name, info in shapes.items():
-        console.print(f"{name}: {info['dtype']} {info['shape']}", markup=False)
+        say(console, f"{name}: {info['dtype']} {info['shape']}")
     first = next(iter(feeds.values()))
     kept = feeds.get("attention_mask")
     rows = first.size if first.dtype.kind == "i" else first.size // first.shape[-1]
     tokens = rows if kept is None else int(kept.sum())
-    where = f"written to {output_file}" if output_file else "not written; keep it with --output FILE.npz"
+    where = f"written to {output_file}" if output_file else "not saved; add --output FILE.npz to save the outputs"
     ran = implementation_text(runner.implementation)
-    console.print(f"{tokens} tokens in {duration(1e3 * seconds)}{ran}, {where}", markup=False, soft_wrap=True)
+    say(console, f"{tokens} tokens in {duration(1e3 * seconds)}{ran}, {where}")
 
 
 def run_windows(runner: Runner, feeds: dict[str, Array], batch: int) -> dict[str, Array]:

@@ -13,6 +13,7 @@ from effexport.commands._options import (
     implementation_text,
     json_option,
     runtime_options,
+    say,
     stage_progress,
     stderr_console,
 )
@@ -30,53 +31,59 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @click.command("serve")
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--name", help="The model's name in URLs.  [default: the name of the artifact's folder]")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: every network.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 listens on all interfaces."
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 picks a free one."
+)
 @runtime_options(ENGINE_HELP)
-@click.option("--max-batch", type=int, default=DEFAULTS.max_batch, show_default=True, help="Rows of one run.")
+@click.option(
+    "--max-batch", type=int, default=DEFAULTS.max_batch, show_default=True, help="Largest batch of a run, in rows."
+)
 @click.option(
     "--batch-delay-ms",
     type=float,
     default=DEFAULTS.batch_delay_ms,
     show_default=True,
-    help="How long a run waits for more requests to join; 0: it takes what is there.",
+    help="How long a run waits for more requests to fill its batch.",
 )
 @click.option(
     "--queue-size",
     type=int,
     default=DEFAULTS.queue_size,
     show_default=True,
-    help="Requests that may wait; more get 503.",
+    help="Requests that may wait; further ones are answered with 503.",
 )
 @click.option(
     "--max-request-bytes",
     type=int,
     default=DEFAULTS.max_request_bytes,
     show_default=True,
-    help="Largest body, compressed or not.",
+    help="Largest request body, before and after decompression.",
 )
-@click.option("--max-seq-len", type=int, help="Longest sequence.  [default: the model's own limit, or 16384]")
+@click.option(
+    "--max-seq-len", type=int, help="Longest sequence, in tokens.  [default: the model's own limit, or 16384]"
+)
 @click.option(
     "--timeout",
     "timeout_s",
     type=float,
     default=DEFAULTS.timeout_s,
     show_default=True,
-    help="Seconds that a request may wait for the runner, and that its body may take to arrive.",
+    help="Seconds that a request may wait for its run, and that its body may take to arrive.",
 )
 @click.option(
     "--token",
     envvar=TOKEN_VARIABLE,
-    help=f"Ask for Authorization: Bearer TOKEN everywhere but at /v2/health; better given in {TOKEN_VARIABLE}.",
+    help=f"Require Authorization: Bearer TOKEN, except at /v2/health; better set with {TOKEN_VARIABLE}.",
 )
-@click.option(
-    "--ray", "on_ray", is_flag=True, help="Deploy on Ray Serve, with replicas that come and go with the load."
-)
-@click.option("--address", help="With --ray: the cluster to join.  [default: this machine]")
-@click.option("--min-replicas", type=int, help="With --ray.  [default: 1]")
-@click.option("--max-replicas", type=int, help="With --ray.  [default: 4]")
-@click.option("--replica-cpus", type=float, help="With --ray: CPUs of a replica.  [default: 1]")
-@click.option("--replica-gpus", type=float, help="With --ray: GPUs of a replica.  [default: 1 for runtimes on a GPU]")
+@click.option("--ray", "on_ray", is_flag=True, help="Deploy on Ray Serve with autoscaling replicas.")
+@click.option("--address", help="With --ray: address of the cluster.  [default: this machine]")
+@click.option("--min-replicas", type=int, help="With --ray: fewest replicas.  [default: 1]")
+@click.option("--max-replicas", type=int, help="With --ray: most replicas.  [default: 4]")
+@click.option("--replica-cpus", type=float, help="With --ray: CPUs per replica.  [default: 1]")
+@click.option("--replica-gpus", type=float, help="With --ray: GPUs per replica.  [default: 1 for runtimes on a GPU]")
 @json_option
 @debug_option
 def command(
@@ -104,8 +111,8 @@ def command(
 ) -> None:
     """Serve an artifact over HTTP with the KServe V2 protocol, until SIGTERM or Ctrl-C.
 
-    Requests of equal length are joined into batches. A stop answers everything that was accepted. With --json, one
-    object on stdout says where the server is, as soon as it accepts requests.
+    Requests of equal length run as one batch. When the server stops, it still answers accepted requests. With --json,
+    it prints one object with its URL on stdout as soon as it is ready.
     """
     from effexport.errors import UserError
     from effexport.serving.server.target import ServingTarget
@@ -134,12 +141,12 @@ def command(
     if given:
         option = next(iter(given)).replace("_", "-")
         option = f"--replica-{option}" if option in ("cpus", "gpus") else f"--{option}"
-        raise UserError(f"{option} was given without --ray, and replicas are Ray's; add --ray, or leave it out")
+        raise UserError(f"{option} only works with --ray")
     serve_here(target, host, port, as_json)
 
 
 def serve_here(target: ServingTarget, host: str, port: int, as_json: bool) -> None:
-    """One model in this process."""
+    """Serve one model in this process."""
     from effexport.serving.server.extras import require_serving
 
     require_serving()
@@ -158,20 +165,18 @@ def serve_here(target: ServingTarget, host: str, port: int, as_json: bool) -> No
         raise
 
     def on_ready() -> None:
-        console.print(ready_line(model, url_of(bound)), markup=False, soft_wrap=True)
+        say(console, ready_line(model, url_of(bound)))
         if host not in LOOPBACK and model.settings.token is None:
-            console.print(
-                f"warning: {host} is open to other machines and there is no token; set {TOKEN_VARIABLE}", markup=False
-            )
+            say(console, f"warning: other machines can reach {host} and no token is required; set {TOKEN_VARIABLE}")
         if as_json:
             print_json({"url": url_of(bound), "model": model.name, "version": model.version, "ready": True})
 
     run_server(create_app(model), bound, on_ready)
-    console.print("stopped: every accepted request was answered", markup=False)
+    say(console, "stopped: every accepted request was answered")
 
 
 def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, object], as_json: bool) -> None:
-    """The same application on a cluster."""
+    """Serve the same application with Ray Serve."""
     from effexport.cli import print_json
     from effexport.serving.server.extras import require_ray
 
@@ -183,22 +188,21 @@ def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, o
     console = stderr_console()
 
     def on_ready(url: str, name: str) -> None:
-        end = "it stays there; end it with Ray's own: serve shutdown" if address else "stop with Ctrl-C"
-        console.print(f"serving {name} at {url} on Ray; {end}", markup=False, soft_wrap=True)
+        end = "it keeps running; stop it with: serve shutdown" if address else "stop with Ctrl-C"
+        say(console, f"serving {name} at {url} on Ray; {end}")
         if as_json:
             print_json({"url": url, "model": name, "version": VERSION, "ready": True})
 
     deploy_until_stopped(target, ReplicaSettings.from_options(given, target.runtime), host, port, on_ready)
     if not address:
-        console.print("stopped", markup=False)
+        say(console, "stopped")
 
 
 def ready_line(model: ServedModel, url: str) -> str:
     settings = model.settings
-    joined = (
-        f"not joined, {model.why_not_joined}" if model.why_not_joined else f"joined up to {settings.max_batch} rows"
+    batches = (
+        f"not batched: {model.why_not_joined}" if model.why_not_joined else f"batched up to {settings.max_batch} rows"
     )
     ran = implementation_text(model.implementation, verb="runs as")
-    return (
-        f"serving {model.name} at {url} (requests are {joined}; {settings.queue_size} may wait{ran}); stop with Ctrl-C"
-    )
+    limits = f"requests are {batches}; up to {settings.queue_size} may wait"
+    return f"serving {model.name} at {url} ({limits}{ran}); stop with Ctrl-C"

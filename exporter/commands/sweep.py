@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import debug_option, json_option, stderr_console
+from effexport.commands._options import debug_option, json_option, repeated, say, stderr_console
 from effexport.commands._sweep_request import SweepRequest
 
 if TYPE_CHECKING:
@@ -27,31 +27,40 @@ MESSAGES = "ray.log"
 
 @click.command("sweep")
 @click.argument("sweep_file", metavar="SWEEP.toml", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of the results; default sweeps/NAME.")
-@click.option("--address", help="Ray cluster to run on: host:port of its head, or auto on one of its nodes.")
-@click.option("--dry-run", is_flag=True, help="Say which cells there are, what is finished and what would run.")
-@click.option("--retry-failed", is_flag=True, help="Run cells again that failed before; finished ones never.")
-@click.option("--only", multiple=True, metavar="CELL", help="Run this cell alone, by its name or hash. Repeatable.")
-@click.option("--jobs", type=int, help="On this machine: cells at a time; default: as cores and memory allow.")
-@click.option("--processes", is_flag=True, help="On this machine: plain processes, without Ray.")
-@click.option("--cpus", type=float, default=1.0, show_default=True, help="On a cluster: CPUs that a cell takes.")
-@click.option("--wait", type=float, default=60.0, show_default=True, help="Seconds to wait for a node that can run it.")
-@click.option("--timeout", type=float, help="Seconds that a cell may take; default 14400.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of the results; default: sweeps/NAME.")
+@click.option("--address", help="Ray cluster to run on: host:port of its head node, or auto on one of its nodes.")
+@click.option("--dry-run", is_flag=True, help="List the cells, and whether each is finished or would run.")
+@click.option("--retry-failed", is_flag=True, help="Also run cells that failed before.")
+@click.option("--only", multiple=True, metavar="CELL", help="Run only this cell, given by name or hash. Repeatable.")
+@click.option(
+    "--jobs", type=int, help="On this machine: cells that run at a time; default: as many as cores and memory allow."
+)
+@click.option("--processes", is_flag=True, help="On this machine: use plain processes instead of Ray.")
+@click.option("--cpus", type=float, default=1.0, show_default=True, help="On a cluster: CPUs per cell.")
+@click.option(
+    "--wait",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="On a cluster: seconds to wait for a node that can run a cell.",
+)
+@click.option("--timeout", type=float, help="Seconds after which a cell is stopped; default: 14400.")
 @click.option(
     "--max-artifact",
     metavar="SIZE",
-    help="Largest artifact of a cell, such as 4GB (10^9 bytes) or 4GiB (2^30); default 16GB.",
+    help="Largest artifact of a cell, such as 500MB (10^6 bytes) or 4GiB (2^30); default: 16GB.",
 )
 @json_option
 @debug_option
 @click.pass_context
 def command(context: click.Context, /, as_json: bool, debug: bool, **flags: Any) -> None:
-    """Build every cell of SWEEP.toml: variants × lengths × precisions × targets × GPUs. docs/sweep.md has the format.
+    """Build every combination in SWEEP.toml: variants × lengths × precisions × targets × GPUs.
 
-    Cells run side by side, by Ray where it is installed. What is finished is never built again, whatever interrupted
-    the sweep before; a cell that fails leaves the others alone.
+    The file format is described in docs/sweep.md. The combinations (cells) run in parallel, with Ray if it is
+    installed. Running an interrupted sweep again resumes it; finished cells are never rebuilt, and a cell that fails
+    does not stop the others.
     """
-    request = SweepRequest(**flags, command=shlex.join(repeated(context)))
+    request = SweepRequest(**flags, command=repeated(context))
     plan, store = request.resolve()
     if request.dry_run:
         show_plan(plan, store, as_json=as_json)
@@ -60,7 +69,7 @@ def command(context: click.Context, /, as_json: bool, debug: bool, **flags: Any)
     results, complete = run(request, plan, store, console)
     show_results(console, store, results, as_json=as_json)
     if not complete:
-        console.print("interrupted: the same command goes on where this one stopped", style="yellow")
+        say(console, "Interrupted; run the same command again to resume.", "yellow")
         raise click.exceptions.Exit(INTERRUPTED)
     asked = {cell.id for cell in request.chosen(plan.cells)}
     if any(row.status != "finished" for row in results.rows if row.id in asked):
@@ -68,7 +77,7 @@ def command(context: click.Context, /, as_json: bool, debug: bool, **flags: Any)
 
 
 def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tuple[SweepResults, bool]:
-    """Run what is to run, and write the files of the results whatever happens."""
+    """Run the cells of the plan and write the result files, also after an interrupt."""
     import time
 
     from effexport.commands._sweep_text import sweep_progress
@@ -81,13 +90,13 @@ def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tu
     with ExitStack() as stack:
         executor = None
         if plan.to_run:
-            # before anything is written: a bad address is the one message
+            # before anything is written, so that a bad address is the only message
             executor = stack.enter_context(closing(request.executor(console)))
         stack.enter_context(store.opened())
         say_plan(console, plan, store, request)
         if executor is not None:
             where = executor.title
-            console.print(f"running on {where}", markup=False, soft_wrap=True)
+            say(console, f"running on {where}")
             # closed here, because what runs writes into the folder that `opened` clears
             with closing(executor), messages_of_ray(store), sweep_progress(console) as on_news:
                 sweep = Sweep(store, executor, on_news)
@@ -96,7 +105,7 @@ def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tu
                 except KeyboardInterrupt:
                     complete = False
                 except OSError as error:
-                    raise UserError(f"cannot write to {store.path}: {error}; what is finished is kept") from error
+                    raise UserError(f"cannot write to {store.path}: {error}; finished cells are kept") from error
         results = results_of_sweep(
             plan,
             store,
@@ -114,7 +123,7 @@ def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tu
 
 @contextmanager
 def messages_of_ray(store: Store) -> Iterator[None]:
-    """Ray prints what it has to say of nodes to stdout, which belongs to --json."""
+    """Redirect what Ray prints about nodes to a file, because stdout is for --json."""
     path = store.path / MESSAGES
     with path.open("a", encoding="utf-8") as stream, redirect_stdout(stream):
         yield
@@ -129,18 +138,16 @@ def say_plan(console: Console, plan: Plan, store: Store, request: SweepRequest) 
     parts = [f"{states.count('finished')} finished before", f"{len(plan.to_run)} to run"]
     failed = sum(plan.states[cell.id] == "failed" for cell in plan.cells if cell not in plan.to_run)
     if failed:
-        parts.append(f"{failed} failed before and left alone: add --retry-failed")
-    console.print(
-        f"{request.sweep_file}: {counted(len(states), 'cell')}, {', '.join(parts)}", markup=False, soft_wrap=True
-    )
+        parts.append(f"{failed} failed before (skipped; --retry-failed runs them again)")
+    say(console, f"{request.sweep_file}: {counted(len(states), 'cell')}, {', '.join(parts)}")
     for cell in plan.to_run:
         damage = store.damage(cell)
         if damage:
-            console.print(f"note: {cell.id} is built again: {damage}", style="yellow", markup=False, soft_wrap=True)
+            say(console, f"note: {cell.id} is rebuilt: {damage}", style="yellow")
 
 
 def command_of_cell(request: SweepRequest) -> Callable[[str], str]:
-    """The command that repeats one cell alone."""
+    """A function from the id of a cell to the command that runs only this cell."""
     words = ["effexport", "sweep", str(request.sweep_file), "-o", str(request.folder)]
     if request.address is not None:
         words += ["--address", request.address]
@@ -177,17 +184,3 @@ def show_results(console: Console, store: Store, results: SweepResults, *, as_js
     if as_json:
         print_json({"output": str(store.path)} | json.loads(results.to_json()))
     print_rows(console, results, store.path)
-
-
-def repeated(context: click.Context) -> list[str]:
-    """The command that was given."""
-    words = ["effexport", "sweep", str(context.params["sweep_file"])]
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if not isinstance(parameter, click.Option) or not given:
-            continue
-        values = context.params[name] if parameter.multiple else [context.params[name]]
-        for value in values:
-            words += [parameter.opts[-1]] + ([] if parameter.is_flag else [str(value)])
-    return words

@@ -14,6 +14,7 @@ from effexport.commands._options import (
     implementation_text,
     json_option,
     runtime_options,
+    say,
     stage_progress,
     stderr_console,
 )
@@ -32,22 +33,24 @@ if TYPE_CHECKING:
 
 @click.command("verify")
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--model", type=click.Path(path_type=Path), help="Check this ONNX file instead of the artifact's own.")
+@click.option("--model", type=click.Path(path_type=Path), help="ONNX file to check instead of the artifact's own.")
 @click.option(
-    "--weights", type=click.Path(path_type=Path), help="What it was built from: a checkpoint folder, or a file."
+    "--weights",
+    type=click.Path(path_type=Path),
+    help="The weights that the artifact was built from: a checkpoint folder or a file.",
 )
 @runtime_options(ENGINE_HELP)
 @click.option(
     "--reference",
     default="auto",
     show_default=True,
-    help="golden: the stored answers, without PyTorch. torch: the module, on new inputs. auto: both if torch is there. "
-    "transformers: the original model of --weights DIR. FILE.safetensors: the answers stored elsewhere. PATH@RUNTIME: "
-    "what another artifact or ONNX file answers, such as other/artifact@ort.",
+    help="golden: stored answers, without PyTorch. torch: the PyTorch module on new inputs. auto: both, if PyTorch is "
+    "installed. transformers: the original model from --weights DIR. FILE.safetensors: answers stored elsewhere. "
+    "PATH@RUNTIME: another artifact or ONNX file, such as other/artifact@ort.",
 )
-@click.option("--case", "cases", multiple=True, help="Only this case, by its name in the report; may be repeated.")
+@click.option("--case", "cases", multiple=True, help="Check only this case, named as in the report. Repeatable.")
 @click.option(
-    "--trace", is_flag=True, help="Find the first value inside the graph that differs; a failed check does so anyway."
+    "--trace", is_flag=True, help="Find the first value inside the graph that differs, even if no check fails."
 )
 @json_option
 @debug_option
@@ -63,9 +66,9 @@ def command(
     as_json: bool,
     debug: bool,
 ) -> None:
-    """Check that a model still computes what PyTorch computes: several shapes, padding, repetition, batch mates.
+    """Check that a model computes what PyTorch computes: several shapes, padding, repetition, batch invariance.
 
-    Exit status 1 when a check fails.
+    Exit status 1 if a check fails.
     """
     from effexport.cli import print_json
     from effexport.proof.references.choice import parse_choice
@@ -103,20 +106,18 @@ def command(
         )
     print_checks(console, checks)
     if found is not None:
-        console.print(str(found), markup=False, soft_wrap=True)
+        say(console, str(found))
     count = sum(check.status == "passed" for check in checks)
     verdict = f"{'equal' if ok else 'NOT proven equal'} to {choice.title}"
     ran = implementation_text(verification.implementation)
-    console.print(
-        f"{model or artifact}: {verdict}, {count} of {len(checks)} checks passed{ran}", markup=False, soft_wrap=True
-    )
+    say(console, f"{model or artifact}: {verdict}, {count} of {len(checks)} checks passed{ran}")
     if not ok:
         raise click.exceptions.Exit(1)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is verified: the artifact's model, its engine, or another ONNX file in the place of its model."""
+    """The model under test: the artifact's model, its engine, or another ONNX file instead of its model."""
 
     artifact: Artifact
     runtime: str

@@ -196,7 +196,7 @@ def test_inspect_describes_a_checkpoint_before_it_is_built(cli: Callable[..., An
         (("--variant", "lsh"), "--variant was given with --checkpoint, whose config.json decides it"),
         (("--dim", "64"), "--dim was given with --checkpoint"),
         (("--task", "poetry"), "poetry"),
-        (("--weights", "w.safetensors"), "--checkpoint and --weights exclude each other"),
+        (("--weights", "w.safetensors"), "--checkpoint and --weights cannot be combined"),
         (("--seq-len", "100"), "100"),
     ],
 )

@@ -331,7 +331,7 @@ def test_run_on_arrays(cli: Cli, built: Built, tmp_path: Path) -> None:
         assert {name: arrays[name].shape for name in arrays} == {"last_hidden_state": (2, 5, 32)}
     assert "10 tokens in" in result.err
     dry = cli("run", built("softmax", "attention").path, "--input", source)
-    assert "not written; keep it with --output FILE.npz" in dry.err
+    assert "not saved; add --output FILE.npz to save the outputs" in dry.err
 
 
 IDS = np.ones((2, 5), np.int64)

@@ -96,7 +96,7 @@ def test_a_target_that_the_artifact_lacks_is_named(cli: Callable[..., Any], with
         (("--target", "trt-rtx", "--profile", "seq=1:64:65"), "positions for 64 tokens"),
         (("--target", "trt-rtx", "--profile", "64"), "expected dimension=min:opt:max"),
         (("--target", "trt-rtx", "--workspace", "4T"), "expected bytes"),
-        (("--profile", "seq=64"), "--profile: for an engine, and none was asked for"),
+        (("--profile", "seq=64"), "--profile: only for engines, and none was requested"),
     ],
 )
 def test_bad_requests_fail_with_status_2_before_anything_is_written(

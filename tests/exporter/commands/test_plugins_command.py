@@ -90,7 +90,7 @@ def test_an_outdated_library_is_loud_everywhere(cli: Cli, machine: Machine) -> N
     (machine.sources / "ort_op.h").write_text("// changed")
     path = cli("plugins", "path")
     assert path.out == library + "\n"
-    assert "WARNING: the library was built from other sources than these; run: effexport plugins build" in path.err
+    assert "WARNING: the library was built from different sources; rebuild it with: effexport plugins build" in path.err
     info = cli("plugins", "info", "--json")
     assert info.json["outdated"] is True
     assert "(OUTDATED)" in info.err
@@ -104,7 +104,7 @@ def test_damage_is_found_by_info(cli: Cli, machine: Machine) -> None:
     info = cli("plugins", "info", "--json")
     assert info.code == 1
     assert info.json["sha256_ok"] is False
-    assert "DAMAGED: build it again with: effexport plugins build" in info.err
+    assert "DAMAGED; rebuild it with: effexport plugins build" in info.err
     assert cli("plugins", "build", "--json").json["built_now"] is True
     (library.parent / "build.json").write_text("{")
     info = cli("plugins", "info", "--json")

@@ -97,7 +97,7 @@ def test_the_schema_is_printed(cli: Cli, artifact: Path) -> None:
     printed = cli("report", "--schema").json
     assert printed["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert first_problem(cli("report", artifact, "--json").json) is None
-    assert "leave the artifact and --format out" in cli("report", artifact, "--schema").error()
+    assert "leave out the artifact and --format" in cli("report", artifact, "--schema").error()
 
 
 def test_a_file_is_replaced_only_by_force(cli: Cli, artifact: Path, tmp_path: Path) -> None:

@@ -160,5 +160,5 @@ def test_each_target_is_built_once_and_none_is_none(small_spec: Specs) -> None:
 
 @pytest.mark.parametrize("given", [{"profiles": ("seq=8",)}, {"workspace": "1G"}, {"tf32": True}])
 def test_options_of_an_engine_without_a_target_are_an_error(small_spec: Specs, given: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"^--\w+: for an engine, and none was asked for; add --target trt-rtx"):
+    with pytest.raises(SpecError, match=r"^--\w+: only for engines, and none was requested; add --target trt-rtx"):
         request(**given).resolve(small_spec("softmax"))

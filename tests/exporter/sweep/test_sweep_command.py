@@ -87,7 +87,7 @@ def test_a_sweep_that_is_killed_or_interrupted_goes_on_where_it_stopped(
     interrupted.send_signal(signal.SIGINT)
     text, err = interrupted.communicate(timeout=60)
     assert interrupted.returncode == 130
-    assert "the same command goes on where this one stopped" in err
+    assert "run the same command again to resume" in err
     assert json.loads(text)["complete"] is False
     assert until(lambda: not children_of(out))
     assert [*(out / CELLS).iterdir()] == []
@@ -135,8 +135,8 @@ def test_a_dry_run_lists_cells_and_writes_nothing(sweep_file: Path, tmp_path: Pa
         (["--max-artifact", "much"], "--max-artifact is 'much'; expected bytes"),
         (["--address", ""], "--address is empty"),
         (["--address", "auto", "--processes"], "--processes runs on this machine, --address on a cluster; give one"),
-        (["--address", "auto", "--jobs", "2"], "--jobs is for this machine"),
-        (["--only", "softmax-99"], "--only softmax-99 is no cell of the file"),
+        (["--address", "auto", "--jobs", "2"], "--jobs does not work with --address"),
+        (["--only", "softmax-99"], "--only softmax-99 is not a cell of the file"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_anything_is_written(
@@ -166,14 +166,14 @@ def test_a_crash_is_a_row_with_a_reason_a_log_and_a_command_and_is_repeated_on_r
     result = cli("sweep", sweep_file, "-o", out, "--json")
     assert result.code == 1
     (cell,) = result.json["cells"]
-    assert "Ray is not installed, so cells run as plain processes of this machine, with the same results" in result.err
+    assert "Ray is not installed, so cells run as plain processes on this machine, with the same results" in result.err
     assert "its process was ended by SIGSEGV" in result.err
     assert "| before the end" in result.err
-    assert f"alone: effexport sweep {sweep_file} -o {out} --only {cell['id']}" in result.err
+    assert f"to run this cell only: effexport sweep {sweep_file} -o {out} --only {cell['id']}" in result.err
     lines = len((out / ATTEMPTS).read_text().splitlines())
     left = cli("sweep", sweep_file, "-o", out)
     assert left.code == 1, "what failed before still is not there"
-    assert "1 failed before and left alone: add --retry-failed" in left.err
+    assert "1 failed before (skipped; --retry-failed runs them again)" in left.err
     assert len((out / ATTEMPTS).read_text().splitlines()) == lines
     for options in (["--retry-failed"], ["--only", cell["id"].rpartition("-")[2]]):
         assert cli("sweep", sweep_file, "-o", out, *options).code == 1
