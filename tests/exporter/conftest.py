@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import kept
+from kept import code_of, kept
 from page_browser import Browser
 from small_specs import spec_of
 
-import effexport.models
-import effexport.plugins
 from effexport.artifact import Artifact, write_manifest
 from effexport.cli import main
 from effexport.models.spec import ATTENTION_SPECS
@@ -81,12 +79,8 @@ def what_decides_a_build() -> tuple[str | Path, ...]:
     from effexport.environment import versions
     from effexport.plugins.building.library import find_library
 
-    package = Path(effexport.__file__).parent
-    code = [path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] not in ABOVE_BUILD]
-    code += [
-        path for part in (effexport.models, effexport.plugins) for path in sorted(Path(part.__path__[0]).rglob("*.py"))
-    ]
     library = find_library()
+    code = code_of("exporter", "models", "plugins", without=ABOVE_BUILD)
     return (*code, repr(versions()), "no library" if library is None else library.path)
 
 

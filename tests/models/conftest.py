@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import io
+import hashlib
+import importlib.metadata
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from kept import code_of, digest_of, kept
 from torch import Tensor, nn
 
 from effexport.models.aft_conv import AFTConvAttention
@@ -187,11 +190,27 @@ def tokens_and_mask(batch: int, seq_len: int) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, seq_len, DIM), mask
 
 
-@torch.no_grad()
 def session_from_layer(layer: AttentionLayer, example_len: int) -> Any:
     """An ONNX Runtime session with any batch and seq, exported with an example of `example_len` tokens."""
-    import onnx
     import onnxruntime
+
+    # drawn here, so that later draws are the same when the export is that of an earlier run
+    example = tokens_and_mask(2, example_len)
+    layer.eval()
+    what = repr((layer.spec, example_len))
+    weights = hashlib.sha256(b"".join(value.numpy().tobytes() for value in layer.state_dict().values())).hexdigest()
+    versions = [importlib.metadata.version(name) for name in ("torch", "onnx", "onnxscript")]
+    folder = kept(
+        f"layers/{digest_of([what])}",
+        [what, weights, *versions, Path(__file__), *code_of("models", "plugins")],
+        lambda folder: export(layer, example, folder / "layer.onnx"),
+    )
+    return onnxruntime.InferenceSession(folder / "layer.onnx", providers=["CPUExecutionProvider"])
+
+
+@torch.no_grad()
+def export(layer: AttentionLayer, example: tuple[Tensor, Tensor], path: Path) -> None:
+    import onnx
 
     axes = {0: "batch", 1: "seq"}
     with warnings.catch_warnings():
@@ -200,19 +219,17 @@ def session_from_layer(layer: AttentionLayer, example_len: int) -> Any:
         # both inputs share their axes on purpose, and the exporter remarks on it
         warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
         program = torch.onnx.export(
-            layer.eval(),
-            tokens_and_mask(2, example_len),
+            layer,
+            example,
             dynamo=True,
             verbose=False,
             dynamic_shapes={"hidden_states": axes, "attention_mask": axes},
             opset_version=20,
         )
-    file = io.BytesIO()
-    onnx.save(program.model_proto, file)
     kinds = {node.op_type for node in program.model_proto.graph.node}
     assert not kinds & FORBIDDEN_NODES
     assert not {kind for kind in kinds if kind.startswith("Random")}
-    return onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+    onnx.save(program.model_proto, path)
 
 
 def run_session(session: Any, x: Tensor, mask: Tensor) -> np.ndarray:

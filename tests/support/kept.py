@@ -54,6 +54,12 @@ def kept_program(name: str, compiler: Sequence[str], *options: str | Path) -> Pa
     return kept(name, decided_by, compile_to) / "output"
 
 
+def code_of(*folders: str, without: Iterable[str] = ()) -> list[Path]:
+    """The Python files of folders of the repository, but for some files or folders in these."""
+    files = [(path, ROOT / folder) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path, folder in files if path.relative_to(folder).parts[0] not in without]
+
+
 def native_sources() -> list[Path]:
     suffixes = (".h", ".cc", ".cu")
     return [path for folder in NATIVE for path in sorted(folder.rglob("*")) if path.suffix in suffixes]
