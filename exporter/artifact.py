@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from effexport.engines.sidecar import engine_name
 from effexport.errors import UserError
 from effexport.export.onnx_graph import load_graph
 from effexport.files import FolderKind, file_digest
+from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
 
 FORMAT_VERSION = 1

@@ -1,4 +1,4 @@
-"""spec → module → onnx → parity → artifact: the whole of `effexport build`."""
+"""spec → module → ONNX → engines → report → artifact: the whole of `effexport build`."""
 
 from __future__ import annotations
 
@@ -25,22 +25,32 @@ from effexport.engines.api import import_api
 from effexport.engines.builder_log import OnProgress
 from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import profile_remarks
-from effexport.engines.sidecar import engine_name, summary_of_engine
+from effexport.engines.sidecar import EngineInfo, summary_of_engine
 from effexport.engines.spec import EngineSpec
 from effexport.environment import PACKAGES, examine, versions
 from effexport.errors import StageError, Unavailable, UserError
+from effexport.export.decode_step import onnx_from_decode_step
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
-from effexport.proof.checks.result import Check, passed, summary
+from effexport.export.onnx_from_module import onnx_from_module
+from effexport.proof.answers import REFERENCE_SEED_OFFSET, hash_modules, reference_from_module
+from effexport.proof.cases import Case, load_reference, save_reference
+from effexport.proof.checks.result import passed, summary
+from effexport.proof.trace.trace import Trace
+from effexport.proof.trace.trace_from_model import trace_if_it_runs
 from effexport.proof.verify import (
+    Verification,
     case_to_trace,
     verify_bodies,
     verify_candidate,
     verify_decode_step,
 )
 from effexport.proof.verify_engine import verify_engine_if_possible
-from effexport.report import Report, html_from_report, json_from_report
+from effexport.report.model import Report, json_from_report
+from effexport.report.rendering.html import html_from_report
+from effexport.report.rendering.text import failure_text, trace_text
 from effexport.runners.ort.session import OrtSettings, import_onnxruntime
-from effexport.spec import BuildSpec
+from effexport.runtimes import engine_name
+from effexport.spec import BuildSpec, TensorInfo
 from effexport.version import __version__
 
 if TYPE_CHECKING:
@@ -49,7 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Stopwatch:
-    """Seconds per stage, and a callback that hears when one begins."""
+    """Seconds per stage, and a callback that is called with the name of each stage as it begins."""
 
     on_stage: Callable[[str], None]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -60,6 +70,22 @@ class Stopwatch:
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Build:
+    """A build whose module exists: what every later stage needs. hashes: graph values that hold buckets."""
+
+    spec: BuildSpec
+    module: nn.Module
+    hashes: Sequence[str]
+    folder: Path
+    settings: OrtSettings
+    watch: Stopwatch
+
+    @property
+    def model(self) -> Path:
+        return self.folder / MODEL
 
 
 def artifact_from_spec(
@@ -78,68 +104,34 @@ def artifact_from_spec(
     """Build, check and write an artifact; `output` appears only when everything has succeeded.
 
     source: where the module comes from; None draws its weights from the seed.
-    engines: TensorRT engines to build as well; they are run only where there is a GPU, and the report says so.
+    engines: TensorRT engines to build as well. Without a GPU they are not checked, and the report says so.
     notes: sentences on the model that the report repeats.
     trace: also compare the intermediate values of the graph, for the errors of each layer in the report. A build that
-    fails is traced in any case.
-    settings: how ONNX Runtime runs the model for the parity check; nothing of it gets into the artifact.
-    on_stage, on_progress: hear which stage begins, and how far the build of an engine is.
+    fails is always traced.
+    settings: how ONNX Runtime runs the model for the parity check; the artifact does not depend on them.
+    on_stage, on_progress: called when a stage begins, and while an engine is being built.
     Raises UserError when `output` cannot be written or TensorRT is not installed, and StageError when a stage or the
-    parity check fails: then nothing is written, and the message carries the failed checks.
+    parity check fails: then nothing is written, and the message contains the failed checks.
     """
     watch = Stopwatch(on_stage)
     settings = settings or OrtSettings()
     source = source or source_from_seed()
     with ARTIFACT_FOLDER.new(output, force=force) as folder:
         with watch.stage("loading PyTorch and the ONNX exporter"):
-            import_onnxruntime()
-            for engine in engines:
-                import_api(engine.target)
-            require_core()
-            from effexport.export.onnx_from_module import onnx_from_module
-            from effexport.proof.answers import REFERENCE_SEED_OFFSET, hash_modules, reference_from_module
-            from effexport.proof.cases import load_reference, save_reference
-            from effexport.proof.trace.trace_from_model import trace_if_it_runs
+            require_packages(engines)
         with watch.stage(f"making the {spec.title} module"):
             module = source.make(spec)
-            hashes = list(hash_modules(module))
+            build = Build(spec, module, list(hash_modules(module)), folder, settings, watch)
         with watch.stage("exporting to ONNX"):
-            onnx_from_module(module, spec, folder / MODEL)
+            onnx_from_module(module, spec, build.model)
         with watch.stage("running the PyTorch reference"):
             cases = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET)
             save_reference(cases, folder / REFERENCE)
-        with watch.stage("checking parity in ONNX Runtime"):
-            # as written and read back: what is checked is what users get
-            cases = load_reference(folder / REFERENCE)
-            verification = verify_candidate(folder / MODEL, cases, spec, hashes, settings)
-        if "kernel" in verification.implementation.values():
-            with watch.stage("checking the function bodies of custom operators"):
-                # short and padded: bodies are slow, and kernels have shown what the long case can
-                case = next(case for case in cases if case.name == "padded batch")
-                verification += verify_bodies(folder / MODEL, case, spec, hashes, settings)
-        if spec.has_decode_step:
-            with watch.stage("exporting and checking the decode step"):
-                from effexport.export.decode_step import onnx_from_decode_step
-
-                onnx_from_decode_step(module, spec, folder / DECODE_STEP)
-                verification += verify_decode_step(folder / DECODE_STEP, cases, spec, settings)
-        infos = []
-        for engine in engines:
-            with watch.stage(f"building the {engine.target} engine"):
-                path = folder / engine_name(engine.target)
-                remarks = tuple(profile_remarks(engine.profiles, spec))
-                info = engine_from_onnx(
-                    folder / MODEL, engine, path, precision=spec.precision, remarks=remarks, on_progress=on_progress
-                )
-                infos.append(info)
-            with watch.stage(f"checking parity of the {engine.target} engine"):
-                verification += verify_engine_if_possible(path, folder / MODEL, cases, spec, hashes)
-        layers, divergence = [], ""
-        traced = case_to_trace(verification.checks, cases, wanted=trace)
-        if traced is not None:
-            with watch.stage("tracing the values of the graph"):
-                found = trace_if_it_runs(folder / MODEL, folder / MODEL, module, spec, traced, settings)
-                layers, divergence = ([] if isinstance(found, Unavailable) else found.layers()), str(found)
+        # as written and read back: what is checked is what users get
+        cases = load_reference(folder / REFERENCE)
+        verification = prove_model(build, cases)
+        infos = [prove_engine(build, engine, cases, verification, on_progress) for engine in engines]
+        found = trace_model(build, verification, cases, wanted=trace)
         report = Report(
             title=spec.title,
             spec=spec.to_dict(),
@@ -152,52 +144,89 @@ def artifact_from_spec(
             implementation=verification.implementation,
             engines=[summary_of_engine(info) for info in infos],
             weights_from=source.origin,
-            layers=layers,
+            layers=found.layers() if isinstance(found, Trace) else [],
         )
         if report.verdict == "failed":
-            raise StageError("parity", f"{failure_message(report.checks)}\n  {divergence}")
+            raise StageError("parity", f"{failure_text(report.checks)}\n  {'' if found is None else trace_text(found)}")
         (folder / REPORT_JSON).write_text(json_from_report(report), encoding="utf-8")
         (folder / REPORT_HTML).write_text(html_from_report(report), encoding="utf-8")
-        write_manifest(folder, manifest_contents(spec, module, hashes, report, source.origin))
+        write_manifest(folder, manifest_contents(build, report))
     return open_artifact(output), report
 
 
-def require_core() -> None:
-    """PyTorch and the exporter are dependencies, but a serving machine may leave them out."""
+def require_packages(engines: Sequence[EngineSpec]) -> None:
+    """Raise UserError unless everything is installed; a serving machine may lack what only builds need."""
+    import_onnxruntime()
+    for engine in engines:
+        import_api(engine.target)
     for package in PACKAGES:
         problem = None if package.extra else examine(package)["problem"]
         if problem:
             raise UserError(f"{package.module}, needed for {package.purpose}: {problem}; add it with: {package.remedy}")
 
 
-def failure_message(checks: list[Check]) -> str:
-    failed = [check for check in checks if check.status == "failed"]
-    lines = [
-        f"  {check.name} ({check.case}): {check.metric} {check.value} > {check.limit} {check.detail}"
-        for check in failed[:10]
-    ]
-    return "\n".join([f"{len(failed)} of {len(checks)} checks failed; nothing was written", *lines])
+def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
+    """Check the model in ONNX Runtime, its function bodies if kernels have run, and its decode step if it has one."""
+    spec, watch, settings = build.spec, build.watch, build.settings
+    with watch.stage("checking parity in ONNX Runtime"):
+        result = verify_candidate(build.model, cases, spec, build.hashes, settings)
+    if "kernel" in result.implementation.values():
+        with watch.stage("checking the function bodies of custom operators"):
+            # a short, padded case: bodies are slow, and the kernels have passed the long ones
+            case = next(case for case in cases if case.name == "padded batch")
+            result += verify_bodies(build.model, case, spec, build.hashes, settings)
+    if spec.has_decode_step:
+        with watch.stage("exporting and checking the decode step"):
+            onnx_from_decode_step(build.module, spec, build.folder / DECODE_STEP)
+            result += verify_decode_step(build.folder / DECODE_STEP, cases, spec, settings)
+    return result
 
 
-def manifest_contents(
-    spec: BuildSpec, module: nn.Module, hashes: list[str], report: Report, origin: str
-) -> dict[str, Any]:
+def prove_engine(
+    build: Build, engine: EngineSpec, cases: Sequence[Case], result: Verification, on_progress: OnProgress
+) -> EngineInfo:
+    """Build an engine into the artifact, check it if this machine can run it, and add its checks to `result`."""
+    path = build.folder / engine_name(engine.target)
+    with build.watch.stage(f"building the {engine.target} engine"):
+        remarks = tuple(profile_remarks(engine.profiles, build.spec))
+        precision = build.spec.precision
+        info = engine_from_onnx(
+            build.model, engine, path, precision=precision, remarks=remarks, on_progress=on_progress
+        )
+    with build.watch.stage(f"checking parity of the {engine.target} engine"):
+        result += verify_engine_if_possible(path, build.model, cases, build.spec, build.hashes)
+    return info
 
-    def plain(tensors: Any) -> list[dict[str, Any]]:
+
+def trace_model(
+    build: Build, result: Verification, cases: Sequence[Case], *, wanted: bool
+) -> Trace | Unavailable | None:
+    """Compare the values inside the graph with PyTorch's if a check has failed or a trace is wanted."""
+    case = case_to_trace(result.checks, cases, wanted=wanted)
+    if case is None:
+        return None
+    with build.watch.stage("tracing the values of the graph"):
+        return trace_if_it_runs(build.model, build.model, build.module, build.spec, case, build.settings)
+
+
+def manifest_contents(build: Build, report: Report) -> dict[str, Any]:
+    spec = build.spec
+
+    def plain(tensors: Sequence[TensorInfo]) -> list[dict[str, Any]]:
         return [{"name": t.name, "dtype": t.dtype, "dims": list(t.dims)} for t in tensors]
 
     return {
         "effexport_version": __version__,
         "variant": spec.variant,
-        "spec": spec.to_dict(),
+        "spec": report.spec,
         "precision": spec.precision,
         "opset": spec.opset,
         "inputs": plain(spec.inputs),
         "outputs": plain(spec.outputs),
         "custom_ops": spec.custom_ops,
-        "hash_values": hashes,
-        "weights_sha256": weights_digest(module),
-        "weights_from": origin,
+        "hash_values": build.hashes,
+        "weights_sha256": weights_digest(build.module),
+        "weights_from": report.weights_from,
         "notes": report.notes,
         "engines": report.engines,
         "parity": {"passed": passed(report.checks), "summary": summary(report.checks)},

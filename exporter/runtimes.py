@@ -140,6 +140,13 @@ TORCH_OF_DEVICE: dict[str, str] = {
     runtime.device: name for name, runtime in RUNTIMES.items() if not runtime.graph and not runtime.compiled
 }
 
+ENGINE_SUFFIX = ".engine"
+
+
+def engine_name(runtime: str) -> str:
+    """Where an artifact keeps the engine for a runtime, from its root."""
+    return f"engine/{runtime}{ENGINE_SUFFIX}"
+
 
 def described(runtimes: dict[str, Runtime]) -> str:
     """Runtimes with their labels, for help texts."""

@@ -160,7 +160,7 @@ class Model:
 
     @property
     def engine(self) -> Path:
-        from effexport.engines.sidecar import engine_name
+        from effexport.runtimes import engine_name
 
         return self.artifact / engine_name(self.target)
 

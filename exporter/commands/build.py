@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from effexport.artifact import Artifact
     from effexport.export.module_source import ModuleSource
-    from effexport.report import Report
+    from effexport.report.model import Report
     from effexport.spec import BuildSpec
 
 
@@ -200,7 +200,7 @@ def next_step(artifact: Artifact, report: Report) -> str:
 
 def print_engine(console: Console, artifact: Artifact, engine: dict[str, Any]) -> None:
     """Print the remarks on an engine, and one line about it."""
-    from effexport.report import sizes
+    from effexport.report.rendering.text import sizes
     from effexport.runtimes import RUNTIMES
 
     for remark in engine["remarks"]:

@@ -87,7 +87,7 @@ def print_checkpoint(described: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from effexport.report import flat_fields
+    from effexport.report.rendering.text import flat_fields
 
     table = Table("", "", box=None, pad_edge=False, show_header=False)
     table.add_row("checkpoint", escape(f"{described['path']}: {described['checkpoint']}"))
@@ -109,7 +109,7 @@ def print_summary(result: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from effexport.report import flat_fields, sizes
+    from effexport.report.rendering.text import flat_fields, sizes
 
     table = Table("", "", box=None, pad_edge=False, show_header=False)
     graph = result["graph"]

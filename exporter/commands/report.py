@@ -112,7 +112,8 @@ def named(first: Path, second: Path | None) -> list[tuple[Path, str]]:
 
 
 def one_report(side: Side, form: str) -> str:
-    from effexport.report import html_from_report, json_from_report
+    from effexport.report.model import json_from_report
+    from effexport.report.rendering.html import html_from_report
     from effexport.report.rendering.markdown import markdown_from_report
 
     if form == "json":

@@ -81,6 +81,7 @@ def command(
     from effexport.environment import versions
     from effexport.proof.checks.result import passed, summary
     from effexport.report.model import dict_of_check
+    from effexport.report.rendering.text import trace_text
 
     opened = open_artifact(artifact)
     console = stderr_console()
@@ -101,12 +102,14 @@ def command(
                 "environment": versions(),
                 "summary": summary(checks),
                 "checks": [dict_of_check(check) for check in checks],
-                "trace": {"not_run": str(found)} if isinstance(found, Unavailable) else found and found.to_dict(),
+                "trace": {"not_run": trace_text(found)}
+                if isinstance(found, Unavailable)
+                else found and found.to_dict(),
             }
         )
     print_checks(console, checks)
     if found is not None:
-        say(console, str(found))
+        say(console, trace_text(found))
     count = sum(check.status == "passed" for check in checks)
     verdict = f"{'equal' if ok else 'NOT proven equal'} to {choice.title}"
     ran = implementation_text(verification.implementation)
@@ -159,7 +162,7 @@ class Candidate:
 
         if self.is_engine:
             return Unavailable(
-                f"no trace: a {self.runtime} engine keeps no intermediate values; trace its model with --runtime ort"
+                f"a {self.runtime} engine keeps no intermediate values; trace its model with --runtime ort"
             )
         settings = settings_from_options(self.runtime, self.implementation)
         return trace_if_possible(self.path, self.artifact, weights, case, settings)

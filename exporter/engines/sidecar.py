@@ -14,13 +14,11 @@ from typing import Any, Literal, Self
 from effexport.engines.api import version_tuple
 from effexport.errors import UserError
 from effexport.files import file_digest, json_text, write_file
-from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.runtimes import ENGINE_RUNTIMES, ENGINE_SUFFIX, engine_name
 from effexport.spec import TensorInfo
 
 FORMAT_VERSION = 1
-SUFFIX = ".engine"
 SIDECAR_SUFFIX = ".json"
-FOLDER = "engine"
 
 # A shape for each of: the smallest, the one to tune for, the largest.
 ShapeRange = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -98,18 +96,13 @@ def shape_range(shapes: Any) -> ShapeRange:
     return smallest, optimum, largest
 
 
-def engine_name(target: str) -> str:
-    """Where an artifact keeps the engine of a target, from its root."""
-    return f"{FOLDER}/{target}{SUFFIX}"
-
-
 def sidecar_path(engine: Path) -> Path:
     return engine.with_suffix(SIDECAR_SUFFIX)
 
 
 def is_engine(path: Path) -> bool:
     """Whether a path looks like an engine, by its name."""
-    return path.suffix == SUFFIX
+    return path.suffix == ENGINE_SUFFIX
 
 
 def write_sidecar(engine: Path, info: EngineInfo) -> None:

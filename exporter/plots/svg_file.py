@@ -1,4 +1,4 @@
-"""Plots as a file of its own, with its style and its background: for a README, which shows no plots of pages."""
+"""Plots in a file of their own, with their style and background: for a README, which cannot show a page."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from html import escape
 
 from effexport.plots.axes import WIDTH
-from effexport.report.rendering.figures import Figure
+from effexport.plots.figure import Figure
 
 MARGIN, HEADING, COLUMNS = 16, 24, 2
 
 
 def svg_file(title: str, figures: Sequence[Figure], style: str) -> str:
-    """Plots with their titles, two beside each other. style: CSS, in which `.page` is the background.
+    """Plots with their titles, in two columns, as one SVG file; without figures, only `title`.
 
-    Without a figure, the title says that there is nothing to see.
+    style: CSS, in which `.page` is the background.
     """
     columns = max(1, min(COLUMNS, len(figures)))
     heights = [_height(figure.svg) for figure in figures]
@@ -37,7 +37,7 @@ def svg_file(title: str, figures: Sequence[Figure], style: str) -> str:
 
 
 def _height(svg: str) -> int:
-    """What the view box says."""
+    """The height of a plot in pixels, from its view box."""
     return math.ceil(float(svg.partition('viewBox="')[2].partition('"')[0].split()[3]))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from effexport.engines.engine_from_onnx import engine_from_onnx, model_digest
 from effexport.engines.profile import Profile, Range
-from effexport.engines.sidecar import SUFFIX, EngineInfo, read_sidecar
+from effexport.engines.sidecar import EngineInfo, read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
 from effexport.export.onnx_graph import external_locations, load_graph
@@ -22,6 +22,7 @@ from effexport.proof.checks.result import Kind, not_run
 from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.verify import Verification
 from effexport.runners import Runner, limits_from_spec
+from effexport.runtimes import ENGINE_SUFFIX
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def engine_with_given_buckets(
     for location in external_locations(load_graph(model)):
         (folder / location).parent.mkdir(parents=True, exist_ok=True)
         (folder / location).symlink_to((model.parent / location).resolve())
-    path = folder / f"given{SUFFIX}"
+    path = folder / f"given{ENGINE_SUFFIX}"
     engine_from_onnx(changed, spec_with_given_buckets(info, spec), path, precision=info.precision)
     return path
 

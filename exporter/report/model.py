@@ -21,7 +21,6 @@ class Report:
     runtime: where the model ran, as in --runtime. implementation: per custom operator, what ran: "body", "kernel" or
     "plugin". notes: what users of this model have to know. seconds: per stage. engines: those built with the model.
     layers: relative error per layer, in the order of the model: layer (module path), op_type, error.
-    bench: measurements: variant, runtime, seq_len, latency_ms, peak_mb (None where it was not measured).
     weights_from: what the weights came from: "seed", or the name of a checkpoint, a file or a module; "" is not known.
     """
 
@@ -36,7 +35,6 @@ class Report:
     implementation: dict[str, str] = field(default_factory=dict)
     engines: list[dict[str, Any]] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
-    bench: list[dict[str, Any]] = field(default_factory=list)
     weights_from: str = ""
 
     @property
@@ -74,7 +72,7 @@ class Report:
             "summary": summary(self.checks),
             "checks": [dict_of_check(check) for check in self.checks],
             "layers": self.layers,
-            "bench": self.bench,
+            "bench": [],
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "environment": self.environment,
         }
@@ -85,8 +83,7 @@ class Report:
         names = [item.name for item in fields(cls) if item.name in values]
         given = {name: values[name] for name in names}
         given["checks"] = [check_from_dict(check) for check in values["checks"]]
-        for name in ("layers", "bench"):
-            given[name] = [{key: figure(value) for key, value in row.items()} for row in values.get(name, [])]
+        given["layers"] = [{key: figure(value) for key, value in row.items()} for row in values.get("layers", [])]
         return cls(**given)
 
 

@@ -63,7 +63,7 @@ def quick_export(built: Built, monkeypatch: pytest.MonkeyPatch) -> BuildSpec:
     """A spec whose export only copies a file, so that tests of what surrounds it are fast."""
     artifact = built("softmax", "attention", fused=False)
     monkeypatch.setattr(
-        "effexport.export.onnx_from_module.onnx_from_module",
+        "effexport.build.onnx_from_module",
         lambda module, spec, path: shutil.copy(artifact.model_path, path),
     )
     return artifact.spec
@@ -335,9 +335,9 @@ def failing(*arguments: object, **options: object) -> None:
     "stage",
     [
         "effexport.models.encoder.module_from_spec",
-        "effexport.export.onnx_from_module.onnx_from_module",
-        "effexport.proof.answers.reference_from_module",
-        "effexport.proof.cases.save_reference",
+        "effexport.build.onnx_from_module",
+        "effexport.build.reference_from_module",
+        "effexport.build.save_reference",
         "effexport.proof.verify.run_checks",
         "effexport.build.html_from_report",
         "effexport.build.write_manifest",

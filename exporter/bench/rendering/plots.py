@@ -10,8 +10,8 @@ from typing import Literal
 from effexport.bench.rendering.curves import YARDSTICK, Curve, curves, median_ms
 from effexport.bench.results import BenchResults, Row
 from effexport.plots.axes import Axis
+from effexport.plots.figure import Figure
 from effexport.plots.svg import Look, Point, Series, scatter
-from effexport.report.rendering.figures import Figure
 from effexport.units import duration, memory, times
 
 What = Literal["latency", "memory", "ratio", "floor"]

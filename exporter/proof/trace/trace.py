@@ -7,10 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import METRIC
-
-# How many nodes or weights a sentence lists.
-LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -92,31 +88,3 @@ class Trace:
             "suspects": [asdict(suspect) for suspect in self.suspects],
             "layers": self.layers(),
         }
-
-    def __str__(self) -> str:
-        """For people: the first divergence, what agrees before it, and how much was compared."""
-        compared = f"{len(self.values)} of {self.pairable} values were compared with PyTorch's ({self.case})"
-        if not self.values:
-            return f"no trace: none of the {self.pairable} values has kept its name in {self.model}"
-        if self.first_divergence is None:
-            return f"no divergence: {compared}, and all agree where the runtime does not optimise the graph"
-        value = self.first_divergence
-        agreeing = self.values.index(value)
-        what = METRIC if value.limit else "share of elements that differ"
-        before = f"the {agreeing} values before it agree" if agreeing else "it is the first value"
-        return (
-            f"first divergence: value `{value.name}` of {value.module or 'the model itself'} ({value.op_type}), {what} "
-            f"{value.error:.2g} > {value.limit:.2g}; {before}; {self._where()}. {compared}"
-        )
-
-    def _where(self) -> str:
-        if len(self.suspects) > 1:
-            listed = ", ".join(f"{s.op_type} `{s.value}`" for s in self.suspects[:LISTED])
-            more = f" and {len(self.suspects) - LISTED} more" if len(self.suspects) > LISTED else ""
-            where = f"the last values that agree enter these nodes, one of which is wrong: {listed}{more}"
-        else:
-            where = "its inputs agree"
-        weights = list(dict.fromkeys(name for suspect in self.suspects for name in suspect.weights))
-        if weights:
-            where += f", or the weights {', '.join(weights[:LISTED])}{' …' if len(weights) > LISTED else ''}"
-        return where

@@ -40,12 +40,12 @@ def trace_if_possible(
 ) -> Trace | Unavailable:
     """As `trace_if_it_runs`, with the module made again from the seed or `weights`, if it can be."""
     if importlib.util.find_spec("torch") is None:
-        return Unavailable("no trace: PyTorch is not installed")
+        return Unavailable("PyTorch is not installed")
     if settings.provider == "tensorrt":
-        return Unavailable("no trace: TensorRT keeps no intermediate values; trace the file with --runtime ort")
+        return Unavailable("TensorRT keeps no intermediate values; trace the file with --runtime ort")
     module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
-        return Unavailable(f"no trace: {module}")
+        return module
     return trace_if_it_runs(model, artifact.model_path, module, artifact.spec, case, settings)
 
 
@@ -56,7 +56,7 @@ def trace_if_it_runs(
     try:
         return trace_from_model(model, exported, TracedModule(module, spec), case, settings)
     except (StageError, RuntimeUnsupportedError, RuntimeFailedError) as error:
-        return Unavailable(f"no trace: {str(error).splitlines()[0]}")
+        return Unavailable(f"{str(error).splitlines()[0]}")
 
 
 def trace_from_model(

@@ -1,29 +1,17 @@
-"""Which plots a report has, and what they show."""
+"""The plots of a report: errors against length, per layer, and as histograms."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from effexport.plots.axes import Axis, power
+from effexport.plots.figure import Figure
 from effexport.plots.svg import Point, Series, histogram, scatter
 from effexport.proof.checks.result import HISTOGRAM_EDGES, Check
 from effexport.report.model import Report
-from effexport.report.rendering.text import measured
 from effexport.units import number
-
-YARDSTICK = "softmax"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A plot with its heading, and a sentence that says what to see in it."""
-
-    title: str
-    caption: str
-    svg: str
 
 
 def error_figures(report: Report) -> list[Figure]:
@@ -103,34 +91,3 @@ def _histogram(key: str, name: str, checks: Sequence[Check]) -> Figure:
     )
     title = f"Histogram of errors: {name}"
     return Figure(title, caption, histogram(key, title, caption, "|error| / RMS", labels, counts, place))
-
-
-def bench_figures(bench: Sequence[dict[str, Any]]) -> list[Figure]:
-    """Latency and memory against length, with softmax as the yardstick where it was measured."""
-    wanted = (("latency_ms", "Latency", "milliseconds"), ("peak_mb", "Peak memory", "megabytes"))
-    return [_bench(bench, *names) for names in wanted if any(row.get(names[0]) is not None for row in bench)]
-
-
-def _bench(bench: Sequence[dict[str, Any]], field: str, what: str, unit: str) -> Figure:
-    grouped: dict[tuple[str, str], list[Point]] = {}
-    for row in sorted(bench, key=lambda row: (row["variant"] != YARDSTICK, row["seq_len"])):
-        if row.get(field) is not None:
-            label = f"{row['variant']}, {row['runtime']}, {row['seq_len']} tokens: {measured(row[field])} {unit}"
-            point = Point(row["seq_len"], row[field], label)
-            grouped.setdefault((row["variant"], row["runtime"]), []).append(point)
-    series = [
-        Series(
-            f"{variant}, {runtime}" + (" (yardstick)" if variant == YARDSTICK else ""),
-            points,
-            "yardstick" if variant == YARDSTICK else "line",
-        )
-        for (variant, runtime), points in grouped.items()
-    ]
-    lengths = sorted({int(point.x) for points in grouped.values() for point in points})
-    longest = [f"{one.name} {measured(one.points[-1].y)}" for one in series if one.points[-1].x == lengths[-1]]
-    caption = f"At {lengths[-1]:,} tokens, in {unit}: {'; '.join(longest)}."
-    if not any(variant == YARDSTICK for variant, _ in grouped):
-        caption += f" {YARDSTICK} was not measured, so there is no yardstick."
-    title = f"{what} against sequence length"
-    svg = scatter(f"bench-{field}", title, caption, Axis("tokens", True, lengths), Axis(unit, True), series)
-    return Figure(title, caption, svg)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from effexport.proof.checks.result import Check, Kind, summary
 from effexport.report.compare import Comparison, case_text, result_text
 from effexport.report.model import Report, counted
-from effexport.report.rendering.figures import bench_figures, error_figures
+from effexport.report.rendering.figures import error_figures
 from effexport.report.rendering.templates import template_environment
 from effexport.report.rendering.text import (
     explanation,
     field_text,
     flat_fields,
-    measured,
     measures_text,
     share_of_limit,
     size_text,
@@ -47,7 +46,6 @@ def html_from_report(report: Report, artifact: str = ".") -> str:
             summary=summary(report.checks),
             fields=flat_fields(report.spec),
             errors=error_figures(report),
-            bench=bench_figures(report.bench),
             buckets=bucket_rows(report.checks),
             artifact=artifact,
             build_command=build_command(report, REBUILT),
@@ -69,7 +67,6 @@ def bucket_rows(checks: Sequence[Check]) -> list[tuple[Check, Check | None]]:
 def _environment() -> jinja2.Environment:
     filters: dict[str, Any] = {
         "number": number,
-        "measured": measured,
         "measures": measures_text,
         "moment": moment,
         "said": explanation,

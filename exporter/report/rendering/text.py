@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from effexport.proof.checks.result import Check
+from effexport.errors import Unavailable
+from effexport.proof.checks.result import METRIC, Check
+from effexport.proof.trace.trace import Suspect, Trace
 from effexport.units import NOTHING, number
+
+# How many nodes or weights a sentence lists.
+LISTED = 5
 
 
 def status_of(entry: Mapping[str, Any]) -> str:
@@ -20,6 +25,48 @@ def explanation(check: Check) -> str:
     value = "" if check.value is None else f" {number(check.value)}, limit {number(check.limit)}"
     measured = "" if check.status == "not run" else f"{check.metric}{value}"
     return "; ".join(part for part in (measured, check.detail, check.reason) if part)
+
+
+def failure_text(checks: Sequence[Check]) -> str:
+    """The first failed checks of a build, one line each."""
+    failed = [check for check in checks if check.status == "failed"]
+    lines = [
+        f"  {check.name} ({check.case}): {check.metric} {check.value} > {check.limit} {check.detail}"
+        for check in failed[:10]
+    ]
+    return "\n".join([f"{len(failed)} of {len(checks)} checks failed; nothing was written", *lines])
+
+
+def trace_text(trace: Trace | Unavailable) -> str:
+    """The first divergence of a trace, what agrees before it, and how many values were compared."""
+    if isinstance(trace, Unavailable):
+        return f"no trace: {trace.reason}"
+    compared = f"{len(trace.values)} of {trace.pairable} values were compared with PyTorch's ({trace.case})"
+    value = trace.first_divergence
+    if not trace.values:
+        return f"no trace: none of the {trace.pairable} values has kept its name in {trace.model}"
+    if value is None:
+        return f"no divergence: {compared}, and all agree where the runtime does not optimise the graph"
+    agreeing = trace.values.index(value)
+    metric = METRIC if value.limit else "share of elements that differ"
+    before = f"the {agreeing} values before it agree" if agreeing else "it is the first value"
+    return (
+        f"first divergence: value `{value.name}` of {value.module or 'the model itself'} ({value.op_type}), {metric} "
+        f"{value.error:.2g} > {value.limit:.2g}; {before}; {_suspects_text(trace.suspects)}. {compared}"
+    )
+
+
+def _suspects_text(suspects: Sequence[Suspect]) -> str:
+    """Where the fault behind a divergence lies."""
+    text = "its inputs agree"
+    if len(suspects) > 1:
+        nodes = ", ".join(f"{s.op_type} `{s.value}`" for s in suspects[:LISTED])
+        more = f" and {len(suspects) - LISTED} more" if len(suspects) > LISTED else ""
+        text = f"the last values that agree enter these nodes, one of which is wrong: {nodes}{more}"
+    weights = list(dict.fromkeys(name for suspect in suspects for name in suspect.weights))
+    if weights:
+        text += f", or the weights {', '.join(weights[:LISTED])}{' …' if len(weights) > LISTED else ''}"
+    return text
 
 
 def share_of_limit(value: float | None, limit: float | None) -> str:
@@ -37,13 +84,6 @@ def measures_text(measures: Mapping[str, float]) -> str:
     names = {"max_abs": "largest |error|", "rms_error": "RMS error / RMS", "cosine": "cosine"}
     said = {n: f"{v:.9g}" if n == "cosine" else number(v) for n, v in measures.items()}
     return ", ".join(f"{names.get(name, name)} {value}" for name, value in said.items())
-
-
-def measured(value: float | None) -> str:
-    """A latency or a size, with three digits."""
-    if value is None:
-        return NOTHING
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def size_text(fields: dict[str, Any]) -> str:

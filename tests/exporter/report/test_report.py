@@ -17,8 +17,10 @@ from effexport.plots.axes import Axis
 from effexport.plots.svg import Point, Series, histogram, scatter
 from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.checks.result import Check
-from effexport.report import Report, flat_fields, html_from_report, json_from_report
-from effexport.report.rendering.figures import bench_figures, error_figures
+from effexport.report.model import Report, json_from_report
+from effexport.report.rendering.figures import error_figures
+from effexport.report.rendering.html import html_from_report
+from effexport.report.rendering.text import flat_fields
 from effexport.units import number
 
 GOOD = Check("arithmetic", CaseLabel("export", (1, 64)), "max |error| / RMS", "passed", 1.5e-6, 2e-5, "float32 sums")
@@ -240,7 +242,7 @@ def test_a_histogram_has_a_bar_for_each_decade_with_elements() -> None:
 
 
 def measured_check(seq_len: int, value: float, **fields: object) -> Check:
-    return dataclasses.replace(GOOD, case=f"c: 1 × {seq_len}", seq_len=seq_len, value=value, **fields)  # type: ignore[arg-type]
+    return dataclasses.replace(GOOD, case=CaseLabel("c", (1, seq_len)), seq_len=seq_len, value=value, **fields)  # type: ignore[arg-type]
 
 
 def test_plots_are_made_of_what_is_there() -> None:
@@ -259,16 +261,3 @@ def test_plots_are_made_of_what_is_there() -> None:
     (figure,) = error_figures(report)
     assert "Largest: 1e-06 in a.b (Add)" in figure.caption
     assert "<code>a.b</code>" in html_from_report(report)
-
-
-def test_measurements_are_drawn_against_the_yardstick() -> None:
-    def row(variant: str, seq_len: int, peak_mb: float | None = None) -> dict[str, object]:
-        return {"variant": variant, "runtime": "ort", "seq_len": seq_len, "latency_ms": seq_len / 8, "peak_mb": peak_mb}
-
-    (latency,) = bench_figures([row("lsh", 512), row("lsh", 2048)])
-    assert "softmax was not measured" in latency.caption
-    latency, memory = bench_figures([row("lsh", 512, 3), row("softmax", 512), row("softmax", 2048)])
-    assert "softmax, ort (yardstick) 256" in latency.caption
-    assert 'class="yardstick"' in latency.svg
-    assert "lsh, ort 3" in memory.caption
-    assert bench_figures([]) == []

@@ -22,8 +22,7 @@ from effexport.commands.build import Request
 from effexport.commands.build import command as build_cli
 from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.checks.result import Check, Worst
-from effexport.report import Report, json_from_report
-from effexport.report.model import REPORT_VERSION, dict_of_check
+from effexport.report.model import REPORT_VERSION, Report, dict_of_check, json_from_report
 from effexport.report.reading import report_of_artifact
 from effexport.report.rendering.junit import junit_from_reports
 from effexport.report.rendering.markdown import markdown_from_report
@@ -95,8 +94,7 @@ def test_the_reports_of_all_variants_follow_the_schema(built: Callable[..., Arti
 @pytest.mark.parametrize("checks", [(GOOD,), (GOOD, BAD, NOT_RUN), (LOST,), ()])
 def test_any_report_follows_the_schema_and_is_read_back(checks: tuple[Check, ...]) -> None:
     layers = [{"layer": "blocks.0", "op_type": "Add", "error": math.nan}]
-    bench = [{"variant": "lsh", "runtime": "ort", "seq_len": 512, "latency_ms": 1.5, "peak_mb": None}]
-    report = report_of(*checks, layers=layers, bench=bench)
+    report = report_of(*checks, layers=layers)
     values = plain(report)
     validator.validate(values)
     assert first_problem(values) is None

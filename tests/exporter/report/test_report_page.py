@@ -26,10 +26,10 @@ from page_browser import (
 from effexport.artifact import Artifact, open_artifact
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Worst, not_run
-from effexport.report import Report, html_from_report
 from effexport.report.compare import Comparison, Side
+from effexport.report.model import Report
 from effexport.report.reading import side_of_artifact
-from effexport.report.rendering.html import html_from_comparison
+from effexport.report.rendering.html import html_from_comparison, html_from_report
 
 pytestmark = pytest.mark.requires("browser")
 NARROW = 390
@@ -80,11 +80,6 @@ def failed_report() -> Report:
         implementation={"LSHSort": "kernel"},
         engines=[an_engine()],
         layers=[{"layer": name, "op_type": "Add", "error": 1e-7 * 4**n} for n, name in enumerate(names)],
-        bench=[
-            {"variant": variant, "runtime": "ort", "seq_len": n, "latency_ms": scale * n**power, "peak_mb": n / 8}
-            for variant, scale, power in (("softmax", 1e-5, 2), ("lsh", 2e-2, 1), ("linear", 1e-2, 1))
-            for n in (512, 2048, 8192)
-        ],
     )
 
 

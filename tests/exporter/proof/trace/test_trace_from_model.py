@@ -24,6 +24,7 @@ from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import batches, module_of_node, trace_from_model, trace_if_possible
 from effexport.proof.trace.traced_module import TracedModule
 from effexport.proof.trace.value_limits import ValueLimits
+from effexport.report.rendering.text import trace_text
 from effexport.runners.ort.session import OrtSettings
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -53,8 +54,8 @@ def case_named(artifact: Artifact, name: str = "padded batch") -> Case:
 def check_healthy(artifact: Artifact, module: TracedModule) -> None:
     for case in load_reference(artifact.reference_path):
         trace = trace_from_model(artifact.model_path, artifact.model_path, module, case)
-        assert trace.first_divergence is None, str(trace)
-        assert "all agree" in str(trace)
+        assert trace.first_divergence is None, trace_text(trace)
+        assert "all agree" in trace_text(trace)
         assert len(trace.values) == trace.pairable >= LEAST_SHARE * (trace.pairable + trace.not_paired)
         # the outputs are among them
         assert {tensor.name for tensor in artifact.spec.outputs} <= {value.name for value in trace.values}
@@ -198,10 +199,10 @@ def test_a_fault_is_found_at_its_node(
     first = trace.first_divergence
     assert first is not None
     assert first.module == module
-    assert value in [suspect.value for suspect in trace.suspects], str(trace)
+    assert value in [suspect.value for suspect in trace.suspects], trace_text(trace)
     if value in traced(artifact).origins:
-        assert first.name == value, str(trace)
-        assert f"value `{value}` of {module}" in str(trace)
+        assert first.name == value, trace_text(trace)
+        assert f"value `{value}` of {module}" in trace_text(trace)
     # what is wrong is found again in the report, and layers before it are not blamed
     layers = {layer["layer"]: layer for layer in trace.layers()}
     assert not layers[module]["error"] <= layers[module]["limit"]
@@ -216,7 +217,9 @@ def test_a_sentence_names_the_weights_and_the_steps_that_may_be_wrong(
     model = onnx.load(str(artifact.model_path))
     scale_weight(model, node_of(model, "MatMul", "blocks.0.feed_forward.up"))
     onnx.save(model, str(tmp_path / "model.onnx"))
-    text = str(trace_from_model(tmp_path / "model.onnx", artifact.model_path, traced(artifact), case_named(artifact)))
+    text = trace_text(
+        trace_from_model(tmp_path / "model.onnx", artifact.model_path, traced(artifact), case_named(artifact))
+    )
     assert "of blocks.0.feed_forward.up (Add)" in text
     assert "enter these nodes, one of which is wrong: MatMul" in text
     assert "or the weights" in text
@@ -256,9 +259,9 @@ def test_a_file_that_onnxruntime_has_optimised_says_how_many_values_have_survive
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     onnxruntime.InferenceSession(str(artifact.model_path), options, providers=["CPUExecutionProvider"])
     trace = trace_from_model(tmp_path / "optimised.onnx", artifact.model_path, traced(artifact), case_named(artifact))
-    assert trace.first_divergence is None, str(trace)
+    assert trace.first_divergence is None, trace_text(trace)
     assert trace.pairable / 2 < len(trace.values) <= trace.pairable
-    assert f"{len(trace.values)} of {trace.pairable} values were compared" in str(trace)
+    assert f"{len(trace.values)} of {trace.pairable} values were compared" in trace_text(trace)
 
 
 def test_a_file_whose_values_have_other_names_is_said_to_have_none(
@@ -273,7 +276,7 @@ def test_a_file_whose_values_have_other_names_is_said_to_have_none(
     onnx.save(model, str(tmp_path / "model.onnx"))
     trace = trace_from_model(tmp_path / "model.onnx", artifact.model_path, traced(artifact), case_named(artifact))
     assert trace.values == ()
-    assert "none of the" in str(trace)
+    assert "none of the" in trace_text(trace)
 
 
 def test_small_batches_of_values_give_the_same_trace(
@@ -352,13 +355,13 @@ def test_what_cannot_be_traced_is_a_sentence(
     artifact = built("softmax", "attention", fused=False)
     case = case_named(artifact)
     found = trace_if_possible(artifact.model_path, artifact, None, case, OrtSettings(provider="tensorrt"))
-    assert str(found) == "no trace: TensorRT keeps no intermediate values; trace the file with --runtime ort"
+    assert str(found) == "TensorRT keeps no intermediate values; trace the file with --runtime ort"
     folder = copied("softmax", "attention", fused=False)
     rewrite_manifest(folder, weights_from="trained.safetensors")
     other = open_artifact(folder)
     found = trace_if_possible(other.model_path, other, None, case, OrtSettings())
     assert isinstance(found, Unavailable)
-    assert "no trace: the weights came from trained.safetensors" in found.reason
+    assert "the weights came from trained.safetensors" in found.reason
 
 
 LONG = """
@@ -383,7 +386,7 @@ module.run(case.inputs, lambda name, array: sizes.append(array.nbytes))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 trace = trace_from_model(artifact.model_path, artifact.model_path, module, case)
-assert trace.first_divergence is None, str(trace)
+assert trace.first_divergence is None
 print(sum(sizes), peak() - before, tracing.BATCH_BYTES, max(sizes))
 """
 
