@@ -1,4 +1,4 @@
-"""How an artifact is served: limits, batching, waiting. Every default is here."""
+"""Settings of the server: limits, batching and waiting times. Every default is here."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 
 from effexport.errors import UserError
 
-# Longest sequence of a model that has no limit of its own, unless --max-seq-len says otherwise.
+# Longest sequence if neither the model nor --max-seq-len limits it.
 DEFAULT_MAX_SEQ_LEN = 16384
-# How many bodies of the largest size may be in memory at once, complete or not.
+# Number of request bodies of the largest size that may be in memory at once, complete or not.
 BODIES_IN_MEMORY = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
-    """What the server accepts, and how long it waits for what.
+    """Limits and waiting times of a server.
 
-    max_batch: rows of one run, and so of one request; requests are joined up to it.
-    batch_delay_ms: how long a run waits for more requests to join; 0: what is there when the runner is free.
-    queue_size: requests that wait for the runner; one more is answered with 503.
-    max_request_bytes: of a body, compressed or not.
-    max_seq_len: longest sequence; None: the model's own limit, or DEFAULT_MAX_SEQ_LEN where it has none.
+    max_batch: rows of one run, and therefore of one request; requests are joined up to this size.
+    batch_delay_ms: how long a run waits for more requests to join; 0: it takes those that are already waiting.
+    queue_size: requests that may wait for the runner; further ones are answered with 503.
+    max_request_bytes: largest body, before and after decompression.
+    max_seq_len: longest sequence; None: the model's own limit, or DEFAULT_MAX_SEQ_LEN if it has none.
     timeout_s: how long a request may wait for the runner, and how long its body may take to arrive.
-    token: what `Authorization: Bearer` must carry; None: no authorization.
+    token: the token that `Authorization: Bearer` must contain; None: no authorization.
     """
 
     max_batch: int = 8
@@ -45,9 +45,11 @@ class ServingSettings:
                 option = "--timeout" if name == "timeout_s" else "--batch-delay-ms"
                 raise UserError(f"{option} is {value:g}; expected a number of at least {low:g}")
         if self.token is not None and (not self.token or not self.token.isascii() or not self.token.isprintable()):
-            raise UserError("the token is empty or has characters that no HTTP header carries; expected visible ASCII")
+            raise UserError(
+                "the token is empty or has characters that an HTTP header cannot contain; expected printable ASCII"
+            )
 
     @property
     def max_bytes_in_memory(self) -> int:
-        """Of all bodies together."""
+        """Limit for the bodies of all requests together."""
         return BODIES_IN_MEMORY * self.max_request_bytes

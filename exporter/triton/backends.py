@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import zipfile
 from collections.abc import Callable
@@ -22,10 +23,10 @@ PLAN = "model.plan"
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to serve an artifact.
+    """A backend of Triton that can serve an artifact.
 
-    files: of the folder of a version. library: among them, the kernel library, if it is there.
-    engine: what is known of the engine, where it is one.
+    files: contents of the folder of a version. library: whether they include the kernel library.
+    engine: description of the engine, for the backend tensorrt.
     """
 
     name: str
@@ -36,9 +37,9 @@ class Backend:
 
 
 def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backend, ...], tuple[str, ...]]:
-    """The backends that were asked for, or all that the artifact has files for; and why others were left out.
+    """The requested backends, or all that the artifact has files for; and why the others cannot be used.
 
-    Raises UserError when a backend was asked for that cannot run the artifact.
+    Raises UserError if a requested backend cannot run the artifact.
     """
     chosen, remarks = [], []
     for name in BACKENDS:
@@ -66,7 +67,9 @@ def onnxruntime_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
 
 def python_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
     if artifact.spec.precision == "bf16":
-        raise UserError("its Python backend hands over NumPy arrays, which have no bfloat16; build with fp32 or fp16")
+        raise UserError(
+            "Triton's Python backend uses NumPy arrays, which do not support bfloat16; build with fp32 or fp16"
+        )
     kind = spec.kind or "cpu"
     library = kernel_library(artifact, spec, kind)
     files: dict[str, bytes | Path] = {
@@ -80,13 +83,13 @@ def python_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
 def tensorrt_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
     targets = [entry["target"] for entry in artifact.manifest["engines"]]
     if "trt" not in targets:
-        only = "only one for TensorRT-RTX, which Triton does not run; " if targets else ""
+        only = ", only one for TensorRT-RTX, which Triton does not run" if targets else ""
         raise UserError(
-            f"{artifact.path} has no TensorRT engine, {only}build one on the server's kind of GPU with: "
+            f"{artifact.path} has no TensorRT engine{only}; build one on the same kind of GPU as the server's with: "
             "effexport build … --target trt"
         )
     if spec.kind == "cpu":
-        raise UserError("an engine runs on a GPU only; expected --kind gpu, or another backend")
+        raise UserError("a TensorRT engine runs on a GPU only; expected --kind gpu, or another backend")
     engine = artifact.engine_path("trt")
     return Backend("tensorrt", "gpu", {PLAN: engine}, engine=read_sidecar(engine))
 
@@ -100,22 +103,24 @@ MAKERS: dict[str, Callable[[Artifact, PackageSpec], Backend]] = {
 
 def refuse_bfloat16_on_cpu(artifact: Artifact, kind: str) -> None:
     if artifact.spec.precision == "bf16" and kind == "cpu":
-        raise UserError("ONNX Runtime has no bfloat16 on the CPU; expected --kind gpu, or a build with fp32 or fp16")
+        raise UserError(
+            "ONNX Runtime does not support bfloat16 on the CPU; expected --kind gpu, or a build with fp32 or fp16"
+        )
 
 
 def kernel_library(artifact: Artifact, spec: PackageSpec, kind: str) -> dict[str, bytes | Path]:
-    """The library of this machine's kernels; nothing where bodies are to run. Warns where kernels are missing."""
+    """The kernel library of this machine; empty if function bodies are to run. Warns if kernels are missing."""
     settings = OrtSettings(provider="cuda" if kind == "gpu" else "cpu", implementation=spec.implementation)
     library = library_for(sorted(artifact.manifest["custom_ops"]), settings)
     return {LIBRARY_NAME: library.path} if library is not None else {}
 
 
 def zip_of_effexport() -> bytes:
-    """The Python files of effexport, always the same bytes for the same files."""
+    """A zip archive of the Python files of effexport; the same files give the same bytes."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, path in sorted(python_files().items()):
-            entry = zipfile.ZipInfo(name)  # dated 1980, whatever the file is
+            entry = zipfile.ZipInfo(name)  # always dated 1980
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, path.read_bytes())
@@ -123,15 +128,10 @@ def zip_of_effexport() -> bytes:
 
 
 def python_files() -> dict[str, Path]:
-    """Path within the package → file. An installation in place has `models` and `plugins` in folders of their own."""
-    import effexport
-    import effexport.models
-    import effexport.plugins
-
+    """Path within the package → file. In an editable installation, `models` and `plugins` are in other folders."""
     files: dict[str, Path] = {}
-    for package in (effexport, effexport.models, effexport.plugins):
-        folder = Path(str(package.__file__)).parent
-        prefix = package.__name__.replace(".", "/")
+    for package in ("effexport", "effexport.models", "effexport.plugins"):
+        folder = Path(str(importlib.import_module(package).__file__)).parent
         for path in folder.rglob("*.py"):
-            files[f"{prefix}/{path.relative_to(folder).as_posix()}"] = path
+            files[f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}"] = path
     return files

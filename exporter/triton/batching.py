@@ -1,4 +1,4 @@
-"""Whether Triton may put requests together, into batches of which sizes, and what not."""
+"""Whether Triton may batch requests, and in which sizes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batching:
-    """max_batch: 0 where the batch is a dimension like any other, and every request runs on its own.
+    """How Triton batches requests. max_batch: 0 if every request runs on its own, whatever its first dimension.
 
-    preferred: sizes that run at once when they are reached. reason: why requests are not put together.
+    preferred: batch sizes that run without further waiting. reason: why requests are not batched.
     """
 
     max_batch: int
@@ -31,28 +31,28 @@ class Batching:
 
 
 def batching_of(build: BuildSpec, spec: PackageSpec, engine: EngineInfo | None = None) -> Batching:
-    """Raises UserError when batches were asked for that the model or its engine cannot have."""
+    """Raises UserError for options that the model or its engine does not allow."""
     asked = spec.max_batch is not None or bool(spec.preferred_batch)
     reason = build.model.why_not_invariant
     if reason:
         if asked:
             raise UserError(
-                f"batches were asked for, but a sample of this model depends on what is in its batch ({reason}), so "
-                "putting requests together would change their answers; leave out --max-batch and --preferred-batch. "
-                "A request may still hold a batch of its own"
+                f"the results of this model depend on the rest of the batch ({reason}), so batching requests would "
+                "change their answers; leave out --max-batch and --preferred-batch. A request may still contain "
+                "several samples"
             )
         return Batching(0, reason=reason)
     largest = spec.max_batch or DEFAULT_MAX_BATCH
     if engine is not None:
         largest = batch_of_engine(engine, spec, largest)
         if largest == 0:
-            return Batching(0, reason="the engine accepts no batch of one, which Triton may send")
+            return Batching(0, reason="the engine does not accept a batch of one, which Triton may send")
     preferred = spec.preferred_batch or default_preferred(largest)
     return Batching(largest, tuple(size for size in preferred if size <= largest))
 
 
 def batch_of_engine(engine: EngineInfo, spec: PackageSpec, largest: int) -> int:
-    """The largest batch that a profile of the engine allows; 0 where none takes a single sample."""
+    """The largest batch that a profile of the engine allows; 0 if none accepts a single sample."""
     limit = max((sizes[1] for sizes in batch_ranges(engine) if sizes[0] == 1), default=0)
     if limit and (spec.max_batch or 0) > limit:
         raise UserError(

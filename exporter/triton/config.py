@@ -1,4 +1,4 @@
-"""config.pbtxt: what Triton is told of a model."""
+"""config.pbtxt, the configuration of a model for Triton."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BEGINNINGS: dict[str, Message] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that config.pbtxt says."""
+    """The contents of config.pbtxt."""
 
     name: str
     title: str
@@ -57,27 +57,26 @@ def header(config: ModelConfig) -> str:
     text = comment(f"{config.title}, written by effexport {__version__} from the manifest of its artifact.")
     if config.batching.reason:
         text += "#\n" + comment(
-            "No dynamic batching: a sample's answer would depend on what else is in its batch "
-            f"({config.batching.reason}). Every request runs on its own; its first dimension is the batch that the "
-            "client chose."
+            f"No dynamic batching: results depend on the rest of the batch ({config.batching.reason}). Every request "
+            "runs on its own; its first dimension is the batch that the client chose."
         )
     elif config.batching.is_dynamic:
         text += "#\n" + comment(
-            "Dynamic batching: a sample's answer depends neither on its batch mates nor on its padding, as the report "
-            "of the artifact proves. Requests of the same shape are put together."
+            "Dynamic batching: results depend neither on the rest of the batch nor on padding, as the report of the "
+            "artifact proves. Requests of the same shape are batched."
         )
     return text + "\n"
 
 
 def tensor_message(config: ModelConfig, tensor: TensorInfo, *, is_input: bool) -> Message:
-    """Where Triton knows of batches, the first dimension is theirs and is left out."""
+    """An input or output. If Triton batches requests, its dims are without the batch dimension."""
     dims = tensor.dims[1:] if config.batching.max_batch else tensor.dims
     message: Message = [
         ("name", tensor.name),
         ("data_type", Word(DTYPES[tensor.dtype].triton)),
         ("dims", tuple(dim if isinstance(dim, int) else -1 for dim in dims)),
     ]
-    # the runner fills in what is left out; other backends need every input of the graph
+    # effexport's runner has defaults for optional inputs; other backends need every input of the graph
     if is_input and config.backend.name == "python" and tensor.name in INPUT_DEFAULTS:
         message.append(("optional", True))
     return message
@@ -101,12 +100,12 @@ def instance_message(config: ModelConfig) -> Message:
         ("kind", Word("KIND_GPU" if config.backend.kind == "gpu" else "KIND_CPU")),
     ]
     profiles = len(config.backend.engine.profiles) if config.backend.engine else 0
-    # the backend loads the first profile only, unless it is told of the others
+    # by default, the backend loads only the first profile
     return message + [("profile", str(i)) for i in range(profiles) if profiles > 1]
 
 
 def runtime_message(config: ModelConfig) -> Message:
-    """Kernels and threads of ONNX Runtime, told to whoever runs it."""
+    """The settings of ONNX Runtime: kernel library and threads."""
     backend, threads = config.backend, config.spec.threads
     if backend.name == "python":
         return [parameter("threads", str(threads or 0))]
@@ -126,7 +125,7 @@ def parameter(key: str, value: str) -> tuple[str, Message]:
 def warm_up_message(config: ModelConfig, warm_up: WarmUp) -> Message:
     message: Message = [
         ("name", f"golden inputs, batch of {warm_up.batch}"),
-        # of a model without batches for Triton, the batch is among the dims
+        # if Triton does not batch requests, the batch is one of the dims
         ("batch_size", warm_up.batch if config.batching.max_batch else 1),
     ]
     dtypes = {tensor.name: tensor.dtype for tensor in config.inputs}

@@ -1,4 +1,4 @@
-"""What a folder is to hold: each file by its relative path, as bytes or as a copy of another file."""
+"""The contents of a folder: bytes or a file to copy, by relative path."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from effexport.files import file_digest
 
 Content = Mapping[str, bytes | Path]
-# The server writes it beside model.py when it may.
+# The server may write this folder beside model.py.
 IGNORED = "__pycache__"
 
 
 def digest_of_content(content: Content) -> str:
-    """The same for the same files, wherever they come from."""
+    """A checksum of names and contents."""
     digests = {
         name: file_digest(source) if isinstance(source, Path) else hashlib.sha256(source).hexdigest()
         for name, source in content.items()
@@ -34,7 +34,7 @@ def combined(digests: Mapping[str, str]) -> str:
 
 
 def write_content(content: Content, folder: Path) -> None:
-    """Write all files, and see them on disk before this returns: what is renamed into place is complete."""
+    """Write all files and flush them to disk, so that they are complete before they are renamed into place."""
     for name, source in content.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def write_content(content: Content, folder: Path) -> None:
             shutil.copyfile(source, path)
         else:
             path.write_bytes(source)
-        # the server may be another user, in a container
+        # the server may run as another user, in a container
         path.chmod(0o644)
         with path.open("rb") as stream:
             os.fsync(stream.fileno())

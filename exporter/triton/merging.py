@@ -1,6 +1,6 @@
-"""Requests that arrive together run together: those of one shape become one batch.
+"""Requests that arrive together: those of one shape run as one batch.
 
-Part of what a Python model of Triton carries: it runs without PyTorch, and with NumPy 1.26.
+Triton's Python models include this module; it runs without PyTorch, and with NumPy 1.26.
 """
 
 from __future__ import annotations
@@ -8,22 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from effexport.errors import EffexportError
 from effexport.runners import checked_feeds
+from effexport.runners.joining import joined_feeds, joining_key, split_outputs
 
 if TYPE_CHECKING:
     from effexport.runners import Array
     from effexport.runners.ort.runner import OrtRunner
 
-Answer = dict[str, "Array"] | EffexportError
+Answer = Mapping[str, "Array"] | EffexportError
 
 
 def run_merged(runner: OrtRunner, requests: Sequence[Mapping[str, Array]], *, merge: bool) -> list[Answer]:
-    """The outputs of each request, or what is wrong with it. A bad request spoils no other one.
+    """The outputs of each request, or its error. A bad request does not affect the others.
 
-    merge: False runs each on its own, for models whose samples depend on their batch mates.
+    merge: False runs each request on its own, for models whose results depend on the rest of the batch.
     """
     answers: list[Answer | None] = [None] * len(requests)
     groups: dict[object, list[tuple[int, dict[str, Array]]]] = {}
@@ -33,24 +32,17 @@ def run_merged(runner: OrtRunner, requests: Sequence[Mapping[str, Array]], *, me
         except EffexportError as error:
             answers[i] = error
         else:
-            shape = tuple((name, value.shape[1:]) for name, value in feeds.items())
-            groups.setdefault(shape if merge else i, []).append((i, feeds))
+            groups.setdefault(joining_key(feeds) if merge else i, []).append((i, feeds))
     for group in groups.values():
         for (i, _), answer in zip(group, run_group(runner, [feeds for _, feeds in group]), strict=True):
             answers[i] = answer
     return [answer for answer in answers if answer is not None]
 
 
-def run_group(runner: OrtRunner, group: Sequence[Mapping[str, Array]]) -> list[Answer]:
-    """Requests of one shape as one batch."""
-    batch = {name: np.concatenate([feeds[name] for feeds in group]) for name in group[0]}
+def run_group(runner: OrtRunner, group: Sequence[Mapping[str, Array]]) -> Sequence[Answer]:
+    """The outputs of requests of one shape, run as one batch."""
     try:
-        outputs = runner.run(batch)
+        outputs = runner.run(joined_feeds(group))
     except EffexportError as error:
         return [error] * len(group)
-    rows = [len(next(iter(feeds.values()))) for feeds in group]
-    ends = np.cumsum(rows)
-    return [
-        {name: value[end - count : end] for name, value in outputs.items()}
-        for count, end in zip(rows, ends, strict=True)
-    ]
+    return split_outputs(outputs, [len(next(iter(feeds.values()))) for feeds in group])

@@ -1,7 +1,7 @@
-"""Serves the artifact beside this file with effexport's own runner; Triton's Python backend loads it.
+"""The model for Triton's Python backend: serves the artifact beside this file with effexport's runner.
 
-artifact/             what `effexport build` made; every file is checked against its manifest when it is loaded
-effexport.zip         effexport as it was when the artifact was packaged: pure Python, used without PyTorch
+artifact/             from `effexport build`; its files are checked against the manifest when they are loaded
+effexport.zip         the effexport that packaged the artifact: pure Python, used without PyTorch
 libeffexport_ort.so   kernels of the custom operators; without this file they run as function bodies
 
 The server's Python needs numpy, onnx and onnxruntime (onnxruntime-gpu on a GPU).
@@ -41,7 +41,7 @@ class TritonPythonModel:
             threads=int(parameters["threads"]) or None,
         )
         self.runner = effexport.load(HERE / "artifact", settings)
-        # without a batch dimension of Triton's, samples may depend on their batch mates: requests stay apart
+        # if Triton does not batch, results may depend on the rest of the batch, so requests run one by one
         self.merge = config["max_batch_size"] > 0
         ran = ", ".join(f"{op} as {what}" for op, what in self.runner.implementation.items())
         pb_utils.Logger.log_info(
@@ -59,7 +59,7 @@ class TritonPythonModel:
 
 
 def response_from_answer(answer: Any) -> Any:
-    """exit_code 2 is the user's mistake: HTTP 400; anything else is the server's: 500."""
+    """Outputs, or an error: exit_code 2 is a bad request (HTTP 400), anything else a failure (HTTP 500)."""
     if isinstance(answer, Exception):
         bad_input = getattr(answer, "exit_code", 1) == 2
         code = pb_utils.TritonError.INVALID_ARG if bad_input else pb_utils.TritonError.INTERNAL
@@ -68,6 +68,6 @@ def response_from_answer(answer: Any) -> Any:
 
 
 def show_only_gpu(index: int) -> None:
-    """ONNX Runtime takes the first GPU that it sees."""
+    """Hide the other GPUs, because ONNX Runtime uses the first one that it sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)

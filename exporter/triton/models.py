@@ -1,4 +1,4 @@
-"""What has to be written for one model of a repository: a new version, a new configuration, or nothing."""
+"""The change that packaging makes to one model of a repository: a new version, a new configuration, or nothing."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from effexport.triton.record import CONFIG, RECORD, ModelRecord, config_digest, 
 from effexport.triton.spec import LARGEST_VERSION, PackageSpec
 from effexport.triton.warmup import WarmUp, warm_ups
 
-# What happens to a model: a version is added; the same bytes are a version already, and only the configuration changes;
-# nothing at all.
+# added: a new version. configured: the version exists, only the configuration changes. unchanged: nothing is written.
 Status = Literal["added", "configured", "unchanged"]
 EXAMPLE_LENGTH = 8
 
 
 @dataclass(frozen=True)
 class ModelChange:
-    """What to write for one model.
+    """The files to write for one model.
 
-    content: of the folder of the version, None when it is there. files: beside it, by their path in the model's folder.
+    content: of the version's folder, None if it exists. files: the others, by their path in the model's folder.
     """
 
     record: ModelRecord
@@ -45,7 +44,7 @@ class ModelChange:
 def model_change(
     artifact: Artifact, repository: Path, name: str, backend: Backend, spec: PackageSpec, *, replace_config: bool
 ) -> ModelChange:
-    """Raises UserError for a version that holds something else, or a model that is not this one."""
+    """Raises UserError for a version with other contents, or a folder with another model."""
     folder = repository / name
     old = read_record(folder)
     if folder.exists() and old is None:
@@ -69,7 +68,7 @@ def model_change(
         files[CONFIG] = text
         check_unedited(folder, old, text, replace_config=replace_config)
     elif old is not None:
-        # the configuration is that of the newest version
+        # the configuration belongs to the newest version
         record = replace(old, versions=record.versions if is_new else old.versions)
     files[RECORD] = record.text().encode()
     files = {path: data for path, data in files.items() if not holds(folder / path, data)}
@@ -78,7 +77,7 @@ def model_change(
 
 
 def numbered_folders(folder: Path) -> dict[int, Path]:
-    """The versions of a model; Triton ignores leading zeros, and so do we."""
+    """The versions of a model. As in Triton, names with leading zeros do not count."""
     if not folder.is_dir():
         return {}
     return {
@@ -89,12 +88,12 @@ def numbered_folders(folder: Path) -> dict[int, Path]:
 
 
 def version_of(content: Content, versions: Mapping[int, Path], wanted: int | None, name: str) -> int:
-    """The number that this content has already, or the next free one. A number is never used for something else."""
+    """The number of the version with this content, else the next free one. Versions are never overwritten."""
     digest = digest_of_content(content)
     if wanted is not None:
         if wanted in versions and digest_of_folder(versions[wanted]) != digest:
             raise UserError(
-                f"version {wanted} of {name} exists and holds something else; a version is never overwritten: leave "
+                f"version {wanted} of {name} exists with other contents; versions are never overwritten: leave "
                 f"out --version for the next free number, {next_free(versions)}"
             )
         return wanted
@@ -105,12 +104,12 @@ def version_of(content: Content, versions: Mapping[int, Path], wanted: int | Non
 def next_free(versions: Mapping[int, Path]) -> int:
     number = max(versions, default=0) + 1
     if number > LARGEST_VERSION:
-        raise UserError("there is no version number left; choose a smaller one with --version")
+        raise UserError("no version number is left; choose a smaller one with --version")
     return number
 
 
 def warm_up_sizes(backend: Backend, batching: Batching) -> tuple[int, ...]:
-    """A single sample; on a GPU, also the sizes that Triton will prefer, for which memory and kernels are chosen."""
+    """Batch sizes to warm up: 1, and on a GPU also the preferred ones, for which it chooses memory and kernels."""
     if not batching.max_batch:
         return (0,)
     preferred = batching.preferred if backend.kind == "gpu" else ()
@@ -169,7 +168,7 @@ def implementation_of(backend: Backend, custom_ops: Mapping[str, int]) -> str:
 
 
 def check_same_model(folder: Path, old: ModelRecord, new: ModelRecord) -> None:
-    """All versions of a model share one configuration, so they must be alike."""
+    """Raises UserError unless both can share the configuration of one model."""
     if old.backend != new.backend:
         raise UserError(
             f"{folder} is a model for the backend {old.backend}; expected another name for {new.backend}: choose one "
@@ -184,8 +183,8 @@ def check_same_model(folder: Path, old: ModelRecord, new: ModelRecord) -> None:
             )
     if bool(old.reason) != bool(new.reason):
         raise UserError(
-            f"requests of {folder} are {'not ' if old.reason else ''}put together, and those of this artifact are "
-            f"{'not' if new.reason else 'to be'}: {old.reason or new.reason}; choose another name with --name"
+            f"requests to {folder} are {'not ' if old.reason else ''}batched, but requests to this artifact "
+            f"{'must not be' if new.reason else 'can be'}: {old.reason or new.reason}; choose another name with --name"
         )
 
 
@@ -194,15 +193,15 @@ def described(tensors: tuple[TensorInfo, ...]) -> str:
 
 
 def check_unedited(folder: Path, old: ModelRecord | None, text: bytes, *, replace_config: bool) -> None:
-    """Raises UserError for a configuration that somebody has changed by hand, and that would be lost."""
+    """Raises UserError if a hand-edited configuration would be overwritten."""
     path = folder / CONFIG
     if old is None or not path.is_file() or replace_config:
         return
     present = path.read_bytes()
     if present != text and config_digest(present) != old.config_sha256:
         raise UserError(
-            f"{path} was changed after effexport wrote it; keep a copy of your changes, and give --replace-config to "
-            "write it anew"
+            f"{path} was changed after effexport wrote it; keep a copy of your changes, then overwrite it with "
+            "--replace-config"
         )
 
 

@@ -1,4 +1,4 @@
-"""artifact → model repository: the whole of `effexport package --format triton`."""
+"""artifact → model repository, for `effexport package`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from effexport.triton.writing import locked_repository, write_changes
 
 @dataclass(frozen=True)
 class Package:
-    """What packaging an artifact did. remarks: sentences that its user should read."""
+    """The result of packaging an artifact. serve: the command of the server. remarks: sentences for the user."""
 
     repository: Path
     changes: tuple[ModelChange, ...]
@@ -34,10 +34,10 @@ class Package:
 def package_artifact(
     artifact: Artifact, repository: Path, spec: PackageSpec, *, replace_config: bool = False
 ) -> Package:
-    """Add an artifact to a model repository. Either everything is written or nothing; what is there already stays.
+    """Add an artifact to a model repository. Everything is written, or nothing.
 
-    replace_config: also over a config.pbtxt that was changed by hand.
-    Raises UserError for what cannot be served, a version that is taken, or a repository that cannot be written.
+    replace_config: overwrite a hand-edited config.pbtxt.
+    Raises UserError if the artifact cannot be served, the version exists, or the repository cannot be written.
     """
     check_repository(repository, artifact)
     backends, remarks = choose_backends(artifact, spec)
@@ -51,7 +51,7 @@ def package_artifact(
         check_image(changes, spec.image_tag)
         pages, kept = pages_of_repository(repository, records, spec.image_tag)
         write_changes(repository, changes, pages)
-    remarks += tuple(f"{repository / name} was not written by effexport and was left as it is" for name in kept)
+    remarks += tuple(f"{repository / name} was not written by effexport and was not changed" for name in kept)
     remarks += tuple(
         f"{change.name}: no dynamic batching: {change.record.reason}" for change in changes if change.record.reason
     )
@@ -59,20 +59,20 @@ def package_artifact(
         newest = max(map(int, change.record.versions))
         if change.version < newest:
             remarks += (
-                f"{change.name}: the newest version is {newest}, and that is what is served; to serve this artifact "
-                f"again, give it a higher number with --version {newest + 1}",
+                f"{change.name}: Triton serves the newest version, {newest}; to serve this artifact, give it a higher "
+                f"number with --version {newest + 1}",
             )
     return Package(repository, tuple(changes), serve_arguments(records), remarks)
 
 
 def check_repository(repository: Path, artifact: Artifact) -> None:
-    """Refuse what cannot be a repository, before anything is read or written."""
+    """Raises UserError for a path that cannot be a repository."""
     if repository.exists() and not repository.is_dir():
         raise UserError(f"{repository} is a file; expected the folder of a model repository, or a new one")
     if (repository / MANIFEST).exists():
         raise UserError(f"{repository} is an artifact; expected the folder of a model repository, or a new one")
     if repository.resolve().is_relative_to(artifact.path.resolve()):
-        raise UserError(f"{repository} is inside of the artifact {artifact.path}; choose another folder with -o")
+        raise UserError(f"{repository} is inside the artifact {artifact.path}; choose another folder with -o")
 
 
 def records_of(repository: Path) -> dict[str, ModelRecord]:
@@ -85,14 +85,14 @@ def records_of(repository: Path) -> dict[str, ModelRecord]:
     return found
 
 
-# The first release of the image, as (year, month), whose Python effexport runs in, and whose ONNX Runtime takes kernels
-# that were compiled against 1.21.
+# First releases of the image, as (year, month), whose Python can run effexport, and whose ONNX Runtime loads kernels
+# that were compiled for 1.21.
 FIRST_IMAGE_WITH_PYTHON_311 = (24, 12)
 FIRST_IMAGE_WITH_ORT_121 = (25, 3)
 
 
 def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
-    """Raises UserError for an image that is known to be too old for these models. Tags of one's own say nothing."""
+    """Raises UserError for an image that is known to be too old for these models; custom tags are not checked."""
     found = re.match(r"(\d\d)\.(\d\d)(?!\d)", tag or "")
     if found is None:
         return
@@ -107,16 +107,16 @@ def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
         )
         if needs and release < first:
             raise UserError(
-                f"image tag {tag}: {change.name} needs {reason}, which images from {first[0]}.{first[1]:02} on have; "
+                f"image tag {tag}: {change.name} needs {reason}, which images have from {first[0]}.{first[1]:02} on; "
                 "choose a later --image-tag"
             )
 
 
 def check_server_path(records: dict[str, ModelRecord], spec: PackageSpec) -> None:
-    """Configurations hold absolute paths, and a server sees a repository in one place."""
+    """Raises UserError if models have different paths on the server; configurations contain absolute paths."""
     for name, record in records.items():
         if record.server_path != spec.server_path:
             raise UserError(
-                f"{name} was packaged for a server that sees the repository at {record.server_path}, and --server-path "
-                f"is {spec.server_path}; give the same for all, or use another repository"
+                f"{name} was packaged with --server-path {record.server_path}, not {spec.server_path}; give the same path "
+                "for all models, or use another repository"
             )

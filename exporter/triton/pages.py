@@ -13,17 +13,17 @@ from effexport.spec import TensorInfo
 from effexport.triton.record import ModelRecord
 from effexport.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG
 
-# In the first line of each page: pages without it belong to somebody else.
+# Part of the first line of each page that effexport wrote; other pages are not changed.
 MARK = "written by effexport package"
 PAGES = ("README.md", "compose.yaml", "Dockerfile", ".dockerignore")
-# Beyond this many numbers, a request is no example any more.
+# Requests with more numbers are not shown as examples.
 LARGEST_EXAMPLE = 64
 
 
 def pages_of_repository(
     repository: Path, records: Mapping[str, ModelRecord], image_tag: str | None
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """The pages that have to be written, and the names of those that are not ours to write."""
+    """The pages to write, and the names of those that effexport did not write and therefore keeps."""
     tag = image_tag or present_tag(repository) or DEFAULT_IMAGE_TAG
     values = page_values(records, tag)
     pages, kept = {}, []
@@ -39,7 +39,7 @@ def pages_of_repository(
 
 
 def present_tag(repository: Path) -> str | None:
-    """The tag of the image that an earlier call chose."""
+    """The image tag in the repository's Dockerfile, if effexport wrote it."""
     path = repository / "Dockerfile"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     found = re.search(r"^ARG TRITON_TAG=(\S+)$", text, re.MULTILINE)
@@ -73,7 +73,7 @@ def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
 
 
 def loaded_models(records: Mapping[str, ModelRecord]) -> list[str]:
-    """One model of each artifact: the others are the same in another backend."""
+    """The models to load: one per artifact, because the others are the same artifact in another backend."""
     best: dict[str, ModelRecord] = {}
     for record in sorted(records.values(), key=lambda record: (BACKENDS.index(record.backend), record.name)):
         best.setdefault(record.group, record)
@@ -81,7 +81,7 @@ def loaded_models(records: Mapping[str, ModelRecord]) -> list[str]:
 
 
 def serve_arguments(records: Mapping[str, ModelRecord]) -> tuple[str, ...]:
-    """The command of the server."""
+    """The command that starts the server."""
     path = next(iter(records.values())).server_path
     return (
         "tritonserver",
@@ -92,7 +92,7 @@ def serve_arguments(records: Mapping[str, ModelRecord]) -> tuple[str, ...]:
 
 
 def packages_of(models: list[ModelRecord]) -> list[str]:
-    """What the server's Python needs for the Python models, at the newest version that one was proven with."""
+    """Packages for the Python models, each at the newest version with which an artifact was built."""
     newest: dict[str, str] = {}
     python = [record for record in models if record.backend == "python"]
     for record in python:
@@ -107,7 +107,7 @@ def version_key(version: str) -> list[int]:
 
 
 def needed_inputs(record: ModelRecord) -> list[TensorInfo]:
-    """What an example request has to hold: a Python model fills in a mask of ones."""
+    """The inputs of an example request; Python models have a default for the mask."""
     return [record.inputs[0]] if record.backend == "python" else list(record.inputs)
 
 
@@ -117,7 +117,7 @@ def example_shape(record: ModelRecord, tensor: TensorInfo) -> list[int]:
 
 
 def json_request(record: ModelRecord) -> str | None:
-    """A request for curl; None where it would be too long to read."""
+    """An example request for curl; None if it would be too long to read."""
     inputs = []
     for tensor in needed_inputs(record):
         shape = example_shape(record, tensor)
@@ -126,7 +126,7 @@ def json_request(record: ModelRecord) -> str | None:
             count *= size
         if count > LARGEST_EXAMPLE:
             return None
-        # token 1 of a text is no padding; a mask keeps every token
+        # token 1 is not padding; a mask of ones keeps every token
         inputs.append(
             {"name": tensor.name, "shape": shape, "datatype": DTYPES[tensor.dtype].protocol, "data": [1] * count}
         )
@@ -138,7 +138,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("effexport", "triton"),
-        autoescape=False,  # Markdown, YAML and a Dockerfile, of names that were checked
+        autoescape=False,  # Markdown, YAML and a Dockerfile with checked names
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,4 +1,4 @@
-"""The text format of protocol buffers, as far as a model configuration needs it."""
+"""The part of protocol buffers' text format that a model configuration needs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ INDENT = "  "
 
 
 class Word(str):
-    """A name of an enumeration, which is written without quotes."""
+    """A value of an enumeration, which is written without quotes."""
 
     __slots__ = ()
 
 
-# A message is a list of its fields, in order: text, a number, a truth value, a Word, a tuple of those, or a message. A
-# message that is repeated is listed once for each value.
+# The fields of a message in order; a value is text, a number, a bool, a Word, a tuple of these, or a message. A
+# repeated field has one entry for each value.
 Message = list[tuple[str, Any]]
 
 
@@ -49,7 +49,7 @@ def text_of(value: object) -> str:
 
 
 def quoted(text: str) -> str:
-    """A string with what is no printable ASCII as octal escapes of its UTF-8 bytes."""
+    """A quoted string; bytes of its UTF-8 form that are not printable ASCII become octal escapes."""
     escapes = {ord("\\"): "\\\\", ord('"'): '\\"'}
     return '"' + "".join(escapes.get(b, chr(b) if 32 <= b < 127 else f"\\{b:03o}") for b in text.encode()) + '"'
 

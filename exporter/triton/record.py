@@ -1,4 +1,4 @@
-"""effexport.json beside config.pbtxt: what effexport knows of a model that it packaged. Triton does not read it."""
+"""effexport.json beside config.pbtxt: effexport's record of a packaged model. Triton does not read it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FORMAT_VERSION = 1
 class ModelRecord:
     """A model of a repository.
 
-    group: the name that the models of one artifact share. reason: why its requests are not put together.
-    example_length: tokens of an example request. tensorrt_version: that built its engine. server_path: where the server
-    sees the repository. config_sha256: of config.pbtxt as it was written.
-    packages: versions of what a Python model imports. versions: by number, where each came from.
+    group: the name that the models of one artifact share. reason: why its requests are not batched.
+    example_length: tokens of an example request. tensorrt_version: of the TensorRT that built its engine.
+    server_path: path of the repository on the server. config_sha256: of config.pbtxt as it was written.
+    packages: versions of the packages that a Python model imports. versions: the origin of each version, by number.
     """
 
     name: str
@@ -50,7 +50,7 @@ class ModelRecord:
 
 
 def read_record(folder: Path) -> ModelRecord | None:
-    """None for a folder that effexport did not write. Raises UserError for a damaged record, or a newer one."""
+    """The record of a model; None if effexport did not write it. Raises UserError if it is damaged or newer."""
     path = folder / RECORD
     if not path.is_file():
         return None
@@ -62,7 +62,7 @@ def read_record(folder: Path) -> ModelRecord | None:
             values[name] = tuple(TensorInfo(t["name"], t["dtype"], tuple(t["dims"])) for t in values[name])
         return ModelRecord(**values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove the model's folder, and package it again") from error
+        raise UserError(f"{path} is damaged ({error}); remove the model's folder and package it again") from error
 
 
 def config_digest(text: bytes) -> str:

@@ -1,4 +1,4 @@
-"""How an artifact is to be served by Triton."""
+"""The options of `effexport package`."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Literal
 from effexport.models.validation import SpecError, did_you_mean, require
 from effexport.runners.ort.session import IMPLEMENTATIONS
 
-# Triton's backends that can run an artifact, in the order in which one is chosen where several could serve it.
+# Triton's backends that can run an artifact, in order of preference.
 BACKENDS = ("onnxruntime", "python", "tensorrt")
-# A folder of a repository, a part of a URL, and a word of the command line that starts Triton's Python processes.
+# Valid as a folder name, in a URL, and in the command line that starts Triton's Python processes.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 DEFAULT_MAX_BATCH = 8
 DEFAULT_IMAGE_TAG = "26.07-py3"
 LARGEST_VERSION = 2**63 - 1
-# Of the 32-bit fields of a configuration.
+# Of 32-bit fields in a configuration.
 LARGEST_NUMBER = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackageSpec:
-    """How an artifact is to be served.
+    """Settings for serving an artifact with Triton.
 
     name: of the model; with several backends, `name-backend` each.
     backends: empty for all that the artifact has files for.
     version: number of the model's version; None takes the next free one.
-    max_batch: rows of the largest batch. preferred_batch: sizes that are run at once when they are reached.
-    None leaves both to the artifact: a model whose samples depend on their batch mates is given neither.
+    max_batch: rows of the largest batch. preferred_batch: sizes that run without further waiting.
+    None leaves both to the artifact; a model whose results depend on the rest of the batch gets neither.
     queue_delay_us: how long a request may wait for others to join it.
-    max_queue: requests that may wait; 0 is no limit.
+    max_queue: requests that may wait; 0: no limit.
     instances: copies of the model that run at the same time, per GPU on a GPU.
-    kind: None is a GPU for engines and the CPU for everything else.
-    threads: of ONNX Runtime, per instance; None lets it take all cores.
-    implementation: of custom operators: "kernel", "body", or "auto": kernels where the library is built.
+    kind: None: a GPU for engines, else the CPU.
+    threads: of ONNX Runtime, per instance; None: all cores.
+    implementation: of custom operators: "kernel", "body", or "auto" (kernel if built).
     live_versions: how many of the newest versions are served.
-    server_path: where the server sees the repository.
+    server_path: path of the repository on the server.
     image_tag: of the official image; None keeps the one that the repository has.
     """
 
@@ -85,20 +85,23 @@ class PackageSpec:
 
     def _check_batch(self) -> None:
         sizes, largest = self.preferred_batch, self.max_batch or DEFAULT_MAX_BATCH
-        require(list(sizes) == sorted(set(sizes)), f"preferred batches are {list(sizes)}; expected them in order, once")
+        require(
+            list(sizes) == sorted(set(sizes)),
+            f"preferred batches are {list(sizes)}; expected different sizes in ascending order",
+        )
         for size in sizes:
             require(
                 1 <= size <= largest,
-                f"preferred batch {size} is outside of 1 to {largest}, the largest batch; set that with --max-batch",
+                f"preferred batch {size} is not between 1 and {largest}, the largest batch, which --max-batch sets",
             )
 
     def model_name(self, backend: str, backends: tuple[str, ...]) -> str:
-        """Name of the model that one of several backends serves."""
+        """The model's name in one of the chosen backends."""
         return self.name if len(backends) == 1 and self.backends else f"{self.name}-{backend}"
 
 
 def check_name(name: str) -> None:
-    """Raises SpecError for a name that Triton, or a URL, cannot have."""
+    """Raises SpecError for a name that does not work in Triton or in a URL."""
     if not NAME.fullmatch(name):
         raise SpecError(
             f"{name!r} cannot be the name of a model; expected letters, digits, '-', '_' and '.', at most 128, and a "

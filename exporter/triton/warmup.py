@@ -1,4 +1,4 @@
-"""Requests that an instance answers before it counts as ready: golden inputs, so that real code paths run."""
+"""Warm-up requests, which an instance answers before it is ready: the golden inputs of the artifact."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from effexport.runners import Array
 
 
-# Larger batches are left to the first request: the files would outweigh the model.
+# Larger batches are not warmed up, because their files would be larger than the model.
 LARGEST_BYTES = 64_000_000
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """One request. files: for each input, the name of a file in the folder `warmup` of the model, after its content."""
+    """A warm-up request. files: the file of each input in the model's folder `warmup`, named by its content."""
 
     inputs: dict[str, Array]
 
@@ -39,9 +39,9 @@ class WarmUp:
 
 
 def warm_ups(artifact: Artifact, sizes: tuple[int, ...], engine: EngineInfo | None = None) -> tuple[WarmUp, ...]:
-    """One request for each size of batch, of the length the model was exported for; of none that its engine refuses.
+    """One request per batch size at the exported length, except those that the engine does not accept.
 
-    sizes: 0 takes the golden batch as it is.
+    sizes: 0 stands for the golden batch as it is.
     """
     case = load_reference(artifact.reference_path)[0]
     found = []
@@ -57,7 +57,7 @@ def warm_ups(artifact: Artifact, sizes: tuple[int, ...], engine: EngineInfo | No
 
 
 def accepts(profile: object, inputs: dict[str, Array]) -> bool:
-    """Whether every input lies between the smallest and the largest shape of a profile."""
+    """Whether every input is between the smallest and the largest shape of a profile."""
     assert isinstance(profile, dict)
     return all(
         low <= size <= high

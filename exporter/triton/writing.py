@@ -1,4 +1,4 @@
-"""Changes to a repository that a server may be reading: all of them, or none."""
+"""Write changes to a repository that a server may be reading: all of them, or none."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from effexport.errors import UserError
 from effexport.files import abandoned, created_folder
 from effexport.triton.content import write_content
-from effexport.triton.models import ModelChange
+
+if TYPE_CHECKING:
+    from effexport.triton.models import ModelChange
 
 
 @contextlib.contextmanager
 def locked_repository(repository: Path) -> Iterator[None]:
-    """The folder exists, and nobody else packages into it. After a failure, no folder is left that was not there."""
+    """Create the repository if missing, and keep other packaging processes out. After a failure, remove it if new."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(created_folder(repository))
@@ -31,9 +34,9 @@ def locked_repository(repository: Path) -> Iterator[None]:
 
 
 def write_changes(repository: Path, changes: Sequence[ModelChange], pages: Mapping[str, bytes]) -> None:
-    """Write everything aside, then rename it into place; a failure in between takes back what was renamed.
+    """Write everything to a staging folder, then rename it into place; a failure undoes the renames.
 
-    A folder of a version appears complete, or not at all, also to a server that looks while this runs.
+    A server that reads the repository meanwhile sees complete versions only.
     """
     written = [change for change in changes if change.status != "unchanged"]
     if not written and not pages:
@@ -53,7 +56,7 @@ def write_changes(repository: Path, changes: Sequence[ModelChange], pages: Mappi
         for step in reversed(undo):
             step()
         if isinstance(error, OSError):
-            raise UserError(f"cannot write to {repository}: {error}; it is as it was before") from error
+            raise UserError(f"cannot write to {repository}: {error}; nothing was changed") from error
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -73,7 +76,7 @@ def commit_model(repository: Path, change: ModelChange, staging: Path, undo: lis
         return
     if change.content is not None:
         move(source / str(change.version), target / str(change.version), staging, undo)
-    # the configuration last: what it speaks of is there by then
+    # the configuration last, after the files that it names
     for name in sorted(change.files, key=lambda name: not name.startswith("warmup/")):
         if not (target / name).parent.exists():
             (target / name).parent.mkdir()
@@ -82,7 +85,7 @@ def commit_model(repository: Path, change: ModelChange, staging: Path, undo: lis
 
 
 def move(source: Path, target: Path, staging: Path, undo: list[Callable[[], object]]) -> None:
-    """Rename a new folder, or a file over an old one, and remember how to take it back."""
+    """Rename a new folder, or a file over an old one, and add the step that undoes it."""
     if target.is_file():
         kept = staging / f".kept-{len(undo)}"
         os.link(target, kept)
@@ -94,8 +97,8 @@ def move(source: Path, target: Path, staging: Path, undo: list[Callable[[], obje
 
 
 def staging_folder(repository: Path) -> Path:
-    """Beside the repository, where no server looks; inside it only where the parent is another file system, or not
-    ours to write to."""
+    """A folder beside the repository, where no server reads; inside it if the parent is another file system or cannot
+    be written."""
     name = f".{repository.resolve().name}.packaging-{os.getpid()}"
     parent = repository.resolve().parent
     beside = parent.stat().st_dev == repository.stat().st_dev and os.access(parent, os.W_OK)

@@ -1,4 +1,4 @@
-"""Reading bodies: size, time and memory are limited before bytes are kept; compressed ones are unpacked within them."""
+"""Read and decompress request bodies within limits of size, time and memory; compress answers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
-# How zlib is told what it unpacks: HTTP's deflate is the zlib format.
+# zlib's window bits for each encoding; HTTP's deflate is the zlib format.
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-# Beyond this size, packing and unpacking are left to another thread.
+# Larger bodies are compressed and decompressed in another thread.
 THREAD_BYTES = 64 << 10
 
 
 class ByteBudget:
-    """How many bytes of bodies are in memory, of all requests together. Used by the event loop alone."""
+    """A counter of the bytes of all request bodies in memory, with a limit. Only the event loop uses it."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -37,14 +37,14 @@ class ByteBudget:
 
     @contextmanager
     def account(self) -> Iterator[Callable[[int], None]]:
-        """What is taken within the block is given back at its end. Taking too much raises RequestError."""
+        """Yield a function that counts bytes; they are given back at the end of the block. Raises RequestError."""
         taken = 0
 
         def take(size: int) -> None:
             nonlocal taken
             if self.used + size > self.limit:
                 raise RequestError(
-                    f"the server holds {self.used} bytes of other requests, of at most {self.limit}; try again later",
+                    f"the server already holds {self.used} of at most {self.limit} bytes of requests; try again later",
                     NO_MEMORY,
                 )
             self.used += size
@@ -59,9 +59,9 @@ class ByteBudget:
 async def read_body(
     receive: Receive, headers: Mapping[str, str], max_bytes: int, timeout_s: float, take: Callable[[int], None]
 ) -> bytes:
-    """The body, unpacked. take: accounts for bytes that are kept.
+    """The decompressed body. take: counts the bytes that are kept.
 
-    Raises RequestError for one that is too large, too slow, damaged or of an unknown encoding.
+    Raises RequestError for a body that is too large, too slow, damaged or of an unknown encoding.
     """
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", *_WINDOW_BITS):
@@ -80,11 +80,11 @@ async def read_body(
     if encoding == "identity":
         return body
     if len(body) > THREAD_BYTES:
-        unpacked = await asyncio.to_thread(decompress, body, encoding, max_bytes)
+        decompressed = await asyncio.to_thread(decompress, body, encoding, max_bytes)
     else:
-        unpacked = decompress(body, encoding, max_bytes)
-    take(len(unpacked))
-    return unpacked
+        decompressed = decompress(body, encoding, max_bytes)
+    take(len(decompressed))
+    return decompressed
 
 
 async def receive_all(receive: Receive, max_bytes: int, take: Callable[[int], None]) -> bytes:
@@ -105,28 +105,28 @@ async def receive_all(receive: Receive, max_bytes: int, take: Callable[[int], No
 
 
 def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Never more than `max_bytes`, however well the body was packed."""
-    unpacker = zlib.decompressobj(_WINDOW_BITS[encoding])
+    """The decompressed body; never decompresses more than `max_bytes`. Raises RequestError."""
+    decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
-        unpacked = unpacker.decompress(body, max_bytes + 1)
+        decompressed = decompressor.decompress(body, max_bytes + 1)
     except zlib.error as error:
         raise RequestError(f"the body is not {encoding}: {error}") from None
-    if len(unpacked) > max_bytes:
-        raise too_large(f"more than {max_bytes} bytes when unpacked", max_bytes)
-    if not unpacker.eof or unpacker.unused_data:
+    if len(decompressed) > max_bytes:
+        raise too_large(f"more than {max_bytes} bytes when decompressed", max_bytes)
+    if not decompressor.eof or decompressor.unused_data:
         raise RequestError(f"the body is not one complete {encoding} stream")
-    return unpacked
+    return decompressed
 
 
 def compress(body: bytes, encoding: str) -> bytes:
-    """Fast rather than small: what answers hold hardly gets smaller."""
-    packer = zlib.compressobj(1, zlib.DEFLATED, _WINDOW_BITS[encoding])
-    return packer.compress(body) + packer.flush()
+    """Compress fast rather than well: answers hardly get smaller."""
+    compressor = zlib.compressobj(1, zlib.DEFLATED, _WINDOW_BITS[encoding])
+    return compressor.compress(body) + compressor.flush()
 
 
 def wanted_encoding(accepted: str | None) -> str | None:
-    """gzip or deflate, for a client that names that alone: it asks for it. A list, which HTTP libraries send unasked,
-    only allows it, and packing takes longer than a run."""
+    """gzip or deflate if the client names only that one. If it lists several encodings (the default of most HTTP
+    libraries), the answer is not compressed, because compression takes longer than a run."""
     name = (accepted or "").strip().lower()
     return name if name in _WINDOW_BITS else None
 

@@ -1,4 +1,4 @@
-"""What a request can be refused for. Each is answered with its status and one JSON message, `{"error": …}`."""
+"""Reasons to refuse a request. The answer has the status of the reason and a JSON message, `{"error": …}`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STOPPING = Refusal(503, "stopping")
 
 
 class RequestError(Exception):
-    """A request is refused. The message says what was given, what was expected and what to do."""
+    """A refused request. The message says what was given, what was expected and what to do."""
 
     def __init__(self, message: str, kind: Refusal = INVALID) -> None:
         super().__init__(message)
@@ -36,4 +36,4 @@ class RequestError(Exception):
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before it had an answer; nobody is left to be told."""
+    """The client closed its connection before it was answered."""

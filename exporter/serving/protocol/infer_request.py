@@ -1,4 +1,4 @@
-"""The body of an infer request: JSON, alone or followed by the binary data of its tensors."""
+"""The body of an infer request: JSON, which may be followed by the binary data of its tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RequestedOutput:
-    """binary: as bytes after the JSON, or as numbers in it."""
+    """An output that the client wants. binary: as bytes after the JSON, not as numbers in it."""
 
     name: str
     binary: bool
@@ -26,9 +26,9 @@ class RequestedOutput:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """A request that the model can run. feeds: complete, and views of the body where they came as binary data.
+    """A request that the model can run. feeds: all inputs; those sent as binary data are views of the body.
 
-    timeout_s: how long this client wants to wait for the runner, if it says so.
+    timeout_s: how long the client wants to wait for the runner, or None.
     """
 
     id: str | None
@@ -42,9 +42,9 @@ class InferRequest:
 
 
 def request_from_body(body: bytes, header: str | None, signature: Signature) -> InferRequest:
-    """header: Inference-Header-Content-Length, how many bytes of the body are JSON; None: all of them.
+    """Parse and check a request. header: Inference-Header-Content-Length, the size of the JSON; None: the whole body.
 
-    Raises RequestError for everything that is not a request which this model can run.
+    Raises RequestError for anything that this model cannot run.
     """
     length = json_length(body, header)
     fields = parsed_object(body[:length] if header is not None else body)
@@ -60,7 +60,7 @@ def request_from_body(body: bytes, header: str | None, signature: Signature) -> 
 def json_length(body: bytes, header: str | None) -> int:
     if header is None:
         return len(body)
-    # int() would take "+1", " 1", "1_0" and digits of other scripts, and any number of them
+    # int() would also accept "+1", " 1", "1_0", digits of other scripts, and any number of digits
     if not (header.isascii() and header.isdigit() and len(header) <= 18):
         raise RequestError(f"Inference-Header-Content-Length is {shown(header)}; expected a number of bytes")
     length = int(header)
@@ -96,7 +96,7 @@ def parameters_of(fields: Mapping[str, Any], owner: str) -> Mapping[str, Any]:
 
 
 def objects_named(fields: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """A list of objects with a name each, all different."""
+    """The list of objects under `key`, each with a different name. Raises RequestError."""
     values = fields[key]
     if not isinstance(values, list) or not values:
         raise RequestError(f"{key} are {shown(values)}; expected a list of at least one object")
@@ -144,7 +144,7 @@ def check_datatype(value: Mapping[str, Any], tensor: TensorInfo) -> None:
 
 
 def array_from_binary(data: memoryview, offset: int, size: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Array:
-    """A view of the request, or a copy where the bytes do not begin at a multiple of the element size."""
+    """The input as a view of the body, or as a copy if its bytes are not aligned to the element size."""
     import numpy as np
 
     dtype = numpy_dtype(tensor.dtype)
@@ -169,7 +169,7 @@ def array_from_binary(data: memoryview, offset: int, size: Any, tensor: TensorIn
 def outputs_from_fields(
     fields: Mapping[str, Any], parameters: Mapping[str, Any], signature: Signature
 ) -> tuple[RequestedOutput, ...]:
-    """Those that are asked for, in that order; all of them when none is named."""
+    """The outputs that the client names, in its order; all outputs if it names none."""
     default = flag(parameters, "binary_data_output", False, "the request")
     if fields.get("outputs") in (None, []):
         wanted = [RequestedOutput(tensor.name, default) for tensor in signature.outputs]
@@ -184,7 +184,7 @@ def outputs_from_fields(
         datatype = DTYPES[signature.output_named(output.name).dtype].protocol
         if datatype in BINARY_ONLY and not output.binary:
             raise RequestError(
-                f"output {output.name!r} is {datatype}, which has no JSON; ask for it with binary_data: true"
+                f"output {output.name!r} is {datatype}, which JSON cannot represent; ask for it with binary_data: true"
             )
     return tuple(wanted)
 
@@ -197,7 +197,7 @@ def flag(parameters: Mapping[str, Any], name: str, default: bool, owner: str) ->
 
 
 def timeout_from_parameters(parameters: Mapping[str, Any]) -> float | None:
-    """`timeout` is in microseconds, as Triton's clients send it."""
+    """The parameter `timeout`, which Triton's clients send in microseconds, in seconds."""
     value = parameters.get("timeout")
     if value is None or (type(value) is int and value == 0):
         return None

@@ -1,4 +1,4 @@
-"""The body of an answer: JSON, alone or followed by the binary data of its tensors."""
+"""The body of an answer: JSON, which may be followed by the binary data of its tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """header_length: of the JSON, where binary data follows it."""
+    """The body of an answer. header_length: size of its JSON if binary data follows, else None."""
 
     body: bytes
     header_length: int | None
 
 
 def answer_from_outputs(request: InferRequest, outputs: Mapping[str, Array], name: str, version: str) -> Answer:
-    """Raises RequestError for numbers that JSON does not have, NaN and infinity."""
+    """Raises RequestError for NaN and infinity that would be sent as JSON."""
     import numpy as np
     import orjson
 
@@ -38,7 +38,7 @@ def answer_from_outputs(request: InferRequest, outputs: Mapping[str, Array], nam
         }
         if wanted.binary:
             entry["parameters"] = {"binary_data_size": array.nbytes}
-            # views: the one copy is that into the body. numpy alone views types that Python has no name for
+            # views, so that the only copy is into the body; view as uint8, because memoryview lacks some types
             binary.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         else:
             check_finite(wanted.name, array)
@@ -62,5 +62,5 @@ def check_finite(name: str, array: Array) -> None:
 
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise RequestError(
-            f"output {name!r} holds NaN or infinity, which JSON does not have; ask for binary data", FAILED
+            f"output {name!r} contains NaN or infinity, which JSON cannot represent; ask for binary data", FAILED
         )

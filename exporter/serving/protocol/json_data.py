@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # The protocol has no JSON for these: they travel as binary data only.
 BINARY_ONLY = ("FP16", "BF16")
-# JSON has no other numbers; a bool is an int to Python, but not to the protocol.
+# Element types as Python reads them from JSON. A bool is an int in Python, but not in the protocol.
 _ELEMENTS: dict[str, tuple[set[type], str]] = {
     "BOOL": ({bool}, "true or false"),
     "INT32": ({int}, "integers"),
@@ -26,12 +26,12 @@ _ELEMENTS: dict[str, tuple[set[type], str]] = {
 
 
 def array_from_json(data: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Array:
-    """shape: checked before. Raises RequestError for elements of another type, number or range."""
+    """The elements as an array. shape: already checked. Raises RequestError for a wrong type, number or range."""
     import numpy as np
 
     datatype = DTYPES[tensor.dtype].protocol
     if datatype in BINARY_ONLY:
-        raise RequestError(f"input {tensor.name!r} is {datatype}, which has no JSON; send it as binary data")
+        raise RequestError(f"input {tensor.name!r} is {datatype}, which JSON cannot represent; send it as binary data")
     flat = flat_elements(data, tensor.name, shape)
     accepted, expected = _ELEMENTS[datatype]
     others = set(map(type, flat)) - accepted
@@ -49,7 +49,7 @@ def array_from_json(data: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Ar
 
 
 def flat_elements(data: Any, name: str, shape: tuple[int, ...]) -> list[Any]:
-    """The elements in row-major order. Raises RequestError unless there are as many as the shape says."""
+    """The elements in row-major order. Raises RequestError if they do not match the shape."""
     if not isinstance(data, list):
         raise RequestError(f"data of input {name!r} is {shown(data)}; expected a list")
     count = element_count(shape)

@@ -1,4 +1,4 @@
-"""What a model takes and gives, with the limits that a request is held to before anything is allocated for it."""
+"""Inputs and outputs of a model, with the limits that a request must meet before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Signature:
-    """Names, types and dims of a model. max_sizes: the largest size of every dimension that has a limit, by name."""
+    """Inputs and outputs of a model. max_sizes: the largest size of every dimension that has a limit, by name."""
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
@@ -36,7 +36,7 @@ class Signature:
         return named(self.outputs, name, "output")
 
     def checked_shape(self, tensor: TensorInfo, shape: Any) -> tuple[int, ...]:
-        """The shape that a request states, within the dims and limits. Raises RequestError."""
+        """The shape in a request. Raises RequestError if it does not fit the dims and limits of the input."""
         given = f"input {tensor.name!r} has shape {shown(shape)}"
         if not isinstance(shape, list) or not all(type(size) is int for size in shape):
             raise RequestError(f"{given}; expected a list of integers: {tensor}")
@@ -53,7 +53,7 @@ class Signature:
         return tuple(shape)
 
     def complete(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The feeds with defaults for what may be left out. Raises RequestError for what does not fit."""
+        """The feeds, with defaults for optional inputs. Raises RequestError for feeds that do not fit."""
         try:
             return checked_feeds(feeds, self.inputs, self.limits)
         except UserError as error:
@@ -71,7 +71,7 @@ class Signature:
         return tuple(tensor.name for tensor in self.inputs if tensor.name in INPUT_DEFAULTS)
 
 
-# What the message about a dimension that is too large adds.
+# Remedies for a dimension that is too large.
 _REMEDY = {
     "batch": " rows in a request: send several requests, which are joined, or start it with a larger --max-batch",
     "seq": " tokens: shorten or split the input, or start it with a larger --max-seq-len if the model takes more",
@@ -105,6 +105,6 @@ def element_count(shape: tuple[int, ...]) -> int:
 
 
 def shown(value: object, longest: int = 80) -> str:
-    """A value of a request for a message: somebody else chose it, so its length is bounded."""
+    """A value of a request for a message, cut to a bounded length."""
     text = repr(value)
     return text if len(text) <= longest else f"{text[:longest]}…"

@@ -1,4 +1,4 @@
-"""The ASGI application: the KServe V2 protocol for one model. The same runs under uvicorn and Ray Serve."""
+"""The ASGI application: the KServe V2 protocol for one model, under uvicorn or Ray Serve."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from effexport.version import __version__
 
 logger = logging.getLogger("effexport.serving")
 EXTENSIONS = ("binary_tensor_data", "model_repository")
-# Probes have no secrets: what they ask is open, with a token too.
+# Health probes need no token.
 OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
-# Not a status of the standard, but of the field: nobody reads this answer, and metrics count it.
+# Not an HTTP standard, but customary. Only metrics show it, because the client has gone.
 CLIENT_GONE_STATUS = 499
 
 
 class Service:
     """Endpoints of one model.
 
-    draining: the server stops; who asks whether it is ready is sent elsewhere.
-    is_crowded: whether more connections are open than the server wants; then only probes are answered.
+    draining: the server is stopping, so it is not ready.
+    is_crowded: whether too many connections are open; then only health probes are answered.
     """
 
     def __init__(self, model: ServedModel) -> None:
@@ -115,7 +115,7 @@ class Service:
         if token is None or request.url.path in OPEN_PATHS:
             return
         given = request.headers.get("authorization", "").encode("latin-1")
-        # compared in constant time, so that a token cannot be found out letter by letter
+        # compared in constant time, so that a token cannot be guessed letter by letter
         if not hmac.compare_digest(given, f"Bearer {token}".encode("ascii")):
             raise RequestError("expected the header Authorization: Bearer, with the token of this server", UNAUTHORIZED)
 
@@ -181,7 +181,7 @@ def refusal(message: str, kind: Refusal, service: Service) -> Response:
     elif kind is UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
     if kind is CROWDED or kind.status in (408, 413):
-        # one connection less, or a body whose rest is not waited for
+        # frees a connection, or avoids waiting for the rest of a body
         headers["connection"] = "close"
     return json_response({"error": message}, kind.status, headers)
 

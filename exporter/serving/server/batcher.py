@@ -1,4 +1,4 @@
-"""Continuous batching: one thread runs the model; whenever it is free it takes what waits and fits together."""
+"""Continuous batching: one thread runs the model; whenever it is free, it takes waiting requests that fit together."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from effexport.errors import EffexportError, UserError
+from effexport.runners.joining import Key, joined_feeds, joining_key, split_outputs
 from effexport.serving.protocol.errors import FAILED, QUEUE_FULL, STOPPING, WAITED_TOO_LONG, RequestError
-from effexport.serving.server.joining import Key, joined_feeds, joining_key, split_outputs
 from effexport.serving.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
 
 @dataclass(eq=False)
 class Job:
-    """A request that waits. Times are of time.perf_counter. Cancelling the answer takes it out of the queue."""
+    """A waiting request. Times are from time.perf_counter. Cancelling its answer removes it from the queue."""
 
     feeds: Mapping[str, Array]
     rows: int
@@ -68,7 +68,7 @@ class Batcher:
 
     @property
     def retry_after_s(self) -> int:
-        """Whole seconds until the queue of now is empty, as HTTP wants it."""
+        """Estimated whole seconds until the present queue is empty, for the Retry-After header."""
         return max(1, round(len(self._waiting) * self._busy_s))
 
     def refuse_if_full(self) -> None:
@@ -76,10 +76,7 @@ class Batcher:
             raise RequestError(f"{self._settings.queue_size} requests are waiting; try again later", QUEUE_FULL)
 
     def submit(self, feeds: Mapping[str, Array], rows: int, timeout_s: float) -> Job:
-        """Called by the event loop.
-
-        Raises RequestError when the queue is full, or the server stops.
-        """
+        """Queue a request; called by the event loop. Raises RequestError if the queue is full or the server stops."""
         loop = asyncio.get_running_loop()
         job = Job(feeds, rows, joining_key(feeds), loop, loop.create_future(), time.perf_counter() + timeout_s)
         with self._changed:
@@ -104,7 +101,7 @@ class Batcher:
             self._busy_s += 0.2 * ((time.perf_counter() - started) / len(batch) - self._busy_s)
 
     def _take(self) -> list[Job]:
-        """The oldest job with those that may join it; empty when the server stops."""
+        """The oldest job and the jobs that may join it; empty when the server stops."""
         with self._changed:
             while True:
                 self._drop_late()
@@ -116,7 +113,7 @@ class Batcher:
                     self._changed.wait()
 
     def _is_worth_waiting(self) -> bool:
-        """Whether the delay for joining is not over; if so, waits for it or for the next job."""
+        """Whether more jobs may still join; if so, wait for the next job or the end of the delay."""
         delay_s = self._settings.batch_delay_ms / 1e3
         if not (delay_s and self._joins) or self._closing:
             return False
@@ -142,7 +139,7 @@ class Batcher:
         return batch
 
     def _drop_late(self) -> None:
-        """Jobs that nobody waits for, or that waited too long, are not run."""
+        """Remove jobs that were cancelled or waited too long."""
         now = time.perf_counter()
         late = [job for job in self._waiting if job.deadline < now or job.answer.cancelled()]
         for job in late:
@@ -150,7 +147,7 @@ class Batcher:
         deliver([(job, waited_too_long()) for job in late])
 
     def _outcomes(self, batch: Sequence[Job]) -> list[Outcome]:
-        """What each job gets. A run that fails is tried again one by one: the others are not to blame."""
+        """Run a batch. If it fails, its jobs run one by one, so that only the job at fault fails."""
         started = time.perf_counter()
         for job in batch:
             if not job.started:
@@ -159,7 +156,7 @@ class Batcher:
         rows = [job.rows for job in batch]
         try:
             outputs = self._run(joined_feeds([job.feeds for job in batch]))
-        except Exception as error:  # the thread must outlive whatever a runtime raises
+        except Exception as error:  # the thread must survive anything that a runtime raises
             if len(batch) > 1:
                 return [outcome for job in batch for outcome in self._outcomes([job])]
             return [(batch[0], refusal_from_error(error))]
@@ -183,7 +180,7 @@ def refusal_from_error(error: Exception) -> RequestError:
 def deliver(outcomes: Sequence[Outcome]) -> None:
     """Hand results to the event loops that wait for them, in one call for each loop."""
     for loop in {job.loop for job, _ in outcomes}:
-        # a loop that has ended has nobody left who waits
+        # if the loop has ended, nobody waits for the answer
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, [(job, result) for job, result in outcomes if job.loop is loop])
 

@@ -1,4 +1,4 @@
-"""Whether the optional packages are there."""
+"""Checks that the optional packages are installed."""
 
 from __future__ import annotations
 

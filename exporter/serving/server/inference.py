@@ -23,16 +23,16 @@ HEADER_LENGTH = "inference-header-content-length"
 
 
 class Inference:
-    """Answers infer requests of one model."""
+    """The handler of infer requests for one model."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._budget = ByteBudget(model.settings.max_bytes_in_memory)
 
     async def answer(self, request: Request) -> Response:
-        """Raises RequestError for what is refused, ClientGoneError when the client did not wait."""
+        """Answer a request. Raises RequestError if it is refused, ClientGoneError if the client has gone."""
         settings = self._model.settings
-        # before its body is read: a server under load answers that it is at once
+        # before its body is read, so that an overloaded server refuses at once
         self._model.batcher.refuse_if_full()
         with self._budget.account() as take:
             body = await read_body(
@@ -67,7 +67,7 @@ class Inference:
 
 
 async def first_of(job: Job, gone: asyncio.Future[None], timeout_s: float) -> Mapping[str, Array]:
-    """The outputs, unless the client goes away, or the runner does not take the job in time."""
+    """The outputs of the job. Raises ClientGoneError, or RequestError if the job does not start in time."""
     timeout: float | None = timeout_s
     while True:
         either: tuple[asyncio.Future[Any], ...] = (job.answer, gone)
@@ -78,10 +78,10 @@ async def first_of(job: Job, gone: asyncio.Future[None], timeout_s: float) -> Ma
             raise ClientGoneError
         if not job.started:
             raise waited_too_long()
-        timeout = None  # it is being run, which cannot be stopped
+        timeout = None  # the run has started and cannot be stopped
 
 
 async def client_gone(receive: Receive) -> None:
-    """Returns when the client has closed its connection."""
+    """Return when the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -7,12 +7,12 @@ from typing import Any
 
 # Seconds: from a short sequence on a GPU to a long one on a busy CPU.
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-# Every size up to 16: with a histogram of sizes one can say what a loop over the same sizes would have taken.
+# Every size up to 16, so that the histogram tells how long a loop over the same sizes would have taken.
 SIZE_BUCKETS = (*range(1, 17), 24, 32, 48, 64, 128, 256)
 
 
 class Metrics:
-    """Registered apart from those of the process, so that several servers in one process do not mix."""
+    """The metrics of one server, in a registry of their own, so that servers in one process do not mix."""
 
     def __init__(self, model: str) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector

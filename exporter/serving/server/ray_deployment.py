@@ -1,4 +1,4 @@
-"""The same application on Ray Serve: replicas on many machines, more of them under load."""
+"""The same application on Ray Serve, with autoscaling replicas on one or many machines."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from effexport.runtimes import RUNTIMES
 from effexport.serving.server.served_model import checked_name, folder_name
 from effexport.serving.server.target import ServingTarget
 
-# Of a minute each, in which Ray waits for its proxies.
+# Each attempt takes up to a minute, in which Ray waits for its proxies.
 START_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSettings:
-    """How many replicas there are, and what each of them takes. address: of a cluster; None: Ray on this machine.
+    """Number and resources of the replicas. address: of a cluster; None: Ray on this machine.
 
-    gpus: may be a share of one. cpus: also the threads of ONNX Runtime.
+    gpus: per replica, may be a fraction. cpus: per replica, also the threads of ONNX Runtime.
     """
 
     address: str | None = None
@@ -36,7 +36,7 @@ class ReplicaSettings:
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise UserError(
                 f"--min-replicas is {self.min_replicas} and --max-replicas {self.max_replicas}; expected 1 or "
-                "more, and a maximum that is no smaller"
+                "more, and a maximum that is not smaller"
             )
         for option, value, low in (("--replica-cpus", self.cpus, 0.1), ("--replica-gpus", self.gpus, 0.0)):
             if not low <= value < math.inf:
@@ -44,12 +44,12 @@ class ReplicaSettings:
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any], runtime: str) -> ReplicaSettings:
-        """given: what the user set. A runtime on a GPU gets a whole one unless that says otherwise."""
+        """given: the options that were set. A GPU runtime gets a whole GPU per replica by default."""
         return cls(**{"gpus": 1.0 if RUNTIMES[runtime].device == "cuda" else 0.0, **given})
 
 
 def application(target: ServingTarget, replicas: ReplicaSettings) -> Any:
-    """A Ray Serve application. Every replica opens the artifact at the same path, so that must be on every machine."""
+    """The Ray Serve application. Every replica opens the artifact at the same path, on its own machine."""
     from ray import serve
 
     target = replace(target, artifact=target.artifact.resolve(), threads=max(1, int(replicas.cpus)))
@@ -62,16 +62,16 @@ def application(target: ServingTarget, replicas: ReplicaSettings) -> Any:
 
     deployment = serve.deployment(
         name="effexport",
-        # a replica has a queue of its own; one that is full answers 503 by itself
+        # every replica has its own queue and answers 503 when it is full
         max_ongoing_requests=settings.queue_size + settings.max_batch,
         autoscaling_config={
             "min_replicas": replicas.min_replicas,
             "max_replicas": replicas.max_replicas,
-            # more than one batch in work and one that waits: another replica would help
+            # one batch running and one waiting; beyond that, another replica helps
             "target_ongoing_requests": 2 * settings.max_batch,
         },
         ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
-        # what was accepted is answered before a replica goes
+        # a replica answers accepted requests before it stops
         graceful_shutdown_timeout_s=settings.timeout_s,
     )
     return deployment(serve.ingress(build_app)()).bind()
@@ -80,10 +80,10 @@ def application(target: ServingTarget, replicas: ReplicaSettings) -> Any:
 def deploy_until_stopped(
     target: ServingTarget, replicas: ReplicaSettings, host: str, port: int, on_ready: Callable[[str, str], None]
 ) -> None:
-    """On this machine: serve until SIGTERM or Ctrl-C. On a cluster: deploy, and leave it there.
+    """Serve on this machine until SIGTERM or Ctrl-C, or deploy on a cluster and return.
 
     on_ready: called with URL and model name when the application answers. The artifact is checked here first.
-    Raises UserError for an artifact or a cluster that is not there, EffexportError when no replica comes up.
+    Raises UserError if the artifact or the cluster cannot be used, EffexportError if no replica starts.
     """
     import ray
     from ray import serve
@@ -106,7 +106,7 @@ def deploy_until_stopped(
 
 
 def start_proxies(host: str, port: int) -> None:
-    """Ray waits a minute for its proxies, which a busy machine may not be done in; asked again, it waits on."""
+    """Start Ray's proxies; on a busy machine this may take longer than the minute that Ray waits."""
     from ray import serve
 
     for attempt in range(START_ATTEMPTS):
@@ -119,10 +119,10 @@ def start_proxies(host: str, port: int) -> None:
 
 
 def wait_for_signal() -> None:
-    """Until SIGTERM or Ctrl-C. Ray has handlers of its own, which end the process as a failure: ours replace them."""
+    """Wait for SIGTERM or Ctrl-C. Replaces Ray's signal handlers, which end the process as a failure."""
     stop = threading.Event()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    # a wait without a limit would not let handlers run on every platform
+    # on some platforms, signal handlers do not run during a wait without a limit
     while not stop.wait(1.0):
         pass
     for number, handler in before.items():
@@ -130,7 +130,7 @@ def wait_for_signal() -> None:
 
 
 def checked_artifact_name(target: ServingTarget) -> str:
-    """The model's name. What cannot be served is refused here, where the user sees it, and not in a replica's log."""
+    """The model's name. Raises UserError here for what would otherwise fail in the log of a replica."""
     from effexport.artifact import open_artifact
     from effexport.runners.artifact_runner import check_runtime
     from effexport.serving.protocol.signature import signature_from_spec
@@ -142,20 +142,20 @@ def checked_artifact_name(target: ServingTarget) -> str:
 
 
 def check_port(host: str, port: int, replicas: ReplicaSettings) -> None:
-    """Ray would take minutes to say so. A cluster's ports are its own."""
+    """Raises UserError for a port that is taken on this machine; Ray reports it only after minutes."""
     from effexport.serving.server.server import bound_socket
 
     if port == 0:
-        raise UserError("--port is 0; Ray Serve needs a port that is chosen before")
+        raise UserError("--port is 0; Ray Serve cannot pick a free port: choose one")
     if replicas.address is None:
         bound_socket(host, port).close()
 
 
 def connect(address: str | None) -> None:
-    """A new Ray on this machine, or the cluster at an address. Raises UserError when there is none."""
+    """Start Ray on this machine, or connect to a cluster. Raises UserError if no cluster answers."""
     import ray
 
-    # no reports to Ray's makers without being asked
+    # no usage reports unless the user enables them
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
         ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
@@ -163,4 +163,4 @@ def connect(address: str | None) -> None:
     try:
         ray.init(address=address, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UserError(f"--address is {address!r}, where no Ray cluster answers: {error}") from error
+        raise UserError(f"no Ray cluster answers at --address {address!r}: {error}") from error

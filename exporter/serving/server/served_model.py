@@ -11,7 +11,6 @@ from effexport.errors import UserError
 from effexport.runtimes import RUNTIMES
 from effexport.serving.protocol.signature import Signature, signature_from_spec
 from effexport.serving.server.batcher import Batcher
-from effexport.serving.server.joining import why_not_joined
 from effexport.serving.server.metrics import Metrics
 from effexport.serving.settings import ServingSettings
 
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
     from effexport.runners import Array, Runner
     from effexport.spec import BuildSpec
 
-# An artifact is one version of a model; another one is another artifact, on another server.
+# The only version: an artifact is one version of a model, and a server has one artifact.
 VERSION = "1"
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class ServedModel:
-    """Call `close` to finish what was accepted and free the runner, which it owns.
+    """A model that answers requests: runner, signature and queue. `close` answers accepted requests, then closes it.
 
-    why_not_joined: why requests never share a run, or "".
+    why_not_joined: why requests never share a run; "" if they may.
     """
 
     version = VERSION
@@ -58,14 +57,14 @@ class ServedModel:
         return {"name": self.name, "versions": [VERSION], "platform": self.platform, **self.signature.metadata()}
 
     def warm_up(self) -> None:
-        """One run of the length it was built for, so that the first request does not pay for what is done once.
+        """Run once at the length of the build, so that the first request does not pay for one-time work.
 
-        Raises what the runner raises: a model that cannot run is found out before the server is ready.
+        Raises what the runner raises, so that a model that cannot run is noticed before the server is ready.
         """
         self._runner.run(self.example_feeds(1, self._warm_up_length))
 
     def example_feeds(self, rows: int, seq_len: int) -> dict[str, Array]:
-        """Zeros of the signature's types, which every model takes; what may be left out is."""
+        """Zeros for the inputs that are not optional; every model accepts them."""
         import numpy as np
 
         from effexport.dtypes import numpy_dtype
@@ -87,12 +86,12 @@ class ServedModel:
 def served_model(
     artifact: Artifact, settings: ServingSettings, name: str | None, load_runner: Callable[[], Runner], platform: str
 ) -> ServedModel:
-    """An artifact in the runtime that load_runner opens, warmed up. name: None for that of its folder.
+    """Open an artifact with `load_runner` and warm it up. name: None for the name of its folder.
 
     Raises UserError for a name that does not fit into a URL, and what the runner raises.
     """
     name = checked_name(name if name is not None else folder_name(artifact.path))
-    # limits that cannot work are found out before the model is loaded
+    # checked before the model is loaded
     signature_from_spec(artifact.spec, settings)
     model = ServedModel(load_runner(), artifact.spec, name, settings, platform)
     try:
@@ -108,8 +107,16 @@ def platform_of(runtime: str) -> str:
     return RUNTIMES[runtime].platform
 
 
+def why_not_joined(spec: BuildSpec) -> str:
+    """Why requests must not share a run; "" if the parity check has shown that samples do not affect each other."""
+    has_batch_axes = all(tensor.dims[:1] == ("batch",) for tensor in (*spec.inputs, *spec.outputs))
+    return spec.model.why_not_invariant or (
+        "" if has_batch_axes else "an input or output does not begin with a batch axis"
+    )
+
+
 def folder_name(path: Path) -> str:
-    """Also of `.` and of a path that ends in `..`."""
+    """The name of a folder, also for `.` and for a path that ends in `..`."""
     return path.resolve().name
 
 

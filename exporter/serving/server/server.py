@@ -1,4 +1,4 @@
-"""The server of one machine: uvicorn, with a limit for slow headers, and a stop that loses nothing."""
+"""The server on one machine: uvicorn, with a time limit for headers and a shutdown that loses no request."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from effexport.errors import UserError
 from effexport.serving.server.app import Service
 
-# How long a client may take for the head of a request.
+# Time that a client may take to send the headers of a request.
 HEADER_TIMEOUT_S = 10.0
-# Connections that were quiet for so long may be closed when the server stops: no request is on its way.
+# When the server stops, it waits this long for requests that are on their way over open connections.
 DRAIN_S = 0.3
 BACKLOG = 1024
-# More get a 503: every connection may hold an answer that its client does not fetch.
+# Further ones get a 503, because every connection may hold an answer that its client does not read.
 MAX_CONNECTIONS = 2048
-# Those, the ones that are being refused, and the files of the process itself.
+# For these connections, those that are being refused, and the files of the process itself.
 MAX_OPEN_FILES = 2 * MAX_CONNECTIONS
 _SLOW_HEADERS_BODY = f'{{"error":"the head of the request did not arrive within {HEADER_TIMEOUT_S:g} s"}}'.encode()
 _SLOW_HEADERS = (
@@ -35,7 +35,7 @@ _SLOW_HEADERS = (
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, which alone would wait for the end of a request's head for ever."""
+    """uvicorn's protocol with a time limit for headers, for which uvicorn itself would wait forever."""
 
     _head_timer: asyncio.TimerHandle | None = None
 
@@ -71,13 +71,13 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Calls on_ready when it accepts requests. SIGTERM and SIGINT end it when all accepted requests are answered."""
+    """A uvicorn server that calls on_ready when it accepts requests, and answers them all before it stops."""
 
     def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._service = service
         self._on_ready = on_ready
-        # uvicorn's own limit_concurrency says neither Retry-After nor anything to the metrics, and refuses probes
+        # uvicorn's own limit_concurrency sends no Retry-After, is not in the metrics, and refuses health probes
         service.is_crowded = lambda: len(self.server_state.connections) > MAX_CONNECTIONS
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """No new connections; every answer closes its own; what is on its way over open ones still arrives."""
+        """Accept no new connections; answer the requests on open ones, and close each after its answer."""
         self._service.draining = True
         for server in self.servers:
             server.close()
@@ -99,7 +99,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's own, does not raise the signal again at the end: a stop that was asked for is a success."""
+        """Handle signals as uvicorn does, but do not raise them again at the end: a requested stop is a success."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -116,18 +116,20 @@ class Server(uvicorn.Server):
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that nobody can connect to before the server listens. Port 0: a free one.
+    """A bound socket that does not listen yet. Port 0: a free port.
 
-    Raises UserError for an address that is not of this machine, or a port that is taken.
+    Raises UserError for an address that this machine does not have, or a port that is taken.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--host is {host!r}, which is no address: {error}; expected a name or an address") from error
+        raise UserError(
+            f"--host is {host!r}, which is not an address: {error}; expected a name or an address"
+        ) from error
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # fails for a port that another server listens on; this one listens when its model is ready
+        # fails if another server listens on the port; this one listens when its model is ready
         bound.bind(address)
     except OSError as error:
         bound.close()
@@ -138,13 +140,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """With the port that was found, and brackets around an address of IPv6."""
+    """The URL of a bound socket, with brackets around an IPv6 address."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def raise_file_limit() -> None:
-    """Many systems start a process with 1024 files, each connection being one, and let it ask for more."""
+    """Raise the limit on open files, which is often 1024; every connection is one."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -168,7 +170,7 @@ def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> 
         log_level="error",
         server_header=False,
         timeout_keep_alive=75,
-        # after that only clients are left that do not fetch their answers
+        # after that, the only clients left are those that do not read their answers
         timeout_graceful_shutdown=math.ceil(30 + 2 * app.state.service.model.settings.timeout_s),
     )
     Server(config, app.state.service, on_ready).run(sockets=[bound])

@@ -1,4 +1,4 @@
-"""What is to be served, and with what."""
+"""The artifact to serve, and how to run it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServingTarget:
-    """name: None for that of the artifact's folder. runtime, implementation: as in `effexport run`.
+    """An artifact to serve. name: None for the name of its folder. runtime, implementation: as in `effexport run`.
 
-    threads: of ONNX Runtime; None lets it decide.
+    threads: of ONNX Runtime; None: its default.
     """
 
     artifact: Path
@@ -28,7 +28,7 @@ class ServingTarget:
     threads: int | None = None
 
     def load(self) -> ServedModel:
-        """Open and warm it up here. Raises UserError for what cannot be served, as `effexport run` does."""
+        """Open the artifact and warm it up in this process. Raises UserError if it cannot be served."""
         from effexport.artifact import open_artifact
         from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
         from effexport.serving.server.served_model import platform_of, served_model

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from effexport.errors import RuntimeFailedError, UserError
+from effexport.runners.joining import joined_feeds, split_outputs
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.server.batcher import Batcher, Job
-from effexport.serving.server.joining import joined_feeds, split_outputs, why_not_joined
 from effexport.serving.server.metrics import Metrics
+from effexport.serving.server.served_model import why_not_joined
 from effexport.serving.settings import ServingSettings
 from effexport.spec import BuildSpec
 

@@ -318,7 +318,7 @@ def test_a_repository_that_cannot_be_one_is_refused(
     options = ("--backend", "python")
     assert "is a file" in cli("package", artifact, "-o", tmp_path / "file", *options).error()
     assert "is an artifact" in cli("package", artifact, "-o", artifact, *options).error()
-    assert "inside of the artifact" in cli("package", artifact, "-o", artifact / "repo", *options).error()
+    assert "inside the artifact" in cli("package", artifact, "-o", artifact / "repo", *options).error()
     assert "did not write it" in cli("package", artifact, "-o", tmp_path / "foreign", *options).error()
     assert "no artifact at" in cli("package", tmp_path / "none", "-o", tmp_path / "repo", *options).error()
     (artifact / "model.onnx").write_bytes(b"damaged")

@@ -1,11 +1,9 @@
-"""Which requests may share a run: joined along the batch axis, and taken apart again."""
+"""Requests that share a run: joined along the batch axis, and their outputs taken apart again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
-
-from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from effexport.runners import Array
@@ -13,23 +11,13 @@ if TYPE_CHECKING:
 Key = tuple[tuple[int, ...], ...]
 
 
-def why_not_joined(spec: BuildSpec) -> str:
-    """Why requests never share a run; "" where the parity check has shown that batch mates change nothing."""
-    reason = spec.model.why_not_invariant
-    if reason:
-        return reason
-    tensors = (*spec.inputs, *spec.outputs)
-    return (
-        "" if all(t.dims[:1] == ("batch",) for t in tensors) else "not every input and output begins with a batch axis"
-    )
-
-
 def joining_key(feeds: Mapping[str, Array]) -> Key:
-    """Equal for requests that differ in their rows alone. feeds: complete, so all have the same names."""
+    """Equal for requests that differ only in their number of rows. feeds: all inputs of the model."""
     return tuple(feeds[name].shape[1:] for name in sorted(feeds))
 
 
 def joined_feeds(feeds: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    """The feeds of several requests as one batch."""
     import numpy as np
 
     if len(feeds) == 1:
@@ -38,7 +26,7 @@ def joined_feeds(feeds: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
 
 
 def split_outputs(outputs: Mapping[str, Array], rows: Sequence[int]) -> list[Mapping[str, Array]]:
-    """One set of views for each request."""
+    """The outputs of each request, as views. rows: of each request."""
     if len(rows) == 1:
         return [outputs]
     parts: list[Mapping[str, Array]] = []
