@@ -117,6 +117,6 @@ def check_server_path(records: dict[str, ModelRecord], spec: PackageSpec) -> Non
     for name, record in records.items():
         if record.server_path != spec.server_path:
             raise UserError(
-                f"{name} was packaged with --server-path {record.server_path}, not {spec.server_path}; give the same path "
-                "for all models, or use another repository"
+                f"{name} was packaged with --server-path {record.server_path}, not {spec.server_path}; give the same "
+                "path for all models, or use another repository"
             )

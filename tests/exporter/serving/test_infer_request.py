@@ -92,7 +92,7 @@ def test_half_precision_travels_as_binary_data_alone(
     outputs = {"parameters": {"binary_data_output": True}}
     request = binary(signature, [part | {"parameters": {"binary_data_size": 128}}], data.tobytes(), **outputs)
     assert (request.feeds["hidden_states"].reshape(-1) == data).all()
-    assert "has no JSON" in refusal(signature, part | {"data": [0.0] * 64}, **outputs)
+    assert "which JSON cannot represent" in refusal(signature, part | {"data": [0.0] * 64}, **outputs)
     with pytest.raises(RequestError, match="ask for it with binary_data: true"):
         binary(signature, [part | {"parameters": {"binary_data_size": 128}}], data.tobytes())
 

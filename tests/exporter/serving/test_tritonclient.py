@@ -222,4 +222,4 @@ def test_half_precision_is_served_as_binary_data(
         assert answer.dtype == np.float16
         assert np.array_equal(answer, right)
         output = tritonclient.http.InferRequestedOutput("last_hidden_state", binary_data=False)
-        assert "has no JSON" in refusal(client, "half", inputs_of(feeds), outputs=[output])[1]
+        assert "which JSON cannot represent" in refusal(client, "half", inputs_of(feeds), outputs=[output])[1]
