@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, overload
 from effexport.version import __version__
 
 if TYPE_CHECKING:
-    from effexport.runners import Runner
     from effexport.runners.ort.decode import DecodeRunner
     from effexport.runners.ort.runner import OrtRunner
     from effexport.runners.ort.session import OrtSettings
+    from effexport.runners.runner import Runner
 
 __all__ = ["OrtSettings", "__version__", "load", "load_decoder"]
 
@@ -48,8 +48,8 @@ def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str 
     """
     from effexport.artifact import open_artifact
     from effexport.errors import UserError
-    from effexport.runners import limits_from_spec
     from effexport.runners.artifact_runner import runner_from_artifact
+    from effexport.runners.feeds import limits_from_spec
     from effexport.runners.ort.runner import OrtRunner
 
     artifact = open_artifact(Path(path))
@@ -67,7 +67,7 @@ def load_decoder(path: str | Path) -> DecodeRunner:
     """
     from effexport.artifact import open_artifact
     from effexport.errors import UserError
-    from effexport.runners import limits_from_spec
+    from effexport.runners.feeds import limits_from_spec
     from effexport.runners.ort.decode import DecodeRunner
 
     artifact = open_artifact(Path(path))

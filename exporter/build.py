@@ -48,6 +48,7 @@ from effexport.proof.verify_engine import verify_engine_if_possible
 from effexport.report.model import Report, json_from_report
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_text, trace_text
+from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.ort.session import OrtSettings, import_onnxruntime
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec, TensorInfo
@@ -191,7 +192,13 @@ def prove_engine(
         remarks = tuple(profile_remarks(engine.profiles, build.spec))
         precision = build.spec.precision
         info = engine_from_onnx(
-            build.model, engine, path, precision=precision, remarks=remarks, on_progress=on_progress
+            build.model,
+            engine,
+            path,
+            current_compute_capability,
+            precision=precision,
+            remarks=remarks,
+            on_progress=on_progress,
         )
     with build.watch.stage(f"checking parity of the {engine.target} engine"):
         result += verify_engine_if_possible(path, build.model, cases, build.spec, build.hashes)

@@ -49,7 +49,7 @@ from serving_load import (  # noqa: E402
 import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
 from effexport.proof.tolerances import arithmetic_limit  # noqa: E402
-from effexport.runners import Runner  # noqa: E402
+from effexport.runners.runner import Runner  # noqa: E402
 from effexport.spec import BuildSpec, build_spec_from_options  # noqa: E402
 
 PHASES = ("throughput", "latency", "many", "overload", "malformed", "stop")

@@ -346,9 +346,16 @@ def build_separately(model: Model) -> Outcome:
     """Build the engine without its parity check: an engine that fails it is still a result."""
     from effexport.build import artifact_from_spec
     from effexport.engines.engine_from_onnx import engine_from_onnx
+    from effexport.runners.cuda.opening import current_compute_capability
 
     artifact, _ = artifact_from_spec(model.spec, model.artifact)
-    engine_from_onnx(artifact.model_path, engine_spec(model), model.engine, precision=model.spec.precision)
+    engine_from_onnx(
+        artifact.model_path,
+        engine_spec(model),
+        model.engine,
+        current_compute_capability,
+        precision=model.spec.precision,
+    )
     return Outcome(engine_data(model.engine))
 
 
@@ -556,7 +563,7 @@ def run_cases(options: argparse.Namespace) -> dict[str, Any]:
 def run_soak(options: argparse.Namespace) -> dict[str, Any]:
     from effexport.engines.sidecar import read_sidecar
     from effexport.errors import GraphWarning
-    from effexport.runners.cuda.device import open_cuda
+    from effexport.runners.cuda.opening import open_cuda
     from effexport.runners.trt.runner import TrtSettings
     from effexport.runtimes import RUNTIMES
 
@@ -685,7 +692,7 @@ def fit_memory(samples: Sequence[tuple[int, int]]) -> MemoryFit:
 
 def soak_in_fresh_process(model: Model, runs: int, graphs: bool) -> Outcome:
     """Soak in a process of its own, where no other library allocates memory and no plugin is registered."""
-    from effexport.runners import limits_from_spec
+    from effexport.runners.feeds import limits_from_spec
 
     limit = max(limits_from_spec(model.spec).indices.values(), default=1)
     arguments = ["soak", str(model.engine), "--runs", str(runs), "--index-limit", str(limit)]
@@ -716,6 +723,7 @@ def time_long_sequences(model: Model) -> Outcome:
     from effexport.engines.spec import EngineSpec
     from effexport.export.module_source import module_from_seed
     from effexport.export.onnx_from_module import onnx_from_module
+    from effexport.runners.cuda.opening import current_compute_capability
 
     lengths = [n for n in LENGTHS if n > model.spec.seq_len]
     spec = long_spec(model.spec, lengths[-1])
@@ -724,7 +732,7 @@ def time_long_sequences(model: Model) -> Outcome:
     onnx_from_module(module_from_seed(spec), spec, path)
     profile = Profile({"batch": Range(1, 1, 1), "seq": Range(lengths[0], lengths[len(lengths) // 2], lengths[-1])})
     wanted = EngineSpec(target=model.target, profiles=(profile,))  # type: ignore[arg-type]
-    engine_from_onnx(path, wanted, model.long_engine, precision=spec.precision)
+    engine_from_onnx(path, wanted, model.long_engine, current_compute_capability, precision=spec.precision)
     timed = time_engine(model.long_engine, model, spec, lengths)
     return dataclasses.replace(timed, data={"engine": engine_data(model.long_engine), **timed.data})
 
@@ -770,7 +778,7 @@ def time_length(
     import torch
 
     from effexport.errors import GraphWarning
-    from effexport.runners import limits_from_spec
+    from effexport.runners.feeds import limits_from_spec
 
     plain, graph = runners
     limit = max(limits_from_spec(spec).indices.values(), default=1)

@@ -37,7 +37,7 @@ from effexport.proof.cases import Case, load_reference  # noqa: E402
 from effexport.proof.checks.result import Check  # noqa: E402
 from effexport.proof.metrics import relative_error, rms  # noqa: E402
 from effexport.proof.verify import verify_candidate  # noqa: E402
-from effexport.runners import limits_from_spec  # noqa: E402
+from effexport.runners.feeds import limits_from_spec  # noqa: E402
 from effexport.runners.ort.session import OrtSettings  # noqa: E402
 
 SETTINGS = OrtSettings(memory_arena=False)

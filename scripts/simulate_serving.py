@@ -36,7 +36,7 @@ from serving_simulation import Simulated, simulate  # noqa: E402
 
 import effexport  # noqa: E402
 from effexport.artifact import open_artifact  # noqa: E402
-from effexport.runners import Runner  # noqa: E402
+from effexport.runners.runner import Runner  # noqa: E402
 from effexport.serving.protocol.errors import RequestError  # noqa: E402
 from effexport.serving.server.batcher import Batcher  # noqa: E402
 from effexport.serving.server.metrics import Metrics  # noqa: E402

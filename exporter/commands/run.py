@@ -21,7 +21,8 @@ from effexport.commands._options import (
 from effexport.units import duration
 
 if TYPE_CHECKING:
-    from effexport.runners import Array, Runner
+    from effexport.dtypes import Array
+    from effexport.runners.runner import Runner
 
 
 @click.command("run")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,12 +24,16 @@ from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.version import __version__
 
 STAGE = "TensorRT build"
+# Takes the optional part of effexport that runs engines, and returns the compute capability of the GPU of this machine,
+# such as 90. Raises UserError without a GPU.
+FindGpu = Callable[[str], int]
 
 
 def engine_from_onnx(
     model: Path,
     spec: EngineSpec,
     output: Path,
+    find_gpu: FindGpu,
     *,
     precision: str = "fp32",
     remarks: tuple[str, ...] = (),
@@ -38,7 +42,8 @@ def engine_from_onnx(
     """Build an engine and write it to `output`, with its sidecar beside it: both, or neither.
 
     model: a model.onnx, its external weights beside it. precision: of its matrix products, which is checked; the types
-    themselves are in the graph. remarks: sentences for the sidecar.
+    themselves are in the graph. find_gpu: `runners.cuda.opening.current_compute_capability`. remarks: sentences for the
+    sidecar.
     Raises MissingExtraError without TensorRT, UserError for a model or a file that cannot be used, SpecError for a
     profile that does not fit, and StageError when the parser, the builder or the check of element types fails.
     """
@@ -47,7 +52,7 @@ def engine_from_onnx(
     inputs, outputs = graph_tensors(prepared.model.graph.input), graph_tensors(prepared.model.graph.output)
     shapes = tuple(profile.shapes(inputs) for profile in spec.profiles)
 
-    built_for = compute_capabilities(spec)
+    built_for = compute_capabilities(spec, find_gpu)
     log = BuildLog(api)
     builder = make_builder(api, log, spec)
     network = network_from_model(api, builder, log, spec.target, prepared.model.SerializeToString(), model)
@@ -83,7 +88,7 @@ def engine_from_onnx(
         tensors_compared=compared,
         remarks=(*remarks, *prepared.remarks),
     )
-    info = inspected(api, info, engine, dtypes)
+    info = inspected(api, info, engine, dtypes, find_gpu)
     write_engine(output, engine, info)
     save_timing_cache(spec, config)
     return info
@@ -111,21 +116,17 @@ def built(
     return bytes_of(serialised)
 
 
-def compute_capabilities(spec: EngineSpec) -> tuple[int, ...]:
+def compute_capabilities(spec: EngineSpec, find_gpu: FindGpu) -> tuple[int, ...]:
     """The GPUs that the engine is for. Raises UserError where target trt finds no GPU to build on."""
     if spec.target == "trt-rtx":
         return spec.compute_capabilities
-    from effexport.runners.cuda.device import current_compute_capability
-
-    return (current_compute_capability(ENGINE_RUNTIMES[spec.target].package.extra),)
+    return (find_gpu(ENGINE_RUNTIMES[spec.target].package.extra),)
 
 
-def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, str]) -> EngineInfo:
+def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, str], find_gpu: FindGpu) -> EngineInfo:
     """With what the engine says of itself, where a GPU can load it: its own layers, tactics and memory."""
-    from effexport.runners.cuda.device import current_compute_capability
-
     try:
-        current_compute_capability(ENGINE_RUNTIMES[info.target].package.extra)
+        find_gpu(ENGINE_RUNTIMES[info.target].package.extra)
     except UserError:
         return info  # no GPU: the network that it was built from has to do
     log = BuildLog(api)

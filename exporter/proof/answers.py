@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 # Golden inputs are drawn from a seed of their own, so that they do not repeat the stream that made the weights.
 REFERENCE_SEED_OFFSET = 7919

@@ -10,13 +10,14 @@ import numpy as np
 
 from effexport.export.onnx_graph import load_graph
 from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values, with_given_buckets
-from effexport.runners import FeedLimits, Runner
+from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.session import OrtSettings
+from effexport.runners.runner import Runner
 
 if TYPE_CHECKING:
+    from effexport.dtypes import Array
     from effexport.proof.checks.candidate import RunWithBuckets
-    from effexport.runners import Array
 
 
 class RunnerCandidate:

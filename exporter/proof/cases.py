@@ -14,7 +14,7 @@ from effexport.errors import UserError
 from effexport.proof.case_label import CaseLabel
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 # The arrays of a case, in the order in which the golden file stores them.
 PARTS = ("inputs", "outputs", "buckets", "margins")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from effexport.dtypes import Array
     from effexport.proof.cases import Case
-    from effexport.runners import Array
 
 # Elements that a comparison works on at once: its float64 temporaries are a few times 8 bytes each.
 SLICE_ELEMENTS = 2**20

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.errors import RuntimeUnsupportedError
 from effexport.export.onnx_graph import custom_ops_of_model
 from effexport.proof.checks.decode_step import check_decode_step
 from effexport.proof.checks.float32_ops import check_islands
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.checks.run_checks import run_checks
-from effexport.runners import limits_from_spec
-from effexport.runners.ort.session import OrtSettings, RuntimeUnsupportedError
+from effexport.runners.feeds import limits_from_spec
+from effexport.runners.ort.session import OrtSettings
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:

@@ -21,13 +21,15 @@ from effexport.proof.candidates import RunnerCandidate
 from effexport.proof.checks.result import Kind, not_run
 from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.verify import Verification
-from effexport.runners import Runner, limits_from_spec
+from effexport.runners.cuda.opening import current_compute_capability
+from effexport.runners.feeds import limits_from_spec
+from effexport.runners.runner import Runner
 from effexport.runtimes import ENGINE_SUFFIX
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
+    from effexport.dtypes import Array
     from effexport.proof.cases import Case
-    from effexport.runners import Array
 
 
 def verify_engine_if_possible(
@@ -115,7 +117,8 @@ def engine_with_given_buckets(
         (folder / location).parent.mkdir(parents=True, exist_ok=True)
         (folder / location).symlink_to((model.parent / location).resolve())
     path = folder / f"given{ENGINE_SUFFIX}"
-    engine_from_onnx(changed, spec_with_given_buckets(info, spec), path, precision=info.precision)
+    changed_spec = spec_with_given_buckets(info, spec)
+    engine_from_onnx(changed, changed_spec, path, current_compute_capability, precision=info.precision)
     return path
 
 

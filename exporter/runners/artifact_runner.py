@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
-from effexport.runners import Runner
 from effexport.runners.ort.session import IMPLEMENTATIONS
+from effexport.runners.runner import Runner
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
 if TYPE_CHECKING:

@@ -89,7 +89,7 @@ def check_gpu(cell: Cell) -> None:
     """Raises UserError where the GPU that was lent to this process is not of the architecture that was asked for."""
     if not cell.needs_gpu or not cell.gpu:
         return
-    from effexport.runners.cuda.device import current_compute_capability
+    from effexport.runners.cuda.opening import current_compute_capability
 
     found = current_compute_capability("tensorrt")
     if f"sm_{found}" != cell.gpu:

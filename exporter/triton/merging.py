@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from effexport.errors import EffexportError
-from effexport.runners import checked_feeds
+from effexport.runners.feeds import checked_feeds
 from effexport.runners.joining import joined_feeds, joining_key, split_outputs
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
     from effexport.runners.ort.runner import OrtRunner
 
 Answer = Mapping[str, "Array"] | EffexportError

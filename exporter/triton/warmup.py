@@ -13,7 +13,7 @@ from effexport.engines.sidecar import EngineInfo
 from effexport.proof.cases import load_reference
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 
 # Larger batches are not warmed up, because their files would be larger than the model.

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from effexport.dtypes import Array
     from effexport.proof.cases import Case as ReferenceCase
     from effexport.proof.checks.result import Check
-    from effexport.runners import Array
 
 
 @dataclass(frozen=True)

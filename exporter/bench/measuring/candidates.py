@@ -20,8 +20,8 @@ from effexport.runtimes import RUNTIMES, Runtime
 if TYPE_CHECKING:
     import torch
 
+    from effexport.dtypes import Array
     from effexport.proof.candidates import RunnerCandidate as Bucketed
-    from effexport.runners import Array
     from effexport.runners.ort.session import OrtSettings
 
     OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
@@ -205,7 +205,7 @@ def reason_not_here(runtime: str) -> str | None:
         import torch
 
         return None if torch.cuda.is_available() else "PyTorch sees no NVIDIA GPU here"
-    from effexport.runners.cuda.device import open_cuda
+    from effexport.runners.cuda.opening import open_cuda
 
     try:
         open_cuda(row.package.extra).close()
@@ -236,11 +236,12 @@ def engine_from_case(case: Case, model: Path, output: Path) -> None:
     from effexport.engines.engine_from_onnx import engine_from_onnx
     from effexport.engines.profile import Profile, Range
     from effexport.engines.spec import EngineSpec
+    from effexport.runners.cuda.opening import current_compute_capability
 
     sizes = {"batch": case.batch, "seq": case.seq_len}
     profile = Profile({name: Range(size, size, size) for name, size in sizes.items()})
     spec = EngineSpec(target=case.runtime, profiles=(profile,))
-    engine_from_onnx(model, spec, output, precision=spec_from_case(case).precision)
+    engine_from_onnx(model, spec, output, current_compute_capability, precision=spec_from_case(case).precision)
 
 
 def array_from_tensor(tensor: torch.Tensor) -> Array:

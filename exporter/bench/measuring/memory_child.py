@@ -20,7 +20,7 @@ from effexport.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.bench.measuring.candidates import Candidate
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 INPUT_SEED = 20_240_101
 OUTPUT = "context"

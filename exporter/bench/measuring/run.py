@@ -38,7 +38,7 @@ from effexport.models.validation import SpecError
 from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 # torch.compile falls back to eager mode, without a word, after 8 shapes or models that share code.
 RECOMPILE_LIMIT = 1024

@@ -15,7 +15,7 @@ from effexport.proof.tolerances import Limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 
 def check_signature(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:

@@ -17,7 +17,7 @@ from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_l
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 
 def check_hashed(

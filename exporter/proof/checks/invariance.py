@@ -17,7 +17,7 @@ from effexport.proof.tolerances import Limit, case_limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 
 def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 # Long enough for several chunks and segments, short enough to cost nothing.
 LENGTH = 200

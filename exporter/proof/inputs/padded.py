@@ -10,7 +10,7 @@ from effexport.proof.cases import Case
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 SEED = 1_000_003
 

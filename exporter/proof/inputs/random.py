@@ -12,7 +12,7 @@ from effexport.models.encoder_spec import EncoderSpec
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 # Answers per question in the cases of a multiple-choice model.
 CHOICES = 3

@@ -12,7 +12,7 @@ from effexport.models.encoder_spec import EncoderSpec
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 # Tokens 0 and 1 are padding and a spare; byte b is token b + 2.
 BYTE_OFFSET = 2

@@ -19,15 +19,15 @@ from effexport.proof.answers import REFERENCE_SEED_OFFSET
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.references.rebuilt_module import module_of_artifact
-from effexport.runners import FeedLimits, limits_from_spec
+from effexport.runners.feeds import FeedLimits, limits_from_spec
 from effexport.runners.ort.session import OrtSettings
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES, RUNTIMES
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from effexport.dtypes import Array
     from effexport.proof.cases import Case
-    from effexport.runners import Array
 
 NAMED = ("auto", "golden", "torch", "transformers")
 GOLDEN_SUFFIX = ".safetensors"

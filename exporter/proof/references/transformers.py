@@ -19,8 +19,8 @@ from effexport.proof.checks.result import Check, Kind, not_run
 if TYPE_CHECKING:
     from torch import nn
 
+    from effexport.dtypes import Array
     from effexport.proof.cases import Case
-    from effexport.runners import Array
 
 # What this product is compared with; release 5 fails on these models, or leaves a bias out.
 VERSION = "4.57.1"

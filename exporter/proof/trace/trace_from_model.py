@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.errors import StageError, Unavailable
+from effexport.errors import RuntimeFailedError, RuntimeUnsupportedError, StageError, Unavailable
 from effexport.export.onnx_graph import load_graph
 from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values
 from effexport.proof.references.rebuilt_module import module_of_artifact
@@ -17,8 +17,8 @@ from effexport.proof.trace.trace import Suspect, Trace, TracedValue
 from effexport.proof.trace.traced_file import TracedFile
 from effexport.proof.trace.traced_module import Origin, TracedModule
 from effexport.proof.trace.value_limits import ValueLimits
-from effexport.runners import limits_from_spec
-from effexport.runners.ort.session import OrtSettings, RuntimeFailedError, RuntimeUnsupportedError
+from effexport.runners.feeds import limits_from_spec
+from effexport.runners.ort.session import OrtSettings
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from effexport.artifact import Artifact
+    from effexport.dtypes import Array
     from effexport.proof.cases import Case
-    from effexport.runners import Array
 
 # Where `onnx_from_module` keeps the path of a node's module.
 MODULE_KEY = "effexport.module"

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effexport.errors import RuntimeUnsupportedError
 from effexport.export.onnx_graph import custom_ops_of_model, load_graph
 from effexport.proof.bucket_injection import with_given_buckets
-from effexport.runners import FeedLimits, checked_feeds
+from effexport.runners.feeds import FeedLimits, checked_feeds
 from effexport.runners.ort.runner import run_failure, tensor_info
 from effexport.runners.ort.session import (
     OrtSettings,
-    RuntimeUnsupportedError,
     check_provider,
     import_onnxruntime,
     library_for,
@@ -26,7 +26,7 @@ from effexport.runners.ort.session import (
 from effexport.runners.ort.values import array_from_value, value_from_array
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 
 class TracedFile:

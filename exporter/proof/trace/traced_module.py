@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.export import ExportedProgram
 
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 # Where the exporter puts what belongs to no module, such as the arithmetic on sizes.
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"

@@ -12,8 +12,8 @@ from effexport.spec import BuildSpec
 if TYPE_CHECKING:
     import onnx
 
+    from effexport.dtypes import Array
     from effexport.proof.cases import Case
-    from effexport.runners import Array
 
 # In low precision both sides round: PyTorch as far as its own run shows, the candidate up to three times as far. Its
 # worst element was up to 1.9 times as far as PyTorch's in all cases of 15 float16 models.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from effexport.errors import EffexportError, MissingExtraError, UserError
+from effexport.errors import EffexportError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-NEEDS = "running an engine needs an NVIDIA GPU and its driver; building trt-rtx engines does not"
 
 
 class CudaError(EffexportError):
@@ -93,39 +90,3 @@ class Cuda(Protocol):
     def close(self) -> None:
         """Give the stream back. Memory and graphs are freed by who made them, before."""
         ...
-
-
-def open_cuda(extra: str) -> Cuda:
-    """The device that is current in this thread, through PyTorch where that is loaded and has one, else cuda-python.
-
-    extra: the optional part of effexport that brings cuda-python: "tensorrt" or "rtx".
-    Raises MissingExtraError without cuda-python, and UserError without a driver or a GPU.
-    """
-    torch: Any = sys.modules.get("torch")
-    # who has tensors there shares its memory pool; a torch without CUDA is no hindrance
-    if torch is not None and torch.cuda.is_available():
-        from effexport.runners.cuda.cuda_torch import CudaTorch
-
-        return CudaTorch(torch)
-    try:
-        from cuda.bindings import runtime
-    except ImportError as error:
-        raise MissingExtraError("cuda-bindings", extra, remark=NEEDS) from error
-    from effexport.runners.cuda.cuda_python import CudaPython
-
-    # anything but success means that there is nothing to run on: no driver, one that is too old, no device
-    status, count = runtime.cudaGetDeviceCount()
-    if status != runtime.cudaError_t.cudaSuccess or not count:
-        name = getattr(status, "name", status)
-        raise UserError(f"CUDA finds no GPU that it can use ({name}); {NEEDS}")
-    return CudaPython(runtime)
-
-
-def current_compute_capability(extra: str) -> int:
-    """Of the device that `open_cuda` would take, such as 90. Raises as `open_cuda` does."""
-    cuda = open_cuda(extra)
-    with cuda.selected():
-        try:
-            return cuda.compute_capability
-        finally:
-            cuda.close()

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from effexport.errors import UserError
-from effexport.runners.ort.session import OrtSettings, RuntimeFailedError, import_onnxruntime
+from effexport.errors import RuntimeFailedError, UserError
+from effexport.runners.ort.session import OrtSettings, import_onnxruntime
 from effexport.runners.ort.values import array_from_value, value_from_array
 from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 GRAPH_ID_KEY = "gpu_graph_id"
 # Runs with this id neither capture nor replay a graph.

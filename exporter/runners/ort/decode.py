@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from effexport.errors import UserError
-from effexport.runners import FeedLimits
+from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.session import OrtSettings
+from effexport.runners.runner import Closeable
 from effexport.spec import NEXT_PREFIX
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 
-class DecodeRunner:
+class DecodeRunner(Closeable):
     """Feeds a decode step token by token and carries its state.
 
         with DecodeRunner("artifacts/linear/decode_step.onnx") as decoder:
@@ -66,11 +66,3 @@ class DecodeRunner:
 
     def close(self) -> None:
         self._runner.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

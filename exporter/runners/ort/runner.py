@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPES
-from effexport.errors import EffexportError
-from effexport.runners import FeedLimits, checked_feeds, limits_from_spec
+from effexport.errors import EffexportError, RuntimeFailedError
+from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
 from effexport.runners.ort.binding import NO_GRAPH, BoundModel, run_options
-from effexport.runners.ort.session import OrtSettings, RuntimeFailedError, import_onnxruntime, session_from_model
+from effexport.runners.ort.session import OrtSettings, import_onnxruntime, session_from_model
 from effexport.runners.ort.values import array_from_value, value_from_array
+from effexport.runners.runner import Closeable
 from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
-    from effexport.runners import Array
+    from effexport.dtypes import Array
     from effexport.runtimes import Runtime
 
 _DTYPE_OF_ORT_TYPE = {dtype.ort: name for name, dtype in DTYPES.items()}
 
 
-class OrtRunner:
+class OrtRunner(Closeable):
     """Runs an ONNX model. Thread-safe; use it as a context manager or call `close`.
 
     model: path of the file, or the serialised model together with the folder of its external data.
@@ -93,14 +93,6 @@ class OrtRunner:
     def close(self) -> None:
         """Free the session; `run` fails from then on."""
         self._session = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def runner_from_artifact(

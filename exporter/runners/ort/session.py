@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.errors import KernelWarning, MissingExtraError, UserError
-from effexport.errors import RuntimeFailedError as RuntimeFailedError  # where callers look for it
-from effexport.errors import RuntimeUnsupportedError as RuntimeUnsupportedError
+from effexport.errors import KernelWarning, MissingExtraError, RuntimeUnsupportedError, UserError
 from effexport.export.onnx_graph import custom_ops_of_model, external_files
 from effexport.models.validation import did_you_mean
 from effexport.plugins.building.library import Library, LibraryError, find_library

@@ -10,7 +10,7 @@ import numpy as np
 from effexport.errors import UserError
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 
 def value_from_array(ort: Any, array: Array, device: str = "cpu") -> Any:

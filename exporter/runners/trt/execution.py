@@ -19,7 +19,7 @@ from effexport.runners.trt.memory import EAGER_BYTES, Buffers, Shape, largest_sh
 from effexport.runtimes import ENGINE_RUNTIMES
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 
 @dataclass(frozen=True)

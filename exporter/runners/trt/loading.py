@@ -17,7 +17,8 @@ from effexport.engines.sidecar import (
     read_sidecar,
 )
 from effexport.errors import EffexportError, UserError
-from effexport.runners.cuda.device import Cuda, open_cuda
+from effexport.runners.cuda.device import Cuda
+from effexport.runners.cuda.opening import open_cuda
 from effexport.runtimes import ENGINE_RUNTIMES
 
 

@@ -16,7 +16,7 @@ from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory, PinnedM
 from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 # What a runner takes at once, for the largest shapes of its profiles. Beyond it memory comes as runs need it: a
 # profile up to 65536 tokens says what is possible, and not that anybody will pay for it.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from effexport.engines.api import Api
 from effexport.engines.engine_from_onnx import model_digest
 from effexport.errors import UserError
-from effexport.runners import FeedLimits, checked_feeds, limits_from_spec
 from effexport.runners.cuda.device import Cuda
+from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
+from effexport.runners.runner import Closeable
 from effexport.runners.trt.context import shapes_of
 from effexport.runners.trt.execution import Execution
 from effexport.runners.trt.execution import TrtSettings as TrtSettings
@@ -21,11 +21,11 @@ from effexport.runners.trt.memory import dim_name, dim_ranges
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
-    from effexport.runners import Array
+    from effexport.dtypes import Array
     from effexport.runtimes import Runtime
 
 
-class TrtRunner:
+class TrtRunner(Closeable):
     """Runs an engine. Thread-safe: runs of several threads take turns. Use it as a context manager or call `close`.
 
     engine: path of the file, whose sidecar is beside it. onnx_sha256: of the model.onnx that it should come from; None
@@ -108,14 +108,6 @@ class TrtRunner:
     def close(self) -> None:
         """Free the engine and all its memory, what `bind` returned included; `run` fails from then on."""
         self._execution.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def runner_from_artifact(

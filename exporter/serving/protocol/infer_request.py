@@ -12,7 +12,7 @@ from effexport.serving.protocol.json_data import BINARY_ONLY, array_from_json
 from effexport.serving.protocol.signature import Signature, element_count, shown
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
     from effexport.spec import TensorInfo
 
 

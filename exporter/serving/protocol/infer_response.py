@@ -10,7 +10,7 @@ from effexport.dtypes import DTYPES
 from effexport.serving.protocol.errors import FAILED, RequestError
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
     from effexport.serving.protocol.infer_request import InferRequest
 
 

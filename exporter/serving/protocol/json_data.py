@@ -10,7 +10,7 @@ from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.signature import element_count, shown
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
     from effexport.spec import TensorInfo
 
 # The protocol has no JSON for these: they travel as binary data only.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.dtypes import DTYPES
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
-from effexport.runners import FeedLimits, checked_feeds, limits_from_spec
+from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 from effexport.spec import INPUT_DEFAULTS, BuildSpec, TensorInfo
@@ -17,7 +17,7 @@ from effexport.spec import INPUT_DEFAULTS, BuildSpec, TensorInfo
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from effexport.serving.protocol.errors import FAILED, QUEUE_FULL, STOPPING, WAIT
 from effexport.serving.server.metrics import Metrics
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
     from effexport.serving.settings import ServingSettings
 
 logger = logging.getLogger("effexport.serving")

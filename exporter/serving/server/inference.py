@@ -17,7 +17,7 @@ from effexport.serving.server.batcher import Job, waited_too_long
 from effexport.serving.server.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from effexport.runners import Array
+    from effexport.dtypes import Array
 
 HEADER_LENGTH = "inference-header-content-length"
 

@@ -16,7 +16,8 @@ from effexport.serving.settings import ServingSettings
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
-    from effexport.runners import Array, Runner
+    from effexport.dtypes import Array
+    from effexport.runners.runner import Runner
     from effexport.spec import BuildSpec
 
 # The only version: an artifact is one version of a model, and a server has one artifact.

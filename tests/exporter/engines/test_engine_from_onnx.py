@@ -23,6 +23,7 @@ from effexport.engines.spec import EngineSpec
 from effexport.errors import EffexportError, MissingExtraError, StageError, UserError
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.encoder import module_from_spec
+from effexport.runners.cuda.opening import current_compute_capability
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
@@ -48,7 +49,9 @@ def build(tmp_path: Path) -> Callable[..., EngineInfo]:
             path = tmp_path / "model.onnx"
             onnx.save(model, path)
         spec = EngineSpec(**{"target": "trt-rtx", "profiles": (TINY,), **fields})
-        return engine_from_onnx(path, spec, tmp_path / "out" / "x.engine", precision=precision)
+        return engine_from_onnx(
+            path, spec, tmp_path / "out" / "x.engine", current_compute_capability, precision=precision
+        )
 
     return run
 
@@ -76,7 +79,9 @@ def test_every_variant_becomes_an_engine_at_16384_tokens_with_two_dynamic_profil
     onnx_from_module(module_from_spec(spec.model, spec.seed), spec, model)
     engine = tmp_path / "trt-rtx.engine"
     profiles = profiles_from_texts(PROFILES, spec)
-    info = engine_from_onnx(model, EngineSpec(target="trt-rtx", profiles=profiles), engine, precision=precision)
+    info = engine_from_onnx(
+        model, EngineSpec(target="trt-rtx", profiles=profiles), engine, current_compute_capability, precision=precision
+    )
 
     assert read_sidecar(engine) == info
     check_engine_file(engine, info)
@@ -156,7 +161,11 @@ def test_progress_ends_near_one_and_names_phases(built: Built, tmp_path: Path) -
     seen: list[tuple[str, float]] = []
     spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec))
     engine_from_onnx(
-        artifact.model_path, spec, tmp_path / "x.engine", on_progress=lambda phase, share: seen.append((phase, share))
+        artifact.model_path,
+        spec,
+        tmp_path / "x.engine",
+        current_compute_capability,
+        on_progress=lambda phase, share: seen.append((phase, share)),
     )
     assert len({phase for phase, _ in seen}) > 1
     assert all(0 <= share <= 1 for _, share in seen)
@@ -170,7 +179,9 @@ def test_an_interrupt_ends_the_build_and_leaves_nothing(built: Built, tmp_path: 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine_from_onnx(artifact.model_path, spec, tmp_path / "out" / "x.engine", on_progress=interrupt)
+        engine_from_onnx(
+            artifact.model_path, spec, tmp_path / "out" / "x.engine", current_compute_capability, on_progress=interrupt
+        )
     assert nothing_was_written(tmp_path)
 
 
@@ -233,7 +244,7 @@ def test_an_engine_that_cannot_be_written_leaves_the_old_one_and_its_sidecar(
     artifact = built("softmax", "encoder")
     output = tmp_path / "x.engine"
     spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec))
-    old = engine_from_onnx(artifact.model_path, spec, output)
+    old = engine_from_onnx(artifact.model_path, spec, output, current_compute_capability)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def full(self: Path, data: bytes) -> int:
@@ -241,7 +252,7 @@ def test_an_engine_that_cannot_be_written_leaves_the_old_one_and_its_sidecar(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(UserError, match=r"cannot write the engine to .*: No space left on device"):
-        engine_from_onnx(artifact.model_path, replace(spec, optimization_level=0), output)
+        engine_from_onnx(artifact.model_path, replace(spec, optimization_level=0), output, current_compute_capability)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert read_sidecar(output) == old
 
@@ -251,7 +262,10 @@ def engine(built: Built, tmp_path: Path) -> Path:
     artifact = built("softmax", "encoder")
     path = tmp_path / "x.engine"
     engine_from_onnx(
-        artifact.model_path, EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec)), path
+        artifact.model_path,
+        EngineSpec(target="trt-rtx", profiles=profiles_from_texts([], artifact.spec)),
+        path,
+        current_compute_capability,
     )
     return path
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from effexport.build import artifact_from_spec
+from effexport.errors import RuntimeUnsupportedError
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.arithmetic import check_arithmetic, check_signature
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.proof.verify import not_run_in_bfloat16
-from effexport.runners.ort.session import RuntimeUnsupportedError
 from effexport.spec import build_spec_from_options
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -13,7 +13,7 @@ from transformers_models import inputs, same_rotations, saved, worst_error
 
 from effexport.export.module_source import source_from_path
 from effexport.export.onnx_from_module import onnx_from_module
-from effexport.runners import limits_from_spec
+from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import OrtRunner
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
 

@@ -23,7 +23,7 @@ from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.inputs.adversarial import adversarial_inputs
 from effexport.proof.inputs.padded import padding_of_other_content
 from effexport.proof.tolerances import Limit, arithmetic_limit, case_limit
-from effexport.runners import limits_from_spec
+from effexport.runners.feeds import limits_from_spec
 from effexport.spec import BuildSpec, build_spec_from_options
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -22,7 +22,7 @@ from effexport.proof.checks.result import Check, passed, summary
 from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import BUCKET_FLIPS, near_tie_limit
-from effexport.runners import limits_from_spec
+from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import OrtRunner
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

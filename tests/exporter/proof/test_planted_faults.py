@@ -18,7 +18,7 @@ from effexport.proof.cases import load_reference
 from effexport.proof.checks.float32_ops import check_islands
 from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.verify import verify_candidate
-from effexport.runners import limits_from_spec
+from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.session import OrtSettings
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -22,7 +22,8 @@ from effexport.errors import UserError
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.result import passed
 from effexport.proof.verify_engine import spec_with_given_buckets, verify_engine, verify_engine_if_possible
-from effexport.runners import FeedLimits
+from effexport.runners.cuda.opening import current_compute_capability
+from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.session import OrtSettings
 
@@ -81,7 +82,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     """As if this machine had a GPU."""
     module: Any = SimpleNamespace(TrtRunner=StandIn)
     monkeypatch.setitem(sys.modules, "effexport.runners.trt.runner", module)
-    monkeypatch.setattr("effexport.engines.engine_from_onnx.inspected", lambda api, info, engine, expected: info)
+    monkeypatch.setattr("effexport.engines.engine_from_onnx.inspected", lambda api, info, *rest: info)
     monkeypatch.setattr(StandIn, "damage", 0.0)
     monkeypatch.setattr(StandIn, "opened", [])
     return StandIn
@@ -91,7 +92,7 @@ def engine_of(artifact: Artifact, folder: Path, *texts: str) -> Path:
     path = folder / "trt-rtx.engine"
     StandIn.model_of_artifact = artifact.model_path
     spec = EngineSpec(target="trt-rtx", profiles=profiles_from_texts(texts, artifact.spec))
-    engine_from_onnx(artifact.model_path, spec, path, precision=artifact.spec.precision)
+    engine_from_onnx(artifact.model_path, spec, path, current_compute_capability, precision=artifact.spec.precision)
     return path
 
 

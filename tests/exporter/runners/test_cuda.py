@@ -20,7 +20,8 @@ import pytest
 
 from effexport.runners.cuda.cuda_python import CudaPython, _Span
 from effexport.runners.cuda.cuda_torch import CudaTorch
-from effexport.runners.cuda.device import Cuda, CudaError, open_cuda
+from effexport.runners.cuda.device import Cuda, CudaError
+from effexport.runners.cuda.opening import open_cuda
 
 
 def in_a_process_without_a_gpu(code: str) -> str:
@@ -35,7 +36,7 @@ def in_a_process_without_a_gpu(code: str) -> str:
 @pytest.mark.parametrize("before", ["", "import torch"])
 def test_without_a_gpu_the_error_says_what_running_needs(before: str) -> None:
     output = in_a_process_without_a_gpu(
-        f"{before}\nfrom effexport.runners.cuda.device import open_cuda\n"
+        f"{before}\nfrom effexport.runners.cuda.opening import open_cuda\n"
         "try: open_cuda('rtx')\nexcept Exception as error: print(type(error).__name__, error)"
     )
     assert output.startswith("UserError CUDA finds no GPU that it can use (cudaError")

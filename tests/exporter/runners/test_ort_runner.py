@@ -15,7 +15,7 @@ from effexport.errors import EffexportError, MissingExtraError, UserError
 from effexport.proof.cases import load_reference
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit
-from effexport.runners import Runner
+from effexport.runners.runner import Runner
 from effexport.spec import TensorInfo
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")

@@ -20,11 +20,11 @@ import pytest
 from effexport import OrtSettings
 from effexport.engines.profile import default_profile
 from effexport.engines.sidecar import ShapeRange
-from effexport.errors import KernelWarning, UserError
+from effexport.errors import KernelWarning, RuntimeUnsupportedError, UserError
 from effexport.plugins.building.library import Library
 from effexport.runners.ort import session as ort_session
 from effexport.runners.ort import tensorrt_provider as ort_tensorrt
-from effexport.runners.ort.session import RuntimeUnsupportedError, session_from_model
+from effexport.runners.ort.session import session_from_model
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("onnx")

@@ -22,8 +22,9 @@ from effexport.dtypes import numpy_dtype
 from effexport.engines.api import ICudaEngine, IExecutionContext, Runtime
 from effexport.engines.sidecar import EngineInfo, sidecar_path, write_sidecar
 from effexport.errors import EffexportError, GraphWarning, MissingExtraError, RuntimeFailedError, UserError
-from effexport.runners import FeedLimits, Runner
 from effexport.runners.cuda.device import Cuda
+from effexport.runners.feeds import FeedLimits
+from effexport.runners.runner import Runner
 from effexport.runners.trt.memory import EAGER_BYTES, Buffers
 from effexport.runners.trt.runner import TrtRunner, TrtSettings
 from effexport.spec import TensorInfo

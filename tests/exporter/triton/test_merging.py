@@ -11,7 +11,7 @@ import pytest
 import effexport
 from effexport.artifact import Artifact
 from effexport.errors import RuntimeFailedError, UserError
-from effexport.runners import FeedLimits
+from effexport.runners.feeds import FeedLimits
 from effexport.spec import TensorInfo
 from effexport.triton.merging import run_merged
 

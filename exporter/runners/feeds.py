@@ -1,0 +1,91 @@
+"""Checks of what a runner is given, before a runtime sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from effexport.errors import UserError
+from effexport.models.validation import did_you_mean
+from effexport.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec, TensorInfo
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+
+
+@dataclass(frozen=True)
+class FeedLimits:
+    """What the names and types of a graph do not say: the longest sequence, and how many values indices may take."""
+
+    max_seq_len: int | None = None
+    indices: Mapping[str, int] = field(default_factory=dict)
+
+
+def limits_from_spec(spec: BuildSpec) -> FeedLimits:
+    return FeedLimits(max_seq_len=spec.max_seq_len, indices=spec.model.input_limits)
+
+
+def checked_feeds(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:
+    """The feeds, complete and of the right types; a missing attention mask becomes all ones.
+
+    Raises UserError that says what was given and what was expected.
+    """
+    import numpy as np
+
+    expected = ", ".join(map(str, inputs))
+    names = [tensor.name for tensor in inputs]
+    for name in feeds:
+        if name not in names:
+            raise UserError(f"unknown input {name!r}{did_you_mean(name, names)} Expected: {expected}")
+    complete = {name: np.asarray(value) for name, value in feeds.items()}
+    sizes: dict[str, tuple[int, str]] = {}
+    for tensor in inputs:
+        if tensor.name not in complete and tensor.name in INPUT_DEFAULTS:
+            # the data comes first, so its sizes are known and checked
+            shape = tuple(sizes[dim][0] if isinstance(dim, str) else dim for dim in tensor.dims)
+            complete[tensor.name] = np.full(shape, INPUT_DEFAULTS[tensor.name], dtype=tensor.dtype)
+        if tensor.name not in complete:
+            raise UserError(f"input {tensor.name!r} is missing; expected: {expected}")
+        check_array(complete[tensor.name], tensor, sizes)
+    check_values(complete, inputs, limits)
+    return {name: complete[name] for name in names}
+
+
+def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, str]]) -> None:
+    """dtype, rank and dims of one input; `sizes` collects the named dimensions seen so far."""
+    given = f"input {tensor.name!r} is {value.dtype} {list(value.shape)}"
+    if value.dtype.name != tensor.dtype:
+        raise UserError(f"{given}; expected {tensor}: convert it with .astype({tensor.dtype!r})")
+    if value.ndim != len(tensor.dims):
+        raise UserError(f"{given}, of rank {value.ndim}; expected rank {len(tensor.dims)}: {tensor}")
+    for dim, size in zip(tensor.dims, value.shape, strict=True):
+        if isinstance(dim, int) and size != dim:
+            raise UserError(f"{given}; expected {tensor}")
+        if size == 0:
+            raise UserError(f"{given}, which is empty; expected at least one element in every dimension of {tensor}")
+        if isinstance(dim, str) and dim != "?":
+            known, owner = sizes.setdefault(dim, (size, tensor.name))
+            if known != size:
+                raise UserError(f"{given}, but {dim} is {known} in {owner!r}; expected the same {dim} in all inputs")
+
+
+def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> None:
+    import numpy as np
+
+    dims = inputs[0].dims
+    seq_axis = dims.index("seq") if "seq" in dims else 1
+    seq_len = next(iter(feeds[inputs[0].name].shape[seq_axis : seq_axis + 1]), 0)
+    if limits.max_seq_len is not None and seq_len > limits.max_seq_len:
+        raise UserError(
+            f"the sequence has {seq_len} tokens; this model has positions for {limits.max_seq_len}: "
+            "shorten or split the input, or build with a larger --seq-len"
+        )
+    mask = feeds.get(MASK_NAME)
+    if mask is not None and not np.isin(mask, (0, 1)).all():
+        raise UserError(f"{MASK_NAME} has values other than 0 and 1; expected 1 for tokens to keep, 0 for padding")
+    for name, limit in limits.indices.items():
+        if name in feeds:
+            low, high = int(feeds[name].min()), int(feeds[name].max())
+            if low < 0 or high >= limit:
+                raise UserError(f"{name} run from {low} to {high}; expected 0 to {limit - 1}")

@@ -1,0 +1,52 @@
+"""What every runtime offers: a runner, which maps named arrays to named arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+    from effexport.spec import TensorInfo
+
+
+class Closeable:
+    """Base class of what a `with` block closes at its end."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Runner(Protocol):
+    """An open model. Thread-safe. `run` maps input names to arrays, and returns output names with arrays.
+
+    implementation: per custom operator of the model, what runs it: "body", "kernel" or "plugin".
+    """
+
+    @property
+    def inputs(self) -> tuple[TensorInfo, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]: ...
+
+    @property
+    def implementation(self) -> Mapping[str, str]: ...
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
