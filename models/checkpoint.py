@@ -35,8 +35,8 @@ def module_from_checkpoint(folder: Path, spec: CheckpointSpec) -> nn.Module:
 
     Raises SpecError that lists unknown, missing and misshapen weights, or says which file is damaged.
     """
-    family = FAMILIES[spec.family].load()
-    module: nn.Module = getattr(family, FAMILIES[spec.family].module_class)(spec)
+    family, model_class = FAMILIES[spec.family].load()
+    module = model_class(spec)
     fill_module(module, read_weights(folder), family.weight_names(spec), family.IGNORED, folder)
     return module.eval()
 

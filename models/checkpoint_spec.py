@@ -1,16 +1,17 @@
-"""What checkpoint families have in common: a frozen description that a Hugging Face config.json turns into.
+"""What checkpoint families have in common: a frozen description that the config.json of a checkpoint turns into.
 
 No torch here, so that the command line can describe and refuse a checkpoint before any framework is loaded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from effexport.models.model_spec import Dims, Scope, counted
-from effexport.models.validation import check_field_types, require
+from effexport.models.validation import check_field_types, did_you_mean, require
 
 if TYPE_CHECKING:
     from effexport.models.spec import AttentionSpec
@@ -18,11 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
-    """A published architecture with the head of one task.
+    """A model whose architecture is decided elsewhere: a checkpoint of a published family, or a user's own module.
 
     task: one of TASKS of the family. num_labels: classes of a classification head.
-    seq_len: the length the model is exported and tuned for, in tokens; shorter and longer ones work up to
-    `max_seq_len`.
+    seq_len: the length the model is exported and tuned for, in tokens; other lengths work up to `max_seq_len`.
     """
 
     scope: ClassVar[Scope] = "checkpoint"
@@ -31,9 +31,9 @@ class CheckpointSpec:
     has_decode_step: ClassVar[bool] = False
     # where attention has a fixed length, the model pads to it
     fixed_seq_len: ClassVar[int | None] = None
-    family: ClassVar[str] = ""  # model_type in config.json
+    family: ClassVar[str]  # model_type in config.json
     # task → the class that transformers loads such a checkpoint with
-    TASKS: ClassVar[Mapping[str, str]] = {}
+    TASKS: ClassVar[Mapping[str, str]]
 
     task: str = "base"
     num_labels: int = 2
@@ -65,26 +65,23 @@ class CheckpointSpec:
         raise NotImplementedError
 
     def custom_ops(self, fused: bool) -> dict[str, int]:
-        return counted([self.attention] * self.layers, fused)
+        raise NotImplementedError
 
     @property
     def max_seq_len(self) -> int:
-        """The longest sequence that callers may pass."""
         raise NotImplementedError
 
     @property
     def inputs(self) -> dict[str, Dims]:
-        """Dims of the int64 inputs, in the order of the module's arguments."""
         return {"input_ids": ("batch", "seq"), "attention_mask": ("batch", "seq")}
 
     @property
     def outputs(self) -> dict[str, Dims]:
-        """Dims of the outputs, in the order in which the module returns them."""
         raise NotImplementedError
 
     @property
     def why_not_invariant(self) -> str:
-        return "published checkpoints make padding, and batch mates, part of a sample's input; see the notes"
+        raise NotImplementedError
 
     @property
     def why_padding_counts(self) -> str:
@@ -97,6 +94,150 @@ class CheckpointSpec:
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON, and the `family`; `checkpoint_from_dict` reads it back."""
         return {"family": self.family, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedSpec(CheckpointSpec):
+    """A published architecture with the head of one task, as transformers configures it.
+
+    A family defines the class variables, `layer_specs`, `max_seq_len`, `output_width` and `notes`, and its fields under
+    their names in config.json. OPTIONS: fields that a build may choose; config.json decides the others.
+    RENAMED: field → its name in config.json, where that differs. NOT_READ: fields that are not read from config.json
+    as they are. POSITIVE: fields that must be at least 1. UNNAMED_TASK: the task of a config.json that names no class
+    (None: an error).
+    """
+
+    OPTIONS: ClassVar[tuple[str, ...]]
+    RENAMED: ClassVar[Mapping[str, str]]
+    NOT_READ: ClassVar[tuple[str, ...]]
+    POSITIVE: ClassVar[tuple[str, ...]]
+    UNNAMED_TASK: ClassVar[str | None] = None
+    # the longest seq_len that is chosen by itself, in tokens
+    DEFAULT_SEQ_LEN_LIMIT: ClassVar[int] = 2**62
+
+    layer_norm_eps: float
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        for name in self.POSITIVE:
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1")
+        require(self.layer_norm_eps > 0, f"layer_norm_eps is {self.layer_norm_eps}; expected a number > 0")
+        self.check()
+        super().__post_init__()
+        require(
+            0 <= self.pad_token_id < self.vocab_size,
+            f"pad_token_id is {self.pad_token_id}; expected a token, 0 to {self.vocab_size - 1}",
+        )
+        _ = self.layer_specs  # layers check what concerns them alone, such as heads and the convolution
+
+    def check(self) -> None:
+        """Raises SpecError for values that cannot work; types and POSITIVE fields have been checked."""
+
+    @property
+    def layer_specs(self) -> list[AttentionSpec]:
+        """The attention of every layer."""
+        raise NotImplementedError
+
+    @property
+    def output_width(self) -> int:
+        """Channels of `last_hidden_state`."""
+        raise NotImplementedError
+
+    def notes(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+        """What the published computation does that its users would not expect, and what is done about it."""
+        raise NotImplementedError
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return next((spec for spec in self.layer_specs if spec.is_hashed), self.layer_specs[0])
+
+    @property
+    def layers(self) -> int:
+        return len(self.layer_specs)
+
+    def custom_ops(self, fused: bool) -> dict[str, int]:
+        return counted(self.layer_specs, fused)
+
+    @property
+    def outputs(self) -> dict[str, Dims]:
+        outputs: dict[str, dict[str, Dims]] = {
+            "base": {"last_hidden_state": ("batch", "seq", self.output_width)},
+            "lm-head": {"logits": ("batch", "seq", self.vocab_size)},
+            "masked-lm": {"logits": ("batch", "seq", self.vocab_size)},
+            "sequence-classification": {"logits": ("batch", self.num_labels)},
+            "token-classification": {"logits": ("batch", "seq", self.num_labels)},
+            "question-answering": {"start_logits": ("batch", "seq"), "end_logits": ("batch", "seq")},
+            "multiple-choice": {"logits": ("batch", "choices")},
+        }
+        return outputs[self.task]
+
+    @property
+    def why_not_invariant(self) -> str:
+        return "in published checkpoints, padding and other samples may affect the result; see the notes"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Self, tuple[str, ...]]:
+        """The spec of a config.json, and sentences that users of this checkpoint should read.
+
+        options: values for some of OPTIONS. seq_len defaults to all positions, up to DEFAULT_SEQ_LEN_LIMIT.
+        Raises SpecError for values that cannot work, with the reason.
+        """
+        for name in options:
+            require(
+                name in cls.OPTIONS,
+                f"a {cls.family} checkpoint has no option {name!r}{did_you_mean(name, cls.OPTIONS)} "
+                f"Its options: {', '.join(cls.OPTIONS)}",
+            )
+        fields: dict[str, Any] = {"seq_len": 1, "num_labels": num_labels_from_config(config, cls.num_labels)}
+        for field in dataclasses.fields(cls):
+            if field.name not in (*fields, "task", *cls.NOT_READ):
+                value = config_value(config, cls.RENAMED.get(field.name, field.name), field.default)
+                fields[field.name] = tuple(value) if isinstance(value, list) else value
+        if "task" not in options:
+            fields["task"] = cls.task_from_config(config)
+        # any length will do until the positions are known to be sound
+        spec = cls(**{**fields, **options, **cls.special_fields(config)})
+        if "seq_len" not in options:
+            spec = dataclasses.replace(spec, seq_len=min(spec.max_seq_len, cls.DEFAULT_SEQ_LEN_LIMIT))
+        spec = spec.resolved()
+        return spec, tuple(spec.notes(config, options))
+
+    @classmethod
+    def special_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields that config.json decides in a way of the family's own; they outrank options.
+
+        Raises SpecError for a configuration that is not supported.
+        """
+        raise NotImplementedError
+
+    def resolved(self) -> Self:
+        """The spec with everything decided that follows from seq_len."""
+        return self
+
+    @classmethod
+    def task_from_config(cls, config: Mapping[str, Any]) -> str:
+        """The task of the first class that config.json names."""
+        given = config.get("architectures")
+        if not given and cls.UNNAMED_TASK is not None:
+            return cls.UNNAMED_TASK
+        named = given[0] if isinstance(given, list) and given else None
+        task = next((task for task, name in cls.TASKS.items() if name == named), None)
+        require(
+            task is not None,
+            f"config.json: architectures is {given!r}; expected one of: {', '.join(cls.TASKS.values())}; "
+            f"correct it, or choose a task: {', '.join(cls.TASKS)}",
+        )
+        return str(task)
+
+
+def num_labels_from_config(config: Mapping[str, Any], default: int) -> int:
+    """Number of classes: transformers saves their names and counts those."""
+    names = config.get("id2label")
+    require(
+        names is None or isinstance(names, Mapping),
+        f"config.json: id2label is {names!r}; expected an object with a name for each class",
+    )
+    return len(names) if names else int(config_value(config, "num_labels", default))
 
 
 def config_value(config: Mapping[str, Any], name: str, default: Any) -> Any:

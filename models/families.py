@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,38 +13,41 @@ from typing import TYPE_CHECKING, Any
 from effexport.models.validation import SpecError, did_you_mean, require
 
 if TYPE_CHECKING:
-    from effexport.models.checkpoint_spec import CheckpointSpec
+    from torch import nn
+
+    from effexport.models.checkpoint_spec import CheckpointSpec, PublishedSpec
 
 CONFIG = "config.json"
+PACKAGE = __name__.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family is defined.
+    """Where a family is defined, within effexport.models.
 
-    spec_module: has the spec class and `spec_from_config`, and loads no torch.
-    module: has the class of the model, `weight_names` and `IGNORED`; empty for modules that users bring themselves.
+    spec: module and class of its spec, a PublishedSpec, which load no torch. module: module and class of its model; the
+    module also has `weight_names` and `IGNORED`. Modules that users bring themselves have none.
     """
 
-    spec_module: str
-    spec_class: str
+    spec: str
     module: str = ""
-    module_class: str = ""
 
-    def load_spec(self) -> ModuleType:
-        return importlib.import_module(self.spec_module)
+    def spec_class(self) -> Any:
+        module, name = self.spec.split(".")
+        return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
 
-    def load(self) -> ModuleType:
-        return importlib.import_module(self.module)
+    def load(self) -> tuple[ModuleType, Callable[[CheckpointSpec], nn.Module]]:
+        """The module of the model, and the class in it."""
+        path, name = self.module.split(".")
+        module = importlib.import_module(f"{PACKAGE}.{path}")
+        return module, getattr(module, name)
 
 
 # model_type in config.json → the family; "module" is a module of the user's own and has no config.json
 FAMILIES: dict[str, Family] = {
-    "nystromformer": Family(
-        "effexport.models.nystromformer_spec", "NystromformerSpec", "effexport.models.nystromformer", "Nystromformer"
-    ),
-    "reformer": Family("effexport.models.reformer_spec", "ReformerSpec", "effexport.models.reformer", "Reformer"),
-    "module": Family("effexport.models.module_spec", "ModuleSpec"),
+    "nystromformer": Family("nystromformer_spec.NystromformerSpec", "nystromformer.Nystromformer"),
+    "reformer": Family("reformer_spec.ReformerSpec", "reformer.Reformer"),
+    "module": Family("module_spec.ModuleSpec"),
 }
 PUBLISHED = tuple(name for name, family in FAMILIES.items() if family.module)
 
@@ -69,11 +72,10 @@ def spec_from_checkpoint(
         f"{folder / CONFIG}: model_type is {model_type!r}{did_you_mean(model_type, PUBLISHED)} "
         f"Supported: {', '.join(PUBLISHED)}",
     )
-    family = FAMILIES[model_type].load_spec()
-    if seed is not None and "hash_seed" in family.OPTIONS:
+    spec_class: type[PublishedSpec] = FAMILIES[model_type].spec_class()
+    if seed is not None and "hash_seed" in spec_class.OPTIONS:
         options = {**options, "hash_seed": seed}
-    spec, notes = family.spec_from_config(config, options)
-    return spec, tuple(notes)
+    return spec_class.from_config(config, options)
 
 
 def checkpoint_from_dict(values: Mapping[str, Any]) -> CheckpointSpec:
@@ -81,7 +83,7 @@ def checkpoint_from_dict(values: Mapping[str, Any]) -> CheckpointSpec:
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     family = str(options.pop("family", None))
     require(family in FAMILIES, f"unknown family {family!r}; expected one of: {', '.join(FAMILIES)}")
-    spec: CheckpointSpec = getattr(FAMILIES[family].load_spec(), FAMILIES[family].spec_class)(**options)
+    spec: CheckpointSpec = FAMILIES[family].spec_class()(**options)
     return spec
 
 

@@ -56,7 +56,7 @@ class ModuleSpec(CheckpointSpec):
 
     @property
     def why_not_invariant(self) -> str:
-        return "a module of one's own may mix the samples of a batch, or read padding, on purpose"
+        return "a user's own module may mix the samples of a batch, or read padding, on purpose"
 
     @property
     def input_limits(self) -> dict[str, int]:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from effexport.models.checkpoint_spec import CheckpointSpec, config_value
+from effexport.models.checkpoint_spec import PublishedSpec, config_value
 from effexport.models.model_spec import Dims
-from effexport.models.spec import NystromSpec
-from effexport.models.validation import check_field_types, did_you_mean, nearest_multiples, require
+from effexport.models.spec import AttentionSpec, NystromSpec
+from effexport.models.validation import did_you_mean, nearest_multiples, require
 
 # hidden_act in config.json → the function; transformers has several names for the same one
 HIDDEN_ACTS: dict[str, str] = {
@@ -28,12 +28,10 @@ HIDDEN_ACTS: dict[str, str] = {
     "swish": "silu",
     "tanh": "tanh",
 }
-# What a build may choose; the rest is the checkpoint's.
-OPTIONS = ("task", "seq_len", "num_labels", "pinv_init")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NystromformerSpec(CheckpointSpec):
+class NystromformerSpec(PublishedSpec):
     """A BERT-like encoder on Nyström attention; defaults are those of transformers' configuration.
 
     num_landmarks, segment_means_seq_len: equal, they select plain softmax attention for any length (as published for
@@ -51,6 +49,19 @@ class NystromformerSpec(CheckpointSpec):
         "question-answering": "NystromformerForQuestionAnswering",
         "multiple-choice": "NystromformerForMultipleChoice",
     }
+    OPTIONS: ClassVar[tuple[str, ...]] = ("task", "seq_len", "num_labels", "pinv_init")
+    RENAMED: ClassVar[Mapping[str, str]] = {"heads": "num_attention_heads"}
+    NOT_READ: ClassVar[tuple[str, ...]] = ("pinv_init", "conv_kernel_size", "pad_token_id")
+    POSITIVE: ClassVar[tuple[str, ...]] = (
+        "hidden_size",
+        "num_hidden_layers",
+        "heads",
+        "intermediate_size",
+        "max_position_embeddings",
+        "type_vocab_size",
+        "num_landmarks",
+        "segment_means_seq_len",
+    )
 
     vocab_size: int = 30000
     pad_token_id: int = 1
@@ -68,32 +79,13 @@ class NystromformerSpec(CheckpointSpec):
     tie_word_embeddings: bool = True
     pinv_init: Literal["global", "per_head"] = "global"
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-        for name in (
-            "hidden_size",
-            "num_hidden_layers",
-            "heads",
-            "intermediate_size",
-            "max_position_embeddings",
-            "type_vocab_size",
-            "num_landmarks",
-            "segment_means_seq_len",
-        ):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1")
-        require(self.layer_norm_eps > 0, f"layer_norm_eps is {self.layer_norm_eps}; expected a number > 0")
+    def check(self) -> None:
         require(
             self.hidden_act in HIDDEN_ACTS,
             f"hidden_act is {self.hidden_act!r}{did_you_mean(self.hidden_act, HIDDEN_ACTS)} "
             f"Supported: {', '.join(HIDDEN_ACTS)}",
         )
         self.check_landmarks()
-        super().__post_init__()
-        require(
-            0 <= self.pad_token_id < self.vocab_size,
-            f"pad_token_id is {self.pad_token_id}; expected a token, 0 to {self.vocab_size - 1}",
-        )
-        _ = self.attention  # checks what concerns the layer alone: heads and the convolution
 
     def check_landmarks(self) -> None:
         """Raises SpecError for landmarks that transformers accepts when it loads, and cannot run or runs wrongly."""
@@ -135,8 +127,12 @@ class NystromformerSpec(CheckpointSpec):
         )
 
     @property
-    def layers(self) -> int:
-        return self.num_hidden_layers
+    def layer_specs(self) -> list[AttentionSpec]:
+        return [self.attention] * self.num_hidden_layers
+
+    @property
+    def output_width(self) -> int:
+        return self.hidden_size
 
     @property
     def max_seq_len(self) -> int:
@@ -151,70 +147,28 @@ class NystromformerSpec(CheckpointSpec):
         return {"input_ids": dims, "attention_mask": dims, "token_type_ids": dims}
 
     @property
-    def outputs(self) -> dict[str, Dims]:
-        outputs: dict[str, dict[str, Dims]] = {
-            "base": {"last_hidden_state": ("batch", "seq", self.hidden_size)},
-            "masked-lm": {"logits": ("batch", "seq", self.vocab_size)},
-            "sequence-classification": {"logits": ("batch", self.num_labels)},
-            "token-classification": {"logits": ("batch", "seq", self.num_labels)},
-            "question-answering": {"start_logits": ("batch", "seq"), "end_logits": ("batch", "seq")},
-            "multiple-choice": {"logits": ("batch", "choices")},
-        }
-        return outputs[self.task]
-
-    @property
     def input_limits(self) -> dict[str, int]:
         return {"input_ids": self.vocab_size, "token_type_ids": self.type_vocab_size}
 
-
-# field of the spec → its name in config.json, where a value of the same type stands
-CONFIG_NAMES: dict[str, str] = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size",
-    "hidden_act": "hidden_act",
-    "max_position_embeddings": "max_position_embeddings",
-    "type_vocab_size": "type_vocab_size",
-    "num_landmarks": "num_landmarks",
-    "segment_means_seq_len": "segment_means_seq_len",
-    "layer_norm_eps": "layer_norm_eps",
-    "tie_word_embeddings": "tie_word_embeddings",
-}
-
-
-def spec_from_config(
-    config: Mapping[str, Any], options: Mapping[str, Any]
-) -> tuple[NystromformerSpec, tuple[str, ...]]:
-    """The spec of a config.json, and sentences about what its users have to know.
-
-    options: task, seq_len, num_labels and pinv_init, each instead of what the configuration says.
-    Raises SpecError for values that cannot work, with the reason.
-    """
-    for name in options:
-        require(
-            name in OPTIONS,
-            f"a {NystromformerSpec.family} checkpoint has no option {name!r}{did_you_mean(name, OPTIONS)} "
-            f"Its options: {', '.join(OPTIONS)}",
+    @classmethod
+    def special_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A model that never pads by itself may have no padding token; null stands for no convolution."""
+        refuse_unsupported(config)
+        landmarks, segment = (
+            config.get(name, getattr(cls, name)) for name in ("num_landmarks", "segment_means_seq_len")
         )
-    refuse_unsupported(config)
-    fields = {
-        field: config_value(config, name, getattr(NystromformerSpec, field)) for field, name in CONFIG_NAMES.items()
-    }
-    fields["conv_kernel_size"] = config.get("conv_kernel_size", NystromformerSpec.conv_kernel_size)
-    fields["num_labels"] = num_labels_from_config(config)
-    is_plain_softmax = fields["num_landmarks"] == fields["segment_means_seq_len"]
-    fields["seq_len"] = fields["max_position_embeddings" if is_plain_softmax else "segment_means_seq_len"]
-    fields["pad_token_id"] = pad_token_id_from_config(config, is_plain_softmax)
-    fields["task"] = options["task"] if "task" in options else task_from_config(config)
-    require(isinstance(fields["task"], str), f"task is {fields['task']!r}; expected a word")
-    spec = NystromformerSpec(**{**fields, **options})
-    return spec, notes_of(spec)
+        no_token = landmarks == segment and "pad_token_id" in config and config["pad_token_id"] is None
+        return {
+            "conv_kernel_size": config.get("conv_kernel_size", cls.conv_kernel_size),
+            "pad_token_id": 0 if no_token else config_value(config, "pad_token_id", cls.pad_token_id),
+        }
+
+    def notes(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+        return softmax_notes(self) if self.is_plain_softmax else landmark_notes(self)
 
 
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Raises SpecError for fields of config.json that select something else than what is built here."""
+    """Raises SpecError for fields of config.json that select something other than what is built here."""
     require(
         not config_value(config, "inv_coeff_init_option", False),
         "config.json: inv_coeff_init_option is true, with which transformers cannot build the model; expected false, "
@@ -237,44 +191,6 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
         f"config.json: pruned_heads is {pruned!r}, so layers differ in width; expected none; "
         "export the checkpoint from before the pruning",
     )
-
-
-def task_from_config(config: Mapping[str, Any]) -> str:
-    """The task of the class that config.json names."""
-    task_of_class = {name: task for task, name in NystromformerSpec.TASKS.items()}
-    given = config.get("architectures")
-    require(
-        isinstance(given, list) and len(given) == 1 and given[0] in list(task_of_class),
-        f"config.json: architectures is {given!r}; expected one of: {', '.join(task_of_class)}; "
-        f"correct it, or choose a task: {', '.join(NystromformerSpec.TASKS)}",
-    )
-    assert isinstance(given, list)
-    return task_of_class[given[0]]
-
-
-def num_labels_from_config(config: Mapping[str, Any]) -> int:
-    """Number of classes: transformers saves their names and counts those."""
-    names = config.get("id2label")
-    require(
-        names is None or isinstance(names, Mapping),
-        f"config.json: id2label is {names!r}; expected an object with a name for each class",
-    )
-    count: int = config_value(config, "num_labels", NystromformerSpec.num_labels) if names is None else len(names)
-    return count
-
-
-def pad_token_id_from_config(config: Mapping[str, Any], is_plain_softmax: bool) -> int:
-    """The padding token; a model that never pads by itself may have none."""
-    if is_plain_softmax and "pad_token_id" in config and config["pad_token_id"] is None:
-        return 0
-    token: int = config_value(config, "pad_token_id", NystromformerSpec.pad_token_id)
-    return token
-
-
-def notes_of(spec: NystromformerSpec) -> tuple[str, ...]:
-    """What the published computation does that its users would not expect, and what is done about it."""
-    notes = softmax_notes(spec) if spec.is_plain_softmax else landmark_notes(spec)
-    return tuple(notes)
 
 
 def softmax_notes(spec: NystromformerSpec) -> list[str]:

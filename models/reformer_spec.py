@@ -9,23 +9,19 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from effexport.models.checkpoint_spec import CheckpointSpec, config_value
-from effexport.models.model_spec import Dims, counted
+from effexport.models.checkpoint_spec import PublishedSpec, config_value
 from effexport.models.spec import AttentionSpec, LocalSpec, LSHSpec, automatic_num_buckets
-from effexport.models.validation import did_you_mean, require
+from effexport.models.validation import require
 
 KINDS = ("lsh", "local")
-ACTIVATIONS = ("gelu", "gelu_new", "relu")
-# The published models have positions for up to 524288 tokens: no length to trace, to tune for or to verify at.
-DEFAULT_SEQ_LEN_LIMIT = 4096
 # transformers does not wrap a shift by more chunks than there are, and two chunks are its shortest chunked sequence.
 MAX_NEIGHBOURS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReformerSpec(CheckpointSpec):
+class ReformerSpec(PublishedSpec):
     """A Reformer with the head of one task. Defaults are those of transformers' ReformerConfig.
 
     attn_layers: "lsh" or "local" for every layer. num_buckets: even count, or even factors of it (None: by the rule of
@@ -43,6 +39,25 @@ class ReformerSpec(CheckpointSpec):
         "sequence-classification": "ReformerForSequenceClassification",
         "question-answering": "ReformerForQuestionAnswering",
     }
+    OPTIONS: ClassVar[tuple[str, ...]] = ("task", "seq_len", "num_labels", "num_hashes", "hash_seed", "mask_constants")
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "heads": "num_attention_heads",
+        "lsh_chunk_length": "lsh_attn_chunk_length",
+        "local_chunk_length": "local_attn_chunk_length",
+    }
+    NOT_READ: ClassVar[tuple[str, ...]] = ("hash_seed", "shared_rotations", "mask_constants")
+    POSITIVE: ClassVar[tuple[str, ...]] = (
+        "hidden_size",
+        "heads",
+        "attention_head_size",
+        "feed_forward_size",
+        "max_position_embeddings",
+        "lsh_chunk_length",
+        "local_chunk_length",
+    )
+    UNNAMED_TASK: ClassVar[str | None] = "base"
+    # the published models have positions for up to 524288 tokens, which is too long to trace, to tune for or to verify
+    DEFAULT_SEQ_LEN_LIMIT: ClassVar[int] = 4096
 
     vocab_size: int = 320
     hidden_size: int = 256
@@ -69,13 +84,10 @@ class ReformerSpec(CheckpointSpec):
     hidden_act: Literal["gelu", "gelu_new", "relu"] = "relu"
     layer_norm_eps: float = 1e-12
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.check_lists()
-        super().__post_init__()
         self.check_sizes()
         self.check_task()
-        for kind in set(self.attn_layers):
-            self.attention_of_kind(kind)
 
     def check_lists(self) -> None:
         """Tables that the sizes are computed from."""
@@ -93,16 +105,8 @@ class ReformerSpec(CheckpointSpec):
             )
 
     def check_sizes(self) -> None:
-        names = ("hidden_size", "heads", "attention_head_size", "feed_forward_size", "max_position_embeddings")
-        for name in (*names, "lsh_chunk_length", "local_chunk_length"):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected a positive integer")
-        require(self.layer_norm_eps > 0, f"layer_norm_eps is {self.layer_norm_eps}; expected a number > 0")
-        require(
-            0 <= self.pad_token_id < self.vocab_size,
-            f"pad_token_id is {self.pad_token_id}; expected 0 to {self.vocab_size - 1}",
-        )
         # every layer adds its number to the seed
-        limit = 2**63 - 1 - self.layers
+        limit = 2**63 - 1 - len(self.attn_layers)
         require(0 <= self.hash_seed <= limit, f"hash_seed is {self.hash_seed}; expected 0 to {limit}")
         if self.axial_pos_embds:
             self.check_axial()
@@ -153,15 +157,13 @@ class ReformerSpec(CheckpointSpec):
         )
 
     @property
-    def layers(self) -> int:
-        return len(self.attn_layers)
+    def layer_specs(self) -> list[AttentionSpec]:
+        return [self.attention_of_kind(kind) for kind in self.attn_layers]
 
     @property
-    def attention(self) -> AttentionSpec:
-        return self.attention_of_kind("lsh" if "lsh" in self.attn_layers else "local")
-
-    def custom_ops(self, fused: bool) -> dict[str, int]:
-        return counted([self.attention_of_kind(kind) for kind in self.attn_layers], fused)
+    def output_width(self) -> int:
+        """Two residual streams are concatenated."""
+        return 2 * self.hidden_size
 
     @property
     def max_seq_len(self) -> int:
@@ -170,17 +172,6 @@ class ReformerSpec(CheckpointSpec):
         if not self.axial_pos_embds:
             return self.max_position_embeddings
         return min(math.prod(self.axial_pos_shape), self.max_position_embeddings)
-
-    @property
-    def outputs(self) -> dict[str, Dims]:
-        """Two residual streams are concatenated, so last_hidden_state is twice as wide as the layers."""
-        if self.task == "base":
-            return {"last_hidden_state": ("batch", "seq", 2 * self.hidden_size)}
-        if self.task == "sequence-classification":
-            return {"logits": ("batch", self.num_labels)}
-        if self.task == "question-answering":
-            return {"start_logits": ("batch", "seq"), "end_logits": ("batch", "seq")}
-        return {"logits": ("batch", "seq", self.vocab_size)}
 
     @property
     def chunk_lengths(self) -> tuple[int, ...]:
@@ -233,104 +224,25 @@ class ReformerSpec(CheckpointSpec):
         spec = self.attention_of_kind(self.attn_layers[layer])
         return spec if self.shared_rotations else spec.of_layer(layer)
 
+    @classmethod
+    def special_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A hash_seed in config.json outranks the option: transformers draws the rotations from it on every call."""
+        if config.get("hash_seed") is None:
+            return {}
+        return {"hash_seed": config_value(config, "hash_seed", 0), "shared_rotations": True}
 
-# name in config.json → field
-CONFIG_FIELDS: dict[str, str] = {
-    **{
-        name: name
-        for name in (
-            "vocab_size",
-            "pad_token_id",
-            "hidden_size",
-            "attention_head_size",
-            "feed_forward_size",
-            "attn_layers",
-            "lsh_num_chunks_before",
-            "lsh_num_chunks_after",
-            "local_num_chunks_before",
-            "local_num_chunks_after",
-            "num_hashes",
-            "num_buckets",
-            "is_decoder",
-            "axial_pos_embds",
-            "axial_pos_shape",
-            "axial_pos_embds_dim",
-            "max_position_embeddings",
-            "layer_norm_eps",
-        )
-    },
-    "num_attention_heads": "heads",
-    "lsh_attn_chunk_length": "lsh_chunk_length",
-    "local_attn_chunk_length": "local_chunk_length",
-}
-OPTIONS = ("task", "seq_len", "num_labels", "num_hashes", "hash_seed", "mask_constants")
+    def resolved(self) -> Self:
+        """The number of buckets of LSH layers does not follow seq_len any more."""
+        if self.num_buckets is not None or "lsh" not in self.attn_layers:
+            return self
+        factors = self.bucket_factors
+        return dataclasses.replace(self, num_buckets=factors[0] if len(factors) == 1 else factors)
+
+    def notes(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+        return notes_from_config(self, config, options)
 
 
-def spec_from_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[ReformerSpec, tuple[str, ...]]:
-    """The spec of a config.json, and sentences on what users of this checkpoint have to know.
-
-    options: some of OPTIONS. seq_len defaults to all positions, but at most DEFAULT_SEQ_LEN_LIMIT. The rotations come
-    from hash_seed, unless config.json has a hash_seed, which rules. num_hashes may be raised without training.
-    Raises SpecError for what is not supported, with the reason.
-    """
-    for name in options:
-        known = f"{did_you_mean(name, OPTIONS)} Its options: {', '.join(OPTIONS)}"
-        require(name in OPTIONS, f"a reformer checkpoint has no option {name!r}{known}")
-    fields = fields_from_config(config)
-    if config.get("hash_seed") is not None:
-        fields |= {"hash_seed": config_value(config, "hash_seed", 0), "shared_rotations": True}
-    else:
-        fields["hash_seed"] = options.get("hash_seed", ReformerSpec.hash_seed)
-    fields["task"] = options["task"] if "task" in options else task_from_config(config)
-    fields["num_labels"] = options["num_labels"] if "num_labels" in options else num_labels_from_config(config)
-    fields |= {name: options[name] for name in ("num_hashes", "mask_constants", "seq_len") if name in options}
-    # any length does until the positions are known to be sound
-    spec = ReformerSpec(**({"seq_len": 1} | fields))
-    if "seq_len" not in options:
-        spec = dataclasses.replace(spec, seq_len=min(spec.max_seq_len, DEFAULT_SEQ_LEN_LIMIT))
-    if spec.num_buckets is None and "lsh" in spec.attn_layers:
-        # from here on the count does not follow seq_len any more
-        factors = spec.bucket_factors
-        spec = dataclasses.replace(spec, num_buckets=factors[0] if len(factors) == 1 else factors)
-    return spec, notes_from_config(spec, config, options)
-
-
-def fields_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that config.json decides, checked for their type."""
-    defaults = {field.name: field.default for field in dataclasses.fields(ReformerSpec)}
-    fields: dict[str, Any] = {}
-    for name, field in CONFIG_FIELDS.items():
-        value = config_value(config, name, defaults[field])
-        fields[field] = tuple(value) if isinstance(value, list) else value
-    act = config_value(config, "hidden_act", str(defaults["hidden_act"]))
-    require(
-        act in ACTIVATIONS,
-        f"config.json: hidden_act is {act!r}{did_you_mean(act, ACTIVATIONS)} Supported: {', '.join(ACTIVATIONS)}",
-    )
-    return fields | {"hidden_act": act}
-
-
-def task_from_config(config: Mapping[str, Any]) -> str:
-    """The task of the first architecture; "base" where config.json names none."""
-    named = config.get("architectures") or [ReformerSpec.TASKS["base"]]
-    tasks = {architecture: task for task, architecture in ReformerSpec.TASKS.items()}
-    require(
-        isinstance(named, list) and isinstance(named[0], str) and named[0] in tasks,
-        f"config.json: architectures is {named!r}; supported: {', '.join(tasks)}. Choose a task yourself: "
-        f"{', '.join(ReformerSpec.TASKS)}",
-    )
-    return tasks[named[0]]
-
-
-def num_labels_from_config(config: Mapping[str, Any]) -> int:
-    """transformers writes the labels by name, and leaves them out when there are two."""
-    names = config.get("id2label")
-    if isinstance(names, Mapping) and names:
-        return len(names)
-    return int(config_value(config, "num_labels", ReformerSpec.num_labels))
-
-
-def notes_from_config(spec: ReformerSpec, config: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[str, ...]:
+def notes_from_config(spec: ReformerSpec, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     notes = lsh_notes(spec, config) if "lsh" in spec.attn_layers else []
     if "seq_len" not in options and spec.seq_len < spec.max_seq_len:
         notes.append(
@@ -353,11 +265,11 @@ def notes_from_config(spec: ReformerSpec, config: Mapping[str, Any], options: Ma
         "transformers replaces its mask constants by -1e4 and -1e3 in float16; attention logits and masks are float32 "
         "here in every precision."
     )
-    return tuple(notes)
+    return notes
 
 
 def lsh_notes(spec: ReformerSpec, config: Mapping[str, Any]) -> list[str]:
-    """What is particular about hashing."""
+    """What is special about hashing."""
     if spec.shared_rotations:
         notes = [
             f"hash_seed is {spec.hash_seed} in config.json: all LSH layers share the rotations drawn from it, as in "
@@ -391,6 +303,6 @@ def lsh_notes(spec: ReformerSpec, config: Mapping[str, Any]) -> list[str]:
         )
     if spec.is_decoder:
         notes.append(
-            "LSH is not strictly causal: a later token takes a place in the sort and so moves the borders of chunks."
+            "LSH is not strictly causal: later tokens still occupy slots in the sort and shift chunk boundaries."
         )
     return notes

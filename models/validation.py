@@ -78,4 +78,5 @@ _PLAIN_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int | None": ((int, type(None)), "an integer"),
     "float": ((int, float), "a finite number"),
     "bool": ((bool,), "true or false"),
+    "str": ((str,), "a word"),
 }

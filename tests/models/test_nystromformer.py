@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.nystromformer import ACTIVATIONS, IGNORED, Nystromformer, weight_names
-from effexport.models.nystromformer_spec import HIDDEN_ACTS, NystromformerSpec, spec_from_config
+from effexport.models.nystromformer_spec import HIDDEN_ACTS, NystromformerSpec
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch", "transformers")
@@ -49,11 +49,11 @@ def config_of(task: str = "base", **fields: Any) -> dict[str, Any]:
 
 
 def spec_of(task: str = "base", options: Mapping[str, Any] | None = None, **fields: Any) -> NystromformerSpec:
-    return spec_from_config(config_of(task, **fields), options or {})[0]
+    return NystromformerSpec.from_config(config_of(task, **fields), options or {})[0]
 
 
 def notes_of(options: Mapping[str, Any] | None = None, **fields: Any) -> str:
-    return "\n".join(spec_from_config(config_of(**fields), options or {})[1])
+    return "\n".join(NystromformerSpec.from_config(config_of(**fields), options or {})[1])
 
 
 def randomize(model: nn.Module, seed: int) -> None:
@@ -129,7 +129,7 @@ def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
 def error_against_transformers(config: dict[str, Any], sizes: list[tuple[int, int]], seed: int = 0) -> float:
     """The largest error over batches of the given (batch, seq_len)."""
     oracle = oracle_from_config(config, seed)
-    spec, _ = spec_from_config(config, {})
+    spec, _ = NystromformerSpec.from_config(config, {})
     module = module_from_weights(spec, oracle.state_dict())
     worst = 0.0
     for batch, seq_len in sizes:
@@ -178,7 +178,7 @@ def random_config(draw: random.Random) -> dict[str, Any]:
 def test_random_configurations_equal_transformers(seed: int) -> None:
     draw = random.Random(seed)
     config = random_config(draw)
-    longest = spec_from_config(config, {})[0].max_seq_len
+    longest = NystromformerSpec.from_config(config, {})[0].max_seq_len
     sizes = [(1, longest), (4, longest), (draw.randint(2, 3), draw.randint(1, longest))]
     assert error_against_transformers(config, sizes, seed) <= LIMIT
 
@@ -194,11 +194,11 @@ def test_defaults_are_those_of_transformers() -> None:
     import transformers
 
     written = json.loads(transformers.NystromformerConfig(architectures=["NystromformerModel"]).to_json_string())
-    spec, _ = spec_from_config({"architectures": ["NystromformerModel"]}, {})
+    spec, _ = NystromformerSpec.from_config({"architectures": ["NystromformerModel"]}, {})
     assert spec == NystromformerSpec(seq_len=510)
-    assert spec_from_config(written, {})[0] == spec
+    assert NystromformerSpec.from_config(written, {})[0] == spec
     everything = transformers.NystromformerConfig(architectures=["NystromformerModel"]).to_dict()
-    assert spec_from_config(everything, {})[0] == spec
+    assert NystromformerSpec.from_config(everything, {})[0] == spec
 
 
 @torch.no_grad()
@@ -207,7 +207,7 @@ def test_per_head_start_values_equal_the_exact_option_of_transformers_and_separa
     oracle = oracle_from_config(config)
     for layer in oracle.encoder.layer:
         layer.attention.self.init_option = "exact"  # which its configuration cannot select
-    spec = spec_from_config(config, {"pinv_init": "per_head"})[0]
+    spec = NystromformerSpec.from_config(config, {"pinv_init": "per_head"})[0]
     module = module_from_weights(spec, oracle.state_dict())
     inputs = inputs_of(spec, 4, 11)
     together = run_ours(module, inputs)
@@ -224,7 +224,7 @@ def test_the_base_loads_from_base_and_head_checkpoints(saved_task: str) -> None:
     prefix = "" if saved_task == "base" else "nystromformer."
     weights[f"{prefix}embeddings.position_ids"] = torch.arange(20)[None]  # old versions saved these two
     weights[f"{prefix}embeddings.token_type_ids"] = torch.zeros(1, 20, dtype=torch.int64)
-    spec = spec_from_config(config_of(saved_task), {"task": "base"})[0]
+    spec = NystromformerSpec.from_config(config_of(saved_task), {"task": "base"})[0]
     module = module_from_weights(spec, weights)
     inputs = inputs_of(spec, 2, SEGMENT)
     base = oracle if saved_task == "base" else oracle.nystromformer
@@ -242,7 +242,7 @@ def test_a_tied_decoder_is_the_table_of_words_whatever_the_file_says(tied: bool)
     oracle = transformers.NystromformerForMaskedLM.from_pretrained(
         None, config=transformers.NystromformerConfig(**config), state_dict=weights
     ).eval()
-    spec = spec_from_config(config, {})[0]
+    spec = NystromformerSpec.from_config(config, {})[0]
     module = module_from_weights(spec, weights)
     assert (module.head.decoder.weight is module.embeddings.word.weight) == tied
     inputs = inputs_of(spec, 2, 9)
