@@ -1,4 +1,4 @@
-"""Pieces shared by the attention variants and the encoder. Axes are (batch, heads, seq, head_dim) unless said."""
+"""Pieces shared by the attention variants and the encoder. Axes are (batch, heads, seq, head_dim) unless noted."""
 
 from __future__ import annotations
 

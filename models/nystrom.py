@@ -28,7 +28,7 @@ class NystromAttention(MultiHeadAttention):
     towards the pseudo-inverse (`effexport::iterative_pinv`). O(seq · m · dim) time and memory.
 
     By default a segment is ceil(n / m) tokens, where n is one past the last kept token of the sample, and padding
-    takes no part in anything: the result of a sample depends neither on its batch mates nor on its padding.
+    is left out everywhere: the result of a sample depends neither on the rest of its batch nor on its padding.
     The published behaviour is `pinv_init="global"`, `mask_landmarks=False` and `segment_means_seq_len`.
     """
 

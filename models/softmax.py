@@ -1,4 +1,4 @@
-"""Softmax attention (Vaswani et al., 2017, eq. 1): the yardstick of the other variants."""
+"""Softmax attention (Vaswani et al., 2017, eq. 1): the baseline of the other variants."""
 
 from __future__ import annotations
 

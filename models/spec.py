@@ -284,7 +284,7 @@ class NystromSpec(AttentionSpec):
 
     num_landmarks: m, rows of the landmark matrices. pinv_iterations: part of the model, not an accuracy knob.
     pinv_init: "per_head" scales the start value per matrix; "global" divides by a maximum over the whole batch,
-    as the published checkpoints do, so a sample's output then depends on its batch mates.
+    as the published checkpoints do, so a sample's output then depends on the rest of its batch.
     mask_landmarks: leave padding out of the landmark means and of all three softmaxes, and out of the
     convolution. False is the published behaviour and needs `segment_means_seq_len`.
     segment_means_seq_len: the fixed length that published checkpoints are tied to (None: any length). Equal to

@@ -31,7 +31,7 @@ from effexport.bench.grid import Grid, Model
 from effexport.bench.measuring.machine import describe_machine, usable_cores
 from effexport.bench.measuring.models import inputs_of_case, onnx_from_case
 from effexport.bench.measuring.run import Settings, bench
-from effexport.bench.measuring.timing import Contender, Rotation
+from effexport.bench.measuring.timing import Rotation, TimedCall
 from effexport.bench.results import BenchResults, Case, Row
 from effexport.build import artifact_from_spec
 from effexport.plugins.building.library import find_library
@@ -207,7 +207,7 @@ def bound_in_ort(case: Case) -> Callable[[], object]:
 
 def in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median milliseconds of each."""
-    rotation = Rotation([Contender(name, call, name) for name, call in calls.items()], rounds, math.inf)
+    rotation = Rotation([TimedCall(name, call, name) for name, call in calls.items()], rounds, math.inf)
     rotation.run()
     if rotation.failures:
         raise next(iter(rotation.failures.values()))

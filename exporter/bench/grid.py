@@ -1,4 +1,4 @@
-"""Which cases a benchmark has: models × lengths × batches × runtimes. Loads no framework."""
+"""The cases of a benchmark: models × lengths × batches × runtimes. Loads no framework."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Every combination of these is a case.
+    """The choices of a benchmark; every combination is a case.
 
     scope: "core" times attention on ready queries, keys and values, "attention" a layer with its projections, "encoder"
     a whole encoder of the default depth.

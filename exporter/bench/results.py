@@ -1,4 +1,4 @@
-"""What a benchmark found: the truth behind its JSON, CSV and page."""
+"""What a benchmark found: the records behind its JSON, CSV and page."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """What was compared before timing. value and limit: of the metric; None where nothing could be compared."""
+    """The comparison before timing. value, limit: of the metric; None if nothing could be compared."""
 
     passed: bool
     metric: str
@@ -53,7 +53,7 @@ class Parity:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Milliseconds of one call over all timed runs. spread_ms: half of the distance between the quartiles."""
+    """Milliseconds of one call over all timed runs. spread_ms: half the distance between the quartiles."""
 
     runs: int
     median_ms: float
@@ -66,10 +66,9 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """What no implementation of the same formula can do without, timed in turn with the candidates.
+    """A lower bound of the time of a formula, measured in turn with the candidates, as medians over the same rounds.
 
-    products_ms: the matrix products of the same shapes alone, in PyTorch, the median of the rounds in which the
-    candidates were timed. pass_ms: one pass over inputs and outputs, likewise.
+    products_ms: its matrix products alone, in PyTorch. pass_ms: one pass over inputs and outputs.
     """
 
     products_ms: float
@@ -88,7 +87,7 @@ class Row:
     peak_bytes: the most memory in use while it ran, beyond what was in use before its inputs were made.
     times_softmax, times_torch: how many times faster than softmax on the same runtime, and than eager PyTorch on the
     same model; the median over rounds of the ratio within a round; None without that row.
-    note: what a reader of the figures should know about how they came about.
+    note: what a reader should know about how the numbers were measured.
     """
 
     case: Case
@@ -114,7 +113,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResults:
-    """complete: False when the run was interrupted; the rows are those finished by then.
+    """All results of a benchmark. complete: False if the run was interrupted; the rows are then those finished so far.
 
     preset: the name of the published experiment that was repeated, or "". environment: versions of what took part;
     machine: the processor and its cores, the GPU if one took part, and the memory. command: how to repeat it.

@@ -1,6 +1,6 @@
 """Plots as SVG text: pure functions, no library, no fonts from elsewhere.
 
-Colours are classes, which the page sets for light and dark: `s0` to `s5` for series, `yardstick`, `limit`. Series also
+Colours are classes, which the page sets for light and dark: `s0` to `s5` for series, `baseline`, `limit`. Series also
 differ in their marks and dashes, so that nothing rests on colour alone. Every plot has a title and a description.
 """
 
@@ -55,7 +55,7 @@ class Point:
 class Look:
     """Which colour and mark a series has, and which dashes, where they mean something: the first of each is 0.
 
-    The colour of a yardstick is -1.
+    The colour of a baseline is -1.
     """
 
     colour: int
@@ -64,14 +64,14 @@ class Look:
 
 @dataclass(frozen=True)
 class Series:
-    """kind: "marks" are not joined; a "yardstick" is what the others are compared with; a "limit" may not be passed;
+    """kind: "marks" are not joined; a "baseline" is what the others are compared with; a "limit" may not be passed;
     a "floor" is a thin line without marks. look: without one, the next that is free. Without a name, it has no line in
     the legend.
     """
 
     name: str
     points: Sequence[Point]
-    kind: Literal["marks", "line", "yardstick", "limit", "floor"] = "line"
+    kind: Literal["marks", "line", "baseline", "limit", "floor"] = "line"
     look: Look | None = None
 
 
@@ -139,10 +139,10 @@ def _svg(key: str, title: str, description: str, height: float, body: Iterable[s
 
 
 def _looks(series: Sequence[Series]) -> list[Look]:
-    """The look of each series. Limits and yardsticks have colours of their own."""
+    """The look of each series. Limits and baselines have colours of their own."""
     looks, free = [], 0
     for one in series:
-        looks.append(one.look or Look(free, 2 if one.kind == "yardstick" else free // SERIES_COLOURS))
+        looks.append(one.look or Look(free, 2 if one.kind == "baseline" else free // SERIES_COLOURS))
         free += one.kind in ("marks", "line")
     return looks
 
@@ -182,8 +182,8 @@ def _legend_row(series: Series, look: Look, y: float) -> list[str]:
 
 
 def _mark(series: Series, look: Look, x: float, y: float) -> str:
-    """A yardstick has a ring, whatever the marks of the others are."""
-    if series.kind == "yardstick":
+    """A baseline has a ring, whatever the marks of the others are."""
+    if series.kind == "baseline":
         return f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
     return MARKS[look.colour % len(MARKS)](x, y)
 
@@ -195,4 +195,4 @@ def _line(series: Series, look: Look, path: str) -> str:
 
 
 def _class(series: Series, look: Look) -> str:
-    return "yardstick" if series.kind == "yardstick" or look.colour < 0 else f"s{look.colour % SERIES_COLOURS}"
+    return "baseline" if series.kind == "baseline" or look.colour < 0 else f"s{look.colour % SERIES_COLOURS}"

@@ -1,4 +1,4 @@
-"""Softmax attention, the yardstick of the other variants, against torch and transformers."""
+"""Softmax attention, the baseline of the other variants, against torch and transformers."""
 
 from __future__ import annotations
 

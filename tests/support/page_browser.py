@@ -118,7 +118,7 @@ COLOURS = """(() => {
   return Object.fromEntries(%s.map(name => [name, style.getPropertyValue('--' + name).trim()]));
 })()"""
 TEXTS = ("ink", "soft", "passed", "failed", "other", "link")
-GRAPHICS = ("s0", "s1", "s2", "s3", "s4", "s5", "yardstick", "axis")
+GRAPHICS = ("s0", "s1", "s2", "s3", "s4", "s5", "baseline", "axis")
 
 
 def luminance(colour: str) -> float:

@@ -1,4 +1,4 @@
-"""Does a candidate compute what PyTorch computes on the very inputs that will be timed? Asked before any timing."""
+"""The parity check before timing: a candidate must compute what PyTorch computes on the inputs that will be timed."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the float32 module answers to `feeds`, with what `checks` needs to judge by: see `reference.Case`."""
+    """The answers of the float32 module to `feeds`, as a case of the proof."""
 
     feeds: Mapping[str, Array]
     golden: ReferenceCase
-    hashed: bool
 
 
 def reference_of_case(case: Case, feeds: Mapping[str, Array]) -> Reference:
-    """Eager PyTorch in float32, not fused, one sample at a time: the same as all at once, in less memory.
+    """The answers of eager PyTorch in float32, not fused, one sample at a time to save memory.
 
-    Inputs of lower precision are widened, so that both see the same numbers.
+    Inputs of lower precision are widened, so that both sides see the same numbers.
     """
     from effexport.export.onnx_from_module import at_precision
     from effexport.proof.answers import other_rotations, recorded_hashes
@@ -61,14 +60,14 @@ def reference_of_case(case: Case, feeds: Mapping[str, Array]) -> Reference:
         margins={name: np.concatenate(arrays) for name, arrays in margins.items()},
     )
     if not spec.attention.is_hashed:
-        return Reference(feeds, golden, hashed=False)
+        return Reference(feeds, golden)
     with other_rotations(module):
         seed_noise = rms_change(golden, tokens_first(case, answer(module, case, feeds, "fp32")))
     precision_noise = 0.0
     if case.precision != "fp32":
         rounded = answer(at_precision(module, case.precision), case, feeds, case.precision)
         precision_noise = rms_change(golden, tokens_first(case, rounded))
-    return Reference(feeds, replace(golden, seed_noise=seed_noise, precision_noise=precision_noise), hashed=True)
+    return Reference(feeds, replace(golden, seed_noise=seed_noise, precision_noise=precision_noise))
 
 
 def answer(module: nn.Module, case: Case, feeds: Mapping[str, Array], precision: str) -> dict[str, Array]:
@@ -111,25 +110,25 @@ def agreement(candidate: Candidate, case: Case, reference: Reference) -> Parity:
         return Parity(passed=False, metric="names, dtypes, shapes", value=None, limit=None, detail=problem)
     plain = tokens_first(case, outputs)
     checks = list(judged_checks(candidate, case, reference, plain))
-    # the first that failed, or the one that says most about healthy numbers: the first after finiteness
-    told = next((check for check in checks if check.status != "passed"), checks[1])
+    # the first failure, or the check with the most informative number: the first after finiteness
+    shown = next((check for check in checks if check.status != "passed"), checks[1])
     return Parity(
-        passed=told.status == "passed",
-        metric=told.metric,
-        value=told.value if told.value is None or math.isfinite(told.value) else None,
-        limit=told.limit,
-        detail="; ".join(part for part in (told.name, told.reason, told.detail) if part),
+        passed=shown.status == "passed",
+        metric=shown.metric,
+        value=shown.value if shown.value is None or math.isfinite(shown.value) else None,
+        limit=shown.limit,
+        detail="; ".join(part for part in (shown.name, shown.reason, shown.detail) if part),
     )
 
 
 def judged_checks(
     candidate: Candidate, case: Case, reference: Reference, outputs: Mapping[str, Array]
 ) -> Iterator[Check]:
-    """The checks of `effexport verify` that a single answer can be asked.
+    """The checks of `effexport verify` that apply to a single answer.
 
-    A hash is asked again with the buckets of the reference, so that a small fault shows; where its buckets are out of
-    sight, only how far it runs away by itself is judged: one bucket that rounding flips moves chunk borders, and a
-    third of all tokens a little.
+    A model that hashes runs again with the buckets of the reference, so that small faults show. If its buckets cannot
+    be set, only the free run is judged, with a wider limit: one bucket that rounding flips shifts chunk boundaries, and
+    changes a third of all tokens a little.
     """
     from effexport.proof.checks.arithmetic import check_arithmetic, check_finite, check_overall
     from effexport.proof.checks.hashed import check_free_run, check_given_buckets
@@ -137,7 +136,7 @@ def judged_checks(
 
     spec, golden = spec_from_case(case), reference.golden
     yield check_finite(golden, outputs)
-    if reference.hashed:
+    if spec.attention.is_hashed:
         given = candidate.with_buckets(reference.feeds, golden.buckets)
         if given is not None:
             yield from check_given_buckets(golden, tokens_first(case, given[0]), given[1], spec)
@@ -149,7 +148,7 @@ def judged_checks(
 
 
 def signature_problem(case: Case, outputs: Mapping[str, Array]) -> str:
-    """What is wrong with names, types or shapes; "" where all is right."""
+    """What is wrong with names, types or shapes; "" if nothing is."""
     sizes = {"batch": case.batch, "seq": case.seq_len}
     expected = {
         tensor.name: (tensor.dtype, tuple(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.dims))

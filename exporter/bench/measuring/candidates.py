@@ -1,4 +1,4 @@
-"""What is timed: one object per case, with its inputs bound beforehand, so that a call computes and copies nothing."""
+"""What is timed: one object per case, whose inputs are bound beforehand, so that a call computes and copies nothing."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
     OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
 
-# A compiler, and a runtime, say at length what they could not do; the first lines name it.
+# Messages of compilers and runtimes are long; their beginning names the cause.
 LONGEST_MESSAGE = 300
 
 
 class Candidate(Protocol):
     """A loaded model. bind: put inputs in place, once, before the first run. run: one call, finished when it returns.
 
-    outputs: of the last call, by name, on the host. implementation: per custom operator, what runs it.
-    with_buckets: of a model that hashes, the outputs with these buckets, and the buckets it would have chosen itself;
-    None where its buckets are out of sight.
+    outputs: those of the last call, by name, on the host. implementation: per custom operator, what runs it.
+    with_buckets: for a model that hashes, the outputs with these buckets, and the buckets that it would have chosen;
+    None if its buckets cannot be set.
     """
 
     @property
@@ -55,11 +55,11 @@ class Candidate(Protocol):
 
 
 class NotRunnableError(Exception):
-    """This machine cannot run the case; the message says why. It is no failure of the model."""
+    """This machine cannot run the case; the message says why. The model has not failed."""
 
 
 class TorchCandidate:
-    """A module in eager PyTorch, or compiled. Raises NotRunnableError where torch.compile has no compiler."""
+    """A module in eager PyTorch, or compiled. Raises NotRunnableError if torch.compile finds no compiler."""
 
     def __init__(self, case: Case, *, compiled: bool = False, device: str = "cpu") -> None:
         import torch
@@ -72,8 +72,8 @@ class TorchCandidate:
         self._call: Any = module
         if compiled:
             if not has_compiler():
-                raise NotRunnableError("torch.compile needs a C++ compiler, and there is none on this machine")
-            # the lengths of a benchmark are known: each gets code of its own
+                raise NotRunnableError("torch.compile needs a C++ compiler, and this machine has none")
+            # the lengths of a benchmark are known, so each is compiled separately
             self._call = torch.compile(module, dynamic=False)
         self._case = case
         self._device = device
@@ -81,7 +81,7 @@ class TorchCandidate:
         self._result: torch.Tensor | None = None
 
     def bind(self, feeds: Mapping[str, Array]) -> None:
-        # copies, as the bound inputs of other runtimes are
+        # copies, like the bound inputs of other runtimes
         self._given = tuple(x.clone() for x in tensors_from_arrays(self._case, feeds, self._device))
 
     def run(self) -> None:
@@ -164,7 +164,7 @@ def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_
 def ort_with_given_buckets(
     model: Path, hashes: Sequence[str], settings: OrtSettings
 ) -> AbstractContextManager[Bucketed] | None:
-    """The same model in a second session, with the buckets of its hashes as inputs; None where they cannot be found.
+    """The same model in a second session, with the buckets of its hashes as inputs; None if they cannot be found.
 
     hashes: names of the bucket values, as the reference has them.
     """
@@ -197,7 +197,7 @@ def ort_settings(case: Case, threads: int, memory_arena: bool = True) -> OrtSett
 
 
 def reason_not_here(runtime: str) -> str | None:
-    """Why this machine cannot run a runtime; None where it can."""
+    """Why this machine cannot run a runtime; None if it can."""
     row = RUNTIMES[runtime]
     if row.device == "cpu":
         return None
@@ -215,7 +215,7 @@ def reason_not_here(runtime: str) -> str | None:
 
 
 def reason_without_runtime(runtime: Runtime) -> str | None:
-    """Why a runtime that needs a GPU is not installed; None where it is."""
+    """Why a runtime that needs a GPU is not usable; None if it is installed."""
     try:
         if runtime.engine:
             from effexport.engines.api import import_api
@@ -253,7 +253,7 @@ def array_from_tensor(tensor: torch.Tensor) -> Array:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """PyTorch and ONNX Runtime say so in words only."""
+    """Whether memory ran out: PyTorch and ONNX Runtime say so only in their messages."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(
         words in text for words in ("can't allocate memory", "failed to allocate memory", "out of memory", "bad_alloc")
@@ -261,7 +261,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_beyond_runtime(error: BaseException) -> bool:
-    """Whether the runtime has no kernel for an element type here, such as bfloat16 on a CPU: nobody's failure."""
+    """Whether the runtime has no kernel for an element type, such as bfloat16 on a CPU: not a failure of the model."""
     return isinstance(error, RuntimeUnsupportedError) and "NOT_IMPLEMENTED" in str(error)
 
 

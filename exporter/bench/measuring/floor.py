@@ -1,4 +1,4 @@
-"""The floor: the matrix products of a formula alone, and one pass over the bytes that go in and out."""
+"""The floor, a lower bound of the time: the matrix products of a formula, and one pass over inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from effexport.models.products import Product
 if TYPE_CHECKING:
     import torch
 
-# Matrices of one call of torch.matmul: several times what it takes to use a processor well.
+# Bytes of the matrices of one torch.matmul: several times what keeps a processor busy.
 LARGEST_BYTES = 64 * 2**20
 # With fewer rows, a part of a product would be slower than its share of the product.
 FEWEST_ROWS = 64
 
 
 def run_products(products: Sequence[Product], device: str = "cpu") -> Callable[[], None]:
-    """A call that does all products in float32 with torch.matmul, into outputs that are there already.
+    """A call that computes all products in float32 with torch.matmul, into preallocated outputs.
 
-    Large products are done in parts, and parts of one shape share their matrices: what a fused implementation
-    keeps in registers is not written to memory as a whole here either. The numbers are random, as those of a model are.
+    Large products are split, and parts of one shape share their matrices: a fused implementation keeps these values in
+    registers, so they should not go through memory here either. The numbers are random, like those of a model.
     """
     import torch
 
@@ -52,7 +52,7 @@ def run_products(products: Sequence[Product], device: str = "cpu") -> Callable[[
 
 
 def run_pass(nbytes: int, device: str = "cpu") -> Callable[[], None]:
-    """A call that moves `nbytes` with all threads: a copy of half as many reads a half and writes a half."""
+    """A call that moves `nbytes` with all threads: copying half as many reads one half and writes the other."""
     import torch
 
     source = torch.ones(max(1, nbytes // 2), dtype=torch.uint8, device=device)

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 CPU_INFO, MEMORY_INFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
-# Limit and use of a container's memory: of the second and the first version of control groups.
+# Limit and use of a container's memory, in versions 2 and 1 of control groups.
 CONTAINER_LIMITS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -42,7 +42,7 @@ def processor_name() -> str:
 
 
 def memory_info() -> dict[str, int]:
-    """Fields of /proc/meminfo in bytes; nothing where there is no such file."""
+    """Fields of /proc/meminfo in bytes; empty if there is no such file."""
     try:
         lines = MEMORY_INFO.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -52,7 +52,7 @@ def memory_info() -> dict[str, int]:
 
 
 def free_memory_bytes() -> int | None:
-    """What can be had without swapping, and within the container's limit; None where the system does not say."""
+    """Memory available without swapping and within the container's limit; None if unknown."""
     free = [memory_info()["MemAvailable"]] if "MemAvailable" in memory_info() else []
     for limit_file, used_file in CONTAINER_LIMITS:
         try:
@@ -65,7 +65,7 @@ def free_memory_bytes() -> int | None:
 
 
 def gpu_name() -> str | None:
-    """The GPU that PyTorch sees; None without one."""
+    """The GPU that PyTorch sees, or None."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -1,4 +1,4 @@
-"""Memory: what a case will need, before it is run; and its peak, measured in a process of its own."""
+"""Memory: an estimate of what a case will need, and its peak, measured in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from effexport.bench.results import Case
 from effexport.units import memory
 
 CHILD = "effexport.bench.measuring.memory_child"
-# Plain formulas hold logits before and after the mask, and weights; and a few copies of what goes in and out.
+# Plain formulas hold logits before and after the mask, weights, and a few copies of inputs and outputs.
 COPIES_OF_LOGITS, COPIES_OF_INPUTS = 3, 4
-# Leave some to everybody else.
+# The rest is left to other processes.
 USABLE_SHARE = 0.9
-# ONNX Runtime's arena keeps a model's highest peak while others take their turns: only where that leaves most free.
+# ONNX Runtime's arena keeps the peak of a model while others run, so it is used only if it leaves most memory free.
 ARENA_SHARE = 0.25
 # A case that takes this long in the child is stuck.
 CHILD_SECONDS = 900
@@ -30,12 +30,12 @@ class MemoryUnknownError(Exception):
 
 
 def needed_bytes(case: Case) -> int:
-    """About what a plain implementation needs at its peak."""
+    """Roughly what a plain implementation needs at its peak."""
     return COPIES_OF_LOGITS * logits_bytes(case) + COPIES_OF_INPUTS * traffic_bytes(case)
 
 
 def reason_too_large(case: Case) -> str | None:
-    """Why a case does not fit into the memory that is free; None where it does, or where nobody knows."""
+    """Why a case does not fit into the free memory; None if it fits or that is unknown."""
     free, needed = free_memory_bytes(), needed_bytes(case)
     if free is None or needed <= USABLE_SHARE * free:
         return None
@@ -68,5 +68,5 @@ def peak_memory(case: Case, model: Path | None, *, threads: int, memory_arena: b
     except subprocess.TimeoutExpired as error:
         raise MemoryUnknownError(f"it ran for more than {CHILD_SECONDS} s") from error
     except (IndexError, ValueError, KeyError, TypeError) as error:
-        said = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
-        raise MemoryUnknownError(said[-1]) from error
+        lines = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+        raise MemoryUnknownError(lines[-1]) from error

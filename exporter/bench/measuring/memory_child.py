@@ -28,14 +28,14 @@ RUNS = 2
 
 
 def peak_bytes_of(work: Callable[[], object]) -> int:
-    """The most resident memory while `work` runs, beyond what is resident before."""
+    """Peak resident memory while `work` runs, beyond what was resident before."""
     gc.collect()
     give_back_freed()
     before = status_bytes("VmRSS")
     try:
         CLEAR_REFS.write_text(RESET_PEAK)
         was_reset = True
-    except OSError:  # some sandboxes have no such file: the peak is then that of the whole process
+    except OSError:  # some sandboxes have no such file; the peak is then that of the whole process
         was_reset = False
     work()
     peak = status_bytes("VmHWM") if was_reset else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -51,13 +51,13 @@ def status_bytes(field: str) -> int:
 
 
 def give_back_freed() -> None:
-    """Have the C library return what was freed, or later allocations would reuse it unseen."""
+    """Have the C library return freed memory, which later allocations would otherwise reuse unnoticed."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_of_candidate(candidate: Candidate, feeds: dict[str, Array], device: str) -> int:
-    """Of binding the inputs and some runs; on a GPU, of the memory of the device."""
+    """Peak memory of binding the inputs and some runs; on a GPU, memory of the device."""
     from effexport.bench.measuring.candidates import TorchCandidate
 
     def work() -> None:
@@ -68,14 +68,14 @@ def peak_of_candidate(candidate: Candidate, feeds: dict[str, Array], device: str
     if device == "cuda":
         return device_bytes_of(work)
     if isinstance(candidate, TorchCandidate):
-        # compilers and libraries allocate once what is no part of the model
+        # compilers and libraries allocate once, which is not part of the model
         work()
         candidate.release()
     return peak_bytes_of(work)
 
 
 def device_bytes_of(work: Callable[[], object]) -> int:
-    """Device memory that `work` takes and holds: what its allocators have got from the driver by the end."""
+    """Device memory that `work` takes: what its allocators hold at the end."""
     import torch
 
     cuda: Any = torch.cuda

@@ -1,4 +1,4 @@
-"""case → module, its inputs and its ONNX file."""
+"""The module of a case, its inputs and its ONNX file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def module_from_case(case: Case) -> nn.Module:
 
 
 def signature_of_case(case: Case) -> Signature:
-    """Names, types and dimensions; known without the module, so that what measures memory need not load PyTorch."""
+    """Names, types and dimensions, found without the module, so that measuring memory need not load PyTorch."""
     spec = spec_from_case(case)
     if case.scope != "core":
         return Signature(spec.inputs, spec.outputs)
@@ -61,7 +61,7 @@ def signature_of_case(case: Case) -> Signature:
 
 
 def inputs_of_case(case: Case) -> dict[str, Array]:
-    """What every candidate of a size is given: normal numbers or random tokens, and a mask that hides nothing."""
+    """The inputs of every candidate of a size: normal numbers or random tokens, and a mask of ones."""
     spec, rng = spec_from_case(case), np.random.default_rng(INPUT_SEED)
     sizes = {"batch": case.batch, "seq": case.seq_len}
     arrays: dict[str, Array] = {}
@@ -85,7 +85,7 @@ def tensors_from_arrays(case: Case, arrays: Mapping[str, Array], device: str = "
     tensors = []
     for tensor in signature_of_case(case).inputs:
         array = arrays[tensor.name]
-        # numpy's bfloat16 is foreign to PyTorch; the numbers survive the way through float32
+        # PyTorch does not know numpy's bfloat16; converting through float32 is exact
         value = torch.from_numpy(array if array.dtype == np.int64 else array.astype(np.float32, copy=False))
         tensors.append(value.to(device=device, dtype=getattr(torch, tensor.dtype)))
     return tuple(tensors)
@@ -109,9 +109,9 @@ def onnx_from_case(case: Case, path: Path) -> None:
 
 
 def example_of_case(case: Case) -> tuple[torch.Tensor, ...]:
-    """Small inputs for tracing; see `example_inputs`, whose sizes they have.
+    """Small inputs for tracing, of the sizes of `example_inputs`.
 
-    One token less than the longest: a length that equals the number of learned positions would be taken for a constant.
+    One token less than the longest: a length that equals the number of learned positions would become a constant.
     """
     import torch
 

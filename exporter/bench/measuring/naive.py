@@ -1,4 +1,4 @@
-"""What PyTorch's own exporter makes of a model, without any operator of ours: what users have without effexport."""
+"""What PyTorch's own exporter makes of a model, without our operators: what users get without effexport."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ STAGE = "plain export"
 
 
 def naive_onnx_from_case(case: Case, path: Path) -> None:
-    """Export the formulas as PyTorch runs them to `path`: standard operators only, batch and length free.
+    """Export the formulas as PyTorch runs them to `path`: only standard operators, with dynamic batch and length.
 
-    Raises StageError when the exporter fails, or an operator of ours is left.
+    Raises StageError when the exporter fails, or one of our operators is left.
     """
     import torch
 
@@ -46,7 +46,7 @@ def naive_onnx_from_case(case: Case, path: Path) -> None:
     assert exported is not None
     left = sorted({node.op_type for node in exported.model.graph.all_nodes() if node.domain == DOMAIN})
     if left:
-        raise StageError(STAGE, f"operators of ours are left in the graph: {', '.join(left)}")
+        raise StageError(STAGE, f"our operators are left in the graph: {', '.join(left)}")
     exported.save(path)
 
 
@@ -71,8 +71,8 @@ def plain_program(module: nn.Module, case: Case) -> torch.export.ExportedProgram
 
 
 def sort_by_unique_keys(buckets: torch.Tensor, num_buckets: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of `lsh_sort` as Reformer's published code gets it: torch.onnx has no stable sort, and none is needed
-    when no two keys are equal."""
+    """The result of `lsh_sort`, computed as in Reformer's published code: torch.onnx has no stable sort, which distinct
+    keys do not need."""
     import torch
 
     length = buckets.shape[-1]
@@ -83,12 +83,12 @@ def sort_by_unique_keys(buckets: torch.Tensor, num_buckets: int) -> tuple[torch.
     return order.to(torch.int32), rank.to(torch.int32)
 
 
-# References that torch.onnx cannot export as they are.
+# Replacements for references that torch.onnx cannot export.
 EXPORTABLE: dict[str, Callable[..., Any]] = {"LSHSort": sort_by_unique_keys}
 
 
 def reference_of_operator() -> dict[Any, Callable[..., Any]]:
-    """Torch operator → its reference, for every operator of ours."""
+    """Torch operator → its reference, for each of our operators."""
     import torch
 
     references: dict[Any, Callable[..., Any]] = {}
@@ -103,7 +103,7 @@ def reference_of_operator() -> dict[Any, Callable[..., Any]]:
 
 
 def with_defaults(function: Callable[..., Any], defaults: dict[str, Any]) -> Callable[..., Any]:
-    """The function, called with the default of every argument that is left out at the end."""
+    """The function, with defaults for arguments that are left out at the end."""
     names = list(defaults)
 
     def call(*given: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How far a benchmark is, and how long it will take, from rough costs that the run itself corrects."""
+"""Progress of a benchmark and the time left, from rough costs that the run itself corrects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from effexport.bench.grid import logits_bytes, products_of_case
 from effexport.bench.results import Case
 
-# A processor of today, roughly; only the ratio of one case to another matters.
+# Roughly a current processor; only the ratio of one case to another matters.
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 5e10, 5e9
 # Exporting, loading and comparing a case; and a child process.
 PREPARE_SECONDS, CHILD_SECONDS = 5.0, 4.0
@@ -17,7 +17,7 @@ PREPARE_SECONDS, CHILD_SECONDS = 5.0, 4.0
 
 @dataclass(frozen=True)
 class Step:
-    """text: what happens now. share: how much is done, 0 to 1. seconds_left: None while nobody knows."""
+    """A progress message. text: what happens now. share: how much is done, 0 to 1. seconds_left: None if unknown."""
 
     text: str
     share: float
@@ -28,7 +28,7 @@ OnStep = Callable[[Step], None]
 
 
 class Pace:
-    """Adds up costs as they are paid, and says how long the rest will take at the pace so far."""
+    """A running total of the work done, which estimates how long the rest will take."""
 
     def __init__(self, total: float, on_step: OnStep, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = max(total, 1e-9)
@@ -47,7 +47,7 @@ class Pace:
 
 
 def call_seconds(case: Case) -> float:
-    """About how long one call takes."""
+    """Roughly how long one call takes."""
     flops = sum(product.flops for product in products_of_case(case))
     return flops / FLOPS_PER_SECOND + 6 * logits_bytes(case) / BYTES_PER_SECOND + 1e-3
 

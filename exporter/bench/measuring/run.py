@@ -1,4 +1,4 @@
-"""grid → rows: prepare, prove, time in turns, measure memory. One size at a time, all its candidates together."""
+"""grid → rows: prepare, prove, time in turns, measure memory; one size at a time, with all its candidates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from effexport.bench.measuring.memory import MemoryUnknownError, arena_fits, pea
 from effexport.bench.measuring.models import inputs_of_case, onnx_from_case
 from effexport.bench.measuring.naive import naive_onnx_from_case
 from effexport.bench.measuring.progress import CHILD_SECONDS, PREPARE_SECONDS, OnStep, Pace, timing_cost
-from effexport.bench.measuring.timing import FEWEST_ROUNDS, Contender, Rotation, times_faster, timing_from_samples
+from effexport.bench.measuring.timing import FEWEST_ROUNDS, Rotation, TimedCall, times_faster, timing_from_samples
 from effexport.bench.results import BenchResults, Case, Floor, Row
 from effexport.environment import versions
 from effexport.errors import EffexportError
@@ -40,14 +40,14 @@ from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
 if TYPE_CHECKING:
     from effexport.dtypes import Array
 
-# torch.compile falls back to eager mode, without a word, after 8 shapes or models that share code.
+# torch.compile silently falls back to eager mode after 8 shapes or models that share code.
 RECOMPILE_LIMIT = 1024
-NO_ARENA = "ran without ONNX Runtime's memory arena, which would have kept its peak from the others"
+NO_ARENA = "ran without ONNX Runtime's memory arena, which would have kept memory that the others need"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure. threads: of every runtime; None: one per core. max_seconds: of timed runs per row."""
+    """How to measure. threads: those of each runtime (None: one per core). max_seconds: timed seconds per row."""
 
     rounds: int = 15
     max_seconds: float = 10.0
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass
 class Prepared:
-    """A case on its way to a row: once `row` has another status than measured, nothing more is done with it."""
+    """A case on its way to a row; once the status of `row` is not "measured", nothing more is done with it."""
 
     row: Row
     candidate: Candidate | None = None
@@ -82,7 +82,7 @@ class Prepared:
 
 @dataclass
 class Question:
-    """What all runtimes of one model are asked, and PyTorch's answer: made when first needed."""
+    """The inputs of all runtimes of one model, and PyTorch's answer; both made when first needed."""
 
     case: Case
 
@@ -97,7 +97,7 @@ class Question:
 
 @dataclass
 class Bench:
-    """A run in progress. rows: of sizes that are finished, and after an interrupt what the last one had measured."""
+    """A run in progress. rows: those of finished sizes, and after an interrupt what the last size had measured."""
 
     grid: Grid
     settings: Settings
@@ -121,7 +121,7 @@ class Bench:
             for _, group in itertools.groupby(cases, key=lambda case: case.label):
                 found += self.prepared(list(group))
             ready = [item for item in found if item.candidate is not None]
-            rotation.contenders = [*self.contenders(ready)]
+            rotation.calls = [*self.calls(ready)]
             self.time(rotation, ready)
             for item in ready:
                 item.close()
@@ -138,7 +138,7 @@ class Bench:
                 item.close()
 
     def prepared(self, cases: Sequence[Case]) -> Iterator[Prepared]:
-        """The cases of one model: loaded, and equal to PyTorch; or with a reason why not."""
+        """The cases of one model: loaded and equal to PyTorch, or with a reason why not."""
         question = Question(cases[0])
         for case in cases:
             self.pace.say(f"{describe(case)}: preparing")
@@ -176,11 +176,11 @@ class Bench:
         item.row = replace(item.row, parity=parity, implementation=dict(item.candidate.implementation), note=note)
         if not parity.passed:
             item.stop(
-                f"parity: {parity.metric} {told(parity.value)} > {told(parity.limit)}; {parity.detail}", failed=True
+                f"parity: {parity.metric} {digits(parity.value)} > {digits(parity.limit)}; {parity.detail}", failed=True
             )
 
     def model_of_case(self, case: Case) -> Path | None:
-        """The file that the runtime reads, made when first asked for. Raises what making it raised, every time."""
+        """The file that the runtime reads, made at the first request. A failure is raised again at every request."""
         runtime = RUNTIMES[case.runtime]
         if not runtime.graph:
             return None
@@ -209,17 +209,17 @@ class Bench:
             raise found
         return found
 
-    def contenders(self, ready: Sequence[Prepared]) -> Iterator[Contender]:
+    def calls(self, ready: Sequence[Prepared]) -> Iterator[TimedCall]:
         """The candidates of one size, and the floors of their models."""
         devices = {(item.row.case.label, RUNTIMES[item.row.case.runtime].device): item.row.case for item in ready}
         for item in ready:
             assert item.candidate is not None
             runtime = RUNTIMES[item.row.case.runtime]
-            # every session has threads of its own
-            yield Contender(item.name, item.candidate.run, item.name if runtime.graph else "torch")
+            # every session has its own threads
+            yield TimedCall(item.name, item.candidate.run, item.name if runtime.graph else "torch")
         for (label, device), case in devices.items():
-            yield Contender(f"products of {label} on {device}", run_products(products_of_case(case), device), "torch")
-            yield Contender(f"pass of {label} on {device}", run_pass(traffic_bytes(case), device), "torch")
+            yield TimedCall(f"products of {label} on {device}", run_products(products_of_case(case), device), "torch")
+            yield TimedCall(f"pass of {label} on {device}", run_pass(traffic_bytes(case), device), "torch")
 
     def time(self, rotation: Rotation, ready: Sequence[Prepared]) -> None:
         if not ready:
@@ -236,7 +236,7 @@ class Bench:
         rotation.run(on_round)
 
     def finish(self, rotation: Rotation, found: Sequence[Prepared]) -> None:
-        """Timings, floors and ratios of a rotation, as far as it came."""
+        """Fill in timings, floors and ratios of a rotation, also of one that was interrupted."""
         for item in found:
             own = rotation.samples.get(item.name, {})
             if item.name in rotation.failures:
@@ -255,7 +255,7 @@ class Bench:
 
     @property
     def softmax_label(self) -> str:
-        """The label of plain softmax attention in this grid, or "" without one."""
+        """The label of plain softmax attention in this grid, or "" if it has none."""
         labels = [model.label for model in self.grid.models if model.variant == "softmax" and not model.options]
         return next(iter(labels), "")
 
@@ -274,7 +274,7 @@ class Bench:
 
 
 def bench(grid: Grid, settings: Settings | None = None, on_step: OnStep = lambda step: None) -> BenchResults:
-    """Measure every case of a grid. An interrupt (Ctrl-C) ends it, and what was measured by then is returned."""
+    """Measure every case of a grid. An interrupt (Ctrl-C) ends it and returns the results so far."""
     import torch
 
     settings = settings or Settings()
@@ -315,7 +315,7 @@ def total_cost(grid: Grid, settings: Settings) -> float:
 
 
 def floor_of(rotation: Rotation, label: str, device: str) -> Floor | None:
-    """Medians of the same rounds as the candidates': what slows the machine for a while slows all of them."""
+    """Medians over the same rounds as those of the candidates, so that slow phases of the machine affect both."""
     products = rotation.median_ms(f"products of {label} on {device}")
     one_pass = rotation.median_ms(f"pass of {label} on {device}")
     return None if products is None or one_pass is None else Floor(products_ms=products, pass_ms=one_pass)
@@ -327,5 +327,5 @@ def describe(case: Case) -> str:
     return f"{case.label}, {batch}{case.seq_len} tokens{runtime}"
 
 
-def told(value: float | None) -> str:
+def digits(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.3g}"

@@ -6,15 +6,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from effexport.bench.rendering.curves import YARDSTICK, Curve, curves, has_several_batches, is_timed, yardstick_of
+from effexport.bench.rendering.curves import BASELINE, Curve, baseline_of, curves, has_several_batches, is_timed
 from effexport.bench.rendering.headline import status_of
 from effexport.bench.rendering.published import Cell, Published, published_of
 from effexport.bench.results import BenchResults, Row
 from effexport.models.spec import NystromSpec
 from effexport.units import NOTHING, duration_with, three_digits
 
-# what a cell of measured figures says: of a row, and of softmax at the same length where that was timed
-Said = Callable[[Row, Row | None], "Entry"]
+# (row, softmax at the same length if that was timed) → the cell of measured figures
+EntryOf = Callable[[Row, Row | None], "Entry"]
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def measured_sheet(results: BenchResults) -> Sheet | None:
     if results.preset == "nystrom-table1" or not published_of(results.preset):
         return None
     # means for the blog, which published means
-    said, note = (_mean_entry, _MEAN_NOTE) if results.preset == "linear-blog" else (_pair_entry, _PAIR_NOTE)
+    entry_of, note = (_mean_entry, _MEAN_NOTE) if results.preset == "linear-blog" else (_pair_entry, _PAIR_NOTE)
     columns, lines = _columns(results.rows), []
-    found = _lines(curves(results), columns, said)
+    found = _lines(curves(results), columns, entry_of)
     places = list(dict.fromkeys(curve.place for curve, _ in found))
     for place in places:
         here = [line for curve, line in found if curve.place == place]
@@ -88,9 +88,9 @@ def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
     every = curves(results)
     ratios = []
     for curve in every:
-        yardstick = yardstick_of(curve, every)
-        if yardstick:
-            own, other = curve.values(_mean_ms), yardstick.values(_mean_ms)
+        baseline = baseline_of(curve, every)
+        if baseline:
+            own, other = curve.values(_mean_ms), baseline.values(_mean_ms)
             ratios.append((curve, {length: other[length] / own[length] for length in own if length in other}))
     return [(curve, values) for curve, values in ratios if values]
 
@@ -118,8 +118,8 @@ def _alternating(published: Published, results: BenchResults) -> Sheet:
     lines: list[Line] = []
     for row in published.rows:
         by_length = dict(zip(map(int, published.columns[1:]), row[1:], strict=True))
-        yardstick = dict(zip(map(int, published.columns[1:]), published.rows[0][1:], strict=True))
-        entries = tuple(_published_entry(by_length.get(length), yardstick.get(length)) for length, _ in columns)
+        baseline = dict(zip(map(int, published.columns[1:]), published.rows[0][1:], strict=True))
+        entries = tuple(_published_entry(by_length.get(length), baseline.get(length)) for length, _ in columns)
         lines.append(Line(str(row[0]), "published", entries, True))
         lines += [line for curve, line in measured if _repeats(str(row[0]), curve)]
     names = [str(row[0]) for row in published.rows]
@@ -131,7 +131,7 @@ def _alternating(published: Published, results: BenchResults) -> Sheet:
 def _repeats(name: str, curve: Curve) -> bool:
     """Whether a curve measures what a row of the Nyströmformer table names: `Nyströmformer-64` has 64 landmarks."""
     if name == "Transformer":
-        return curve.is_yardstick
+        return curve.is_baseline
     model, _, landmarks = name.partition("-")
     case = curve.rows[0].case
     named = re.search(r"\d+$", case.label)
@@ -139,14 +139,14 @@ def _repeats(name: str, curve: Curve) -> bool:
     return model == "Nyströmformer" and case.variant == "nystrom" and str(given) == landmarks
 
 
-def _lines(every: Sequence[Curve], columns: Sequence[tuple[int, int]], said: Said) -> list[tuple[Curve, Line]]:
+def _lines(every: Sequence[Curve], columns: Sequence[tuple[int, int]], entry_of: EntryOf) -> list[tuple[Curve, Line]]:
     lines = []
     for curve in every:
-        yardstick = yardstick_of(curve, every)
-        others = {row.case.seq_len: row for row in yardstick.rows if is_timed(row)} if yardstick else {}
+        baseline = baseline_of(curve, every)
+        others = {row.case.seq_len: row for row in baseline.rows if is_timed(row)} if baseline else {}
         rows = {row.case.seq_len: row for row in curve.rows}
         entries = tuple(
-            said(rows[length], others.get(length)) if length in rows else Entry(NOTHING) for length, _ in columns
+            entry_of(rows[length], others.get(length)) if length in rows else Entry(NOTHING) for length, _ in columns
         )
         lines.append((curve, Line(curve.label, f"measured, {curve.place}", entries)))
     return lines
@@ -158,7 +158,7 @@ def _pair_entry(row: Row, softmax: Row | None) -> Entry:
         return Entry(status_of(row))
     size = None if row.peak_bytes is None else row.peak_bytes / 1e6
     less = softmax.peak_bytes / row.peak_bytes if softmax and softmax.peak_bytes and row.peak_bytes else None
-    faster = row.times_softmax if softmax or row.case.variant != YARDSTICK else None
+    faster = row.times_softmax if softmax or row.case.variant != BASELINE else None
     return Entry(_pair(size, row.timing.median_ms), _ratios(less, faster))
 
 

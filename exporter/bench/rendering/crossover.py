@@ -1,4 +1,4 @@
-"""Where the curve of a candidate crosses that of a yardstick: by interpolation between measured lengths, never beyond.
+"""Where the curve of a candidate crosses that of a baseline: by interpolation between measured lengths, never beyond.
 
 Time against length is close to a straight line when both axes are logarithmic, so the logarithm of the ratio of two
 curves is interpolated linearly in the logarithm of the length. Two power laws are met exactly.
@@ -44,10 +44,10 @@ class Crossover:
         return "not compared: no length was measured of both"
 
 
-def crossover(candidate: Mapping[int, float], yardstick: Mapping[int, float]) -> Crossover:
+def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> Crossover:
     """Compare two curves, each time by length, at the lengths that both have. Equal times do not count as faster."""
-    lengths = sorted(candidate.keys() & yardstick)
-    ratios = [(length, math.log(candidate[length] / yardstick[length])) for length in lengths]
+    lengths = sorted(candidate.keys() & baseline)
+    ratios = [(length, math.log(candidate[length] / baseline[length])) for length in lengths]
     if not ratios:
         return Crossover("not compared", (), 0, 0)
     crossings = []

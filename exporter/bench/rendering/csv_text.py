@@ -8,75 +8,32 @@ from typing import Any
 
 from effexport.bench.results import BenchResults, Row
 
-COLUMNS = (
-    "label",
-    "variant",
-    "options",
-    "scope",
-    "seq_len",
-    "batch",
-    "precision",
-    "heads",
-    "head_dim",
-    "runtime",
-    "implementation",
-    "status",
-    "reason",
-    "parity_passed",
-    "parity_metric",
-    "parity_value",
-    "parity_limit",
-    "runs",
-    "median_ms",
-    "mean_ms",
-    "deviation_ms",
-    "lowest_ms",
-    "highest_ms",
-    "spread_ms",
-    "tokens_per_second",
-    "times_softmax",
-    "times_torch",
-    "floor_products_ms",
-    "floor_pass_ms",
-    "floor_ms",
-    "times_floor",
-    "peak_bytes",
-    "note",
-)
+_CASE = ["label", "variant", "options", "scope", "seq_len", "batch", "precision", "heads", "head_dim", "runtime"]
+_TIMING = ["runs", "median_ms", "mean_ms", "deviation_ms", "lowest_ms", "highest_ms", "spread_ms"]
+# column → attribute of a row, in the order of the file
+COLUMNS: dict[str, str] = {
+    **{name: f"case.{name}" for name in _CASE},
+    **{name: name for name in ("implementation", "status", "reason")},
+    **{f"parity_{name}": f"parity.{name}" for name in ("passed", "metric", "value", "limit")},
+    **{name: f"timing.{name}" for name in _TIMING},
+    **{name: name for name in ("tokens_per_second", "times_softmax", "times_torch")},
+    **{f"floor_{name}": f"floor.{name}" for name in ("products_ms", "pass_ms")},
+    "floor_ms": "floor.total_ms",
+    **{name: name for name in ("times_floor", "peak_bytes", "note")},
+}
 
 
 def csv_from_results(results: BenchResults) -> str:
     """An empty cell is a value that was not measured."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for row in results.rows:
-        writer.writerow(cells(row))
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows([cell(row, path) for path in COLUMNS.values()] for row in results.rows)
     return text.getvalue()
 
 
-def cells(row: Row) -> dict[str, Any]:
-    case, timing, floor, parity = row.case, row.timing, row.floor, row.parity
-    values: dict[str, Any] = {
-        name: getattr(case, name)
-        for name in ("label", "variant", "scope", "seq_len", "batch", "precision", "heads", "head_dim", "runtime")
-    }
-    values |= {
-        name: getattr(row, name)
-        for name in ("status", "reason", "tokens_per_second", "times_softmax", "times_torch", "times_floor")
-    }
-    values |= {"peak_bytes": row.peak_bytes, "note": row.note}
-    values["options"] = joined(case.options)
-    values["implementation"] = joined(row.implementation)
-    if parity is not None:
-        values |= {f"parity_{name}": getattr(parity, name) for name in ("passed", "metric", "value", "limit")}
-    if timing is not None:
-        names = ("runs", "median_ms", "mean_ms", "deviation_ms", "lowest_ms", "highest_ms", "spread_ms")
-        values |= {name: getattr(timing, name) for name in names}
-    if floor is not None:
-        values |= {"floor_products_ms": floor.products_ms, "floor_pass_ms": floor.pass_ms, "floor_ms": floor.total_ms}
-    return values
-
-
-def joined(values: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in values.items())
+def cell(row: Row, path: str) -> Any:
+    value: Any = row
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return " ".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, dict) else value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from effexport.bench.rendering.crossover import Crossover, crossover
 from effexport.bench.results import BenchResults, Case, Row
 
-YARDSTICK = "softmax"
+BASELINE = "softmax"
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Curve:
     rows: tuple[Row, ...]
 
     @property
-    def is_yardstick(self) -> bool:
-        return self.rows[0].case.variant == YARDSTICK
+    def is_baseline(self) -> bool:
+        return self.rows[0].case.variant == BASELINE
 
     def values(self, read: Callable[[Row], float | None]) -> dict[int, float]:
         """What is known of the rows that were timed, by length."""
@@ -74,23 +74,23 @@ def curves(results: BenchResults) -> list[Curve]:
         )
         for (label, setting), rows in groups.items()
     ]
-    return sorted(found, key=lambda curve: not curve.is_yardstick)
+    return sorted(found, key=lambda curve: not curve.is_baseline)
 
 
 def setting_of(case: Case, batch_varies: bool) -> Setting:
     return Setting(case.runtime, case.scope, case.precision, case.batch if batch_varies else 0)
 
 
-def yardstick_of(curve: Curve, among: Iterable[Curve]) -> Curve | None:
+def baseline_of(curve: Curve, among: Iterable[Curve]) -> Curve | None:
     """Softmax in the same setting; None where it was not measured, and for softmax itself."""
-    if curve.is_yardstick:
+    if curve.is_baseline:
         return None
-    return next((one for one in among if one.is_yardstick and one.setting == curve.setting), None)
+    return next((one for one in among if one.is_baseline and one.setting == curve.setting), None)
 
 
 def crossovers(found: Sequence[Curve]) -> list[tuple[Curve, Crossover]]:
-    """For each curve that was timed and has a yardstick, where its medians cross those of the yardstick."""
-    pairs = [(curve, yardstick_of(curve, found)) for curve in found if curve.medians()]
+    """For each curve that was timed and has a baseline, where its medians cross those of the baseline."""
+    pairs = [(curve, baseline_of(curve, found)) for curve in found if curve.medians()]
     return [(curve, crossover(curve.medians(), other.medians())) for curve, other in pairs if other]
 
 

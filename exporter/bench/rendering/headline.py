@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from effexport.bench.rendering.curves import YARDSTICK, Curve, curves, is_timed, yardstick_of
+from effexport.bench.rendering.curves import BASELINE, Curve, baseline_of, curves, is_timed
 from effexport.bench.results import BenchResults, Row, Status
 from effexport.units import counted, duration, listed, memory, number, three_digits
 
@@ -68,8 +68,8 @@ def headlines(results: BenchResults) -> list[str]:
     groups: dict[str, list[Curve]] = {}
     for curve in found:
         groups.setdefault(curve.place, []).append(curve)
-    said = [_headline(group, found) for group in groups.values()]
-    return [sentence for _, _, sentence in sorted(said, key=lambda entry: entry[:2])]
+    ranked = [_headline(group, found) for group in groups.values()]
+    return [sentence for _, _, sentence in sorted(ranked, key=lambda entry: entry[:2])]
 
 
 def problems(results: BenchResults) -> list[Problem]:
@@ -124,29 +124,29 @@ def _headline(group: Sequence[Curve], found: Sequence[Curve]) -> tuple[int, floa
     if len(at_end) == 1:
         sentence = f"At {longest:,} tokens on {best.place}, only {best.label} was timed,"
     sentence += f" with {duration(best.medians()[longest])}"
-    if best.is_yardstick:
+    if best.is_baseline:
         if len(at_end) > 1:
             slower = at_end[1].medians()[longest] / best.medians()[longest]
             sentence += f"; {at_end[1].label} is next and takes {three_digits(slower)} times as long"
     else:
-        sentence += _beside_yardstick(row, best, found)
+        sentence += _beside_baseline(row, best, found)
     return -longest, 1 / (row.tokens_per_second or 1), f"{sentence}."
 
 
-def _beside_yardstick(row: Row, curve: Curve, found: Sequence[Curve]) -> str:
+def _beside_baseline(row: Row, curve: Curve, found: Sequence[Curve]) -> str:
     """`: 12.7 times as fast as softmax, and 22.8 times less memory (…)`."""
     parts = []
     if row.times_softmax is not None:
-        parts.append(f"{three_digits(row.times_softmax)} times as fast as {YARDSTICK}")
-    yardstick = yardstick_of(curve, found)
-    other = _row_at(yardstick, row.case.seq_len) if yardstick else None
+        parts.append(f"{three_digits(row.times_softmax)} times as fast as {BASELINE}")
+    baseline = baseline_of(curve, found)
+    other = _row_at(baseline, row.case.seq_len) if baseline else None
     if other and other.peak_bytes and row.peak_bytes:
         share = other.peak_bytes / row.peak_bytes
         sizes = f"{memory(row.peak_bytes)} against {memory(other.peak_bytes)}"
         change = f"{three_digits(share)} times less" if share >= 1 else f"{three_digits(1 / share)} times as much"
         parts.append(f"with {change} memory ({sizes})")
     if not parts:
-        return f"; {YARDSTICK} was not timed there" if other is None or other.timing is None else ""
+        return f"; {BASELINE} was not timed there" if other is None or other.timing is None else ""
     return f": {', '.join(parts)}"
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from pathlib import Path
 
 from effexport.bench.rendering.csv_text import csv_from_results
+from effexport.bench.rendering.page import html_from_results
 from effexport.bench.results import BenchResults
 from effexport.errors import UserError
 from effexport.files import FolderKind
 
 JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
 BENCH_FOLDER = FolderKind("a benchmark", JSON)
-PAGE_MODULE = "effexport.bench.rendering.page"
 
 
 def write_results(results: BenchResults, output: Path, *, force: bool) -> tuple[Path, ...]:
     """Write all files or none. Returns their paths. Raises UserError."""
-    texts = texts_of_results(results)
+    texts = {JSON: results.to_json(), CSV: csv_from_results(results), PAGE: html_from_results(results)}
     try:
         with BENCH_FOLDER.new(output, force=force) as folder:
             for name, text in texts.items():
@@ -26,10 +24,3 @@ def write_results(results: BenchResults, output: Path, *, force: bool) -> tuple[
     except OSError as error:
         raise UserError(f"cannot write to {output.parent}: {error.strerror}; choose another folder with -o") from error
     return tuple(output / name for name in texts)
-
-
-def texts_of_results(results: BenchResults) -> dict[str, str]:
-    texts = {JSON: results.to_json(), CSV: csv_from_results(results)}
-    if importlib.util.find_spec(PAGE_MODULE) is not None:
-        texts[PAGE] = importlib.import_module(PAGE_MODULE).html_from_results(results)
-    return texts

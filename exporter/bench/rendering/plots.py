@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from effexport.bench.rendering.curves import YARDSTICK, Curve, curves, median_ms
+from effexport.bench.rendering.curves import BASELINE, Curve, curves, median_ms
 from effexport.bench.results import BenchResults, Row
 from effexport.plots.axes import Axis
 from effexport.plots.figure import Figure
@@ -24,7 +24,7 @@ STEPS: dict[int, tuple[tuple[float, ...], ...]] = {10: ((1, 2, 5), (1,)), 2: ((1
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a plot shows. read: in the unit of the axis. text: of a value, as people read it. base: of its labels."""
+    """What a plot shows. read: a value in the unit of the axis. text: a value in words. base: of the ticks."""
 
     title: str
     axis: str
@@ -56,7 +56,7 @@ def figures_of(results: BenchResults, what: What) -> list[Figure]:
     """The plots of one quantity, one for each place if there are many curves; none where nothing is known of it."""
     quantity, every = QUANTITIES[what], curves(results)
     looks = looks_of(every)
-    drawn = [curve for curve in every if _points(curve, quantity) and not (what == "ratio" and curve.is_yardstick)]
+    drawn = [curve for curve in every if _points(curve, quantity) and not (what == "ratio" and curve.is_baseline)]
     reach = [1.0] if what == "ratio" else []
     ticks = ticks_between([*reach, *(point.y for curve in drawn for point in _points(curve, quantity))], quantity.base)
     places = list(dict.fromkeys(curve.place for curve in drawn))
@@ -70,16 +70,16 @@ def figures_of(results: BenchResults, what: What) -> list[Figure]:
 
 def looks_of(every: Sequence[Curve]) -> dict[str, Look]:
     """The look of each curve by its name: the same in every plot."""
-    labels = list(dict.fromkeys(curve.label for curve in every if not curve.is_yardstick))
+    labels = list(dict.fromkeys(curve.label for curve in every if not curve.is_baseline))
     places = list(dict.fromkeys(curve.place for curve in every))
     return {
-        curve.name: Look(-1 if curve.is_yardstick else labels.index(curve.label), places.index(curve.place))
+        curve.name: Look(-1 if curve.is_baseline else labels.index(curve.label), places.index(curve.place))
         for curve in every
     }
 
 
 def ticks_between(values: Iterable[float], base: int) -> list[float]:
-    """Labels of a logarithmic axis: around all values and no further, eight at most."""
+    """Labels of a logarithmic axis that just enclose all values; eight at most."""
     known = [value for value in values if math.isfinite(value) and value > 0] or [1.0]
     low, high = min(known), max(known)
     powers = range(math.floor(math.log(low, base)) - 1, math.ceil(math.log(high, base)) + 2)
@@ -96,7 +96,7 @@ def ticks_between(values: Iterable[float], base: int) -> list[float]:
 def _figure(
     key: str, where: str, drawn: Sequence[Curve], looks: dict[str, Look], what: What, ticks: Sequence[float]
 ) -> Figure:
-    """where: the end of the title. Of one place, models are named without it, and there is no need of dashes."""
+    """One plot. where: the end of its title. If all curves are of one place, names leave it out and lines are solid."""
     quantity = QUANTITIES[what]
     alone = len({curve.place for curve in drawn}) == 1
     lengths = sorted({int(point.x) for curve in drawn for point in _points(curve, quantity)})
@@ -104,7 +104,7 @@ def _figure(
     for curve in drawn:
         look = Look(looks[curve.name].colour, 0) if alone else looks[curve.name]
         name = curve.label if alone else curve.name
-        series.append(Series(name, _points(curve, quantity), "yardstick" if curve.is_yardstick else "line", look))
+        series.append(Series(name, _points(curve, quantity), "baseline" if curve.is_baseline else "line", look))
     if what == "ratio":
         series.append(_even_line(lengths))
     if what == "latency" and alone and len(drawn) <= MAX_LINES_WITH_FLOORS:
@@ -117,7 +117,7 @@ def _figure(
 
 
 def _floors(drawn: Sequence[Curve], looks: dict[str, Look]) -> list[Series]:
-    """The floor of each model in one place. One line of the legend is enough for all."""
+    """The floor of each model in one place, with one line in the legend for all."""
     found: list[Series] = []
     for curve in drawn:
         floors = curve.values(lambda row: row.floor.total_ms if row.floor else None)
@@ -141,10 +141,10 @@ def _caption(drawn: Sequence[Curve], quantity: Quantity, longest: int, alone: bo
     """The values at the longest length, smallest first; of many, the ends."""
     at_end = [(curve.values(quantity.read).get(longest), curve.label if alone else curve.name) for curve in drawn]
     known = sorted((value, name) for value, name in at_end if value is not None)
-    said = [f"{name} {_unbroken(quantity.text(value))}" for value, name in known]
-    if len(said) > MAX_LINES:
-        said = [*said[:3], "…", *said[-3:]]
-    return f"At {longest:,} tokens: {'; '.join(said)}."
+    values = [f"{name} {_unbroken(quantity.text(value))}" for value, name in known]
+    if len(values) > MAX_LINES:
+        values = [*values[:3], "…", *values[-3:]]
+    return f"At {longest:,} tokens: {'; '.join(values)}."
 
 
 def _unbroken(text: str) -> str:
@@ -164,17 +164,15 @@ def mean_ratio_figure(ratios: Sequence[tuple[Curve, dict[int, float]]], every: S
         series.append(Series(curve.name, points, "line", looks[curve.name]))
     series.append(_even_line(lengths))
     ticks = ticks_between([1.0, *(value for _, values in ratios for value in values.values())], quantity.base)
-    said = [
+    texts = [
         f"{curve.name} {_unbroken(times(values[lengths[-1]]))}" for curve, values in ratios if lengths[-1] in values
     ]
-    caption = f"At {lengths[-1]:,} tokens: {'; '.join(said)}. Means, as the blog had; the ratios elsewhere are medians."
+    caption = f"At {lengths[-1]:,} tokens: {'; '.join(texts)}. Means, as in the blog; other ratios here are medians."
     title = "Mean time of softmax over that of the model"
     y = Axis(quantity.axis, True, ticks)
     return Figure(title, caption, scatter("mean-ratio", title, caption, Axis("tokens", True, lengths), y, series))
 
 
 def _even_line(lengths: Sequence[int]) -> Series:
-    """Where a model would be exactly as fast as softmax."""
-    return Series(
-        YARDSTICK, [Point(n, 1.0) for n in dict.fromkeys((lengths[0], lengths[-1]))], "yardstick", Look(-1, 2)
-    )
+    """The line of models exactly as fast as softmax."""
+    return Series(BASELINE, [Point(n, 1.0) for n in dict.fromkeys((lengths[0], lengths[-1]))], "baseline", Look(-1, 2))

@@ -9,7 +9,7 @@ Cell = str | float | tuple[float, float] | None
 
 @dataclass(frozen=True)
 class Published:
-    """A table of others, or a claim without one: then there are no columns and no rows.
+    """A published table, or a claim without one, which has neither columns nor rows.
 
     columns: heads, that of the row's name first. rows: the name, then a cell for each further column; a pair is memory
     in MB and time in ms. note: what has to be known before anything is compared with it.
@@ -28,7 +28,7 @@ NYSTROM_TABLE_1 = Published(
     title="Nyströmformer, Table 1",
     source="Xiong et al., Nyströmformer (AAAI 2021), Table 1: memory in MB and time in ms, on a GTX 1080 Ti",
     note="One instance through the self-attention module alone, forward, in PyTorch. Milliseconds on different "
-    "machines do not compare; the ratios to softmax do, roughly. Linformer and Longformer are no part of effexport.",
+    "machines do not compare; the ratios to softmax do, roughly. effexport does not have Linformer and Longformer.",
     columns=("Model", "512", "1024", "2048", "4096", "8192"),
     rows=(
         ("Transformer", (54, 0.8), (186, 2.4), (685, 10.0), (2620, 32.9), (10233, 155.4)),
@@ -47,7 +47,7 @@ LINEAR_BLOG = Published(
     note="Published as a chart; there is no table. It timed a kernel that is not linear attention: its two sums "
     "contract the channels of the values away, O(seq · head_dim) work instead of O(seq · head_dim²), so that "
     "each sequence gives one vector and channels are not mixed. What is measured here is linear attention as its "
-    "paper defines it, so “up to 60 times” is no figure to be reached.",
+    "paper defines it, so “up to 60 times” is not a goal.",
 )
 
 REFORMER_FIGURE_5 = Published(

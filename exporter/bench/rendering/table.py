@@ -1,4 +1,4 @@
-"""The rows of a benchmark as a table: what is the same in every row is said once, what nobody measured is left out."""
+"""The rows of a benchmark as a table: values that all rows share stand once, and empty columns are left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from effexport.units import NOTHING, duration, duration_with, memory, number, ra
 
 @dataclass(frozen=True)
 class Column:
-    """numeric: aligned to the right. is_measured: has nothing to say of a row without a timing."""
+    """A column of the table. numeric: aligned to the right. is_measured: empty for a row without a timing."""
 
     title: str
     text: Callable[[Row], str]
@@ -23,9 +23,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Line:
-    """cells: of the columns that describe the case and, where the row has a timing, of the measured ones.
+    """A row of the table. cells: those that describe the case and, if the row has a timing, the measured ones.
 
-    reason: why it has none; "" where it has one.
+    reason: why it has no timing; "" if it has one.
     """
 
     name: str
@@ -44,9 +44,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Table:
-    """columns: those after the name, in the order of the cells. measured: how many of them, at the end, are measured.
-
-    shared: what is the same in every row, by the title of its column.
+    """The table. columns: those after the name, in the order of the cells. shared: values that all rows have, by the
+    title of their column.
     """
 
     columns: tuple[Column, ...]
@@ -55,11 +54,12 @@ class Table:
 
     @property
     def measured(self) -> int:
+        """How many columns, at the end, are measured."""
         return sum(column.is_measured for column in self.columns)
 
 
 def parity_text(row: Row) -> str:
-    """`2.5e-06 of 0.0002`, with the metric; what there is where there is no figure."""
+    """`2.5e-06 of 0.0002`; the result in words if there is no number."""
     if row.parity is None:
         return NOTHING
     if row.parity.value is None:
@@ -122,10 +122,10 @@ def table_of(rows: Sequence[Row]) -> Table:
     columns = []
     for column in (*_CASE, *_MEASURED):
         texts = {column.text(row) for row in (timed if column.is_measured else rows)}
-        said = texts - {NOTHING}
-        if len(said) == 1 and column.title in _SHARED_NAMES and (len(texts) == 1 or column.title == "Parity metric"):
-            shared[column.title] = said.pop()
-        elif said:
+        known = texts - {NOTHING}
+        if len(known) == 1 and column.title in _SHARED_NAMES and (len(texts) == 1 or column.title == "Parity metric"):
+            shared[column.title] = known.pop()
+        elif known:
             columns.append(column)
     lengths = sorted({row.case.seq_len for row in rows})
     groups = [
@@ -136,7 +136,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def differing_options(rows: Iterable[Row]) -> dict[str, str]:
-    """What is special about a model, by its label, for those of which anything is."""
+    """The options of each model that has any, by its label."""
     return {row.case.label: options_text(row) for row in rows if row.case.options}
 
 

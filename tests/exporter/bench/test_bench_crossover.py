@@ -49,8 +49,8 @@ def test_only_lengths_that_both_have_count() -> None:
 
 
 def test_curves_may_cross_more_than_once() -> None:
-    yardstick = dict.fromkeys((100, 200, 400), 1.0)
-    found = crossover({100: 2.0, 200: 0.5, 400: 2.0}, yardstick)
+    baseline = dict.fromkeys((100, 200, 400), 1.0)
+    found = crossover({100: 2.0, 200: 0.5, 400: 2.0}, baseline)
     assert found.outcome == "several"
     assert found.crossings == pytest.approx((100 * 2**0.5, 200 * 2**0.5))
     assert str(found) == "faster on some stretches: the curves cross at about 141, 283 tokens"

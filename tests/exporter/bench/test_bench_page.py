@@ -216,8 +216,8 @@ def test_what_is_zero_has_no_place_on_a_logarithmic_axis() -> None:
 
 def test_a_model_has_the_same_colour_and_mark_in_every_plot() -> None:
     for figure in figures(results()):
-        groups = re.findall(r'<g class="(s\d|yardstick)">.*?<title>([^,<]+)', figure.svg)
-        for label, css in {"softmax": "yardstick", "linear": "s0", "nystrom-64": "s1"}.items():
+        groups = re.findall(r'<g class="(s\d|baseline)">.*?<title>([^,<]+)', figure.svg)
+        for label, css in {"softmax": "baseline", "linear": "s0", "nystrom-64": "s1"}.items():
             assert {found for found, named in groups if named == label} <= {css}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from effexport.bench.measuring.timing import Contender, Rotation, times_faster, timing_from_samples
+from effexport.bench.measuring.timing import Rotation, TimedCall, times_faster, timing_from_samples
 
 
 class FakeClock:
@@ -37,11 +37,11 @@ def clock() -> FakeClock:
 
 
 def rotation_of(clock: FakeClock, seconds: dict[str, float], rounds: int = 4, max_seconds: float = 1e9) -> Rotation:
-    contenders = [Contender(name, clock.worker(name, length), name) for name, length in seconds.items()]
-    return Rotation(contenders, rounds, max_seconds, clock=clock, sleep=clock.sleep)
+    calls = [TimedCall(name, clock.worker(name, length), name) for name, length in seconds.items()]
+    return Rotation(calls, rounds, max_seconds, clock=clock, sleep=clock.sleep)
 
 
-def test_contenders_take_turns(clock: FakeClock) -> None:
+def test_calls_take_turns(clock: FakeClock) -> None:
     rotation = rotation_of(clock, {"a": 0.5, "b": 0.3, "c": 0.4}, rounds=3)
     rotation.run()
     assert clock.log == ["a", "a", "b", "b", "c", "c"] + ["pause", "a", "pause", "b", "pause", "c"] * 3
@@ -55,26 +55,26 @@ def test_short_runs_get_an_untimed_one_first(clock: FakeClock) -> None:
     assert clock.log == ["a", "a", "pause", *"aaaa", *"aaaa"]
 
 
-def test_contenders_of_one_pool_need_no_pause(clock: FakeClock) -> None:
-    contenders = [Contender(name, clock.worker(name, 1.5), "torch") for name in "ab"]
-    Rotation(contenders, 2, 1e9, clock=clock, sleep=clock.sleep).run()
+def test_calls_of_one_pool_need_no_pause(clock: FakeClock) -> None:
+    calls = [TimedCall(name, clock.worker(name, 1.5), "torch") for name in "ab"]
+    Rotation(calls, 2, 1e9, clock=clock, sleep=clock.sleep).run()
     assert clock.log == ["a", "b", "pause", "a", "b", "a", "b"]
 
 
-def test_a_slow_contender_stops_after_its_budget_and_the_others_go_on(clock: FakeClock) -> None:
+def test_a_slow_call_stops_after_its_budget_and_the_others_go_on(clock: FakeClock) -> None:
     rotation = rotation_of(clock, {"slow": 4.0, "quick": 0.5, "very slow": 100.0}, rounds=10, max_seconds=18)
     rotation.run()
     assert {name: len(own) for name, own in rotation.samples.items()} == {"slow": 5, "quick": 10, "very slow": 3}
 
 
-def test_a_contender_that_raises_takes_no_more_turns(clock: FakeClock) -> None:
+def test_a_call_that_raises_takes_no_more_turns(clock: FakeClock) -> None:
     def fail() -> None:
         clock.log.append("bad")
         if clock.log.count("bad") > 3:
             raise RuntimeError("no more")
 
-    good = Contender("good", clock.worker("good", 0.5), "good")
-    rotation = Rotation([Contender("bad", fail, "bad"), good], 4, 1e9, clock=clock, sleep=clock.sleep)
+    good = TimedCall("good", clock.worker("good", 0.5), "good")
+    rotation = Rotation([TimedCall("bad", fail, "bad"), good], 4, 1e9, clock=clock, sleep=clock.sleep)
     rotation.run()
     assert str(rotation.failures["bad"]) == "no more"
     assert len(rotation.samples["good"]) == 4

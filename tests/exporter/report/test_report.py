@@ -223,9 +223,7 @@ def test_a_larger_value_is_higher_up() -> None:
 
 def test_series_differ_in_more_than_colour() -> None:
     series = [Series(f"s{n}", [Point(1, n + 1), Point(2, n + 2)]) for n in range(12)]
-    root = parsed(
-        scatter("k", "t", "d", Axis("x"), Axis("y"), [*series, Series("softmax", [Point(1, 1)], "yardstick")])
-    )
+    root = parsed(scatter("k", "t", "d", Axis("x"), Axis("y"), [*series, Series("softmax", [Point(1, 1)], "baseline")]))
     looks = set()
     for group in root.iter("g"):
         line = group.find("path[@class='line']")
