@@ -1,21 +1,20 @@
-"""What TensorRT's ONNX parser cannot do, or does wrongly without a word: looked for in the graph, before it is asked.
+"""Finds in a graph what TensorRT's ONNX parser does not support, or silently does wrong, before the parser is asked.
 
-A user then sees the node, the reason and the remedy at once, on any machine. Sources, beside each rule: "measured" is
+A user then sees the node, the reason and the remedy at once, on any machine. Each rule names its source: "measured" is
 TensorRT-RTX 1.7.1, whose parser was given small graphs and whose network was read back; "parser 10.1" is the source of
 onnx-tensorrt at its 10.1 release, the newest that is public as a whole; "operators.md" is its list of operators.
 
-What TensorRT merely does not know, it says itself; it is not repeated here.
+Operators that TensorRT rejects with a clear message of its own are not listed here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from effexport.dtypes import DTYPES
-from effexport.engines.bounds import STANDARD_DOMAINS, Scope, attributes_of, largest_value, scopes
 from effexport.errors import UserError
 from effexport.export.onnx_graph import FORBIDDEN_OPS, all_nodes
 from effexport.plugins import DOMAIN
@@ -23,10 +22,9 @@ from effexport.plugins import DOMAIN
 if TYPE_CHECKING:
     import onnx
 
+STANDARD_DOMAINS = ("", "ai.onnx")
 # TensorRT 11 documents 9 to 25. Measured: beyond, RTX parses and builds what it does not know, without a warning.
 PARSER_OPSETS = range(9, 26)
-# operators.md, and measured: 3840 builds, 3841 fails in the builder. A larger K at run time passes the builder.
-LARGEST_K = 3840
 # Element types of ONNX that TensorRT supports: ours, and those that only models of others use.
 ELEMENT_TYPES = {dtype.onnx for dtype in DTYPES.values() if dtype.tensorrt} | {
     "INT4",
@@ -36,17 +34,15 @@ ELEMENT_TYPES = {dtype.onnx for dtype in DTYPES.values() if dtype.tensorrt} | {
     "FLOAT8E4M3FN",
     "FLOAT8E8M0",
 }
-# Of FORBIDDEN_OPS, what has a rule of its own here: a graph from elsewhere may select a few elements.
-_OWN_RULE = frozenset({"TopK"})
 _LISTED_PROBLEMS = 5
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that TensorRT cannot do, or would do wrongly.
+    """Something in a graph that TensorRT cannot do, or would do wrong.
 
-    node: its name, or what it makes where it has none; "" for the model as a whole. problem: what was given and what
-    was expected. remedy: what to do.
+    node: its name, or its outputs if it has no name; "" for the whole model. problem: what was given and what was
+    expected. remedy: what to do.
     """
 
     node: str
@@ -59,11 +55,9 @@ class Problem:
         return f"{subject} {self.problem}: {self.remedy}"
 
 
-def check_limits(
-    model: onnx.ModelProto, largest_dims: Mapping[str, int] | None = None, *, plugins: Collection[str] = ()
-) -> None:
+def check_limits(model: onnx.ModelProto, plugins: Collection[str] = ()) -> None:
     """Raises UserError that lists the problems, unless there are none. The arguments are those of `limit_problems`."""
-    problems = limit_problems(model, largest_dims, plugins=plugins)
+    problems = limit_problems(model, plugins)
     if not problems:
         return
     shown = "; ".join(str(problem) for problem in problems[:_LISTED_PROBLEMS])
@@ -71,18 +65,14 @@ def check_limits(
     raise UserError(f"TensorRT cannot run this model: {shown}" + (f"; and {more} more" if more > 0 else ""))
 
 
-def limit_problems(
-    model: onnx.ModelProto, largest_dims: Mapping[str, int] | None = None, *, plugins: Collection[str] = ()
-) -> list[Problem]:
+def limit_problems(model: onnx.ModelProto, plugins: Collection[str] = ()) -> list[Problem]:
     """Everything in the graph, its subgraphs and its functions that TensorRT cannot do, in the order of the file.
 
-    largest_dims: the largest size of named dimensions, as the profiles of the engine have them; it bounds a K that
-    depends on a shape. plugins: operators without a function body that a plugin will run.
+    plugins: operators without a function body that a plugin will run.
     """
     problems = [*_opset_problems(model), *_tensor_problems(model), *_function_problems(model, plugins)]
-    for scope in scopes(model, largest_dims or {}):
-        for node in scope.nodes:
-            problems += _node_problems(node, scope)
+    for node in all_nodes(model):
+        problems += _node_problems(node)
     return problems
 
 
@@ -95,13 +85,13 @@ def _opset_problems(model: onnx.ModelProto) -> Iterator[Problem]:
                 owner,
                 "",
                 f"is of opset {entry.version}; TensorRT reads {PARSER_OPSETS.start} to {PARSER_OPSETS.stop - 1}, and "
-                "takes others for what it knows",
+                "reads others as if they were one of these",
                 "export with another --opset",
             )
 
 
 def _tensor_problems(model: onnx.ModelProto) -> Iterator[Problem]:
-    """Inputs, outputs and weights of a type that TensorRT has not. Those of subgraphs follow from them."""
+    """Inputs, outputs and weights of a type that TensorRT does not support. Those of subgraphs follow from them."""
     for what, values in (("input", model.graph.input), ("output", model.graph.output)):
         for value in values:
             if not value.type.HasField("tensor_type"):
@@ -109,7 +99,7 @@ def _tensor_problems(model: onnx.ModelProto) -> Iterator[Problem]:
                 yield Problem(
                     f"the {what} {value.name!r}",
                     "",
-                    f"is a {kind.removesuffix('_type')}; TensorRT has tensors only",
+                    f"is a {kind.removesuffix('_type')}; TensorRT supports tensors only",
                     "export a model whose inputs and outputs are tensors",
                 )
             elif problem := _type_problem(value.type.tensor_type.elem_type):
@@ -120,7 +110,7 @@ def _tensor_problems(model: onnx.ModelProto) -> Iterator[Problem]:
 
 
 def _type_problem(elem_type: int) -> tuple[str, str] | None:
-    """The problem with an element type, and the remedy; None for one that TensorRT has."""
+    """The problem with an element type, and the remedy; None if TensorRT supports it."""
     import onnx
 
     name = onnx.TensorProto.DataType.Name(elem_type) if elem_type in onnx.TensorProto.DataType.values() else "unknown"
@@ -128,8 +118,11 @@ def _type_problem(elem_type: int) -> tuple[str, str] | None:
         return None
     if name == "DOUBLE":
         # measured, and operators.md: the network's tensors are FLOAT, and the caller is not told
-        return "is double, which TensorRT narrows to float without a word", "cast it to float in the model"
-    return f"is of type {name.lower()}, which TensorRT has not", "use float, float16, bfloat16, int32, int64 or bool"
+        return "is double, which TensorRT silently converts to float", "cast it to float in the model"
+    return (
+        f"is of type {name.lower()}, which TensorRT does not support",
+        "use float, float16, bfloat16, int32, int64 or bool",
+    )
 
 
 def _function_problems(model: onnx.ModelProto, plugins: Collection[str]) -> Iterator[Problem]:
@@ -167,7 +160,7 @@ def _function_problems(model: onnx.ModelProto, plugins: Collection[str]) -> Iter
 
 
 def _call_problems(node: onnx.NodeProto, body: onnx.FunctionProto) -> Iterator[Problem]:
-    """A call must give every argument and take every output, and must not confuse the parser with its names."""
+    """Problems of a call, which must give every input, take every output, and not confuse the parser with names."""
     given, wanted = [name for name in node.input if name], list(body.input)
     # parser 10.1 asserts both, and so does RTX (measured)
     if len(given) != len(wanted):
@@ -189,7 +182,7 @@ def _call_problems(node: onnx.NodeProto, body: onnx.FunctionProto) -> Iterator[P
         if inner in given[i + 1 :] and inner != given[i]:
             yield _problem(
                 node,
-                f"is given {inner!r} as another input than the one its function calls so; TensorRT confuses them",
+                f"passes {inner!r} as another input than the one its function calls {inner!r}; TensorRT confuses them",
                 "rename the inputs of the function",
             )
 
@@ -208,19 +201,17 @@ def _missing_body(node: onnx.NodeProto) -> Problem:
     return _problem(node, f"is of the domain {node.domain} and has neither a function body nor a plugin", remedy)
 
 
-def _node_problems(node: onnx.NodeProto, scope: Scope) -> Iterator[Problem]:
+def _node_problems(node: onnx.NodeProto) -> Iterator[Problem]:
     if node.domain not in STANDARD_DOMAINS:
         return
-    if node.op_type in FORBIDDEN_OPS and node.op_type not in _OWN_RULE:
+    if node.op_type in FORBIDDEN_OPS:
         # one reason, one remedy: exported graphs are held to the same list
         yield _problem(
             node, f"is not allowed, because {FORBIDDEN_OPS[node.op_type]}", "express it in other standard operators"
         )
-    if node.op_type == "TopK":
-        yield from _topk_problems(node, scope)
     if node.op_type == "Unique":
         # operators.md: not supported; TensorRT has no layer that sorts
-        yield _problem(node, "sorts, and TensorRT has no such layer", "sort outside of the model")
+        yield _problem(node, "sorts, which TensorRT has no layer for", "sort outside the model")
     if node.op_type == "Einsum":
         yield from _einsum_problems(node)
     if node.op_type in ("Cast", "Constant", "ConstantOfShape"):
@@ -232,21 +223,8 @@ def _node_problems(node: onnx.NodeProto, scope: Scope) -> Iterator[Problem]:
                     yield Problem(f"the weight {tensor.name!r}", "", *problem)
 
 
-def _topk_problems(node: onnx.NodeProto, scope: Scope) -> Iterator[Problem]:
-    attribute = attributes_of(node).get("k")  # opset 9; an input from 10 on
-    k = attribute.i if attribute is not None else largest_value(node.input[1], scope) if len(node.input) > 1 else None
-    if k is None:
-        yield _problem(
-            node,
-            f"has a K that only a run knows; TensorRT stops at {LARGEST_K} elements, and builds an engine that fails",
-            "make K a constant, or limit it with Min and a constant",
-        )
-    elif k > LARGEST_K:
-        yield _problem(node, f"has K up to {k}; expected at most {LARGEST_K}", "select fewer elements")
-
-
 def _einsum_problems(node: onnx.NodeProto) -> Iterator[Problem]:
-    equation = attributes_of(node)["equation"].s.decode()
+    equation = _attributes(node)["equation"].s.decode()
     if "..." in equation:
         # TensorRT's Einsum layer has no ellipsis, says its reference; the parser rewrites it where it knows the ranks
         yield _problem(
@@ -258,8 +236,8 @@ def _einsum_problems(node: onnx.NodeProto) -> Iterator[Problem]:
 
 
 def _made_type_problems(node: onnx.NodeProto) -> Iterator[Problem]:
-    """Of nodes that choose the type of their output."""
-    for name, attribute in attributes_of(node).items():
+    """Problems of nodes that choose the type of their output."""
+    for name, attribute in _attributes(node).items():
         # operators.md
         if node.op_type == "Constant" and name in ("sparse_value", "value_string", "value_strings"):
             yield _problem(node, f"has a {name}, which TensorRT does not read", "use a plain tensor of numbers")
@@ -274,5 +252,9 @@ def _problem(node: onnx.NodeProto, problem: str, remedy: str) -> Problem:
 
 
 def _maker(outputs: Iterable[str]) -> str:
-    """What stands for the name of a node that has none."""
+    """The name of a node without one."""
     return f"maker of {', '.join(outputs)}"
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, onnx.AttributeProto]:
+    return {attribute.name: attribute for attribute in node.attribute}

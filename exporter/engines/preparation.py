@@ -39,7 +39,7 @@ def prepared_model(model: onnx.ModelProto, spec: EngineSpec) -> Prepared:
     bodies = [(DOMAIN, op) for op, what in implementation.items() if what == "body"]
     others = [(f.domain, f.name) for f in model.functions if f.domain != DOMAIN]
     inlined = onnx.inliner.inline_selected_functions(model, [*bodies, *others])
-    check_limits(inlined, plugins=[op for op, what in implementation.items() if what == "plugin"])
+    check_limits(inlined, [op for op, what in implementation.items() if what == "plugin"])
     return Prepared(inlined, implementation, remarks)
 
 
