@@ -1,7 +1,7 @@
-"""What TensorRT says while it parses and builds: progress for the terminal, and its log, kept back and understood.
+"""The messages of TensorRT while it parses and builds: its progress, and its log with explanations of known failures.
 
-TensorRT explains a failure in C++ terms, over several lines, one of which matters. `explain` finds that line and turns
-it into what was asked, what TensorRT takes, and what to do.
+TensorRT reports a failure in C++ terms, over several lines, one of which matters. `explain` finds that line and says
+what went wrong and what to do.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from effexport.engines.api import Api
 
-# Said for every graph with int64 inputs, which all of ours have.
+# Logged for every graph with int64 inputs, which all of ours have.
 _NOISE = ("Make sure input", "Make sure output", "already exists, the output tensors")
 
 
 class BuildLog:
-    """The lines of one build by severity. `logger` is what TensorRT takes; it must outlive what was made with it."""
+    """The log of one build, by severity. TensorRT takes `logger`, which must outlive everything made with it."""
 
     def __init__(self, api: Api) -> None:
         self.errors: list[str] = []
@@ -27,7 +27,7 @@ class BuildLog:
 
 
 def make_logger(api: Api, errors: list[str], warnings: list[str]) -> Any:
-    """An ILogger that files messages away. The bindings call it from threads of their own; appending is atomic."""
+    """An ILogger that collects messages. The bindings call it from their own threads; appending is atomic."""
     base: Any = api.ILogger
     fatal = (base.INTERNAL_ERROR, base.ERROR)
 
@@ -44,15 +44,15 @@ def make_logger(api: Api, errors: list[str], warnings: list[str]) -> Any:
     return Logger()
 
 
-# Told the phase that the builder is in, and the share of it that is done.
+# Takes the phase that the builder is in, and the share of it that is done.
 OnProgress = Callable[[str, float], None]
 
 
 def make_monitor(api: Api, on_progress: OnProgress) -> Any:
     """An IProgressMonitor that reports the outermost phases, and lets Ctrl-C through.
 
-    An exception cannot cross the library, so an interrupt is noted in `interrupted`, and the build cancelled by the
-    answer to its next step.
+    An exception cannot cross the library. An interrupt is therefore stored in `interrupted`, and the next
+    `step_complete` cancels the build.
     """
     base: Any = api.IProgressMonitor
 
@@ -89,7 +89,7 @@ def make_monitor(api: Api, on_progress: OnProgress) -> Any:
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A message of TensorRT, and what it means. Both texts may use the groups of the expression."""
+    """A message of TensorRT, its meaning and a remedy; both texts may use the groups of the expression."""
 
     expression: str
     reason: str
@@ -97,11 +97,6 @@ class _Pattern:
 
 
 _PATTERNS = (
-    _Pattern(
-        r"(?P<node>[^\s:()]+): K exceeds the maximum value allowed \((?P<limit>\d+)\)",
-        "TopK at node {node} takes more than {limit} elements, which is the most that TensorRT sorts",
-        "sort with effexport::LSHSort, whose body needs no TopK, or sort fewer elements",
-    ),
     _Pattern(
         r"no tactics to implement the operation within workspace limit|insufficient workspace|increas\w+ the workspace",
         "no implementation of some layer fits into the workspace",
@@ -124,13 +119,13 @@ _PATTERNS = (
     ),
     _Pattern(
         r"Unable to load library: (?P<library>[^:\s]+)",
-        "TensorRT misses its library {library}",
+        "TensorRT does not find its library {library}",
         "install it beside the bindings, or leave --version-compatible out",
     ),
     _Pattern(
         r"CUDA driver version is insufficient|no CUDA-capable device|cudaError 35|cudaErrorNoDevice",
-        "this step needs an NVIDIA GPU with a driver that is new enough, and there is none",
-        "build on a machine with a GPU, or use --target trt-rtx, which builds without",
+        "this step needs an NVIDIA GPU with a recent driver, and this machine has none",
+        "build on a machine with a GPU, or use --target trt-rtx, which needs none",
     ),
     _Pattern(
         r"Dimension mismatch for tensor (?P<node>\S+) and profile",
@@ -141,7 +136,7 @@ _PATTERNS = (
 
 
 def explain(errors: Sequence[str]) -> str:
-    """The reason and the remedy behind the lines of a failed build, as one sentence or two."""
+    """The reason of a failed build and the remedy, found in the lines of its log."""
     for pattern in _PATTERNS:
         for line in errors:
             if match := re.search(pattern.expression, line):
@@ -149,11 +144,11 @@ def explain(errors: Sequence[str]) -> str:
                 return f"{pattern.reason.format(**groups)}; {pattern.remedy.format(**groups)}"
     if not errors:
         return "it gave no reason"
-    return f"it says: {plain(errors[0])}"
+    return f"TensorRT reports: {plain(errors[0])}"
 
 
 def plain(line: str) -> str:
-    """A line of the log without where in TensorRT's own sources it came from."""
+    """A line of the log without the places in TensorRT's own sources."""
     text = re.sub(r"\s+", " ", line)
     text = re.sub(r"\s*\(In (function )?\w+ at /[^\s)]+\)", "", text)
     text = re.sub(r"\s*In (function )?\w+ at /[^\s)]+", "", text)

@@ -11,11 +11,6 @@ from effexport.engines.builder_log import BuildLog, explain, make_monitor, plain
 from effexport.engines.layers import check_dtypes, check_precision, count_dtypes, described_dtype, layers_of_engine
 from effexport.errors import StageError
 
-TOPK = (
-    "IBuilder::buildSerializedNetwork: Error Code 4: API Usage Error (ITopKLayer node_of_v: node_of_v: K exceeds the "
-    "maximum value allowed (3840). In processCheck at /_src/optimizer/shapeof/graphShapeAnalyzer.cpp:1066 In "
-    "analyzeShapes at /_src/optimizer/shapeof/graphShapeAnalyzer.cpp:2825)"
-)
 WORKSPACE = (
     "IBuilder::buildSerializedNetwork: Error Code 1: Myelin ([tactic.cpp:1676: enumerate_tactics] Tactic Selection: no "
     "tactics to implement the operation within workspace limit. Consider increase the allowed workspace size if "
@@ -44,7 +39,6 @@ UNKNOWN = "IBuilder::buildSerializedNetwork: Error Code 2: Internal Error (Somet
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (TOPK, ["TopK at node node_of_v", "more than 3840 elements", "effexport::LSHSort"]),
         (WORKSPACE, ["fits into the workspace", "--workspace", "--profile"]),
         (TURING, ["node node_matmul_1", "SM 75", "FP32 GEMM is not supported", "--compute-capabilities"]),
         (SHAPES, ["IMatrixMultiplyLayer at node node_of_y", "mismatching dimensions"]),
