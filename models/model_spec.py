@@ -26,32 +26,26 @@ class ModelSpec(Protocol):
     @property
     def title(self) -> str:
         """A few words for people, such as "lsh encoder"."""
-        ...
 
     @property
     def attention(self) -> AttentionSpec:
         """The attention layer that decides how results are compared."""
-        ...
 
     @property
     def layers(self) -> int:
         """Number of attention layers."""
-        ...
 
     @property
     def seq_len(self) -> int:
         """The length that the model is exported and tuned for, in tokens."""
-        ...
 
     @property
     def max_seq_len(self) -> int | None:
         """The longest sequence that the model accepts, or None if any length works."""
-        ...
 
     @property
     def fixed_seq_len(self) -> int | None:
         """The only length that the model accepts, or None if the length is free."""
-        ...
 
     @property
     def inputs(self) -> Mapping[str, Dims]:
@@ -59,50 +53,40 @@ class ModelSpec(Protocol):
 
         `hidden_states` has the element type of the model; all other inputs are int64.
         """
-        ...
 
     @property
     def outputs(self) -> Mapping[str, Dims]:
         """Axes of the outputs by name, in the order in which the module returns them."""
-        ...
 
     @property
     def input_limits(self) -> Mapping[str, int]:
         """The number of values that each input of indices may take: 0 to limit − 1."""
-        ...
 
     @property
     def pad_token_id(self) -> int:
         """What stands in the padded places of `input_ids`."""
-        ...
 
     @property
     def is_causal(self) -> bool:
         """Whether the proof holds the model to causality: later tokens must not change earlier results."""
-        ...
 
     @property
     def has_decode_step(self) -> bool:
         """Whether the model can also run token by token, with a state of constant size."""
-        ...
 
     @property
     def why_not_invariant(self) -> str:
         """Why the result of a sample may depend on the rest of its batch or on the amount of padding."""
-        ...
 
     @property
     def why_padding_counts(self) -> str:
         """Why the result of a sample may depend on what stands in padded places."""
-        ...
 
     def custom_ops(self, fused: bool) -> dict[str, int]:
         """How many nodes of each custom operator the graph contains, with or without fused operators."""
-        ...
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON or TOML."""
-        ...
 
 
 def counted(layers: Iterable[AttentionSpec], fused: bool) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,8 +11,12 @@ import pytest
 from bench_results import FAILED, LENGTHS, MODELS, results, row, without_timing
 from page_browser import Browser, complaints
 
-from effexport.bench.rendering.markdown import HEAD, markdown_from_results, plot_svg_from_results
-from effexport.bench.results import BenchResults, results_from_json
+from effexport.bench.results import BenchResults
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from bench_docs import HEAD, main, markdown_from_results, plot_svg_from_results  # noqa: E402
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -104,7 +109,13 @@ def test_a_plot_file_opens_without_complaint(browser: Browser, tmp_path: Path) -
         assert (fill == "rgb(21, 25, 30)") == is_dark
 
 
-def test_renderings_are_the_same_after_a_trip_through_json(tmp_path: Path) -> None:
+def test_the_script_reads_results_and_writes_plots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: BenchResults = results()
     (tmp_path / "results.json").write_text(found.to_json(), encoding="utf-8")
-    assert markdown_from_results(results_from_json(tmp_path / "results.json")) == markdown_from_results(found)
+    monkeypatch.setattr(sys, "argv", ["bench_docs.py", str(tmp_path / "results.json"), "--plots", str(tmp_path)])
+    main()
+    assert capsys.readouterr().out == markdown_from_results(found)
+    assert (tmp_path / "latency.svg").read_text() == plot_svg_from_results(found, "latency")
+    assert (tmp_path / "memory.svg").is_file()

@@ -1,8 +1,18 @@
-"""Benchmarks as Markdown, for the documentation and for pull requests, and their plots as files of their own."""
+"""A benchmark as Markdown, for the documentation and for pull requests, and its plots as files of their own.
+
+    effexport bench -o bench/
+    .venv/bin/python scripts/bench_docs.py bench/results.json --plots docs/images > bench.md
+
+The plots are latency.svg and memory.svg, with their own colours for light and dark: a README cannot show a page.
+"""
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Sequence
+from html import escape
+from pathlib import Path
 from typing import Literal
 
 from effexport.bench.rendering.curves import crossovers, curves, is_timed
@@ -10,8 +20,9 @@ from effexport.bench.rendering.headline import headlines, interruption, parity_s
 from effexport.bench.rendering.page import title_of
 from effexport.bench.rendering.plots import QUANTITIES, figures_of
 from effexport.bench.rendering.table import parity_text
-from effexport.bench.results import BenchResults, Row
-from effexport.plots.svg_file import svg_file
+from effexport.bench.results import BenchResults, Row, results_from_json
+from effexport.plots.axes import WIDTH
+from effexport.plots.figure import Figure
 from effexport.report.rendering.markdown import SIGNS, escaped, fenced, folded, table
 from effexport.report.rendering.templates import template_environment
 from effexport.units import NOTHING, duration_with, memory, moment, three_digits
@@ -19,6 +30,8 @@ from effexport.units import NOTHING, duration_with, memory, moment, three_digits
 HEAD = ("model", "tokens", "runtime", "median ± spread", "× softmax", "× torch", "× floor", "peak memory", "parity")
 # A longer table is folded.
 MAX_OPEN_ROWS = 40
+# Pixels around plots and for their titles; plots side by side.
+MARGIN, HEADING, COLUMNS = 16, 24, 2
 
 
 def markdown_from_results(results: BenchResults) -> str:
@@ -77,3 +90,52 @@ def _conditions(results: BenchResults) -> str:
 
 def _known(values: dict[str, str]) -> list[tuple[str, str]]:
     return [(name, value or "not installed") for name, value in values.items()]
+
+
+def svg_file(title: str, figures: Sequence[Figure], style: str) -> str:
+    """Plots with their titles, in two columns, as one SVG file; without figures, only `title`.
+
+    style: CSS, in which `.page` is the background.
+    """
+    columns = max(1, min(COLUMNS, len(figures)))
+    heights = [_height(figure.svg) for figure in figures]
+    rows = [max(heights[n : n + columns]) for n in range(0, len(heights), columns)] or [0]
+    width = columns * (WIDTH + MARGIN) + MARGIN
+    height = sum(rows) + len(rows) * (HEADING + MARGIN) + MARGIN
+    body = [] if figures else [_heading(MARGIN, MARGIN, title)]
+    for n, figure in enumerate(figures):
+        x = MARGIN + n % columns * (WIDTH + MARGIN)
+        y = MARGIN + sum(rows[: n // columns]) + n // columns * (HEADING + MARGIN)
+        place = f'<svg x="{x}" y="{y + HEADING}" width="{WIDTH}" height="{heights[n]}" '
+        body += [_heading(x, y, figure.title), figure.svg.replace("<svg ", place, 1)]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" aria-labelledby="title"><title id="title">{escape(title)}</title>'
+        f"<style>{escape(style, quote=False)}</style>"
+        f'<rect class="page" width="{width}" height="{height}"/>{"".join(body)}</svg>\n'
+    )
+
+
+def _height(svg: str) -> int:
+    """The height of a plot in pixels, from its view box."""
+    return math.ceil(float(svg.partition('viewBox="')[2].partition('"')[0].split()[3]))
+
+
+def _heading(x: float, y: float, text: str) -> str:
+    return f'<text class="heading" x="{x}" y="{y + 12}">{escape(text)}</text>'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="the results.json of effexport bench")
+    parser.add_argument("--plots", type=Path, help="folder for latency.svg and memory.svg")
+    options = parser.parse_args()
+    results = results_from_json(options.results)
+    print(markdown_from_results(results), end="")
+    if options.plots is not None:
+        for what in ("latency", "memory"):
+            (options.plots / f"{what}.svg").write_text(plot_svg_from_results(results, what), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
