@@ -6,13 +6,9 @@
 // The kernels compile to PTX as they are. Their arguments are inputs, int32 scalars, outputs. The first wants blocks of
 // kThreads threads, one for every tile of kLanes channels of every slice; for the others any grid is right.
 #include "aft_simple_attention/kernel.h"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+#include "native/cuda.h"
 
 #include <algorithm>
-#include <limits>
 
 // At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
 extern __shared__ float shared_sums[];
@@ -29,16 +25,6 @@ constexpr int kParts = 3;    // maximum, n and d
 constexpr std::int64_t kMaxBlocks = 65536;
 // The maximum of no keys. Finite, because −inf − (−inf) is NaN.
 constexpr float kFloor = -1e29f;
-
-__device__ float widen(float value) { return value; }
-__device__ float widen(Half value) { return __half2float(__ushort_as_half(value.bits)); }
-__device__ float widen(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
-
-__device__ void narrow(float value, float& result) { result = value; }
-__device__ void narrow(float value, Half& result) { result.bits = __half_as_ushort(__float2half_rn(value)); }
-__device__ void narrow(float value, BFloat16& result) {
-  result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-}
 
 struct Sums {
   float maximum = kFloor;
@@ -184,46 +170,21 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 namespace {
 
-template <class T>
-struct Kernels;
-
-template <>
-struct Kernels<float> {
-  static constexpr auto sums = effexport_aft_simple_sums_float32;
-  static constexpr auto gate = effexport_aft_simple_gate_float32;
-};
-
-template <>
-struct Kernels<Half> {
-  static constexpr auto sums = effexport_aft_simple_sums_float16;
-  static constexpr auto gate = effexport_aft_simple_gate_float16;
-};
-
-template <>
-struct Kernels<BFloat16> {
-  static constexpr auto sums = effexport_aft_simple_sums_bfloat16;
-  static constexpr auto gate = effexport_aft_simple_gate_bfloat16;
-};
-
 std::size_t partial_floats(std::int64_t heads, std::int64_t seq, std::int64_t channels) {
   return static_cast<std::size_t>(heads) * slices_of(static_cast<int>(seq)) * kParts *
          static_cast<std::size_t>(channels);
 }
 
-unsigned blocks_for(std::int64_t works, std::int64_t works_per_block) {
-  return static_cast<unsigned>(std::min((works + works_per_block - 1) / works_per_block, kMaxBlocks));
+std::int64_t blocks_for(std::int64_t works, std::int64_t works_per_block) {
+  return std::min(parts(works, works_per_block), kMaxBlocks);
 }
 
-bool fits_int32(const CudaShape& shape) {
-  constexpr std::int64_t max_int32 = std::numeric_limits<std::int32_t>::max();
-  const auto fits = [](std::int64_t size) { return size >= 0 && size <= max_int32; };
-  return fits(shape.heads) && fits(shape.seq) && fits(shape.channels) && fits(shape.heads_per_sample);
-}
+bool countable(const CudaShape& s) { return fit_int32({s.heads, s.seq, s.channels, s.heads_per_sample}); }
 
 }  // namespace
 
 std::size_t cuda_scratch_bytes(const CudaShape& shape) {
-  if (!fits_int32(shape)) return 0;
+  if (!countable(shape)) return 0;
   const std::size_t contexts = static_cast<std::size_t>(shape.heads) * static_cast<std::size_t>(shape.channels);
   return (partial_floats(shape.heads, shape.seq, shape.channels) + contexts) * sizeof(float);
 }
@@ -231,30 +192,26 @@ std::size_t cuda_scratch_bytes(const CudaShape& shape) {
 template <class T>
 int launch_cuda(const T* q, const T* k, const T* v, const bool* keep, const CudaShape& shape, void* scratch, T* out,
                 void* stream) {
-  if (!fits_int32(shape)) return cudaErrorInvalidValue;
+  if (!countable(shape)) return cudaErrorInvalidValue;
   if (shape.heads == 0 || shape.seq == 0 || shape.channels == 0) return cudaSuccess;
-  const auto heads = static_cast<std::int32_t>(shape.heads);
-  const auto heads_per_sample = static_cast<std::int32_t>(shape.heads_per_sample);
-  const auto seq = static_cast<std::int32_t>(shape.seq);
-  const auto channels = static_cast<std::int32_t>(shape.channels);
+  const auto heads = int32(shape.heads);
+  const auto heads_per_sample = int32(shape.heads_per_sample);
+  const auto seq = int32(shape.seq);
+  const auto channels = int32(shape.channels);
   float* const partials = static_cast<float*>(scratch);
   float* const contexts = partials + partial_floats(shape.heads, shape.seq, shape.channels);
-  cudaLaunchConfig_t launch = {};
-  launch.stream = static_cast<cudaStream_t>(stream);
-  launch.blockDim = dim3(kThreads);
-  launch.gridDim = dim3(blocks_for(shape.heads * slices_of(seq) * tiles_of(channels), 1));
-  launch.dynamicSmemBytes = kThreads * kParts * sizeof(float);
-  cudaError_t error =
-      cudaLaunchKernelEx(&launch, Kernels<T>::sums, k, v, keep, heads, heads_per_sample, seq, channels, partials);
+  const cudaLaunchConfig_t first = launch_of(blocks_for(shape.heads * slices_of(seq) * tiles_of(channels), 1), kThreads,
+                                             kThreads * kParts * sizeof(float), stream);
+  cudaError_t error = cudaLaunchKernelEx(&first, EFFEXPORT_KERNEL(T, effexport_aft_simple_sums), k, v, keep, heads,
+                                         heads_per_sample, seq, channels, partials);
   if (error != cudaSuccess) return error;
-  launch.dynamicSmemBytes = 0;
-  launch.gridDim = dim3(blocks_for(shape.heads * shape.channels, kThreads));
-  error = cudaLaunchKernelEx(&launch, effexport_aft_simple_merge, static_cast<const float*>(partials), heads,
+  const cudaLaunchConfig_t second = launch_of(blocks_for(shape.heads * shape.channels, kThreads), kThreads, 0, stream);
+  error = cudaLaunchKernelEx(&second, effexport_aft_simple_merge, static_cast<const float*>(partials), heads,
                              static_cast<std::int32_t>(slices_of(seq)), channels, contexts);
   if (error != cudaSuccess) return error;
-  launch.gridDim = dim3(blocks_for(shape.heads * shape.seq, kGroups));
-  return cudaLaunchKernelEx(&launch, Kernels<T>::gate, q, static_cast<const float*>(contexts), heads, seq, channels,
-                            out);
+  const cudaLaunchConfig_t third = launch_of(blocks_for(shape.heads * shape.seq, kGroups), kThreads, 0, stream);
+  return cudaLaunchKernelEx(&third, EFFEXPORT_KERNEL(T, effexport_aft_simple_gate), q,
+                            static_cast<const float*>(contexts), heads, seq, channels, out);
 }
 
 template int launch_cuda(const float*, const float*, const float*, const bool*, const CudaShape&, void*, float*, void*);

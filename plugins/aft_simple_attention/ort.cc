@@ -2,8 +2,6 @@
 
 #include "native/ort_op.h"
 
-#include <utility>
-
 #include "aft_simple_attention/kernel.h"
 
 namespace effexport::aft_simple_attention {
@@ -57,80 +55,55 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x)
   return Ort::Status{nullptr};
 }
 
-#ifdef EFFEXPORT_CUDA
 template <class T>
 Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x) {
   const CudaShape shape{x.heads, x.heads_per_sample, x.seq, x.channels};
   const Scratch scratch(context, cuda_scratch_bytes(shape));
   const int error = launch_cuda(x.q, x.k, x.v, x.keep, shape, scratch.get(), x.out, context.GetGPUComputeStream());
-  return error == 0 ? Ort::Status{nullptr} : cuda_failure("AFTSimpleAttention", error);
+  return cuda_status("AFTSimpleAttention", error);
 }
-#endif
 
 template <class T, Device kOn>
-class Kernel {
+class Kernel : public KernelDefaults {
  public:
   using Element = T;
   static constexpr const char* kName = "AFTSimpleAttention";
   static constexpr Device kDevice = kOn;
-  static constexpr std::size_t kInputs = 4;
-  static constexpr std::size_t kOutputs = 1;
+  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>, kElementType<T>, kBool};
   static constexpr std::size_t kShapeOf = 2;  // v
-  static ONNXTensorElementDataType input_type(std::size_t input) {
-    return input == 3 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL : kElementType<T>;
-  }
 
   explicit Kernel(Ort::ConstKernelInfo) {}
 
   Ort::Status compute(const Ort::KernelContext& context) {
-    const auto shape_of = [&](std::size_t i) { return context.GetInput(i).GetTensorTypeAndShapeInfo().GetShape(); };
-    const std::vector<std::int64_t> shape = shape_of(0);
+    const auto [shape, k, v, keep] = shapes_of<4>(context);
     if (shape.size() != 4) {
       return invalid("AFTSimpleAttention: q has shape ", shape_text(shape), "; expected [batch, heads, seq, channels]");
     }
-    for (const auto& [name, i] : {std::pair("k", 1), std::pair("v", 2)}) {
-      if (shape_of(static_cast<std::size_t>(i)) == shape) continue;
-      return invalid("AFTSimpleAttention: ", name, " has shape ", shape_text(shape_of(static_cast<std::size_t>(i))),
+    if (k != shape || v != shape) {
+      return invalid("AFTSimpleAttention: ", k != shape ? "k" : "v", " has shape ", shape_text(k != shape ? k : v),
                      "; expected that of q, ", shape_text(shape));
     }
-    if (shape_of(3) != std::vector<std::int64_t>{shape[0], shape[2]}) {
-      return invalid("AFTSimpleAttention: keep has shape ", shape_text(shape_of(3)), "; expected ",
+    if (keep != Shape{shape[0], shape[2]}) {
+      return invalid("AFTSimpleAttention: keep has shape ", shape_text(keep), "; expected ",
                      shape_text({shape[0], shape[2]}), ", batch and seq of q ", shape_text(shape));
     }
-    const auto input = [&](std::size_t i) { return context.GetInput(i).template GetTensorData<T>(); };
-    const Arrays<T> arrays{input(0),
-                           input(1),
-                           input(2),
-                           context.GetInput(3).template GetTensorData<bool>(),
-                           context.GetOutput(0, shape).template GetTensorMutableData<T>(),
+    const Arrays<T> arrays{input<T>(context, 0),
+                           input<T>(context, 1),
+                           input<T>(context, 2),
+                           input<bool>(context, 3),
+                           output<T>(context, 0, shape),
                            shape[0] * shape[1],
                            shape[1],
                            shape[2],
                            shape[3]};
     if (arrays.heads == 0 || arrays.seq == 0 || arrays.channels == 0) return Ort::Status{nullptr};
-#ifdef EFFEXPORT_CUDA
     if constexpr (kOn == Device::kCuda) return attend_on_cuda(context, arrays);
-#endif
     return attend_on_cpu(context, arrays);
   }
 };
 
-template <class T>
-void add_type_to(Ort::CustomOpDomain& domain) {
-  static const CustomOp<Kernel<T, Device::kCpu>> cpu;
-  domain.Add(&cpu);
-#ifdef EFFEXPORT_CUDA
-  static const CustomOp<Kernel<T, Device::kCuda>> cuda;
-  domain.Add(&cuda);
-#endif
-}
-
 }  // namespace
 
-void add_to(Ort::CustomOpDomain& domain) {
-  add_type_to<float>(domain);
-  add_type_to<Half>(domain);
-  add_type_to<BFloat16>(domain);
-}
+void add_to(Ort::CustomOpDomain& domain) { add_float_kernels<Kernel>(domain); }
 
 }  // namespace effexport::aft_simple_attention

@@ -4,76 +4,64 @@
 // Channels never meet, so a vector register holds neighbouring channels of one row, and what happens in a lane does not
 // depend on how many there are: AVX2 and AVX-512 give the same bits.
 
-template <class Scalar, int kBytes>
-struct VectorOf {
-  typedef Scalar type __attribute__((vector_size(kBytes)));
-};
+#include "native/simd.h"
 
-constexpr std::int64_t kLanes = REGISTER_BYTES / sizeof(float);
-using Floats = VectorOf<float, REGISTER_BYTES>::type;
-using Words = VectorOf<std::int32_t, REGISTER_BYTES>::type;
-using Unsigned = VectorOf<std::uint32_t, REGISTER_BYTES>::type;
+using Unsigned = Register<std::uint32_t>;
 using HalfWords = VectorOf<std::uint16_t, REGISTER_BYTES / 2>::type;
 
-inline Words bits_of_all(Floats values) { return reinterpret_cast<Words>(values); }
-inline Floats floats_of_bits(Words bits) { return reinterpret_cast<Floats>(bits); }
+inline Ints bits_of_all(Floats values) { return reinterpret_cast<Ints>(values); }
+inline Floats floats_of_bits(Ints bits) { return reinterpret_cast<Floats>(bits); }
 
-inline Floats widen(const float* values) {
-  Floats all;
-  std::memcpy(&all, values, sizeof all);
-  return all;
-}
+inline Floats widen(const float* values) { return load(values); }
 
-inline Words read_half_words(const void* values) {
+inline Ints read_half_words(const void* values) {
   HalfWords words;
   std::memcpy(&words, values, sizeof words);
-  return __builtin_convertvector(words, Words);
+  return __builtin_convertvector(words, Ints);
 }
 
 inline Floats widen(const BFloat16* values) { return floats_of_bits(read_half_words(values) << 16); }
 
 // As to_float(Half).
 inline Floats widen(const Half* values) {
-  const Words words = read_half_words(values);
-  const Words sign = (words & 0x8000) << 16;
-  const Words exponent = words & 0x7c00;
-  const Words shifted = (words & 0x7fff) << 13;
-  const Words normal = shifted + (112 << 23);
-  const Words special = shifted | 0x7f800000;
+  const Ints words = read_half_words(values);
+  const Ints sign = (words & 0x8000) << 16;
+  const Ints exponent = words & 0x7c00;
+  const Ints shifted = (words & 0x7fff) << 13;
+  const Ints normal = shifted + (112 << 23);
+  const Ints special = shifted | 0x7f800000;
   // subnormal: fraction · 2⁻²⁴, exact in float32
-  const Words subnormal = bits_of_all(__builtin_convertvector(words & 0x3ff, Floats) * 0x1p-24f);
+  const Ints subnormal = bits_of_all(__builtin_convertvector(words & 0x3ff, Floats) * 0x1p-24f);
   return floats_of_bits(sign | (exponent == 0 ? subnormal : exponent == 0x7c00 ? special : normal));
 }
 
-inline void narrow(Floats all, float* values) { std::memcpy(values, &all, sizeof all); }
+inline void narrow(Floats all, float* values) { store(values, all); }
 
-inline void write_half_words(Words all, void* values) {
+inline void write_half_words(Ints all, void* values) {
   const HalfWords words = __builtin_convertvector(all, HalfWords);
   std::memcpy(values, &words, sizeof words);
 }
 
 // As from_float<BFloat16>.
 inline void narrow(Floats all, BFloat16* values) {
-  const Words bits = bits_of_all(all);
+  const Ints bits = bits_of_all(all);
   // unsigned, because the sum may run into the sign
   const Unsigned given = reinterpret_cast<Unsigned>(bits);
-  const Words rounded = reinterpret_cast<Words>((given + 0x7fffu + (given >> 16 & 1u)) >> 16);
+  const Ints rounded = reinterpret_cast<Ints>((given + 0x7fffu + (given >> 16 & 1u)) >> 16);
   write_half_words((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 | 0x40) : rounded, values);
 }
 
 // As from_float<Half>.
 inline void narrow(Floats all, Half* values) {
-  const Words bits = bits_of_all(all);
-  const Words sign = bits >> 16 & 0x8000;
-  const Words magnitude = bits & 0x7fffffff;
-  const Words subnormal = bits_of_all(floats_of_bits(magnitude) + 0.5f) - 0x3f000000;
-  const Words normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
-  const Words finite = magnitude < 0x38800000 ? subnormal : normal;
-  const Words large = magnitude > 0x7f800000 ? Words{} + 0x7e00 : Words{} + 0x7c00;
+  const Ints bits = bits_of_all(all);
+  const Ints sign = bits >> 16 & 0x8000;
+  const Ints magnitude = bits & 0x7fffffff;
+  const Ints subnormal = bits_of_all(floats_of_bits(magnitude) + 0.5f) - 0x3f000000;
+  const Ints normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  const Ints finite = magnitude < 0x38800000 ? subnormal : normal;
+  const Ints large = magnitude > 0x7f800000 ? Ints{} + 0x7e00 : Ints{} + 0x7c00;
   write_half_words(sign | (magnitude >= 0x477ff000 ? large : finite), values);
 }
-
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // e^x for x ≤ 0 within 2 units in the last place (1 with fused multiply-adds); 0 below −87, where float32 ends its
 // normal numbers; NaN stays NaN.
@@ -141,7 +129,7 @@ inline void add_rows(const T* k, const T* v, const std::int64_t* offsets, Groups
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       keys[row] = groups.read(k + offsets[row], group);
-      top = larger(keys[row], top);
+      top = maximum(keys[row], top);
     }
     // the rows are added up by themselves first: fewer roundings of the large sums
     Floats n{}, d{};
@@ -186,7 +174,7 @@ inline void merge_slices(const float* partials, std::int64_t slices, std::int64_
   const auto partial = [&](std::int64_t slice) { return Partial{const_cast<float*>(partials + slice * size)}; };
   for (std::int64_t group = 0; group < groups.count(); ++group) {
     Floats top = partial(0).read(group, 0);
-    for (std::int64_t slice = 1; slice < slices; ++slice) top = larger(partial(slice).read(group, 0), top);
+    for (std::int64_t slice = 1; slice < slices; ++slice) top = maximum(partial(slice).read(group, 0), top);
     Floats n{}, d{};
     for (std::int64_t slice = 0; slice < slices; ++slice) {
       const Floats scale = exp_of(partial(slice).read(group, 0) - top);

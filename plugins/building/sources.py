@@ -15,11 +15,14 @@ SHARED_FILES = (
     "CMakeLists.txt",
     "__init__.py",
     "native/cpu_dispatch.h",
+    "native/cuda.h",
     "native/element_types.h",
     "native/instruction_sets.h",
     "native/ort_library.cc",
     "native/ort_op.h",
+    "native/products.h",
     "native/simd.h",
+    "native/workspace.h",
 )
 FILES_PER_OP = ("kernel.h", "kernel_cpu.cc", "kernel_cuda.cu", "ort.cc")
 

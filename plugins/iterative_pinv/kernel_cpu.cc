@@ -8,63 +8,20 @@
 //   of P is multiplied by Z before it counts. So a fifth of the products runs at half the speed.
 // * The polynomial is multiplied out, 13I − (15P − P (7P − P P)): nothing is rounded beside a 7, 13 or 15 on a diagonal.
 
-#include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "iterative_pinv/kernel.h"
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define EFFEXPORT_X86 1
-#endif
+#include "native/cpu_dispatch.h"
+#include "native/workspace.h"
 
 namespace effexport::iterative_pinv {
 namespace {
 
-namespace baseline {
-#define REGISTER_BYTES 16
-#define REGISTERS 3
-#include "iterative_pinv/vectors.h"
-#undef REGISTERS
-#undef REGISTER_BYTES
-}  // namespace baseline
-
-#ifdef EFFEXPORT_X86
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
-namespace avx2 {
-#define REGISTER_BYTES 32
-#define REGISTERS 3
-#include "iterative_pinv/vectors.h"
-#undef REGISTERS
-#undef REGISTER_BYTES
-}  // namespace avx2
-#ifdef __clang__
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f")
-#endif
-namespace avx512 {
-#define REGISTER_BYTES 64
-#define REGISTERS 4
-#include "iterative_pinv/vectors.h"
-#undef REGISTERS
-#undef REGISTER_BYTES
-}  // namespace avx512
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
+#define EFFEXPORT_PER_INSTRUCTION_SET "iterative_pinv/vectors.h"
+#include "native/instruction_sets.h"
+#undef EFFEXPORT_PER_INSTRUCTION_SET
 
 struct Products {
   decltype(&baseline::product) plain;
@@ -75,39 +32,21 @@ struct Products {
   decltype(&baseline::rounded_quarter_product) rounded_quartered;
 };
 
-#define PRODUCTS(set)                                                                        \
-  {set::product,         set::inner_polynomial,         set::outer_polynomial,               \
-   set::quarter_product, set::rounded_outer_polynomial, set::rounded_quarter_product}
-
-struct Instructions {
-  const char* name;
-  Products products;
-  bool available;
-};
-
-// Best first; the last one is always available.
-const std::vector<Instructions>& instructions() {
-  static const std::vector<Instructions> table = {
-#ifdef EFFEXPORT_X86
-      {"avx512", PRODUCTS(avx512), __builtin_cpu_supports("avx512f") != 0},
-      {"avx2", PRODUCTS(avx2), __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0},
-#endif
-      {"baseline", PRODUCTS(baseline), true},
-  };
-  return table;
+CpuDispatch<Products>& dispatch() {
+#define PRODUCTS(set)                                                                                  \
+  Products {                                                                                           \
+    set::product, set::inner_polynomial, set::outer_polynomial, set::quarter_product,                  \
+        set::rounded_outer_polynomial, set::rounded_quarter_product                                    \
+  }
+  static CpuDispatch<Products> made(EFFEXPORT_CPU_SETS(PRODUCTS));
+#undef PRODUCTS
+  return made;
 }
 
-Products& selected_products() {
-  static Products products =
-      std::find_if(instructions().begin(), instructions().end(), [](const auto& i) { return i.available; })->products;
-  return products;
-}
+std::int64_t row_stride(std::int64_t m) { return round_up(m, kRowStep); }
 
-// Elements between two rows of a buffer: whole registers of every instruction set, and rows that begin on a cache line.
-std::int64_t row_stride(std::int64_t m) { return (m + 15) / 16 * 16; }
-
-// Elements of a buffer: whole tiles.
-std::int64_t buffer_size(std::int64_t m) { return (m + 3) / 4 * 4 * row_stride(m); }
+// Elements of a buffer.
+std::int64_t buffer_size(std::int64_t m) { return round_up(m, kTileRows) * row_stride(m); }
 
 constexpr std::int64_t kFloatBuffers = 5;
 constexpr std::int64_t kDoubleBuffers = 3;
@@ -144,20 +83,12 @@ std::size_t cpu_workspace_bytes(std::int64_t m) {
   return static_cast<std::size_t>(buffer_size(m)) * (kFloatBuffers * sizeof(float) + kDoubleBuffers * sizeof(double));
 }
 
-bool select_cpu_instructions(const char* name) {
-  for (const Instructions& candidate : instructions()) {
-    if (candidate.available && std::strcmp(candidate.name, name) == 0) {
-      selected_products() = candidate.products;
-      return true;
-    }
-  }
-  return false;
-}
+bool select_cpu_instructions(const char* name) { return dispatch().select(name); }
 
 template <class T>
 void iterate_cpu(const T* a, const T* scale, std::int64_t count, std::int64_t m, std::int64_t iterations,
                  void* workspace, T* z) {
-  const Products products = selected_products();
+  const Products& products = dispatch().selected();
   const std::int64_t size = buffer_size(m);
   const std::int64_t stride = row_stride(m);
   // what lies beyond m in a row or column reaches no result, but a stray NaN or subnormal there would cost time

@@ -13,16 +13,7 @@
 // EFFEXPORT_FOR_TENSORRT leaves out what its plugin cannot use (bfloat16, scratch memory, the launch): engines carry the
 // PTX, so it is kept small, and NVRTC compiles no host code.
 #include "iterative_pinv/kernel.h"
-
-#include <cuda_fp16.h>
-
-#ifndef EFFEXPORT_FOR_TENSORRT
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <limits>
-#endif
+#include "native/cuda.h"
 
 // At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
 extern __shared__ float4 shared_memory[];
@@ -41,19 +32,7 @@ constexpr std::int64_t kMaxScratchBlocks = 256;
 constexpr int kScratchBuffers = 4;
 // The largest m whose padded matrix has fewer than 2³¹ elements.
 constexpr std::int64_t kMaxM = 46340;
-
-__device__ float widen(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
-
-__device__ void narrow(float value, BFloat16& result) {
-  result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-}
 #endif
-
-__device__ float widen(float value) { return value; }
-__device__ float widen(Half value) { return __half2float(__ushort_as_half(value.bits)); }
-
-__device__ void narrow(float value, float& result) { result = value; }
-__device__ void narrow(float value, Half& result) { result.bits = __half_as_ushort(__float2half_rn(value)); }
 
 template <class T>
 struct alignas(kTile * sizeof(T)) Quad {
@@ -261,31 +240,6 @@ EFFEXPORT_ITERATIVE_PINV_SCRATCH(bfloat16, BFloat16)
 #undef EFFEXPORT_ITERATIVE_PINV
 #undef EFFEXPORT_ITERATIVE_PINV_SCRATCH
 
-namespace {
-
-template <class T>
-struct Kernels;
-
-template <>
-struct Kernels<float> {
-  static constexpr auto shared = effexport_iterative_pinv_float32;
-  static constexpr auto scratch = effexport_iterative_pinv_scratch_float32;
-};
-
-template <>
-struct Kernels<Half> {
-  static constexpr auto shared = effexport_iterative_pinv_float16;
-  static constexpr auto scratch = effexport_iterative_pinv_scratch_float16;
-};
-
-template <>
-struct Kernels<BFloat16> {
-  static constexpr auto shared = effexport_iterative_pinv_bfloat16;
-  static constexpr auto scratch = effexport_iterative_pinv_scratch_bfloat16;
-};
-
-}  // namespace
-
 std::size_t cuda_scratch_bytes(std::int64_t count, std::int64_t m) {
   if (m <= kMaxSharedM || m > kMaxM) return 0;
   const std::int64_t blocks = std::min(count, kMaxScratchBlocks);
@@ -295,27 +249,18 @@ std::size_t cuda_scratch_bytes(std::int64_t count, std::int64_t m) {
 template <class T>
 int launch_cuda(const T* a, const T* scale, std::int64_t count, std::int64_t m, std::int64_t iterations, void* scratch,
                 T* z, void* stream) {
-  constexpr std::int64_t max_int32 = std::numeric_limits<std::int32_t>::max();
-  if (count < 0 || count > max_int32 || m < 0 || m > kMaxM || iterations < 1 || iterations > max_int32) {
-    return cudaErrorInvalidValue;
-  }
+  if (!fit_int32({count, m, iterations}) || m > kMaxM || iterations < 1) return cudaErrorInvalidValue;
   if (count == 0 || m == 0) return cudaSuccess;
-  const auto size = static_cast<std::int32_t>(m);
-  const auto matrices = static_cast<std::int32_t>(count);
-  const auto steps = static_cast<std::int32_t>(iterations);
-  cudaLaunchConfig_t launch = {};
-  launch.stream = static_cast<cudaStream_t>(stream);
+  const std::int32_t size = int32(m), matrices = int32(count), steps = int32(iterations);
   if (m > kMaxSharedM) {
-    launch.gridDim = dim3(static_cast<unsigned>(std::min(count, kMaxScratchBlocks)));
-    launch.blockDim = dim3(kScratchThreads);
-    return cudaLaunchKernelEx(&launch, Kernels<T>::scratch, a, scale, matrices, size, steps, z,
-                              static_cast<float*>(scratch));
+    const cudaLaunchConfig_t launch = launch_of(std::min(count, kMaxScratchBlocks), kScratchThreads, 0, stream);
+    return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_iterative_pinv_scratch), a, scale, matrices, size,
+                              steps, z, static_cast<float*>(scratch));
   }
-  const int tiles = quads_of(size) * quads_of(size);
-  launch.gridDim = dim3(static_cast<unsigned>(count));
-  launch.blockDim = dim3(static_cast<unsigned>((tiles + 31) / 32 * 32));
-  launch.dynamicSmemBytes = 3 * static_cast<std::size_t>(buffer_quads(size)) * sizeof(float4);
-  return cudaLaunchKernelEx(&launch, Kernels<T>::shared, a, scale, matrices, size, steps, z);
+  const std::int64_t threads = parts(quads_of(size) * quads_of(size), 32) * 32;
+  const std::size_t shared_bytes = 3 * static_cast<std::size_t>(buffer_quads(size)) * sizeof(float4);
+  const cudaLaunchConfig_t launch = launch_of(count, threads, shared_bytes, stream);
+  return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_iterative_pinv), a, scale, matrices, size, steps, z);
 }
 
 template int launch_cuda(const float*, const float*, std::int64_t, std::int64_t, std::int64_t, void*, float*, void*);

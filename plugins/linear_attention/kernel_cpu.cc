@@ -7,15 +7,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "linear_attention/kernel.h"
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define EFFEXPORT_X86 1
-#endif
+#include "native/cpu_dispatch.h"
+#include "native/workspace.h"
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -30,60 +28,24 @@ namespace {
 constexpr std::int64_t kBlock = 64;
 // Positions of a slice, whole blocks: fixed, so that sums do not depend on who computes them.
 constexpr std::int64_t kSlice = 1024;
-constexpr std::int64_t kTileRows = 4;
-constexpr std::int64_t kPadding = 16;
 
 typedef std::int32_t FourPlaces __attribute__((vector_size(16)));
 
-// Floats of a row in a buffer: whole registers of every instruction set, and rows that begin on a cache line.
-constexpr std::int64_t padded(std::int64_t width) { return (width + kPadding - 1) / kPadding * kPadding; }
+// Floats of a row in a buffer.
+constexpr std::int64_t padded(std::int64_t width) { return round_up(width, kRowStep); }
 
 // Rows of S in a state, whole tiles; z follows them.
-constexpr std::int64_t state_rows(std::int64_t head_dim) { return (head_dim + kTileRows - 1) / kTileRows * kTileRows; }
+constexpr std::int64_t state_rows(std::int64_t head_dim) { return round_up(head_dim, kTileRows); }
 
-namespace baseline {
-#define REGISTER_BYTES 16
-#define REGISTERS 3
-#include "linear_attention/vectors.h"
-#undef REGISTERS
-#undef REGISTER_BYTES
-}  // namespace baseline
+#define EFFEXPORT_PER_INSTRUCTION_SET "linear_attention/vectors.h"
+#include "native/instruction_sets.h"
+#undef EFFEXPORT_PER_INSTRUCTION_SET
 
-#ifdef EFFEXPORT_X86
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
-namespace avx2 {
-#define REGISTER_BYTES 32
-#define REGISTERS 3
-#include "linear_attention/vectors.h"
-#undef REGISTERS
-#undef REGISTER_BYTES
-}  // namespace avx2
-#ifdef __clang__
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f")
-#endif
-namespace avx512 {
-#define REGISTER_BYTES 64
-#define REGISTERS 4
-#include "linear_attention/vectors.h"
-#undef REGISTERS
-#undef REGISTER_BYTES
-}  // namespace avx512
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
+template <class T>
+struct Conversions {
+  void (*widen)(const T*, std::int64_t, float*);
+  void (*narrow)(const float*, std::int64_t, T*);
+};
 
 struct Steps {
   decltype(&baseline::features) features;
@@ -91,47 +53,21 @@ struct Steps {
   decltype(&baseline::outputs) outputs;
   decltype(&baseline::transpose) transpose;
   decltype(&baseline::causal_weights) causal_weights;
-  void (*widen_float)(const float*, std::int64_t, float*);
-  void (*widen_half)(const Half*, std::int64_t, float*);
-  void (*widen_bfloat16)(const BFloat16*, std::int64_t, float*);
-  void (*narrow_float)(const float*, std::int64_t, float*);
-  void (*narrow_half)(const float*, std::int64_t, Half*);
-  void (*narrow_bfloat16)(const float*, std::int64_t, BFloat16*);
-
-  void widen(const float* from, std::int64_t count, float* to) const { widen_float(from, count, to); }
-  void widen(const Half* from, std::int64_t count, float* to) const { widen_half(from, count, to); }
-  void widen(const BFloat16* from, std::int64_t count, float* to) const { widen_bfloat16(from, count, to); }
-  void narrow(const float* from, std::int64_t count, float* to) const { narrow_float(from, count, to); }
-  void narrow(const float* from, std::int64_t count, Half* to) const { narrow_half(from, count, to); }
-  void narrow(const float* from, std::int64_t count, BFloat16* to) const { narrow_bfloat16(from, count, to); }
+  std::tuple<Conversions<float>, Conversions<Half>, Conversions<BFloat16>> conversions;
 };
 
-#define STEPS(set)                                                                                                   \
-  {set::features, set::add_to_states, set::outputs, set::transpose, set::causal_weights, set::widen,                 \
-   set::widen,    set::widen,         set::narrow,  set::narrow,    set::narrow}
-
-struct Instructions {
-  const char* name;
-  Steps steps;
-  bool available;
-};
-
-// Best first; the last one is always available.
-const std::vector<Instructions>& instructions() {
-  static const std::vector<Instructions> table = {
-#ifdef EFFEXPORT_X86
-      {"avx512", STEPS(avx512), __builtin_cpu_supports("avx512f") != 0},
-      {"avx2", STEPS(avx2), __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0},
-#endif
-      {"baseline", STEPS(baseline), true},
-  };
-  return table;
-}
-
-Steps& selected_steps() {
-  static Steps steps =
-      std::find_if(instructions().begin(), instructions().end(), [](const auto& i) { return i.available; })->steps;
-  return steps;
+CpuDispatch<Steps>& dispatch() {
+#define CONVERSIONS(set, T) Conversions<T>{set::widen, set::narrow}
+#define STEPS(set)                                                                                       \
+  Steps {                                                                                                \
+    set::features, set::add_to_states, set::outputs, set::transpose, set::causal_weights, {              \
+      CONVERSIONS(set, float), CONVERSIONS(set, Half), CONVERSIONS(set, BFloat16)                        \
+    }                                                                                                    \
+  }
+  static CpuDispatch<Steps> made(EFFEXPORT_CPU_SETS(STEPS));
+#undef STEPS
+#undef CONVERSIONS
+  return made;
 }
 
 std::int64_t state_floats(std::int64_t head_dim, std::int64_t value_dim) {
@@ -224,7 +160,7 @@ class Head {
     steps_.outputs(query_features_, rows, x_.head_dim, x_.value_dim, state, x_.eps, weights, values.first,
                    values.stride, to, width);
     if (static_cast<void*>(to) == static_cast<void*>(out)) return;
-    for (std::int64_t i = 0; i < rows; ++i) steps_.narrow(results_ + i * width, x_.value_dim, out + i * x_.value_dim);
+    for (std::int64_t i = 0; i < rows; ++i) conversions_.narrow(results_ + i * width, x_.value_dim, out + i * x_.value_dim);
   }
 
   // Rows as they lie, or as float32 in a buffer where registers would not fit.
@@ -234,13 +170,14 @@ class Head {
       if (stride == width) return {from, width};
     }
     for (std::int64_t i = 0; i < rows; ++i) {
-      steps_.widen(from + i * width, width, buffer + i * stride);
+      conversions_.widen(from + i * width, width, buffer + i * stride);
       for (std::int64_t j = width; j < stride; ++j) buffer[i * stride + j] = 0.0f;
     }
     return {buffer, stride};
   }
 
-  const Steps& steps_ = selected_steps();
+  const Steps& steps_ = dispatch().selected();
+  const Conversions<T>& conversions_ = std::get<Conversions<T>>(steps_.conversions);
   const Arrays<T>& x_;
   const T* q_;
   const T* k_;
@@ -276,15 +213,7 @@ std::size_t cpu_workspace_bytes(std::int64_t head_dim, std::int64_t value_dim) {
   return static_cast<std::size_t>(Head<float>::workspace_floats(head_dim, value_dim)) * sizeof(float);
 }
 
-bool select_cpu_instructions(const char* name) {
-  for (const Instructions& candidate : instructions()) {
-    if (candidate.available && std::strcmp(candidate.name, name) == 0) {
-      selected_steps() = candidate.steps;
-      return true;
-    }
-  }
-  return false;
-}
+bool select_cpu_instructions(const char* name) { return dispatch().select(name); }
 
 template <class T>
 void slice_state_cpu(const Arrays<T>& x, std::int64_t head, std::int64_t slice, void* workspace, float* state) {

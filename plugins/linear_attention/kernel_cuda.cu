@@ -9,13 +9,9 @@
 // time. Feature maps are computed on the way there and never written. Everything is float32, never TF32; sums are taken
 // in an order that depends on sizes alone. Any grid is right.
 #include "linear_attention/kernel.h"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+#include "native/cuda.h"
 
 #include <algorithm>
-#include <limits>
 
 // At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
 extern __shared__ float4 shared_memory[];
@@ -37,16 +33,6 @@ constexpr std::size_t kFactorBytes = kDepth * kStride * sizeof(float);
 constexpr std::size_t kWeightsBytes = kSide * kStride * sizeof(float);
 constexpr std::size_t kSharedBytes = 2 * kFactorBytes + kDepth * sizeof(float);
 static_assert(kSharedBytes + kWeightsBytes <= 48 * 1024, "the most that every GPU grants without opting in");
-
-__device__ float widen(float value) { return value; }
-__device__ float widen(Half value) { return __half2float(__ushort_as_half(value.bits)); }
-__device__ float widen(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
-
-__device__ void narrow(float value, float& result) { result = value; }
-__device__ void narrow(float value, Half& result) { result.bits = __half_as_ushort(__float2half_rn(value)); }
-__device__ void narrow(float value, BFloat16& result) {
-  result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-}
 
 __device__ float feature(float x) { return x > 0.0f ? x + 1.0f : expf(x); }
 
@@ -317,41 +303,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads)
 
 namespace {
 
-template <class T>
-struct Kernels;
-
-template <>
-struct Kernels<float> {
-  static constexpr auto states = effexport_linear_attention_states_float32;
-  static constexpr auto outputs = effexport_linear_attention_outputs_float32;
-};
-
-template <>
-struct Kernels<Half> {
-  static constexpr auto states = effexport_linear_attention_states_float16;
-  static constexpr auto outputs = effexport_linear_attention_outputs_float16;
-};
-
-template <>
-struct Kernels<BFloat16> {
-  static constexpr auto states = effexport_linear_attention_states_bfloat16;
-  static constexpr auto outputs = effexport_linear_attention_outputs_bfloat16;
-};
-
-constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
-
 std::int64_t slice_length(bool causal) { return causal ? kSide : kSlice; }
-
-std::int64_t parts(std::int64_t whole, std::int64_t length) { return (whole + length - 1) / length; }
-
-cudaLaunchConfig_t launch_of(std::int64_t blocks, int threads, std::size_t shared_bytes, void* stream) {
-  cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(static_cast<unsigned>(std::min(blocks, kMaxInt32)));
-  launch.blockDim = dim3(static_cast<unsigned>(threads));
-  launch.dynamicSmemBytes = shared_bytes;
-  launch.stream = static_cast<cudaStream_t>(stream);
-  return launch;
-}
 
 }  // namespace
 
@@ -366,22 +318,20 @@ template <class T>
 int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
   // kernels count positions with a block to spare, and elements of a state, in int32
   constexpr std::int64_t max_seq = kMaxInt32 - kSlice;
-  if (x.batch < 0 || x.heads < 0 || x.seq < 0 || x.head_dim < 0 || x.value_dim < 0 || x.batch > kMaxInt32 ||
-      x.heads > kMaxInt32 || x.batch * x.heads > kMaxInt32 || x.seq > max_seq || x.head_dim > max_seq ||
-      x.value_dim > max_seq || x.head_dim * (x.value_dim + 1) > kMaxInt32) {
+  if (!fit_int32({x.batch, x.heads, x.seq, x.head_dim, x.value_dim}) || x.batch * x.heads > kMaxInt32 || x.seq > max_seq ||
+      x.head_dim > max_seq || x.value_dim > max_seq || x.head_dim * (x.value_dim + 1) > kMaxInt32) {
     return cudaErrorInvalidValue;
   }
   if (x.batch == 0 || x.heads == 0 || x.seq == 0 || x.value_dim == 0) return cudaSuccess;
   const std::int64_t count = x.batch * x.heads;
   const std::int64_t slices = parts(x.seq, slice_length(causal));
   const std::int64_t state_size = x.head_dim * (x.value_dim + 1);
-  const auto int32 = [](std::int64_t value) { return static_cast<std::int32_t>(value); };
   const Sizes sizes = {int32(count),      int32(x.heads),     int32(x.seq),
                        int32(x.head_dim), int32(x.value_dim), int32(slice_length(causal))};
   float* const states = static_cast<float*>(scratch);
   if (state_size > 0) {
     const cudaLaunchConfig_t first = launch_of(count * slices, kThreads, kSharedBytes, stream);
-    const auto error = cudaLaunchKernelEx(&first, Kernels<T>::states, x.k, x.v, x.keep, sizes.count, sizes.heads,
+    const auto error = cudaLaunchKernelEx(&first, EFFEXPORT_KERNEL(T, effexport_linear_attention_states), x.k, x.v, x.keep, sizes.count, sizes.heads,
                                           sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice, states);
     if (error != cudaSuccess) return error;
     const std::int64_t blocks = std::min(parts(count * state_size, kCombineThreads), kMaxCombineBlocks);
@@ -392,7 +342,7 @@ int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
   }
   const cudaLaunchConfig_t last =
       launch_of(count * parts(x.seq, kSide), kThreads, kSharedBytes + (causal ? kWeightsBytes : 0), stream);
-  return cudaLaunchKernelEx(&last, Kernels<T>::outputs, x.q, x.k, x.v, x.keep, static_cast<const float*>(states),
+  return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_outputs), x.q, x.k, x.v, x.keep, static_cast<const float*>(states),
                             sizes.count, sizes.heads, sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice,
                             static_cast<std::int32_t>(causal), x.eps, x.out);
 }

@@ -3,22 +3,12 @@
 #include "native/ort_op.h"
 
 #include <cmath>
-#include <memory>
-#include <new>
 #include <thread>
 
 #include "linear_attention/kernel.h"
 
 namespace effexport::linear_attention {
 namespace {
-
-struct AlignedDelete {
-  void operator()(void* block) const { ::operator delete(block, std::align_val_t{64}); }
-};
-
-using AlignedBlock = std::unique_ptr<void, AlignedDelete>;
-
-AlignedBlock aligned_block(std::size_t bytes) { return AlignedBlock(::operator new(bytes, std::align_val_t{64})); }
 
 // The parts of one call on the CPU, each shared out among threads: `count` heads of `slices` slices.
 template <class T>
@@ -88,28 +78,21 @@ class OnCpu {
   std::size_t state_floats_;
 };
 
-#ifdef EFFEXPORT_CUDA
 template <class T>
 Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x, bool causal) {
   const Scratch scratch(context, cuda_scratch_bytes(x, causal));
   const int error = launch_cuda(x, causal, scratch.get(), context.GetGPUComputeStream());
-  return error == 0 ? Ort::Status{nullptr} : cuda_failure("EluLinearAttention", error);
+  return cuda_status("EluLinearAttention", error);
 }
-#endif
 
 template <class T, Device kOn>
-class Kernel {
+class Kernel : public KernelDefaults {
  public:
   using Element = T;
   static constexpr const char* kName = "EluLinearAttention";
   static constexpr Device kDevice = kOn;
-  static constexpr std::size_t kInputs = 4;
-  static constexpr std::size_t kOutputs = 1;
+  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>, kElementType<T>, kBool};
   static constexpr std::size_t kShapeOf = 2;  // v: its last dimension may differ from that of q and k
-
-  static ONNXTensorElementDataType input_type(std::size_t index) {
-    return index == 3 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL : kElementType<T>;
-  }
 
   explicit Kernel(Ort::ConstKernelInfo info)
       : eps_(float_attribute(info, kName, "eps")), causal_(integer_attribute(info, kName, "causal", &kCausal)) {
@@ -123,8 +106,7 @@ class Kernel {
   }
 
   Ort::Status compute(const Ort::KernelContext& context) {
-    const auto shape_of = [&context](std::size_t i) { return context.GetInput(i).GetTensorTypeAndShapeInfo().GetShape(); };
-    const std::vector<std::int64_t> q = shape_of(0), k = shape_of(1), v = shape_of(2), keep = shape_of(3);
+    const auto [q, k, v, keep] = shapes_of<4>(context);
     if (q.size() != 4) {
       return invalid("EluLinearAttention: q has shape ", shape_text(q), "; expected [batch, heads, seq, head_dim]");
     }
@@ -133,15 +115,15 @@ class Kernel {
       return invalid("EluLinearAttention: v has shape ", shape_text(v), "; expected that of q, ", shape_text(q),
                      ", but for the last dimension");
     }
-    if (keep != std::vector<std::int64_t>{q[0], q[2]}) {
+    if (keep != Shape{q[0], q[2]}) {
       return invalid("EluLinearAttention: keep has shape ", shape_text(keep), "; expected ", shape_text({q[0], q[2]}),
                      ", [batch, seq] of q ", shape_text(q));
     }
-    const Arrays<T> arrays{context.GetInput(0).GetTensorData<T>(),
-                           context.GetInput(1).GetTensorData<T>(),
-                           context.GetInput(2).GetTensorData<T>(),
+    const Arrays<T> arrays{input<T>(context, 0),
+                           input<T>(context, 1),
+                           input<T>(context, 2),
                            static_cast<const std::uint8_t*>(context.GetInput(3).GetTensorRawData()),
-                           context.GetOutput(0, v).template GetTensorMutableData<T>(),
+                           output<T>(context, 0, v),
                            q[0],
                            q[1],
                            q[2],
@@ -149,9 +131,7 @@ class Kernel {
                            v[3],
                            eps_};
     if (q[0] == 0 || q[1] == 0 || q[2] == 0 || v[3] == 0) return Ort::Status{nullptr};
-#ifdef EFFEXPORT_CUDA
     if constexpr (kOn == Device::kCuda) return attend_on_cuda(context, arrays, causal_ != 0);
-#endif
     OnCpu<T> run(context, arrays);
     if (causal_ != 0) {
       run.causal();
@@ -168,22 +148,8 @@ class Kernel {
   std::int64_t causal_;
 };
 
-template <class T>
-void add_type_to(Ort::CustomOpDomain& domain) {
-  static const CustomOp<Kernel<T, Device::kCpu>> cpu;
-  domain.Add(&cpu);
-#ifdef EFFEXPORT_CUDA
-  static const CustomOp<Kernel<T, Device::kCuda>> cuda;
-  domain.Add(&cuda);
-#endif
-}
-
 }  // namespace
 
-void add_to(Ort::CustomOpDomain& domain) {
-  add_type_to<float>(domain);
-  add_type_to<Half>(domain);
-  add_type_to<BFloat16>(domain);
-}
+void add_to(Ort::CustomOpDomain& domain) { add_float_kernels<Kernel>(domain); }
 
 }  // namespace effexport::linear_attention

@@ -2,15 +2,11 @@
 // each time inside a namespace of its own and with the macros REGISTER_BYTES (of a vector register) and REGISTERS (in a
 // row of a tile); hence no include guard.
 //
-// Rows of all buffers are padded to multiples of kPadding floats with zeros, and so are the rows of S below head_dim.
+// Rows of all buffers are padded to multiples of kRowStep floats with zeros, and so are the rows of S below head_dim.
 
-typedef float Floats __attribute__((vector_size(REGISTER_BYTES), may_alias, aligned(4)));
-typedef std::uint32_t Bits __attribute__((vector_size(REGISTER_BYTES), may_alias, aligned(4)));
+#include "native/products.h"
 
-constexpr std::int64_t kLanes = REGISTER_BYTES / sizeof(float);
-
-inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
-inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = value; }
+using Bits = Register<std::uint32_t>;
 
 // exp(x) for x ≤ 0, within 2 units in the last place; 0 where it would be subnormal. NaN stays NaN.
 inline Floats exp_of_negative(Floats x) {
@@ -37,7 +33,7 @@ inline Floats feature(Floats x) {
   return x > zero ? x + 1.0f : exp_of_negative(x > zero ? zero : x);
 }
 
-inline float sum_of_lanes(Floats x) {
+inline float folded_sum(Floats x) {
   float lanes[kLanes];
   std::memcpy(lanes, &x, sizeof lanes);
   for (std::int64_t step = kLanes / 2; step > 0; step /= 2) {
@@ -60,67 +56,21 @@ inline void features(const float* x, std::int64_t stride, std::int64_t rows, std
   }
 }
 
-// Sums of products by register tiles: sum[i][j] += Σ_k x[i, k] y[k, j] for kTileRows rows i. x[i, k] is at i · x_row +
-// k · x_step.
-template <int kRegisters>
-inline void add_products(const float* x, std::int64_t x_row, std::int64_t x_step, const float* y, std::int64_t y_stride,
-                         std::int64_t count, Floats (&sum)[kTileRows][kRegisters]) {
-  for (std::int64_t k = 0; k < count; ++k) {
-    Floats row[kRegisters];
-#pragma GCC unroll 8
-    for (int v = 0; v < kRegisters; ++v) row[v] = load(y + k * y_stride + v * kLanes);
-#pragma GCC unroll 8
-    for (int i = 0; i < kTileRows; ++i) {
-      const float left = x[i * x_row + k * x_step];
-#pragma GCC unroll 8
-      for (int v = 0; v < kRegisters; ++v) sum[i][v] += left * row[v];
-    }
-  }
-}
-
-template <int kRegisters>
-inline void clear(Floats (&sum)[kTileRows][kRegisters]) {
-#pragma GCC unroll 8
-  for (int i = 0; i < kTileRows; ++i) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kRegisters; ++v) sum[i][v] = Floats{};
-  }
-}
-
-// Calls body<registers>(column) so that all columns of a padded row are covered.
-template <class Body>
-inline void for_each_panel(std::int64_t width, Body body) {
-  std::int64_t j = 0;
-  for (; j + REGISTERS * kLanes <= width; j += REGISTERS * kLanes) body(std::integral_constant<int, REGISTERS>{}, j);
-  switch ((width - j) / kLanes) {
-    case 3: return body(std::integral_constant<int, 3>{}, j);
-    case 2: return body(std::integral_constant<int, 2>{}, j);
-    case 1: return body(std::integral_constant<int, 1>{}, j);
-    default: return;
-  }
-}
-
 // S += fᵀ v and z += Σ f over the rows of a block, in one state or in two. f has rows of padded(head_dim).
 inline void add_to_states(const float* f, const float* v, std::int64_t v_stride, std::int64_t rows,
                           std::int64_t head_dim, std::int64_t value_dim, float* __restrict first,
                           float* __restrict second) {
   const std::int64_t width = padded(value_dim);
   const std::int64_t f_stride = padded(head_dim);
-  for_each_panel(width, [&](auto registers, std::int64_t j) {
-    constexpr int kRegisters = decltype(registers)::value;
+  for_each_panel<float>(width, [&](auto registers, std::int64_t j) {
     for (std::int64_t i = 0; i < head_dim; i += kTileRows) {
-      Floats sum[kTileRows][kRegisters];
-      clear(sum);
-      add_products<kRegisters>(f + i, 1, f_stride, v + j, v_stride, rows, sum);
-#pragma GCC unroll 8
-      for (int row = 0; row < kTileRows; ++row) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRegisters; ++r) {
-          const std::int64_t at = (i + row) * width + j + r * kLanes;
-          store(first + at, load(first + at) + sum[row][r]);
-          if (second != nullptr) store(second + at, load(second + at) + sum[row][r]);
-        }
-      }
+      ProductTile<float, registers> tile;
+      tile.add(f + i, 1, f_stride, v + j, v_stride, rows);
+      tile.for_each([&](int row, std::int64_t column, Floats sum) {
+        const std::int64_t at = (i + row) * width + j + column;
+        store(first + at, load(first + at) + sum);
+        if (second != nullptr) store(second + at, load(second + at) + sum);
+      });
     }
   });
   const std::int64_t z = state_rows(head_dim) * width;
@@ -148,21 +98,15 @@ inline void outputs(const float* q, std::int64_t rows, std::int64_t head_dim, st
       Floats sum{};
       for (std::int64_t k = 0; k < q_stride; k += kLanes) sum += load(q + (i + row) * q_stride + k) * load(z + k);
       for (std::int64_t k = 0; k < seen; k += kLanes) sum += load(weights + (i + row) * kBlock + k);
-      inverse[row] = 1.0f / (sum_of_lanes(sum) + eps);
+      inverse[row] = 1.0f / (folded_sum(sum) + eps);
     }
-    for_each_panel(width, [&](auto registers, std::int64_t j) {
-      constexpr int kRegisters = decltype(registers)::value;
-      Floats sum[kTileRows][kRegisters];
-      clear(sum);
-      add_products<kRegisters>(q + i * q_stride, q_stride, 1, state + j, width, head_dim, sum);
-      if (seen != 0) add_products<kRegisters>(weights + i * kBlock, kBlock, 1, v + j, v_stride, seen, sum);
-#pragma GCC unroll 8
-      for (int row = 0; row < kTileRows; ++row) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRegisters; ++r) {
-          store(out + (i + row) * out_stride + j + r * kLanes, sum[row][r] * inverse[row]);
-        }
-      }
+    for_each_panel<float>(width, [&](auto registers, std::int64_t j) {
+      ProductTile<float, registers> tile;
+      tile.add(q + i * q_stride, q_stride, 1, state + j, width, head_dim);
+      if (seen != 0) tile.add(weights + i * kBlock, kBlock, 1, v + j, v_stride, seen);
+      tile.for_each([&](int row, std::int64_t column, Floats sum) {
+        store(out + (i + row) * out_stride + j + column, sum * inverse[row]);
+      });
     });
   }
 }
@@ -193,16 +137,10 @@ inline void causal_weights(const float* q, std::int64_t rows, std::int64_t head_
   const std::int64_t q_stride = padded(head_dim);
   for (std::int64_t i = 0; i < rows; i += kTileRows) {
     const std::int64_t seen = std::min(i + kTileRows, kBlock);
-    for_each_panel((seen + kLanes - 1) / kLanes * kLanes, [&](auto registers, std::int64_t j) {
-      constexpr int kRegisters = decltype(registers)::value;
-      Floats sum[kTileRows][kRegisters];
-      clear(sum);
-      add_products<kRegisters>(q + i * q_stride, q_stride, 1, keys + j, kBlock, head_dim, sum);
-#pragma GCC unroll 8
-      for (int row = 0; row < kTileRows; ++row) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRegisters; ++r) store(weights + (i + row) * kBlock + j + r * kLanes, sum[row][r]);
-      }
+    for_each_panel<float>((seen + kLanes - 1) / kLanes * kLanes, [&](auto registers, std::int64_t j) {
+      ProductTile<float, registers> tile;
+      tile.add(q + i * q_stride, q_stride, 1, keys + j, kBlock, head_dim);
+      tile.for_each([&](int row, std::int64_t column, Floats sum) { store(weights + (i + row) * kBlock + j + column, sum); });
     });
     for (std::int64_t row = i; row < i + kTileRows; ++row) {
       for (std::int64_t j = row + 1; j < (seen + kLanes - 1) / kLanes * kLanes; ++j) weights[row * kBlock + j] = 0.0f;

@@ -7,13 +7,11 @@
 #include <cstring>
 
 #include "lsh_attention/kernel.h"
+#include "native/workspace.h"
 
 namespace effexport::lsh_attention {
 
-constexpr int kTileRows = 4;
 constexpr float kKeyEps = 1e-6f;
-
-inline std::int64_t whole(std::int64_t size, std::int64_t step) { return (size + step - 1) / step * step; }
 
 // Lengths of the rows of a gathered chunk, and how many rows of queries it has.
 struct Strides {
@@ -23,8 +21,8 @@ struct Strides {
   std::int64_t value;
 
   explicit Strides(const Problem& p)
-      : rows(whole(p.chunk_length, kTileRows)), query(whole(p.head_dim, 16)), key(whole(p.chunk_length, 16)),
-        value(whole(p.value_dim, 16)) {}
+      : rows(round_up(p.chunk_length, kTileRows)), query(round_up(p.head_dim, kRowStep)),
+        key(round_up(p.chunk_length, kRowStep)), value(round_up(p.value_dim, kRowStep)) {}
 };
 
 // A gathered chunk. Rows and columns beyond its tokens and channels are zero, and their keys are hidden.

@@ -11,9 +11,9 @@
 #include <limits>
 #include <vector>
 
-#include "native/cpu_dispatch.h"
 #include "lsh_attention/chunk.h"
 #include "lsh_attention/kernel.h"
+#include "native/cpu_dispatch.h"
 
 namespace effexport::lsh_attention {
 namespace {
@@ -60,14 +60,9 @@ struct Workspace {
   Window window;
 
   Workspace(const Problem& p, const Strides& s, void* memory) {
-    // without memory it only counts
-    const auto take = [&](std::int64_t count) {
-      char* taken = memory == nullptr ? nullptr : static_cast<char*>(memory) + bytes;
-      bytes += static_cast<std::size_t>(whole(count, 16)) * sizeof(float);
-      return taken;
-    };
-    const auto floats = [&](std::int64_t count) { return reinterpret_cast<float*>(take(count)); };
-    const auto ints = [&](std::int64_t count) { return reinterpret_cast<std::int32_t*>(take(count)); };
+    Carver carver(memory);
+    const auto floats = [&](std::int64_t count) { return carver.take<float>(count); };
+    const auto ints = [&](std::int64_t count) { return carver.take<std::int32_t>(count); };
     for (std::int64_t i = 0; i < p.window(); ++i) {
       ring.push_back({kNone, floats(s.rows * s.query), floats(s.query * s.key), floats(p.chunk_length * s.value),
                       ints(s.key), ints(s.key)});
@@ -79,10 +74,11 @@ struct Workspace {
     window.context = floats(s.rows * s.value);
     window.lse = floats(s.rows);
     window.total = floats(s.rows);
+    bytes = carver.bytes();
   }
 
   static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::min();
-  std::size_t bytes = 0;
+  std::size_t bytes;
 };
 
 template <class T>

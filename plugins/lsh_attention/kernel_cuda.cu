@@ -18,14 +18,10 @@
 //
 // The arguments are inputs, int32 scalars, outputs; any grid is right.
 #include "lsh_attention/kernel.h"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+#include "native/cuda.h"
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 // At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
 extern __shared__ float4 attention_memory[];
@@ -77,16 +73,6 @@ struct Shared {
 };
 
 static_assert(kValueRows * kColumns <= Shared::kVectors && kTile % kValueRows == 0 && Shared::kBytes <= 48 * 1024);
-
-__device__ float widen(float value) { return value; }
-__device__ float widen(Half value) { return __half2float(__ushort_as_half(value.bits)); }
-__device__ float widen(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
-
-__device__ void narrow(float value, float& result) { result = value; }
-__device__ void narrow(float value, Half& result) { result.bits = __half_as_ushort(__float2half_rn(value)); }
-__device__ void narrow(float value, BFloat16& result) {
-  result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-}
 
 // Sizes and attributes of a launch.
 struct Sizes {
@@ -441,51 +427,17 @@ EFFEXPORT_LSH_ATTENTION(bfloat16, BFloat16)
 
 namespace {
 
-template <class T>
-struct Kernels;
-
-template <>
-struct Kernels<float> {
-  static constexpr auto attend = effexport_lsh_attention_float32;
-  static constexpr auto combine = effexport_lsh_attention_combine_float32;
-};
-
-template <>
-struct Kernels<Half> {
-  static constexpr auto attend = effexport_lsh_attention_float16;
-  static constexpr auto combine = effexport_lsh_attention_combine_float16;
-};
-
-template <>
-struct Kernels<BFloat16> {
-  static constexpr auto attend = effexport_lsh_attention_bfloat16;
-  static constexpr auto combine = effexport_lsh_attention_combine_bfloat16;
-};
-
-constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
-
 // Whether the kernels can count it: each size, the places of a group's rounds and those of a window in int32.
 bool countable(const Problem& p) {
-  for (const std::int64_t size : {p.groups, p.heads, p.seq, p.padded, p.rounds, p.head_dim, p.value_dim, p.chunk_length,
-                                  p.chunks_before, p.chunks_after}) {
-    if (size < 0 || size > kMaxInt32) return false;
-  }
-  return p.chunk_length >= 1 && p.heads >= 1 && p.rounds >= 1 && p.rounds * p.padded <= kMaxInt32 &&
+  return fit_int32({p.groups, p.heads, p.seq, p.padded, p.rounds, p.head_dim, p.value_dim, p.chunk_length, p.chunks_before,
+                    p.chunks_after}) &&
+         p.chunk_length >= 1 && p.heads >= 1 && p.rounds >= 1 && p.rounds * p.padded <= kMaxInt32 &&
          p.window() <= (kMaxInt32 - kTile) / p.chunk_length;
 }
 
 // Elements of the scratch memory: contexts, lses, kept.
 std::int64_t context_elements(const Problem& p) { return p.groups * p.rounds * p.seq * p.value_dim; }
 std::int64_t lse_elements(const Problem& p) { return p.groups * p.rounds * p.seq; }
-
-cudaLaunchConfig_t launch_of(std::int64_t blocks, std::size_t shared_bytes, void* stream) {
-  cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(static_cast<unsigned>(std::min(blocks, kMaxInt32)));
-  launch.blockDim = dim3(kThreads);
-  launch.dynamicSmemBytes = shared_bytes;
-  launch.stream = static_cast<cudaStream_t>(stream);
-  return launch;
-}
 
 }  // namespace
 
@@ -503,25 +455,24 @@ int launch_cuda(const Problem& p, const T* qk, const T* v, const std::int32_t* o
   float* const contexts = static_cast<float*>(scratch);
   float* const lses = contexts + context_elements(p);
   std::int32_t* const kept = reinterpret_cast<std::int32_t*>(lses + lse_elements(p));
-  const auto size = [](std::int64_t value) { return static_cast<std::int32_t>(value); };
-  const Sizes sizes{size(p.groups),       size(p.heads),         size(p.seq),          size(p.padded),
-                    size(p.rounds),       size(p.head_dim),      size(p.value_dim),    size(p.chunk_length),
-                    size(p.chunks_before), size(p.chunks_after), p.causal, p.circular, p.rounded};
+  const Sizes sizes{int32(p.groups),        int32(p.heads),        int32(p.seq),       int32(p.padded),
+                    int32(p.rounds),        int32(p.head_dim),     int32(p.value_dim), int32(p.chunk_length),
+                    int32(p.chunks_before), int32(p.chunks_after), p.causal,           p.circular, p.rounded};
   const std::int64_t batch = p.groups / p.heads;
-  const cudaLaunchConfig_t count = launch_of(batch, sizeof(std::int32_t), stream);
-  cudaError_t error = cudaLaunchKernelEx(&count, effexport_lsh_attention_kept, keep, size(batch), sizes.seq, kept);
+  const cudaLaunchConfig_t count = launch_of(batch, kThreads, sizeof(std::int32_t), stream);
+  cudaError_t error = cudaLaunchKernelEx(&count, effexport_lsh_attention_kept, keep, int32(batch), sizes.seq, kept);
   if (error != cudaSuccess) return error;
-  const cudaLaunchConfig_t attend = launch_of(sizes.jobs(), Shared::kBytes, stream);
-  error = cudaLaunchKernelEx(&attend, Kernels<T>::attend, qk, v, order, static_cast<const std::int32_t*>(kept),
+  const cudaLaunchConfig_t attend = launch_of(sizes.jobs(), kThreads, Shared::kBytes, stream);
+  error = cudaLaunchKernelEx(&attend, EFFEXPORT_KERNEL(T, effexport_lsh_attention), qk, v, order, static_cast<const std::int32_t*>(kept),
                              sizes.groups, sizes.heads, sizes.seq, sizes.padded, sizes.rounds, sizes.head_dim,
-                             sizes.value_dim, sizes.chunk_length, sizes.before, sizes.after, size(p.causal),
-                             size(p.circular), size(p.rounded), contexts, lses);
+                             sizes.value_dim, sizes.chunk_length, sizes.before, sizes.after, int32(p.causal),
+                             int32(p.circular), int32(p.rounded), contexts, lses);
   if (error != cudaSuccess) return error;
   constexpr std::int64_t kRows = kThreads / kWarpSize;
-  const cudaLaunchConfig_t combine = launch_of((p.groups * p.seq + kRows - 1) / kRows, 0, stream);
-  return cudaLaunchKernelEx(&combine, Kernels<T>::combine, static_cast<const float*>(contexts),
+  const cudaLaunchConfig_t combine = launch_of(parts(p.groups * p.seq, kRows), kThreads, 0, stream);
+  return cudaLaunchKernelEx(&combine, EFFEXPORT_KERNEL(T, effexport_lsh_attention_combine), static_cast<const float*>(contexts),
                             static_cast<const float*>(lses), sizes.groups, sizes.seq, sizes.rounds, sizes.value_dim,
-                            size(p.rounded), out);
+                            int32(p.rounded), out);
 }
 
 #define INSTANTIATE(T)                                                                                         \

@@ -2,21 +2,10 @@
 
 #include "native/ort_op.h"
 
-#include <memory>
-#include <new>
-
 #include "lsh_attention/kernel.h"
 
 namespace effexport::lsh_attention {
 namespace {
-
-using Shape = std::vector<std::int64_t>;
-
-constexpr const char* kOp = "LSHAttention";
-
-struct AlignedDelete {
-  void operator()(void* block) const { ::operator delete(block, std::align_val_t{64}); }
-};
 
 template <class T>
 Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& problem, const T* qk, const T* v,
@@ -46,8 +35,7 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& prob
                            contexts,
                            lses};
     parallel_ranges(context, cpu_units(part), [&](std::int64_t first, std::int64_t last) {
-      const std::unique_ptr<void, AlignedDelete> workspace(
-          ::operator new(cpu_workspace_bytes(part), std::align_val_t{64}));
+      const AlignedBlock workspace = aligned_block(cpu_workspace_bytes(part));
       attend_cpu(part, arrays, first, last, workspace.get());
     });
     T* rows_out = out + group * problem.seq * problem.value_dim;
@@ -58,43 +46,34 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& prob
   return Ort::Status{nullptr};
 }
 
-#ifdef EFFEXPORT_CUDA
 template <class T>
 Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Problem& problem, const T* qk, const T* v,
                            const std::int32_t* order, const bool* keep, T* out) {
   const Scratch scratch(context, cuda_scratch_bytes(problem));
   const int error = launch_cuda(problem, qk, v, order, keep, scratch.get(), out, context.GetGPUComputeStream());
-  return error == 0 ? Ort::Status{nullptr} : cuda_failure(kOp, error);
+  return cuda_status("LSHAttention", error);
 }
-#endif
 
 template <class T, Device kOn>
-class Kernel {
+class Kernel : public KernelDefaults {
  public:
   using Element = T;
-  static constexpr const char* kName = kOp;
+  static constexpr const char* kName = "LSHAttention";
   static constexpr Device kDevice = kOn;
-  static constexpr std::size_t kInputs = 5;
-  static constexpr std::size_t kOutputs = 1;
+  static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>, kInt32, kInt32, kBool};
   static constexpr std::size_t kShapeOf = 1;
-
-  static ONNXTensorElementDataType input_type(std::size_t index) {
-    if (index == 4) return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
-    return index < 2 ? kElementType<T> : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-  }
 
   explicit Kernel(Ort::ConstKernelInfo info) : problem_{} {
     problem_.chunk_length = at_least(info, "chunk_length", 1);
     problem_.chunks_before = at_least(info, "chunks_before", 0);
     problem_.chunks_after = at_least(info, "chunks_after", 0);
-    problem_.causal = integer_attribute(info, kOp, "causal") != 0;
-    problem_.circular = integer_attribute(info, kOp, "circular") != 0;
-    problem_.rounded = integer_attribute(info, kOp, "rounded") != 0;
+    problem_.causal = integer_attribute(info, kName, "causal") != 0;
+    problem_.circular = integer_attribute(info, kName, "circular") != 0;
+    problem_.rounded = integer_attribute(info, kName, "rounded") != 0;
   }
 
   Ort::Status compute(const Ort::KernelContext& context) {
-    const auto shape = [&](std::size_t i) { return context.GetInput(i).GetTensorTypeAndShapeInfo().GetShape(); };
-    const Shape qk = shape(0), v = shape(1), order = shape(2), rank = shape(3), keep = shape(4);
+    const auto [qk, v, order, rank, keep] = shapes_of<5>(context);
     if (qk.size() != 4 || v.size() != 4 || !std::equal(qk.begin(), qk.begin() + 3, v.begin())) {
       return invalid("LSHAttention: qk and v have shapes ", shape_text(qk), " and ", shape_text(v),
                      "; expected [batch, heads, seq, head_dim] twice");
@@ -109,7 +88,7 @@ class Kernel {
                      "; expected the same twice, a multiple of ", groups, " rows (batch · heads) by a multiple of ",
                      problem_.chunk_length, " (chunk_length) that holds ", qk[2], " tokens");
     }
-    T* out = context.GetOutput(0, v).template GetTensorMutableData<T>();
+    T* out = output<T>(context, 0, v);
     if (groups == 0 || qk[2] == 0 || v[3] == 0) return Ort::Status{nullptr};
     Problem problem = problem_;
     problem.groups = groups;
@@ -120,19 +99,17 @@ class Kernel {
     problem.head_dim = qk[3];
     problem.value_dim = v[3];
     if (problem.rounds == 0) return invalid("LSHAttention: order has no rows; expected some for each of ", groups);
-    const T* queries = context.GetInput(0).GetTensorData<T>();
-    const T* values = context.GetInput(1).GetTensorData<T>();
-    const auto* tokens = context.GetInput(2).GetTensorData<std::int32_t>();
-    const bool* kept = context.GetInput(4).GetTensorData<bool>();
-#ifdef EFFEXPORT_CUDA
+    const T* queries = input<T>(context, 0);
+    const T* values = input<T>(context, 1);
+    const auto* tokens = input<std::int32_t>(context, 2);
+    const bool* kept = input<bool>(context, 4);
     if constexpr (kOn == Device::kCuda) return attend_on_cuda(context, problem, queries, values, tokens, kept, out);
-#endif
     return attend_on_cpu(context, problem, queries, values, tokens, kept, out);
   }
 
  private:
   static std::int64_t at_least(const Ort::ConstKernelInfo& info, const char* name, std::int64_t lowest) {
-    const std::int64_t value = integer_attribute(info, kOp, name);
+    const std::int64_t value = integer_attribute(info, kName, name);
     if (value < lowest) throw_invalid("LSHAttention: ", name, " is ", value, "; expected at least ", lowest);
     return value;
   }
@@ -140,22 +117,8 @@ class Kernel {
   Problem problem_;
 };
 
-template <class T>
-void add_type_to(Ort::CustomOpDomain& domain) {
-  static const CustomOp<Kernel<T, Device::kCpu>> cpu;
-  domain.Add(&cpu);
-#ifdef EFFEXPORT_CUDA
-  static const CustomOp<Kernel<T, Device::kCuda>> cuda;
-  domain.Add(&cuda);
-#endif
-}
-
 }  // namespace
 
-void add_to(Ort::CustomOpDomain& domain) {
-  add_type_to<float>(domain);
-  add_type_to<Half>(domain);
-  add_type_to<BFloat16>(domain);
-}
+void add_to(Ort::CustomOpDomain& domain) { add_float_kernels<Kernel>(domain); }
 
 }  // namespace effexport::lsh_attention

@@ -4,10 +4,9 @@
 //
 // Rows of all matrices are multiples of 16 floats and begin on cache lines; the number of rows is a multiple of kTileRows.
 
-#include "native/simd.h"
+#include "native/products.h"
 
-// Products of some columns: out += nothing, out = Σ over segments of X_s Y_s. X_s begins segment_stride after X_(s−1); the
-// factors Y_s lie at y[s] + column.
+// out = Σ X_s Y_s over segments s. X_s begins segment_stride after X_(s−1); Y_s is y[s].
 struct Product {
   const float* x;
   std::int64_t x_stride;
@@ -20,52 +19,17 @@ struct Product {
   std::int64_t out_stride;
 };
 
-template <int kRegisters>
-inline void tile(const Product& p, std::int64_t row, std::int64_t column) {
-  Floats sum[kTileRows][kRegisters];
-#pragma GCC unroll 8
-  for (int i = 0; i < kTileRows; ++i) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kRegisters; ++v) sum[i][v] = Floats{};
-  }
-  for (std::int64_t segment = 0; segment < p.segments; ++segment) {
-    const float* x = p.x + row * p.x_stride + segment * p.segment_stride;
-    const float* y = p.y[segment] + column;
-    for (std::int64_t k = 0; k < p.depth; ++k) {
-      Floats factors[kRegisters];
-#pragma GCC unroll 4
-      for (int v = 0; v < kRegisters; ++v) factors[v] = load(y + k * p.y_stride + v * kLanes);
-#pragma GCC unroll 8
-      for (int i = 0; i < kTileRows; ++i) {
-        const float left = x[i * p.x_stride + k];
-#pragma GCC unroll 4
-        for (int v = 0; v < kRegisters; ++v) sum[i][v] += left * factors[v];
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < kTileRows; ++i) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kRegisters; ++v) {
-      *reinterpret_cast<Floats*>(p.out + (row + i) * p.out_stride + column + v * kLanes) = sum[i][v];
-    }
-  }
-}
-
-template <int kRegisters>
-inline void panel(const Product& p, std::int64_t rows, std::int64_t column) {
-  for (std::int64_t row = 0; row < rows; row += kTileRows) tile<kRegisters>(p, row, column);
-}
-
 inline void multiply(const Product& p, std::int64_t rows, std::int64_t columns) {
-  std::int64_t column = 0;
-  for (; column + REGISTERS * kLanes <= columns; column += REGISTERS * kLanes) panel<REGISTERS>(p, rows, column);
-  switch ((columns - column) / kLanes) {
-    case 3: return panel<3>(p, rows, column);
-    case 2: return panel<2>(p, rows, column);
-    case 1: return panel<1>(p, rows, column);
-    default: return;
-  }
+  for_each_panel<float>(columns, [&](auto registers, std::int64_t column) {
+    for (std::int64_t row = 0; row < rows; row += kTileRows) {
+      ProductTile<float, registers> tile;
+      for (std::int64_t segment = 0; segment < p.segments; ++segment) {
+        tile.add(p.x + row * p.x_stride + segment * p.segment_stride, p.x_stride, 1, p.y[segment] + column, p.y_stride,
+                 p.depth);
+      }
+      tile.for_each([&](int i, std::int64_t j, Floats sum) { store(p.out + (row + i) * p.out_stride + column + j, sum); });
+    }
+  });
 }
 
 // One row of logits over `size` keys, a multiple of 16, becomes its weights; returns their log-sum-exp.
@@ -88,21 +52,21 @@ inline Weighted weigh(float* logits, std::int64_t size, const std::int32_t* posi
     Floats x = load(logits + j);
     x = unseen ? hidden_logit : x;
     x = at == own ? self_logit : x;
-    *reinterpret_cast<Floats*>(logits + j) = x;
+    store(logits + j, x);
     highest = maximum(highest, x);
   }
   const float top = maximum_of_lanes<REGISTER_BYTES>(highest);
   Floats sum{};
   for (std::int64_t j = 0; j < size; j += kLanes) {
     const Floats weight = exponential(load(logits + j) - top);
-    if (!rounded) *reinterpret_cast<Floats*>(logits + j) = weight;
+    if (!rounded) store(logits + j, weight);
     sum += weight;
   }
   const float total = sum_of_lanes<REGISTER_BYTES>(sum);
   const float lse = top + std::log(total);
   if (!rounded) return {lse, total};
   for (std::int64_t j = 0; j < size; j += kLanes) {
-    *reinterpret_cast<Floats*>(logits + j) = exponential(load(logits + j) - lse);
+    store(logits + j, exponential(load(logits + j) - lse));
   }
   return {lse, 1.0f};
 }

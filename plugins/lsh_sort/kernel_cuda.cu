@@ -18,9 +18,7 @@
 #include "lsh_sort/kernel.h"
 
 #ifndef EFFEXPORT_FOR_TENSORRT
-#include <cuda_runtime.h>
-
-#include <limits>
+#include "native/cuda.h"
 #endif
 
 // At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
@@ -188,19 +186,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #ifndef EFFEXPORT_FOR_TENSORRT
 int launch_cuda(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, std::int64_t num_buckets,
                 std::int32_t* order, std::int32_t* rank, void* stream) {
-  constexpr std::int64_t max_int32 = std::numeric_limits<std::int32_t>::max();
-  if (rows < 0 || rows > max_int32 || n < 0 || n > max_int32 || num_buckets < 1 || num_buckets > max_int32) {
-    return cudaErrorInvalidValue;
-  }
+  if (!fit_int32({rows, n, num_buckets}) || num_buckets < 1) return cudaErrorInvalidValue;
   if (rows == 0 || n == 0) return cudaSuccess;
   const Digits digits = digits_of(static_cast<int>(num_buckets));
-  cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(static_cast<unsigned>(rows));
-  launch.blockDim = dim3(kThreads);
-  launch.dynamicSmemBytes = shared_bytes(digits.radix);
-  launch.stream = static_cast<cudaStream_t>(stream);
-  return cudaLaunchKernelEx(&launch, effexport_lsh_sort, buckets, static_cast<std::int32_t>(rows),
-                            static_cast<std::int32_t>(n), static_cast<std::int32_t>(num_buckets), order, rank);
+  const cudaLaunchConfig_t launch = launch_of(rows, kThreads, shared_bytes(digits.radix), stream);
+  return cudaLaunchKernelEx(&launch, effexport_lsh_sort, buckets, int32(rows), int32(n), int32(num_buckets), order, rank);
 }
 #endif
 

@@ -32,20 +32,13 @@ Ort::Status sort_on_cpu(const Ort::KernelContext& context, const Arrays& x, std:
                  num_buckets - 1, " (num_buckets is ", num_buckets, ")");
 }
 
-#ifdef EFFEXPORT_CUDA
-Ort::Status sort_on_cuda(const Ort::KernelContext& context, const Arrays& x, std::int64_t num_buckets) {
-  const int error = launch_cuda(x.buckets, x.rows, x.n, num_buckets, x.order, x.rank, context.GetGPUComputeStream());
-  return error == 0 ? Ort::Status{nullptr} : cuda_failure("LSHSort", error);
-}
-#endif
-
 template <Device kOn>
-class Kernel {
+class Kernel : public KernelDefaults {
  public:
   using Element = std::int32_t;
   static constexpr const char* kName = "LSHSort";
   static constexpr Device kDevice = kOn;
-  static constexpr std::size_t kInputs = 1;
+  static constexpr ONNXTensorElementDataType kInputTypes[] = {kInt32};
   static constexpr std::size_t kOutputs = 2;
 
   explicit Kernel(Ort::ConstKernelInfo info) : num_buckets_(integer_attribute(info, kName, "num_buckets")) {
@@ -56,18 +49,18 @@ class Kernel {
   }
 
   Ort::Status compute(const Ort::KernelContext& context) {
-    const auto buckets = context.GetInput(0);
-    const std::vector<std::int64_t> shape = buckets.GetTensorTypeAndShapeInfo().GetShape();
+    const auto [shape] = shapes_of<1>(context);
     if (shape.size() != 2) return invalid("LSHSort: buckets has shape ", shape_text(shape), "; expected [N, n]");
     if (shape[1] > std::numeric_limits<std::int32_t>::max()) {
       return invalid("LSHSort: buckets has shape ", shape_text(shape), "; expected rows of at most 2147483647");
     }
-    Arrays arrays{buckets.GetTensorData<std::int32_t>(), context.GetOutput(0, shape).GetTensorMutableData<std::int32_t>(),
-                  context.GetOutput(1, shape).GetTensorMutableData<std::int32_t>(), shape[0], shape[1]};
+    const Arrays arrays{input<std::int32_t>(context, 0), output<std::int32_t>(context, 0, shape),
+                        output<std::int32_t>(context, 1, shape), shape[0], shape[1]};
     if (arrays.rows == 0 || arrays.n == 0) return Ort::Status{nullptr};
-#ifdef EFFEXPORT_CUDA
-    if constexpr (kOn == Device::kCuda) return sort_on_cuda(context, arrays, num_buckets_);
-#endif
+    if constexpr (kOn == Device::kCuda) {
+      return cuda_status(kName, launch_cuda(arrays.buckets, arrays.rows, arrays.n, num_buckets_, arrays.order, arrays.rank,
+                                            context.GetGPUComputeStream()));
+    }
     return sort_on_cpu(context, arrays, num_buckets_);
   }
 
@@ -77,13 +70,6 @@ class Kernel {
 
 }  // namespace
 
-void add_to(Ort::CustomOpDomain& domain) {
-  static const CustomOp<Kernel<Device::kCpu>> cpu;
-  domain.Add(&cpu);
-#ifdef EFFEXPORT_CUDA
-  static const CustomOp<Kernel<Device::kCuda>> cuda;
-  domain.Add(&cuda);
-#endif
-}
+void add_to(Ort::CustomOpDomain& domain) { add_kernel<Kernel>(domain); }
 
 }  // namespace effexport::lsh_sort

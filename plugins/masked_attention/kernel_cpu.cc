@@ -9,14 +9,15 @@
 #include <cmath>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
-#include "native/cpu_dispatch.h"
 #include "masked_attention/kernel.h"
+#include "native/cpu_dispatch.h"
+#include "native/workspace.h"
 
 namespace effexport::masked_attention {
 namespace {
 
-constexpr int kTileRows = 4;
 constexpr std::int64_t kTileQueries = 64;
 constexpr std::int64_t kTileKeys = 64;
 constexpr std::int64_t kUnitQueries = 4 * kTileQueries;
@@ -65,8 +66,6 @@ CpuDispatch<Functions>& dispatch() {
   return made;
 }
 
-std::int64_t whole(std::int64_t size, std::int64_t step) { return (size + step - 1) / step * step; }
-
 std::int64_t query_blocks(const Problem& p) { return (p.queries + kUnitQueries - 1) / kUnitQueries; }
 
 // Only a single block of queries is cut along its keys; more of them are enough to share out.
@@ -75,23 +74,19 @@ std::int64_t slices(const Problem& p) { return p.queries > kUnitQueries ? 1 : (p
 // What one thread needs, cut from its workspace.
 struct Workspace {
   Workspace(const Problem& p, void* memory) {
-    // without memory it only counts
-    const auto floats = [&](std::int64_t count) {
-      float* taken = memory == nullptr ? nullptr : reinterpret_cast<float*>(static_cast<char*>(memory) + bytes);
-      bytes += static_cast<std::size_t>(whole(count, 16)) * sizeof(float);
-      return taken;
-    };
-    query_stride = whole(p.head_dim, 16);
-    value_stride = whole(p.value_dim, 16);
-    const std::int64_t rows = whole(std::min(p.queries, kUnitQueries), kTileRows);
-    queries = floats(rows * query_stride);
-    context = floats(rows * value_stride);
-    top = floats(rows);
-    sum = floats(rows);
-    keys = floats(kTileKeys * p.head_dim);
-    transposed_keys = floats(kTileKeys * p.head_dim);
-    values = floats(kTileKeys * value_stride);
-    logits = floats(kTileQueries * kTileKeys);
+    Carver carver(memory);
+    query_stride = round_up(p.head_dim, kRowStep);
+    value_stride = round_up(p.value_dim, kRowStep);
+    const std::int64_t rows = round_up(std::min(p.queries, kUnitQueries), kTileRows);
+    queries = carver.take<float>(rows * query_stride);
+    context = carver.take<float>(rows * value_stride);
+    top = carver.take<float>(rows);
+    sum = carver.take<float>(rows);
+    keys = carver.take<float>(kTileKeys * p.head_dim);
+    transposed_keys = carver.take<float>(kTileKeys * p.head_dim);
+    values = carver.take<float>(kTileKeys * value_stride);
+    logits = carver.take<float>(kTileQueries * kTileKeys);
+    bytes = carver.bytes();
   }
 
   std::int64_t query_stride;
@@ -105,7 +100,7 @@ struct Workspace {
   float* values;
   float* logits;
   KeyMask mask;
-  std::size_t bytes = 0;
+  std::size_t bytes;
 };
 
 template <class T>
@@ -126,7 +121,7 @@ class Unit {
       attend(last - first, key, keys, visible == kTileKeys, nothing_yet);
       nothing_yet = false;
     }
-    if (nothing_yet) std::fill(w_.context, w_.context + whole(last - first, kTileRows) * w_.value_stride, 0.0f);
+    if (nothing_yet) std::fill(w_.context, w_.context + round_up(last - first, kTileRows) * w_.value_stride, 0.0f);
   }
 
   void write_out(std::int64_t first, std::int64_t last) const {
@@ -150,7 +145,7 @@ class Unit {
 
  private:
   void start(std::int64_t first, std::int64_t last) {
-    const std::int64_t rows = whole(last - first, kTileRows);
+    const std::int64_t rows = round_up(last - first, kTileRows);
     std::fill(w_.top, w_.top + rows, kHiddenLogit);
     std::fill(w_.sum, w_.sum + rows, 0.0f);
     const T* q = a_.q + (group_ * p_.queries + first) * p_.head_dim;
@@ -167,7 +162,7 @@ class Unit {
     if (!all_visible) hide(key, keys);
     const float* values = value_rows(key, keys);
     for (std::int64_t at = 0; at < queries; at += kTileQueries) {
-      const std::int64_t rows = whole(std::min(kTileQueries, queries - at), kTileRows);
+      const std::int64_t rows = round_up(std::min(kTileQueries, queries - at), kTileRows);
       functions_.attend({w_.queries + at * w_.query_stride, rows, w_.query_stride, w_.transposed_keys, p_.head_dim, values,
                          w_.value_stride, keys, all_visible ? nullptr : &w_.mask, w_.logits,
                          w_.context + at * w_.value_stride, w_.top + at, w_.sum + at, first});

@@ -6,14 +6,10 @@
 //
 // The kernel compiles to PTX as it is. Its arguments are inputs, int32 scalars, the scale, outputs; any grid is right.
 #include "masked_attention/kernel.h"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+#include "native/cuda.h"
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 // At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
 extern __shared__ float shared_floats[];
@@ -29,16 +25,6 @@ constexpr int kTogether = 4;
 constexpr std::size_t kSharedBytes = 48 * 1024;
 // Of a hidden key: the lowest float, finite, so that a sample that sees nothing averages over all of its keys.
 constexpr float kHiddenLogit = -3.402823466e38f;
-
-__device__ float widen(float value) { return value; }
-__device__ float widen(Half value) { return __half2float(__ushort_as_half(value.bits)); }
-__device__ float widen(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
-
-__device__ void narrow(float value, float& result) { result = value; }
-__device__ void narrow(float value, Half& result) { result.bits = __half_as_ushort(__float2half_rn(value)); }
-__device__ void narrow(float value, BFloat16& result) {
-  result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-}
 
 // A tile of queries, all of it in shared memory.
 struct Tile {
@@ -173,40 +159,17 @@ EFFEXPORT_MASKED_ATTENTION(bfloat16, BFloat16)
 
 #undef EFFEXPORT_MASKED_ATTENTION
 
-namespace {
-
-template <class T>
-struct Kernel;
-template <>
-struct Kernel<float> {
-  static constexpr auto entry = effexport_masked_attention_float32;
-};
-template <>
-struct Kernel<Half> {
-  static constexpr auto entry = effexport_masked_attention_float16;
-};
-template <>
-struct Kernel<BFloat16> {
-  static constexpr auto entry = effexport_masked_attention_bfloat16;
-};
-
-}  // namespace
-
 template <class T>
 int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
-  constexpr std::int64_t max_int32 = std::numeric_limits<std::int32_t>::max();
-  if (std::max({p.groups, p.heads, p.queries, p.keys, p.head_dim, p.value_dim}) > max_int32) return cudaErrorInvalidValue;
+  if (!fit_int32({p.groups, p.heads, p.queries, p.keys, p.head_dim, p.value_dim})) return cudaErrorInvalidValue;
   std::int64_t rows = kMaxRows;
   while (rows > 1 && shared_bytes(rows, p.head_dim, p.value_dim) > kSharedBytes) rows /= 2;
   if (shared_bytes(rows, p.head_dim, p.value_dim) > kSharedBytes) return cudaErrorInvalidValue;
-  cudaLaunchConfig_t launch = {};
-  launch.stream = static_cast<cudaStream_t>(stream);
-  launch.gridDim = dim3(static_cast<unsigned>(std::min(p.groups * ((p.queries + rows - 1) / rows), max_int32)));
-  launch.blockDim = dim3(kThreads);
-  launch.dynamicSmemBytes = shared_bytes(rows, p.head_dim, p.value_dim);
-  const auto size = [](std::int64_t value) { return static_cast<std::int32_t>(value); };
-  return cudaLaunchKernelEx(&launch, Kernel<T>::entry, a.q, a.k, a.v, a.keep, size(p.groups), size(p.heads),
-                            size(p.queries), size(p.keys), size(p.head_dim), size(p.value_dim), size(rows), p.scale, a.out);
+  const cudaLaunchConfig_t launch =
+      launch_of(p.groups * parts(p.queries, rows), kThreads, shared_bytes(rows, p.head_dim, p.value_dim), stream);
+  return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_masked_attention), a.q, a.k, a.v, a.keep,
+                            int32(p.groups), int32(p.heads), int32(p.queries), int32(p.keys), int32(p.head_dim),
+                            int32(p.value_dim), int32(rows), p.scale, a.out);
 }
 
 template int launch_cuda(const Problem&, const Arrays<float>&, void*);

@@ -2,10 +2,8 @@
 // set, each time inside a namespace of its own and with the macros REGISTER_BYTES (of a vector register) and REGISTERS (in
 // a row of a tile); hence no include guard.
 
-#include "native/simd.h"
+#include "native/products.h"
 
-// Inputs are read where they are, and need not begin on a multiple of a register.
-typedef float LooseFloats __attribute__((vector_size(REGISTER_BYTES), may_alias, aligned(4)));
 typedef float Four __attribute__((vector_size(16), may_alias, aligned(4)));
 typedef std::int32_t FourInts __attribute__((vector_size(16)));
 
@@ -59,53 +57,17 @@ struct Product {
   const float* factor;  // null to overwrite
 };
 
-template <int kRegisters>
-inline void tile(const Product& p, std::int64_t row, std::int64_t column) {
-  Floats sum[kTileRows][kRegisters];
-#pragma GCC unroll 8
-  for (int i = 0; i < kTileRows; ++i) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kRegisters; ++v) sum[i][v] = Floats{};
-  }
-  const float* x = p.x + row * p.x_stride;
-  const float* y = p.y + column;
-  for (std::int64_t k = 0; k < p.depth; ++k) {
-    Floats factors[kRegisters];
-#pragma GCC unroll 4
-    for (int v = 0; v < kRegisters; ++v) {
-      factors[v] = *reinterpret_cast<const LooseFloats*>(y + k * p.y_stride + v * kLanes);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < kTileRows; ++i) {
-      const float left = x[i * p.x_stride + k];
-#pragma GCC unroll 4
-      for (int v = 0; v < kRegisters; ++v) sum[i][v] += left * factors[v];
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < kTileRows; ++i) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kRegisters; ++v) {
-      Floats* out = reinterpret_cast<Floats*>(p.out + (row + i) * p.out_stride + column + v * kLanes);
-      *out = p.factor == nullptr ? sum[i][v] : *out * p.factor[row + i] + sum[i][v];
-    }
-  }
-}
-
-template <int kRegisters>
-inline void panel(const Product& p, std::int64_t rows, std::int64_t column) {
-  for (std::int64_t row = 0; row < rows; row += kTileRows) tile<kRegisters>(p, row, column);
-}
-
 inline void multiply(const Product& p, std::int64_t rows, std::int64_t columns) {
-  std::int64_t column = 0;
-  for (; column + REGISTERS * kLanes <= columns; column += REGISTERS * kLanes) panel<REGISTERS>(p, rows, column);
-  switch ((columns - column) / kLanes) {
-    case 3: return panel<3>(p, rows, column);
-    case 2: return panel<2>(p, rows, column);
-    case 1: return panel<1>(p, rows, column);
-    default: return;
-  }
+  for_each_panel<float>(columns, [&](auto registers, std::int64_t column) {
+    for (std::int64_t row = 0; row < rows; row += kTileRows) {
+      ProductTile<float, registers> tile;
+      tile.add(p.x + row * p.x_stride, p.x_stride, 1, p.y + column, p.y_stride, p.depth);
+      tile.for_each([&](int i, std::int64_t j, Floats sum) {
+        float* const out = p.out + (row + i) * p.out_stride + column + j;
+        store(out, p.factor == nullptr ? sum : load(out) * p.factor[row + i] + sum);
+      });
+    }
+  });
 }
 
 // One row of logits over `size` keys, a multiple of 16, becomes its weights e^(x − top); `top` and `sum` take them in.
@@ -116,7 +78,7 @@ inline float weigh(float* logits, std::int64_t size, const KeyMask* mask, float&
     Floats x = load(logits + j);
     if (mask != nullptr) {
       x = load(mask->hidden + j) ? load(mask->logit + j) : x;
-      *reinterpret_cast<Floats*>(logits + j) = x;
+      store(logits + j, x);
     }
     highest = maximum(highest, x);
   }
@@ -125,7 +87,7 @@ inline float weigh(float* logits, std::int64_t size, const KeyMask* mask, float&
   Floats total{};
   for (std::int64_t j = 0; j < size; j += kLanes) {
     const Floats weight = exponential(load(logits + j) - top);
-    *reinterpret_cast<Floats*>(logits + j) = weight;
+    store(logits + j, weight);
     total += weight;
   }
   const float factor = before == top ? 1.0f : exponential(Floats{} + (before - top))[0];

@@ -3,11 +3,15 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <iterator>
 #include <limits>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -75,12 +79,32 @@ inline float float_attribute(const Ort::ConstKernelInfo& info, const char* op, c
   throw_invalid(op, ": attribute ", name, " is missing; expected a float");
 }
 
-inline std::string shape_text(const std::vector<std::int64_t>& shape) {
+using Shape = std::vector<std::int64_t>;
+
+inline std::string shape_text(const Shape& shape) {
   std::ostringstream text;
   text << '[';
   for (std::size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
   text << ']';
   return text.str();
+}
+
+// The shapes of the first inputs.
+template <std::size_t kCount>
+std::array<Shape, kCount> shapes_of(const Ort::KernelContext& context) {
+  std::array<Shape, kCount> shapes;
+  for (std::size_t i = 0; i < kCount; ++i) shapes[i] = context.GetInput(i).GetTensorTypeAndShapeInfo().GetShape();
+  return shapes;
+}
+
+template <class T>
+const T* input(const Ort::KernelContext& context, std::size_t index) {
+  return context.GetInput(index).GetTensorData<T>();
+}
+
+template <class T>
+T* output(const Ort::KernelContext& context, std::size_t index, const Shape& shape) {
+  return context.GetOutput(index, shape).GetTensorMutableData<T>();
 }
 
 // A name for a dimension of which nothing is known: one that no other dimension has, or the runtime would take the two
@@ -230,59 +254,51 @@ class Scratch {
   void* block_ = nullptr;
 };
 
-#ifdef EFFEXPORT_CUDA
-inline Ort::Status cuda_failure(const char* op, int error) {
+// A block of memory that begins on a cache line.
+struct AlignedDelete {
+  void operator()(void* block) const { ::operator delete(block, std::align_val_t{64}); }
+};
+using AlignedBlock = std::unique_ptr<void, AlignedDelete>;
+
+inline AlignedBlock aligned_block(std::size_t bytes) {
+  return AlignedBlock(::operator new(bytes, std::align_val_t{64}));
+}
+
+// The status of a kernel launch; `error` is a cudaError_t.
+inline Ort::Status cuda_status(const char* op, int error) {
+  if (error == 0) return Ort::Status{nullptr};
   const std::string message = std::string(op) + ": the CUDA kernel was not launched, cudaError_t " + std::to_string(error);
   return Ort::Status(message.c_str(), ORT_EP_FAIL);
 }
-#endif
 
-// Which input has the shape of the outputs: Kernel::kShapeOf, or the first.
-template <class Kernel, class = void>
-struct ShapeOf : std::integral_constant<std::size_t, 0> {};
-template <class Kernel>
-struct ShapeOf<Kernel, std::void_t<decltype(Kernel::kShapeOf)>> : std::integral_constant<std::size_t, Kernel::kShapeOf> {};
+constexpr ONNXTensorElementDataType kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 
-// Which input has the last dimension of the outputs: Kernel::kLastDimOf, or the one that has their shape.
-template <class Kernel, class = void>
-struct LastDimOf : ShapeOf<Kernel> {};
-template <class Kernel>
-struct LastDimOf<Kernel, std::void_t<decltype(Kernel::kLastDimOf)>>
-    : std::integral_constant<std::size_t, Kernel::kLastDimOf> {};
-
-// Which dimension of the outputs an attribute gives: Kernel::kAttributeDim, or none.
-template <class Kernel, class = void>
-struct AttributeDimOf {
-  static constexpr AttributeDim value{0, nullptr};
-};
-template <class Kernel>
-struct AttributeDimOf<Kernel, std::void_t<decltype(Kernel::kAttributeDim)>> {
-  static constexpr AttributeDim value = Kernel::kAttributeDim;
+// What most kernels have in common, as constants that a kernel may redefine: one output with the shape of input 0.
+// kShapeOf is the input whose shape the outputs have, but for a last dimension from input kLastDimOf (kShapeOf if it is
+// kSame), and for one that an attribute gives.
+struct KernelDefaults {
+  static constexpr std::size_t kSame = std::numeric_limits<std::size_t>::max();
+  static constexpr std::size_t kOutputs = 1;
+  static constexpr std::size_t kShapeOf = 0;
+  static constexpr std::size_t kLastDimOf = kSame;
+  static constexpr AttributeDim kAttributeDim{0, nullptr};
 };
 
-// The element type of an input: Kernel::input_type(index), or Element for all of them.
-template <class Kernel, class = void>
-struct InputType {
-  static ONNXTensorElementDataType of(std::size_t) { return kElementType<typename Kernel::Element>; }
-};
-template <class Kernel>
-struct InputType<Kernel, std::void_t<decltype(Kernel::input_type(0))>> {
-  static ONNXTensorElementDataType of(std::size_t index) { return Kernel::input_type(index); }
-};
-
-// An operator whose outputs all have the shape and type of one of its inputs, but for a last dimension of another one
-// and one that an attribute gives.
+// A custom operator whose outputs have the type kElementType<Element>.
 //
-// Kernel has the constants kName, kInputs, kOutputs, kDevice and the type Element, and may have kShapeOf, kLastDimOf,
-// kAttributeDim and input_type, for inputs and outputs that are not all alike; it is constructible from
-// Ort::ConstKernelInfo and throws Ort::Exception for bad attributes; Ort::Status compute(Ort::KernelContext) runs it.
+// Kernel derives from KernelDefaults and has the constants kName, kDevice and kInputTypes, an array of the inputs' element
+// types, and the type Element. It is constructible from Ort::ConstKernelInfo and throws Ort::Exception for bad attributes;
+// Ort::Status compute(Ort::KernelContext) runs it.
 template <class Kernel>
 struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithStatus=*/true> {
   CustomOp() {
     this->InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) -> OrtStatusPtr {
       return guarded([&] {
         for (std::size_t i = 0; i < Kernel::kOutputs; ++i) {
-          pass_shape_on(context, ShapeOf<Kernel>::value, LastDimOf<Kernel>::value, AttributeDimOf<Kernel>::value, i);
+          constexpr bool kAllOfOne = Kernel::kLastDimOf == Kernel::kSame;
+          pass_shape_on(context, Kernel::kShapeOf, kAllOfOne ? Kernel::kShapeOf : Kernel::kLastDimOf, Kernel::kAttributeDim,
+                        i);
         }
         return Ort::Status{nullptr};
       });
@@ -306,9 +322,9 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
   const char* GetExecutionProviderType() const {
     return Kernel::kDevice == Device::kCuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
   }
-  std::size_t GetInputTypeCount() const { return Kernel::kInputs; }
+  std::size_t GetInputTypeCount() const { return std::size(Kernel::kInputTypes); }
   std::size_t GetOutputTypeCount() const { return Kernel::kOutputs; }
-  ONNXTensorElementDataType GetInputType(std::size_t index) const { return InputType<Kernel>::of(index); }
+  ONNXTensorElementDataType GetInputType(std::size_t index) const { return Kernel::kInputTypes[index]; }
   ONNXTensorElementDataType GetOutputType(std::size_t) const { return kElementType<typename Kernel::Element>; }
 
  private:
@@ -324,5 +340,30 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
     }
   }
 };
+
+// Adds a kernel for the CPU, and for CUDA where the library is compiled with it.
+template <template <Device> class Kernel>
+void add_kernel(Ort::CustomOpDomain& domain) {
+  static const CustomOp<Kernel<Device::kCpu>> cpu;
+  domain.Add(&cpu);
+#ifdef EFFEXPORT_CUDA
+  static const CustomOp<Kernel<Device::kCuda>> cuda;
+  domain.Add(&cuda);
+#endif
+}
+
+template <template <class, Device> class Kernel, class T>
+struct OfType {
+  template <Device kOn>
+  using On = Kernel<T, kOn>;
+};
+
+// The same for float32, float16 and bfloat16.
+template <template <class, Device> class Kernel>
+void add_float_kernels(Ort::CustomOpDomain& domain) {
+  add_kernel<OfType<Kernel, float>::template On>(domain);
+  add_kernel<OfType<Kernel, Half>::template On>(domain);
+  add_kernel<OfType<Kernel, BFloat16>::template On>(domain);
+}
 
 }  // namespace effexport

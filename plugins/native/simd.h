@@ -3,18 +3,30 @@
 //
 // The including file has <algorithm>, <cstdint> and <cstring>.
 
-template <class Scalar, int kBytes>
+template <class Scalar, int kBytes = REGISTER_BYTES>
 struct VectorOf {
   typedef Scalar type __attribute__((vector_size(kBytes), may_alias));
+  // the same anywhere in memory
+  typedef Scalar loose __attribute__((vector_size(kBytes), may_alias, aligned(sizeof(Scalar))));
 };
 
-using Floats = VectorOf<float, REGISTER_BYTES>::type;
-using Ints = VectorOf<std::int32_t, REGISTER_BYTES>::type;
+template <class Scalar>
+using Register = typename VectorOf<Scalar>::type;
+using Floats = Register<float>;
+using Ints = Register<std::int32_t>;
 
-constexpr std::int64_t kLanes = REGISTER_BYTES / sizeof(float);
+template <class Scalar>
+constexpr std::int64_t kLanesOf = REGISTER_BYTES / sizeof(Scalar);
+constexpr std::int64_t kLanes = kLanesOf<float>;
 
-inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
-inline Ints load(const std::int32_t* from) { return *reinterpret_cast<const Ints*>(from); }
+template <class Scalar>
+inline Register<Scalar> load(const Scalar* from) {
+  return *reinterpret_cast<const typename VectorOf<Scalar>::loose*>(from);
+}
+template <class Scalar>
+inline void store(Scalar* to, Register<Scalar> value) {
+  *reinterpret_cast<typename VectorOf<Scalar>::loose*>(to) = value;
+}
 
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 

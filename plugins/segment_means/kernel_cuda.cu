@@ -5,13 +5,7 @@
 //
 // The kernel compiles to PTX as it is. Its arguments are inputs, int32 scalars, outputs; any grid is right, of whole warps.
 #include "segment_means/kernel.h"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <limits>
+#include "native/cuda.h"
 
 namespace effexport::segment_means {
 namespace {
@@ -19,16 +13,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-
-__device__ float widen(float value) { return value; }
-__device__ float widen(Half value) { return __half2float(__ushort_as_half(value.bits)); }
-__device__ float widen(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
-
-__device__ void narrow(float value, float& result) { result = value; }
-__device__ void narrow(float value, Half& result) { result.bits = __half_as_ushort(__float2half_rn(value)); }
-__device__ void narrow(float value, BFloat16& result) {
-  result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-}
 
 // One past the last kept token, or 0, in all lanes of a warp, which call it together.
 __device__ int kept_length(const bool* keep, int seq, int lane) {
@@ -91,38 +75,13 @@ EFFEXPORT_SEGMENT_MEANS(bfloat16, BFloat16)
 
 #undef EFFEXPORT_SEGMENT_MEANS
 
-namespace {
-
-template <class T>
-struct Kernel;
-template <>
-struct Kernel<float> {
-  static constexpr auto entry = effexport_segment_means_float32;
-};
-template <>
-struct Kernel<Half> {
-  static constexpr auto entry = effexport_segment_means_float16;
-};
-template <>
-struct Kernel<BFloat16> {
-  static constexpr auto entry = effexport_segment_means_bfloat16;
-};
-
-}  // namespace
-
 template <class T>
 int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
-  constexpr std::int64_t max_int32 = std::numeric_limits<std::int32_t>::max();
-  if (std::max({p.groups, p.heads, p.seq, p.channels, p.segments}) > max_int32) return cudaErrorInvalidValue;
-  const std::int64_t items = p.groups * p.segments * ((p.channels + kWarp - 1) / kWarp);
-  constexpr std::int64_t kWarps = kThreads / kWarp;
-  cudaLaunchConfig_t launch = {};
-  launch.stream = static_cast<cudaStream_t>(stream);
-  launch.gridDim = dim3(static_cast<unsigned>(std::min((items + kWarps - 1) / kWarps, max_int32)));
-  launch.blockDim = dim3(kThreads);
-  const auto size = [](std::int64_t value) { return static_cast<std::int32_t>(value); };
-  return cudaLaunchKernelEx(&launch, Kernel<T>::entry, a.x, a.keep, size(p.groups), size(p.heads), size(p.seq),
-                            size(p.channels), size(p.segments), a.means);
+  if (!fit_int32({p.groups, p.heads, p.seq, p.channels, p.segments})) return cudaErrorInvalidValue;
+  const std::int64_t items = p.groups * p.segments * parts(p.channels, kWarp);
+  const cudaLaunchConfig_t launch = launch_of(parts(items, kThreads / kWarp), kThreads, 0, stream);
+  return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_segment_means), a.x, a.keep, int32(p.groups),
+                            int32(p.heads), int32(p.seq), int32(p.channels), int32(p.segments), a.means);
 }
 
 template int launch_cuda(const Problem&, const Arrays<float>&, void*);

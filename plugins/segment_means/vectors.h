@@ -3,10 +3,7 @@
 
 #include "native/simd.h"
 
-// Inputs are read where they are, and need not begin on a multiple of a register.
-typedef float LooseFloats __attribute__((vector_size(REGISTER_BYTES), may_alias, aligned(4)));
-
-inline Floats widened(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
+inline Floats widened(const float* from) { return load(from); }
 
 template <class T>
 inline Floats widened(const T* from) {

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "native/cpu_dispatch.h"
+#include "native/workspace.h"
 #include "sequence_conv/kernel.h"
 
 namespace effexport::sequence_conv {
@@ -39,27 +40,20 @@ CpuDispatch<Convolve>& dispatch() {
   return made;
 }
 
-std::int64_t whole(std::int64_t size, std::int64_t step) { return (size + step - 1) / step * step; }
-
 std::int64_t units_of_group(const Problem& p) { return (p.seq + kUnitTokens - 1) / kUnitTokens; }
 
 // What one thread needs, cut from its workspace.
 struct Workspace {
   Workspace(const Problem& p, void* memory) {
-    // without memory it only counts
-    const auto take = [&](std::int64_t size) {
-      char* taken = memory == nullptr ? nullptr : static_cast<char*>(memory) + bytes;
-      bytes += static_cast<std::size_t>(whole(size, 64));
-      return taken;
-    };
-    constexpr auto kFloat = static_cast<std::int64_t>(sizeof(float));
+    Carver carver(memory);
     const std::int64_t tokens = std::min(p.seq, kUnitTokens), seen = tokens + p.taps - 1;
-    stride = whole(p.channels, 16);
-    rows = reinterpret_cast<const float**>(take(seen * static_cast<std::int64_t>(sizeof(float*))));
-    zeros = reinterpret_cast<float*>(take(stride * kFloat));
-    weight = reinterpret_cast<float*>(take(p.taps * kFloat));
-    sums = reinterpret_cast<float*>(take(tokens * stride * kFloat));
-    copies = reinterpret_cast<float*>(take(seen * stride * kFloat));
+    stride = round_up(p.channels, kRowStep);
+    rows = carver.take<const float*>(seen);
+    zeros = carver.take<float>(stride);
+    weight = carver.take<float>(p.taps);
+    sums = carver.take<float>(tokens * stride);
+    copies = carver.take<float>(seen * stride);
+    bytes = carver.bytes();
   }
 
   std::int64_t stride;
@@ -68,7 +62,7 @@ struct Workspace {
   float* weight;
   float* sums;
   float* copies;
-  std::size_t bytes = 0;
+  std::size_t bytes;
 };
 
 // Tokens [first, last) of a group.

@@ -6,29 +6,13 @@
 //
 // The kernel compiles to PTX as it is. Its arguments are inputs, int32 scalars, outputs; any grid is right.
 #include "sequence_conv/kernel.h"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <limits>
+#include "native/cuda.h"
 
 namespace effexport::sequence_conv {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kTokens = 8;
-
-__device__ float widen(float value) { return value; }
-__device__ float widen(Half value) { return __half2float(__ushort_as_half(value.bits)); }
-__device__ float widen(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
-
-__device__ void narrow(float value, float& result) { result = value; }
-__device__ void narrow(float value, Half& result) { result.bits = __half_as_ushort(__float2half_rn(value)); }
-__device__ void narrow(float value, BFloat16& result) {
-  result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-}
 
 template <class T>
 __device__ void convolve(const T* x, const T* weight, const bool* keep, const T* residual, int groups, int heads, int seq,
@@ -79,38 +63,15 @@ EFFEXPORT_SEQUENCE_CONV(bfloat16, BFloat16)
 
 #undef EFFEXPORT_SEQUENCE_CONV
 
-namespace {
-
-template <class T>
-struct Kernel;
-template <>
-struct Kernel<float> {
-  static constexpr auto entry = effexport_sequence_conv_float32;
-};
-template <>
-struct Kernel<Half> {
-  static constexpr auto entry = effexport_sequence_conv_float16;
-};
-template <>
-struct Kernel<BFloat16> {
-  static constexpr auto entry = effexport_sequence_conv_bfloat16;
-};
-
-}  // namespace
-
 template <class T>
 int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
-  constexpr std::int64_t max_int32 = std::numeric_limits<std::int32_t>::max();
   // the rows that a tile reaches are counted too
-  if (std::max({p.groups, p.heads, p.seq, p.channels, p.taps + kTokens}) > max_int32) return cudaErrorInvalidValue;
-  const std::int64_t items = p.groups * ((p.seq + kTokens - 1) / kTokens) * p.channels;
-  cudaLaunchConfig_t launch = {};
-  launch.stream = static_cast<cudaStream_t>(stream);
-  launch.gridDim = dim3(static_cast<unsigned>(std::min((items + kThreads - 1) / kThreads, max_int32)));
-  launch.blockDim = dim3(kThreads);
-  const auto size = [](std::int64_t value) { return static_cast<std::int32_t>(value); };
-  return cudaLaunchKernelEx(&launch, Kernel<T>::entry, a.x, a.weight, a.keep, a.residual, size(p.groups), size(p.heads),
-                            size(p.seq), size(p.channels), size(p.taps), a.out);
+  if (!fit_int32({p.groups, p.heads, p.seq, p.channels, p.taps + kTokens})) return cudaErrorInvalidValue;
+  const std::int64_t items = p.groups * parts(p.seq, kTokens) * p.channels;
+  const cudaLaunchConfig_t launch = launch_of(parts(items, kThreads), kThreads, 0, stream);
+  return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_sequence_conv), a.x, a.weight, a.keep,
+                            a.residual, int32(p.groups), int32(p.heads), int32(p.seq), int32(p.channels), int32(p.taps),
+                            a.out);
 }
 
 template int launch_cuda(const Problem&, const Arrays<float>&, void*);

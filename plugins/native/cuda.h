@@ -1,0 +1,70 @@
+// What the CUDA kernels share: conversions of elements, and launches. EFFEXPORT_FOR_TENSORRT leaves out bfloat16 and all
+// host code, which NVRTC does not compile.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#ifndef EFFEXPORT_FOR_TENSORRT
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <limits>
+#include <type_traits>
+#endif
+
+#include "native/element_types.h"
+
+namespace effexport {
+
+inline __device__ float widen(float value) { return value; }
+inline __device__ float widen(Half value) { return __half2float(__ushort_as_half(value.bits)); }
+
+inline __device__ void narrow(float value, float& result) { result = value; }
+inline __device__ void narrow(float value, Half& result) { result.bits = __half_as_ushort(__float2half_rn(value)); }
+
+#ifndef EFFEXPORT_FOR_TENSORRT
+inline __device__ float widen(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
+inline __device__ void narrow(float value, BFloat16& result) {
+  result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+
+constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
+
+// Kernels count in int32.
+inline bool fit_int32(std::initializer_list<std::int64_t> sizes) {
+  return std::all_of(sizes.begin(), sizes.end(), [](std::int64_t size) { return size >= 0 && size <= kMaxInt32; });
+}
+inline std::int32_t int32(std::int64_t size) { return static_cast<std::int32_t>(size); }
+
+// How many parts of some length make up the whole, the last one perhaps shorter.
+constexpr std::int64_t parts(std::int64_t whole, std::int64_t length) { return (whole + length - 1) / length; }
+
+// A launch of at most kMaxInt32 blocks: any grid is right for the kernels, which loop over what is left. `stream` is a
+// cudaStream_t.
+inline cudaLaunchConfig_t launch_of(std::int64_t blocks, std::int64_t threads, std::size_t shared_bytes, void* stream) {
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(static_cast<unsigned>(std::min(blocks, kMaxInt32)));
+  launch.blockDim = dim3(static_cast<unsigned>(threads));
+  launch.dynamicSmemBytes = shared_bytes;
+  launch.stream = static_cast<cudaStream_t>(stream);
+  return launch;
+}
+
+template <class T, class Float32, class Float16, class BFloat16Entry>
+constexpr auto entry_of(Float32 float32, Float16 float16, BFloat16Entry bfloat16) {
+  if constexpr (std::is_same_v<T, float>) {
+    return float32;
+  } else if constexpr (std::is_same_v<T, Half>) {
+    return float16;
+  } else {
+    return bfloat16;
+  }
+}
+
+// The kernel of element type T among name_float32, name_float16 and name_bfloat16.
+#define EFFEXPORT_KERNEL(T, name) effexport::entry_of<T>(name##_float32, name##_float16, name##_bfloat16)
+#endif
+
+}  // namespace effexport
