@@ -1,17 +1,19 @@
-"""Files and folders that are written completely or not at all; checksums, JSON and arrays."""
+"""Files and folders that are written completely or not at all; checksums, JSON, CSV and arrays."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import glob
 import hashlib
+import io
 import json
 import math
 import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,6 +168,15 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def csv_text(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """CSV with one header. None becomes an empty cell."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def load_npz(path: Path) -> dict[str, NDArray[Any]]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from effexport.sweep.results import Row, SweepResults
-    from effexport.sweep.run import News, Plan
+    from effexport.sweep.run import Plan, Progress
 
 STYLES = {"finished": "green", "failed": "bold red", "not run": "yellow", "to run": ""}
 # Lines of a failed cell's log that are printed; the folder has the whole log.
@@ -40,27 +40,28 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 @contextmanager
-def sweep_progress(console: Console) -> Iterator[Callable[[News], None]]:
+def sweep_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
     """Yield a function that prints a line per event; on a terminal also a bar with the time left."""
     if not console.is_terminal:
 
-        def print_news(news: News) -> None:
-            left = time_left(news.seconds_left)
-            say(console, f"[{news.done}/{news.total}] {news.text}{left and f'; {left}'}")
+        def print_progress(progress: Progress) -> None:
+            left = time_left(progress.seconds_left)
+            say(console, f"[{progress.done}/{progress.total}] {progress.text}{left and f'; {left}'}")
 
-        yield print_news
+        yield print_progress
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
 
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     text = TextColumn("{task.description}", markup=False)
-    with Progress(*columns, text, console=console, transient=True, redirect_stdout=False) as bars:
+    with Bars(*columns, text, console=console, transient=True, redirect_stdout=False) as bars:
         task = bars.add_task("", total=None)
 
-        def show(news: News) -> None:
-            running = f"{news.running} running {time_left(news.seconds_left)}"
-            bars.update(task, total=news.total, completed=news.done, description=running)
-            bars.console.print(news.text, markup=False, soft_wrap=True)
+        def show(progress: Progress) -> None:
+            running = f"{progress.running} running {time_left(progress.seconds_left)}"
+            bars.update(task, total=progress.total, completed=progress.done, description=running)
+            bars.console.print(progress.text, markup=False, soft_wrap=True)
 
         yield show
 

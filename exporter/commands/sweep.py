@@ -98,8 +98,8 @@ def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tu
             where = executor.title
             say(console, f"running on {where}")
             # closed here, because what runs writes into the folder that `opened` clears
-            with closing(executor), messages_of_ray(store), sweep_progress(console) as on_news:
-                sweep = Sweep(store, executor, on_news)
+            with closing(executor), messages_of_ray(store), sweep_progress(console) as on_progress:
+                sweep = Sweep(store, executor, on_progress)
                 try:
                     sweep.run(plan.to_run)
                 except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""One attempt at a cell: start its process, wait for it, and say what became of it."""
+"""One attempt at a cell: start its process, wait for it, and return the outcome."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from effexport.files import json_text
 from effexport.sweep.cell import Cell
 from effexport.sweep.outcome import LOG, OUTCOME, REQUEST, Outcome
 
-# What is kept of a log: enough for a traceback, small enough for a table of a thousand failures.
+# Part of a log that is kept: enough for a traceback, small enough for a table of a thousand failures.
 LOG_LINES, LOG_BYTES = 40, 8000
 POLL_SECONDS = 0.1
-# A process that does not end when it is asked to is ended.
+# Time that a process gets to end after SIGTERM, before SIGKILL.
 GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """seconds: the most that an attempt may take. artifact_bytes: the largest artifact that is brought back."""
+    """Limits of an attempt. seconds: its longest duration. artifact_bytes: size of the largest artifact."""
 
     seconds: float = 4 * 3600.0
     artifact_bytes: int = 16 * 10**9
@@ -36,9 +36,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What to do: build `cell` within `limits`. environment: variables of its process, besides those of this one.
+    """A cell to build within `limits`. environment: variables that are added to the environment of its process.
 
-    is_cancelled: asked now and then; once it says so, the process is ended and nobody reads its outcome.
+    is_cancelled: called regularly; once it returns True, the process is ended and its outcome is not used.
     """
 
     cell: Cell
@@ -47,16 +47,16 @@ class Attempt:
     is_cancelled: Callable[[], bool] = lambda: False
 
 
-# The process of an attempt; the folder follows.
+# The command of an attempt, without its last argument, the folder.
 COMMAND = (sys.executable, "-m", "effexport.sweep.child")
 
 Work = Callable[[Attempt, Path], Outcome]
 
 
 def run_attempt(attempt: Attempt, folder: Path) -> Outcome:
-    """Build the cell in a process of its own, in `folder`, which has its artifact and its log afterwards.
+    """Build the cell in a separate process; afterwards `folder` has its artifact and its log.
 
-    Whatever happens to the process becomes an Outcome. If this one is interrupted or killed, the process ends too.
+    Whatever happens to that process becomes an Outcome. It ends, too, if this process is interrupted or killed.
     """
     request = {"cell": attempt.cell.to_dict(), "parent": os.getpid()}
     (folder / REQUEST).write_text(json_text(request), encoding="utf-8")
@@ -85,12 +85,12 @@ def started_process(folder: Path, attempt: Attempt, stream: IO[bytes]) -> subpro
         stdout=stream,
         stderr=subprocess.STDOUT,
         env=environment,
-        start_new_session=True,  # so that all that it starts can be ended with it
+        start_new_session=True,  # so that its child processes can be ended with it
     )
 
 
 def waited(process: subprocess.Popen[bytes], deadline: float, is_cancelled: Callable[[], bool]) -> int | None:
-    """The exit status; None after the deadline, or when it was cancelled."""
+    """The exit status; None after the deadline or a cancellation."""
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(POLL_SECONDS)
@@ -99,7 +99,7 @@ def waited(process: subprocess.Popen[bytes], deadline: float, is_cancelled: Call
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Nothing to do in the ordinary case; whatever the process has started ends with it in any."""
+    """End the process, if it still runs, and its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -121,7 +121,7 @@ def outcome_of_process(folder: Path, code: int | None, limits: Limits) -> Outcom
 
 def reason_of_exit(code: int) -> str:
     if code >= 0:
-        return f"its process ended with exit status {code} and said nothing; see the log"
+        return f"its process ended with exit status {code} without an outcome; see the log"
     try:
         name = signal.Signals(-code).name
     except ValueError:

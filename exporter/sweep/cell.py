@@ -1,4 +1,4 @@
-"""One cell of a sweep: a model, how to export it, and the engine to build of it, if any."""
+"""One cell of a sweep: a model, its export options, and the engine to build from it, if any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from effexport.environment import PACKAGES
 from effexport.runtimes import RUNTIMES
 from effexport.spec import BuildSpec
 
-# Raised when the folder of a cell gets another content: cells of earlier formats are built again.
+# To be increased when the contents of a cell's folder change; cells of earlier formats are then rebuilt.
 CELL_FORMAT = 1
 ONNX_ONLY = "onnx"
 # What writes the files of a cell and judges them, besides effexport; a cell of an engine also depends on its TensorRT.
@@ -27,11 +27,11 @@ _DIGITS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What is built, and on which GPU.
+    """A model to build, and the GPU for its engine.
 
-    label: what tables call the variant with its options. gpu: an architecture such as "sm_89", or "" for none: of
-    target trt, the GPU to build on; of target trt-rtx, the GPU to build for, which needs no such GPU.
-    versions: of what decides the result, without local parts such as +cpu; None: not installed where the sweep began.
+    label: the variant with its options, for tables. gpu: an architecture such as "sm_89", or "". Target trt builds on
+    this GPU; target trt-rtx builds for it, on any machine.
+    versions: of the packages that decide the result, without local parts such as +cpu; None: was not installed.
     """
 
     label: str
@@ -50,13 +50,13 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """In words, for people."""
+        """The cell in words."""
         gpu = f", {self.gpu}" if self.gpu else ""
         return f"{self.label}, {self.spec.seq_len} tokens, {self.spec.precision}, {self.target}{gpu}"
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything that decides the result, wherever the cell stands in a file."""
+        """SHA-256 of everything that decides the result."""
         return hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()
 
     @cached_property
@@ -68,11 +68,11 @@ class Cell:
 
     def _identity(self) -> dict[str, Any]:
         values = self.to_dict()
-        # what people call it decides nothing
+        # names do not change the result
         return {name: value for name, value in values.items() if name not in ("id", "label")}
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON; `from_dict` reads it back."""
+        """The cell as JSON values, for `from_dict`."""
         engine = None
         if self.engine is not None:
             profiles = [str(profile) for profile in self.engine.profiles]
@@ -109,7 +109,7 @@ def engine_from_dict(values: Mapping[str, Any]) -> EngineSpec:
 
 @cache
 def deciding_versions(target: str) -> Mapping[str, str | None]:
-    """Versions of what decides the result of a cell, found without importing any of it."""
+    """Versions of the packages that decide the result of a cell, found without importing them."""
     from effexport.version import __version__
 
     modules = (*_DECIDING, *([RUNTIMES[target].package.module] if target in RUNTIMES else []))
@@ -118,5 +118,5 @@ def deciding_versions(target: str) -> Mapping[str, str | None]:
 
 
 def public(version: str | None) -> str | None:
-    """2.13.0 of 2.13.0+cpu: builds of one release for several machines count as one."""
+    """2.13.0 of 2.13.0+cpu, because builds of one release for different machines count as the same."""
     return version.partition("+")[0] if version else None

@@ -1,4 +1,4 @@
-"""The cells of a sweep: the product of its axes, without what is excluded, with what is included."""
+"""The cells of a sweep: the product of its axes, minus [[exclude]], plus [[include]]."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from effexport.spec import BuildSpec, build_spec_from_options
 from effexport.sweep.cell import ONNX_ONLY, Cell, deciding_versions
 from effexport.sweep.sweep_file import CELL_KEYS, SweepFile
 
-# Beyond this somebody has multiplied more than was meant.
+# A larger sweep is probably larger than intended.
 MAX_CELLS = 10_000
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place in the product. None and "": not given, or without meaning there."""
+    """A point in the product of the axes. None and "": not given, or not applicable."""
 
     model: Model
     seq_len: int | None
@@ -31,7 +31,7 @@ class Point:
     gpu: str
 
     def matches(self, pattern: Mapping[str, Sequence[Any]]) -> bool:
-        """A variant is matched by its name, or by its name with its options."""
+        """Whether a pattern of [[exclude]] applies; a variant may be given with or without its options."""
         own: dict[str, set[Any]] = {
             "variant": {self.model.variant, self.model.label},
             "seq_len": {self.seq_len},
@@ -47,22 +47,22 @@ class Point:
 
 
 def cells_from_file(file: SweepFile) -> list[Cell]:
-    """Every cell once, in the order of the file. Raises SpecError for cells that cannot work, and for none at all."""
+    """Every cell once, in the order of the file. Raises SpecError for a cell that cannot be built, or without cells."""
     points = product_of(file)
     kept = [point for point in points if not any(point.matches(pattern) for pattern in file.exclude)]
     for pattern in file.exclude:
-        said = ", ".join(f"{name} = {list(values)}" for name, values in pattern.items())
+        texts = ", ".join(f"{name} = {list(values)}" for name, values in pattern.items())
         require(
             any(point.matches(pattern) for point in points),
-            f"[[exclude]] with {said} matches no cell; expected values that the sweep has, or leave it out",
+            f"[[exclude]] with {texts} matches no cell; expected values of the sweep, or leave it out",
         )
     cells = [cell_of(point, {**file.build, **file.options.get(point.model.variant, {})}, file) for point in kept]
     cells += [included(entry, file) for entry in file.include]
     require(
         bool(cells),
-        f"the sweep is empty: [[exclude]] leaves out all {len(points)} cells; take some of it back",
+        f"the sweep is empty: [[exclude]] removes all {len(points)} cells; exclude fewer",
     )
-    # an include may say again what the product has
+    # an [[include]] may repeat a cell of the product
     return list({cell.digest: cell for cell in cells}.values())
 
 
@@ -93,7 +93,7 @@ def included(entry: Mapping[str, Any], file: SweepFile) -> Cell:
 
 
 def cell_of(point: Point, fields: Mapping[str, Any], file: SweepFile, own: Mapping[str, Any] | None = None) -> Cell:
-    """own: what one [[include]] sets besides; part of its label."""
+    """own: fields that an [[include]] sets; they become part of the label."""
     axes = {"seq_len": point.seq_len, "precision": point.precision}
     flags = {**fields, **point.model.options, **axes, "variant": point.model.variant}
     try:
@@ -101,7 +101,7 @@ def cell_of(point: Point, fields: Mapping[str, Any], file: SweepFile, own: Mappi
         engine = engine_of(point, spec, file)
     except SpecError as error:
         excluding = exclusion(point)
-        raise SpecError(f"the cell {point} cannot work: {error}\n  To leave such cells out: {excluding}") from error
+        raise SpecError(f"the cell {point} cannot be built: {error}\n  To leave such cells out: {excluding}") from error
     label = label_of(point.model.variant, {**point.model.options, **(own or {})})
     return Cell(label=label, spec=spec, engine=engine, gpu=point.gpu, versions=deciding_versions(point.target))
 
@@ -111,11 +111,11 @@ def tuples(value: Any) -> Any:
 
 
 def exclusion(point: Point) -> str:
-    """What to add to the file."""
+    """The table that excludes a point, for an error message."""
     named = {"variant": point.model.variant, "seq_len": point.seq_len, "precision": point.precision}
     named |= {"target": point.target, "gpu": point.gpu}
-    said = ", ".join(f"{name} = {value!r}".replace("'", '"') for name, value in named.items() if value)
-    return f"[[exclude]] with some of {said}"
+    texts = ", ".join(f"{name} = {value!r}".replace("'", '"') for name, value in named.items() if value)
+    return f"[[exclude]] with some of {texts}"
 
 
 def engine_of(point: Point, spec: BuildSpec, file: SweepFile) -> EngineSpec | None:

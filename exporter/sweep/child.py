@@ -1,7 +1,7 @@
 """The process that builds one cell: `python -m effexport.sweep.child FOLDER`.
 
-FOLDER/request.json says what to build; FOLDER/artifact and FOLDER/outcome.json are what comes of it. A process of its
-own, so that a library that crashes, or a kernel that runs out of memory, takes one cell with it and nothing else.
+It reads FOLDER/request.json and writes FOLDER/artifact and FOLDER/outcome.json. It is a separate process, so that a
+crash or a lack of memory affects only one cell.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def main() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Whoever started this process may be killed without a word; then nobody waits for the result. Linux only."""
+    """End this process when its parent is killed, because nobody needs the result then. Linux only."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
-    """Build and check the artifact. What goes wrong becomes the reason; the log has tracebacks of the unexpected."""
+    """Build and check the artifact. An error becomes the reason of the outcome; unexpected ones are also in the log."""
     known: dict[str, Any] = {"where": f"{platform.node()}, process {os.getpid()}"}
     try:
         cell = Cell.from_dict(request["cell"])
@@ -58,8 +58,8 @@ def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
         return Outcome(status="failed", reason=str(error), peak_bytes=peak_bytes(), **known)
     except MemoryError:
         traceback.print_exc()
-        return Outcome(status="failed", reason="memory ran out", peak_bytes=peak_bytes(), **known)
-    except Exception as error:  # libraries raise what they like, and other cells go on
+        return Outcome(status="failed", reason="out of memory", peak_bytes=peak_bytes(), **known)
+    except Exception as error:  # libraries may raise anything, and other cells must go on
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"
         return Outcome(status="failed", reason=reason, peak_bytes=peak_bytes(), **known)
@@ -75,7 +75,7 @@ def build(cell: Cell, output: Path) -> None:
 
 
 def check_versions(cell: Cell, here: Any) -> None:
-    """Raises UserError where this node would build something else than the hash of the cell says."""
+    """Raises UserError if this node has other versions than the cell's hash, and so might build something else."""
     for name, wanted in cell.versions.items():
         found = here.get(name)
         if wanted is not None and found is not None and found != wanted:
@@ -86,7 +86,7 @@ def check_versions(cell: Cell, here: Any) -> None:
 
 
 def check_gpu(cell: Cell) -> None:
-    """Raises UserError where the GPU that was lent to this process is not of the architecture that was asked for."""
+    """Raises UserError if the GPU of this process does not have the architecture of the cell."""
     if not cell.needs_gpu or not cell.gpu:
         return
     from effexport.runners.cuda.opening import current_compute_capability
@@ -95,7 +95,7 @@ def check_gpu(cell: Cell) -> None:
     if f"sm_{found}" != cell.gpu:
         raise UserError(
             f"the GPU of this process is sm_{found}, the cell is for {cell.gpu}; give the resource {cell.gpu} only to "
-            "nodes all of whose GPUs are of that architecture"
+            "nodes whose GPUs all have that architecture"
         )
 
 

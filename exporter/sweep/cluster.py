@@ -1,7 +1,7 @@
-"""Cells as Ray tasks: on a cluster, or on this machine by a Ray of its own.
+"""Cells as Ray tasks, on a cluster or on this machine.
 
-Ray finds a place for every cell and says when a node is gone; it repeats nothing by itself, so that whoever counts
-attempts counts all of them. Artifacts come back through Ray's object store, in pieces, whatever disks the nodes share.
+Ray places every cell and reports lost nodes; it never retries by itself, so that every attempt is counted. Artifacts
+come back in pieces through Ray's object store, so the nodes need no shared disk.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event
 from effexport.sweep.outcome import ARTIFACT, Outcome
 from effexport.sweep.packing import Piece, Unpacking, pieces_of_folder
+from effexport.units import listed
 
-# A cell needs a node that has the resource, whatever its amount: how many run there is up to GPUs and CPUs.
+# A cell needs a node with this resource, in any amount; GPUs and CPUs limit how many cells run there.
 ARCHITECTURE_SHARE = 0.001
 # Pieces of an artifact that a node sends ahead.
 PIECES_AHEAD = 4
-# How often the nodes are looked at, while cells wait for one.
+# Time between two looks at the nodes while cells wait for one.
 LOOK_SECONDS = 1.0
 PREFIX = "effexport-sweep-"
-# Resources of which the amount matters, by Ray's names.
+# Resources whose amount matters, by Ray's names.
 COUNTED = ("CPU", "GPU")
 
 
 def attempt_of_task(cell: dict[str, Any], limits: Limits, work: Work) -> Iterator[Any]:
-    """What a node does: says where it runs, then what came of it, then sends the artifact."""
+    """Run on a node: yield its name, then the outcome, then the pieces of the artifact."""
     yield platform.node()
     for left in abandoned(Path(tempfile.gettempdir()), PREFIX):
         shutil.rmtree(left, ignore_errors=True)
@@ -61,7 +62,7 @@ class Running:
 
 
 class RayExecutor:
-    """wait_seconds: how long a cell waits for a node that could run it. cpus: that a cell takes of a node."""
+    """An executor on Ray. wait_seconds: how long a cell waits for a suitable node. cpus: per cell."""
 
     def __init__(
         self, ray: Any, title: str, limits: Limits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
@@ -78,7 +79,7 @@ class RayExecutor:
         return max(1, int(self._ray.cluster_resources().get("CPU", 1) / max(self._cpus, 0.01)))
 
     def demands(self, cell: Cell) -> dict[str, float]:
-        """What a node must have, by Ray's names."""
+        """The resources that a node must have, by Ray's names."""
         gpu = {"GPU": 1.0} if cell.needs_gpu else {}
         return {"CPU": self._cpus, **gpu, **({cell.gpu: ARCHITECTURE_SHARE} if gpu and cell.gpu else {})}
 
@@ -114,7 +115,7 @@ class RayExecutor:
             yield self._ended(task)
             return
         except self._ray.exceptions.RayTaskError as error:
-            # raised by our own code on the node, or by the node on its way to it
+            # raised by our code on the node, or before the node reached it
             yield self._failed(task, f"on its node: {short(error)}")
             return
         except self._ray.exceptions.OutOfMemoryError as error:
@@ -153,8 +154,8 @@ class RayExecutor:
         return Event(kind="ended", cell=task.cell, outcome=outcome, folder=task.folder)
 
     def _unplaceable(self) -> Iterator[Event]:
-        """Cells for which there has been no node for too long. They were submitted all the same: a cluster that grows
-        on demand sees them."""
+        """Events for cells that have waited too long for a node. They were submitted anyway, so that an autoscaling
+        cluster can add a node."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         now = time.monotonic()
         for task in [task for task in self._running.values() if not task.is_started]:
@@ -167,7 +168,7 @@ class RayExecutor:
                 self._ray.cancel(task.stream)
                 del self._running[task.stream]
                 waited = f" within {self._wait_seconds:g} s" if self._wait_seconds else ""
-                reason = f"no node with {said(demands)}{waited}; the nodes have: {offered(nodes)}"
+                reason = f"no node with {demanded(demands)}{waited}; the nodes have: {offered(nodes)}"
                 yield Event(kind="unplaceable", cell=task.cell, reason=reason, folder=task.folder)
 
     def close(self) -> None:
@@ -181,15 +182,15 @@ def can_hold(node: Mapping[str, float], demands: Mapping[str, float]) -> bool:
     return all(node.get(name, 0.0) >= amount for name, amount in demands.items())
 
 
-def said(demands: Mapping[str, float]) -> str:
+def demanded(demands: Mapping[str, float]) -> str:
     """`1 CPU, 1 GPU and the resource sm_90`."""
     words = [f"{demands[name]:g} {name}" for name in demands if name in COUNTED]
     words += [f"the resource {name}" for name in demands if name not in COUNTED]
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+    return listed(words)
 
 
 def offered(nodes: Sequence[Mapping[str, float]]) -> str:
-    """What nodes have that cells ask for, one node after the other."""
+    """The resources of the nodes, grouped."""
     texts = []
     for node in nodes:
         names = [name for name in node if name in COUNTED or name.startswith("sm_")]
@@ -198,7 +199,7 @@ def offered(nodes: Sequence[Mapping[str, float]]) -> str:
 
 
 def short(error: BaseException) -> str:
-    """The last line of an error of Ray, which quotes whole tracebacks, or its first paragraph."""
+    """One line for an error of Ray, whose message may be a whole traceback."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):
         return f"{type(cause).__name__}: {cause}"

@@ -1,4 +1,4 @@
-"""Where cells run: what the sweep asks of a machine or a cluster, and what it hears."""
+"""The interface between a sweep and the machine or cluster that runs its cells."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from effexport.sweep.outcome import Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """started: somewhere. ended: with an outcome. lost: with the node it ran on, or its worker; nothing of it will
-    arrive. unplaceable: no node can run it.
+    """An event of a cell.
 
-    folder: what was given to `submit`, when nothing more is written into it; it has the artifact of what "finished".
+    kind: started; ended, with an outcome; lost, with its node or worker; unplaceable, because no node can run it.
+    folder: the folder given to `submit` once nothing more is written to it; it has the artifact of a finished cell.
     """
 
     kind: Literal["started", "ended", "lost", "unplaceable"]
@@ -28,7 +28,7 @@ class Event:
 
 
 class Executor(Protocol):
-    """title: in words, for people. slots: about how many cells run at a time, for the time left."""
+    """Something that runs cells. title: its name in words. slots: about how many cells run at a time."""
 
     @property
     def title(self) -> str: ...
@@ -37,13 +37,13 @@ class Executor(Protocol):
     def slots(self) -> int: ...
 
     def submit(self, cell: Cell, folder: Path) -> None:
-        """Begin an attempt, or queue it; `folder` is empty, and receives its artifact."""
+        """Start or queue an attempt; its artifact goes into `folder`, which is empty."""
         ...
 
     def wait(self, seconds: float) -> Sequence[Event]:
-        """What happened since the last call; waits up to `seconds` for something to happen."""
+        """The events since the last call; waits up to `seconds` for the first one."""
         ...
 
     def close(self) -> None:
-        """End whatever still runs."""
+        """End everything that still runs."""
         ...

@@ -1,4 +1,4 @@
-"""What an attempt at a cell came to, wherever it ran."""
+"""The outcome of an attempt at a cell, and the names of its files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ ARTIFACT, LOG, OUTCOME, REQUEST = "artifact", "log.txt", "outcome.json", "reques
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """status: "finished" with an artifact, or "failed" with a reason.
+    """The outcome of an attempt. status: "finished" with an artifact, or "failed" with a reason.
 
-    stage: of the build that failed, "" where it has no name. log: the end of what the attempt printed. seconds: of the
-    whole attempt. peak_bytes: the most memory of its process, where it lived to say so. where: host and process.
-    versions: of what decides the result, there. files: size in bytes of every file of the artifact.
+    stage: the stage of the build that failed; "" if unknown. log: the end of the attempt's output. seconds: duration of
+    the whole attempt. peak_bytes: peak memory of its process; None if it was killed. where: host and process.
+    versions: of the packages that decide the result. files: size in bytes of every file of the artifact.
     """
 
     status: Literal["finished", "failed"]

@@ -1,17 +1,18 @@
-"""The results of a sweep: from its folder, and back into it as results.json, results.csv and report.html."""
+"""The results of a sweep: read from the records in its folder, written as results.json, results.csv and report.html."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from effexport.environment import versions
 from effexport.errors import UserError
-from effexport.files import write_file
+from effexport.files import csv_text, write_file
 from effexport.sweep.cell import Cell
-from effexport.sweep.csv_text import csv_from_results
 from effexport.sweep.outcome import ARTIFACT, LOG
 from effexport.sweep.page import html_from_results
 from effexport.sweep.results import Row, SweepResults, fields_of_record, row_of_cell
@@ -19,14 +20,16 @@ from effexport.sweep.run import Plan, Sweep
 from effexport.sweep.store import CELLS, FAILED, Store
 
 JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
+# Columns of the CSV file: every field of a row but the log, which has many lines.
+COLUMNS = tuple(field.name for field in fields(Row) if field.name != "log_tail")
 
 
 def results_of_sweep(
     plan: Plan, store: Store, sweep: Sweep | None, *, command_of_cell: Callable[[str], str], **known: Any
 ) -> SweepResults:
-    """One row for every cell of the file, from the records in the folder: also of those that an earlier run finished.
+    """The results, with one row for every cell of the file, also for cells that an earlier run finished.
 
-    sweep: what ran just now, None for nothing.
+    sweep: the run that has just ended; None if nothing had to run.
     """
     environment = {name: version for name, version in versions().items() if version is not None}
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -54,10 +57,14 @@ def row_of(cell: Cell, plan: Plan, store: Store, sweep: Sweep | None, command: s
 
 
 def write_results(results: SweepResults, folder: Path) -> None:
-    """Each file at once, in the place of an earlier one. Raises UserError."""
-    texts = {JSON: results.to_json(), CSV: csv_from_results(results), PAGE: html_from_results(results)}
+    """Write each file completely or not at all. Raises UserError."""
+    texts = {
+        JSON: results.to_json(),
+        CSV: csv_text(COLUMNS, map(attrgetter(*COLUMNS), results.rows)),
+        PAGE: html_from_results(results),
+    }
     try:
         for name, text in texts.items():
             write_file(folder / name, text)
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; the cells that finished are in it") from error
+        raise UserError(f"cannot write to {folder}: {error.strerror}; it has the finished cells") from error

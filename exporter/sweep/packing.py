@@ -1,4 +1,4 @@
-"""An artifact on its way from a node to the folder of the sweep: files in pieces that fit into memory."""
+"""Transfer of an artifact from a node to the folder of the sweep, in pieces that fit into memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PIECE_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """The next bytes of a file; files come one after the other, each from its start."""
+    """The next bytes of a file. Files are sent one after the other, each from its start."""
 
     name: str
     data: bytes
@@ -34,9 +34,9 @@ def pieces_of_folder(folder: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[P
 
 @dataclass
 class Unpacking:
-    """Writes pieces into `folder`, and refuses what was not announced. expected: size in bytes by name.
+    """A receiver that writes pieces into `folder`. expected: size in bytes by name; other files are refused.
 
-    A node is trusted to compute, and not to choose where its files go.
+    A node is trusted to compute, but not to choose where its files go.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class Unpacking:
     _sizes: dict[str, int] = field(default_factory=dict)
 
     def add(self, piece: Piece) -> None:
-        """Raises EffexportError for a file that was not announced, lies outside, or is longer than was said."""
+        """Raises EffexportError for a file that was not announced, lies outside, or is longer than announced."""
         path = PurePosixPath(piece.name)
         size = self._sizes.get(piece.name, 0) + len(piece.data)
         if path.is_absolute() or ".." in path.parts or piece.name not in self.expected:
@@ -58,7 +58,7 @@ class Unpacking:
         self._sizes[piece.name] = size
 
     def finish(self) -> None:
-        """Raises EffexportError when something is missing."""
+        """Raises EffexportError if something is missing."""
         missing = [name for name, size in self.expected.items() if self._sizes.get(name) != size]
         if missing:
-            raise EffexportError(f"a node sent the artifact without all of: {', '.join(missing)}")
+            raise EffexportError(f"a node sent an incomplete artifact; missing or incomplete: {', '.join(missing)}")

@@ -11,7 +11,7 @@ from effexport.report.rendering.templates import template_environment
 from effexport.sweep.results import Row, SweepResults
 from effexport.units import duration, memory, moment, number
 
-# A longer table is folded; what stands below it would not be found otherwise.
+# A longer table is folded, so that the sections below it are easy to find.
 MAX_OPEN_ROWS = 60
 
 
@@ -24,7 +24,7 @@ class Group:
 
 
 def html_from_results(results: SweepResults) -> str:
-    """The page, whatever failed in it."""
+    """The page of a sweep."""
     filters: dict[str, Callable[..., Any]] = {
         "moment": moment,
         "css": css_of,
@@ -46,7 +46,7 @@ def html_from_results(results: SweepResults) -> str:
 
 
 def css_of(status: str) -> str:
-    """The class of a state or a verdict."""
+    """The CSS class of a state or a verdict."""
     return {"finished": "passed"}.get(status, status).replace(" ", "-")
 
 
@@ -56,6 +56,6 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
 
 
 def shared_fields(rows: Sequence[Row]) -> dict[str, Any]:
-    """What is the same in all rows."""
+    """Fields that are the same in all rows."""
     named: dict[str, list[Any]] = {"scope": [row.scope for row in rows], "batch": [row.batch for row in rows]}
     return {name: values[0] for name, values in named.items() if len(set(values)) == 1}

@@ -1,4 +1,4 @@
-"""Cells as plain processes of this machine, some at a time."""
+"""Cells as plain processes on this machine, several at a time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from effexport.bench.measuring.machine import usable_cores
 from effexport.sweep.attempt import Attempt, Limits, Work, run_attempt
 from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event
-from effexport.sweep.gpus import Gpu, gpus_here
+from effexport.sweep.machine import Gpu, gpus_here
 from effexport.sweep.outcome import Outcome
 
 
 class ClosedError(Exception):
-    """The sweep has ended; its processes end too."""
+    """The sweep has ended, so the cell is not started."""
 
 
 @dataclass
 class ProcessExecutor:
-    """jobs: cells at a time. work: what an attempt does. A cell that needs a GPU has one to itself."""
+    """An executor on this machine. jobs: cells at a time. work: runs an attempt. A GPU runs one cell."""
 
     limits: Limits
     jobs: int = 1
@@ -67,7 +67,7 @@ class ProcessExecutor:
             self._events.put(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
         except ClosedError:
             return
-        except Exception as error:  # whatever it is belongs to this cell: others go on
+        except Exception as error:  # an error of one cell must not stop the others
             reason = f"{type(error).__name__}: {error}"
             outcome = Outcome(status="failed", reason=reason, where=platform.node())
             self._events.put(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
@@ -78,7 +78,7 @@ class ProcessExecutor:
                     self._gpu_returned.notify_all()
 
     def _environment(self, gpu: Gpu | None) -> dict[str, str]:
-        """Cells that run side by side share the cores."""
+        """Environment variables of an attempt: parallel cells share the cores."""
         threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.jobs))} if self.jobs > 1 else {}
         return threads | ({"CUDA_VISIBLE_DEVICES": gpu.identifier} if gpu else {})
 

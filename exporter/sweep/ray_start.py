@@ -1,4 +1,4 @@
-"""Ray itself: one of this process, or the cluster that somebody has started."""
+"""Start Ray on this machine, or connect to a cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from effexport.errors import MissingExtraError, UserError
 from effexport.sweep.attempt import Limits, Work, run_attempt
 from effexport.sweep.cluster import RayExecutor, short
-from effexport.sweep.gpus import gpus_here
+from effexport.sweep.machine import gpus_here
 
 LOCAL_STORE_BYTES = 512 * 2**20
 CONNECT_SECONDS = 10.0
@@ -22,12 +22,12 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise MissingExtraError("Ray", "sweep", remark="without --address, a sweep does without it") from error
+        raise MissingExtraError("Ray", "sweep", remark="a sweep without --address does not need it") from error
     return ray
 
 
 def local_executor(limits: Limits, *, jobs: int, work: Work = run_attempt) -> RayExecutor:
-    """A Ray of this process, which ends with it. Raises MissingExtraError and UserError."""
+    """Start Ray on this machine; it ends with this process. Raises MissingExtraError and UserError."""
     ray = import_ray()
     gpus = gpus_here()
     architectures = [gpu.architecture for gpu in gpus]
@@ -44,12 +44,12 @@ def local_executor(limits: Limits, *, jobs: int, work: Work = run_attempt) -> Ra
             object_store_memory=LOCAL_STORE_BYTES,
         )
     except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"Ray does not start here: {error}; add --processes to do without it") from error
-    return RayExecutor(ray, f"this machine by Ray, {jobs} at a time", limits, cpus=1, wait_seconds=0, work=work)
+        raise UserError(f"Ray does not start on this machine: {error}; add --processes to run without Ray") from error
+    return RayExecutor(ray, f"this machine with Ray, {jobs} at a time", limits, cpus=1, wait_seconds=0, work=work)
 
 
 def check_reachable(address: str) -> None:
-    """Ray itself tries for minutes. Raises UserError where nothing listens at host:port; other addresses are Ray's."""
+    """Raises UserError if nothing listens at host:port; Ray itself would try for minutes. Ignores other addresses."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return
@@ -65,7 +65,7 @@ def check_reachable(address: str) -> None:
 def cluster_executor(
     address: str, limits: Limits, *, cpus: float, wait_seconds: float, work: Work = run_attempt
 ) -> RayExecutor:
-    """The cluster at `address`. Raises MissingExtraError, and UserError where there is none that can be used."""
+    """Connect to the cluster at `address`. Raises MissingExtraError, and UserError if it cannot be used."""
     ray = import_ray()
     if address.startswith("ray://"):
         raise UserError(

@@ -1,4 +1,4 @@
-"""What a sweep came to, row by row: the one source of its table, its files and its page."""
+"""The results of a sweep, row by row, for its table, its files and its page."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Status = Literal["finished", "failed", "not run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A cell and what became of it.
+    """A cell and its result.
 
-    parity: the verdict of its report: passed, or "not run" where nothing here can run the model. worst_error: the
-    largest max |error| / RMS beside its limit. engine_parity: "" without an engine. seconds: of the attempt that
-    counts. artifact, log: paths from the folder of the sweep; "" where there is none. command: repeats this cell alone.
+    parity: the verdict of its report: passed, or "not run" if no runtime there could run the model. worst_error: the
+    largest max |error| / RMS; error_limit: its limit. engine_parity: "" without an engine. seconds: of the last
+    attempt. artifact, log: paths relative to the folder of the sweep, or "". command: runs this cell only.
     """
 
     id: str
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResults:
-    """complete: False after an interrupt. where: what ran it. seconds: of this run alone."""
+    """The results of a sweep. complete: False after an interrupt. where: the executor. seconds: of this run only."""
 
     rows: tuple[Row, ...]
     name: str
@@ -77,14 +77,14 @@ class SweepResults:
 
     @property
     def verdict(self) -> str:
-        """ "passed", "failed", or "not run" where something is still to be done."""
+        """ "passed", "failed", or "not run" if some cells did not run."""
         if self.count("failed"):
             return "failed"
         return "passed" if self.count("finished") == len(self.rows) else "not run"
 
     @property
     def sentence(self) -> str:
-        """The whole in one line."""
+        """The sweep in one line."""
         parts = [f"{self.count(status)} {status}" for status in ("finished", "failed", "not run") if self.count(status)]
         new = sum(row.is_new for row in self.rows if row.status == "finished")
         old = self.count("finished") - new
@@ -124,7 +124,7 @@ def row_of_cell(cell: Cell, status: Status, command: str, **known: Any) -> Row:
 
 
 def fields_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record of a cell says of a row."""
+    """The fields of a row that come from the record of its cell."""
     known = {name: record.get(name) for name in ("reason", "seconds", "peak_bytes", "where")}
     known |= {"attempts": record["attempt"], "log_tail": record.get("log", "")}
     results = record.get("results")
@@ -160,7 +160,7 @@ def engine_text(engine: Mapping[str, Any]) -> str:
 
 
 def engine_parity(summary: Mapping[str, Mapping[str, Any]], target: str) -> str:
-    """Of the checks that ran the engine: not run where there was no GPU for it."""
+    """The verdict of the checks that ran the engine; "not run" without a GPU for it."""
     statuses = {status_of(entry) for name, entry in summary.items() if name.startswith(f"{target}:")}
     return next((status for status in ("failed", "passed") if status in statuses), "not run")
 

@@ -1,4 +1,4 @@
-"""cells → results: what is finished is skipped, what is not runs, and everything that happens is written at once."""
+"""cells → results: finished cells are skipped, the others run, and every outcome is written at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effexport.sweep.outcome import Outcome
 from effexport.sweep.store import Store
 from effexport.units import rough_duration
 
-# A node may die under a cell; one that dies under the same cell again and again is being killed by it.
+# A node may fail while a cell runs; if this happens repeatedly, the cell is probably the cause.
 MAX_LOSSES = 3
 WAIT_SECONDS = 1.0
 State = Literal["finished", "failed", "to run"]
@@ -23,7 +23,7 @@ State = Literal["finished", "failed", "to run"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Every cell of the file, and those of them that are to run now."""
+    """All cells of the file with their states, and the cells to run now."""
 
     cells: Sequence[Cell]
     to_run: Sequence[Cell]
@@ -31,7 +31,7 @@ class Plan:
 
 
 def plan_of(store: Store, cells: Sequence[Cell], *, retry_failed: bool, only: Sequence[Cell] | None = None) -> Plan:
-    """Finished cells are left alone, and failed ones too unless `retry_failed`. only: the cells that were asked for."""
+    """Decide which cells run: no finished ones, failed ones only with `retry_failed`. only: the requested cells."""
     states: dict[str, State] = {}
     for cell in cells:
         if store.finished(cell) is not None:
@@ -44,8 +44,8 @@ def plan_of(store: Store, cells: Sequence[Cell], *, retry_failed: bool, only: Se
 
 
 @dataclass(frozen=True)
-class News:
-    """For whoever watches. text: what happened. done, total: cells. seconds_left: None while nobody knows."""
+class Progress:
+    """Progress of a sweep. text: the last event. done, total: numbers of cells. seconds_left: None if unknown."""
 
     text: str
     done: int
@@ -58,12 +58,12 @@ class News:
 class Sweep:
     """A run in progress.
 
-    not_run: why, by cell. new: ids of the cells that finished in this run. attempts: how often each was begun.
+    not_run: reasons by cell id. new: ids of cells that finished in this run. attempts: number of attempts by cell id.
     """
 
     store: Store
     executor: Executor
-    on_news: Callable[[News], None] = lambda news: None
+    on_progress: Callable[[Progress], None] = lambda progress: None
     clock: Callable[[], float] = time.monotonic
     not_run: dict[str, str] = field(default_factory=dict)
     new: set[str] = field(default_factory=set)
@@ -74,7 +74,7 @@ class Sweep:
     _begin: float = 0.0
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Returns when every cell has finished, has failed, or cannot run. Raises what interrupts it."""
+        """Run the cells; return when each has finished, has failed, or cannot run. Raises KeyboardInterrupt."""
         self._total, self._begin = len(cells), self.clock()
         for cell in cells:
             self._open[cell.id] = cell
@@ -104,7 +104,7 @@ class Sweep:
         elif event.outcome is not None:
             self._ended(event, event.outcome)
         if event.folder is not None:
-            shutil.rmtree(event.folder, ignore_errors=True)  # what was published is elsewhere by now
+            shutil.rmtree(event.folder, ignore_errors=True)  # a published artifact has been moved out of it
 
     def _ended(self, event: Event, outcome: Outcome) -> None:
         cell, attempt = event.cell, self.attempts[event.cell.id]
@@ -112,11 +112,11 @@ class Sweep:
             try:
                 won = self.store.publish(cell, event.folder, attempt, outcome)
             except (EffexportError, OSError) as error:
-                reason = f"its artifact did not arrive whole: {error}"
+                reason = f"its artifact did not arrive completely: {error}"
                 outcome = Outcome(status="failed", reason=reason, where=outcome.where, log=outcome.log)
             else:
                 self.new.add(cell.id)
-                text = "finished" if won else "finished by another attempt, which was first"
+                text = "finished" if won else "finished earlier by another attempt"
                 self._close(cell, f"{cell.title}: {text} in {rough_duration(outcome.seconds)}")
                 return
         if self.store.finished(cell) is None:
@@ -128,10 +128,10 @@ class Sweep:
         self._started.discard(cell.id)
         self.store.log_attempt(cell, attempt, "lost", Outcome(status="failed", reason=event.reason, where=event.where))
         if attempt < MAX_LOSSES:
-            self._say(f"{cell.title}: lost with its node, and begun again")
+            self._say(f"{cell.title}: lost with its node; starting again")
             self._submit(cell)
             return
-        reason = f"its node or worker was lost {attempt} times, the last time by: {event.reason}"
+        reason = f"its node or worker was lost {attempt} times, most recently: {event.reason}"
         self.store.fail(cell, attempt, Outcome(status="failed", reason=reason))
         self._close(cell, f"{cell.title}: failed: {first_line(reason)}")
 
@@ -145,10 +145,10 @@ class Sweep:
         left = None
         if done:
             elapsed = self.clock() - self._begin
-            # the cells that run now are half done, on average
+            # on average, the running cells are half done
             left = elapsed / (done + len(self._started) / 2) * (len(self._open) - len(self._started) / 2)
-        self.on_news(News(text, done, self._total, len(self._started), left))
+        self.on_progress(Progress(text, done, self._total, len(self._started), left))
 
 
 def first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "for no known reason"
+    return text.strip().splitlines()[0] if text.strip() else "unknown reason"

@@ -1,9 +1,9 @@
-"""The folder of a sweep: what is finished, what failed, and how both get there.
+"""The folder of a sweep: finished cells, failures and results.
 
-sweep.json                 what this folder is
-cells/ID/                  a finished cell: artifact/, record.json and log.txt, put there by one rename
-failed/ID/                 the last failure of a cell that is not finished: record.json and log.txt
-attempts.jsonl             one line for every attempt that ended, also those that came second or were lost
+sweep.json                 marks the folder as the output of a sweep
+cells/ID/                  a finished cell: artifact/, record.json and log.txt, published by one rename
+failed/ID/                 the last failure of an unfinished cell: record.json and log.txt
+attempts.jsonl             one line per attempt that ended, also for attempts that were discarded or lost
 results.json, results.csv, report.html
 """
 
@@ -33,7 +33,7 @@ CELLS, FAILED, STAGING = "cells", "failed", ".staging"
 
 @dataclass(frozen=True)
 class Store:
-    """A sweep's output. Reading changes nothing; `opened` makes it and keeps others out."""
+    """The output folder of a sweep. Reading changes nothing; `opened` creates it and keeps other sweeps out."""
 
     path: Path
 
@@ -44,7 +44,7 @@ class Store:
         return self.path / FAILED / cell.id
 
     def finished(self, cell: Cell) -> dict[str, Any] | None:
-        """The record of a finished cell. None for one that is not, or whose artifact is damaged."""
+        """The record of a finished cell; None if it is not finished, or its artifact is damaged."""
         record = read_record(self.cell_folder(cell), cell)
         return record if record is not None and not self.damage(cell) else None
 
@@ -53,7 +53,7 @@ class Store:
         return read_record(self.failed_folder(cell), cell)
 
     def damage(self, cell: Cell) -> str:
-        """What is wrong with the folder of a cell that claims to be finished, or "". Of files, sizes are compared."""
+        """What is wrong with the folder of a finished cell, or "". Compares the sizes of files."""
         folder = self.cell_folder(cell)
         if not folder.exists():
             return ""
@@ -66,11 +66,11 @@ class Store:
         for name, entry in files.items():
             path = folder / ARTIFACT / name
             if not path.is_file() or path.stat().st_size != entry["bytes"]:
-                return f"{path} is missing or has another size than it was written with"
+                return f"{path} is missing or its size has changed"
         return ""
 
     def check(self) -> None:
-        """Raises UserError where the path is something else than a sweep's output, or nothing yet."""
+        """Raises UserError unless the path is the output of a sweep, an empty folder, or does not exist."""
         if not self.path.exists():
             return
         if not self.path.is_dir():
@@ -91,7 +91,7 @@ class Store:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Store]:
-        """Make the folder, and be the only sweep that writes to it. Raises UserError."""
+        """Create the folder and lock it, so that no other sweep writes to it. Raises UserError."""
         self.check()
         try:
             for name in (CELLS, FAILED, STAGING):
@@ -107,7 +107,7 @@ class Store:
                     f"another sweep is writing to {self.path}; wait for it, or choose another folder with -o"
                 ) from error
             except OSError:
-                pass  # a file system without locks; two sweeps at once would waste work, and spoil nothing
+                pass  # a file system without locks; two sweeps at once would repeat work, but damage nothing
             write_file(self.path / MARK, json_text({"format_version": FORMAT_VERSION}))
             self._clear()
             try:
@@ -116,7 +116,7 @@ class Store:
                 self._clear()
 
     def _clear(self) -> None:
-        """What an interrupted or a killed sweep left behind."""
+        """Remove what an interrupted or killed sweep left behind."""
         for path in (self.path / STAGING).iterdir():
             shutil.rmtree(path, ignore_errors=True)
 
@@ -127,10 +127,10 @@ class Store:
         return folder
 
     def publish(self, cell: Cell, staged: Path, attempt: int, outcome: Outcome) -> bool:
-        """Put a finished attempt in its place: artifact and record appear together, or not at all.
+        """Publish a finished attempt by one rename, artifact and record together.
 
-        The first one wins: False says that the cell was finished by another attempt, which stays as it is.
-        Raises UserError when the artifact is not what its own manifest says.
+        The first attempt wins: returns False if another attempt had already finished the cell.
+        Raises UserError if the artifact does not match its own manifest.
         """
         manifest = read_manifest(staged / ARTIFACT)
         for name, entry in manifest["files"].items():
@@ -148,7 +148,7 @@ class Store:
         return won
 
     def fail(self, cell: Cell, attempt: int, outcome: Outcome) -> None:
-        """Remember a failure, in the place of an earlier one of the same cell."""
+        """Record a failure, replacing an earlier one of the same cell."""
         staged = self.staging(cell)
         write_file(staged / RECORD, json_text(record_of(cell, attempt, outcome)))
         write_file(staged / LOG, outcome.log + "\n")
@@ -189,7 +189,7 @@ def record_of(cell: Cell, attempt: int, outcome: Outcome) -> dict[str, Any]:
 
 
 def read_record(folder: Path, cell: Cell) -> dict[str, Any] | None:
-    """None for a record that is missing, damaged, or of another cell."""
+    """The record of a cell; None if it is missing, damaged, or of another cell."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -198,7 +198,7 @@ def read_record(folder: Path, cell: Cell) -> dict[str, Any] | None:
 
 
 def results_of_manifest(manifest: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
-    """What tables say of a finished cell."""
+    """The results of a finished cell that tables show."""
     engines = [entry for entry in manifest["engines"] if entry["target"] == cell.target]
     return {
         "parity": manifest["parity"],
@@ -208,7 +208,7 @@ def results_of_manifest(manifest: Mapping[str, Any], cell: Cell) -> dict[str, An
 
 
 def renamed(source: Path, target: Path) -> bool:
-    """Whether `source` took the name. The system refuses to replace a folder that has something in it."""
+    """Rename a folder; False if the target exists and is not empty, which the system refuses to replace."""
     try:
         source.rename(target)
     except OSError:

@@ -1,4 +1,4 @@
-"""SWEEP.toml, read and checked: nothing in it is ignored, and nothing is guessed. The format: docs/sweep.md."""
+"""Read and check SWEEP.toml; unknown or unused keys are errors. docs/sweep.md describes the format."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from effexport.sweep.values import (
 )
 
 AXES = ("variants", "seq_lens", "precisions", "targets", "gpus")
-# The same, of one cell: the keys of [[include]] and [[exclude]].
+# The same for one cell: the keys of [[include]] and [[exclude]].
 CELL_KEYS = ("variant", "seq_len", "precision", "target", "gpu")
 TABLES = ("build", "options", "engine", "include", "exclude")
-# Of what a sweep does not vary: every field of the specs but those that are axes, or that belong to one variant.
+# Keys of [build]: all fields of the specs that are not axes and do not belong to a single variant.
 BUILD_KEYS = (
     "scope",
     *(
@@ -46,7 +46,7 @@ BUILD_KEYS = (
         if name not in ("model", "attention", "seq_len", "precision")
     ),
 )
-# `profiles` are written as --profile takes them; a cache of timings is a file of one machine.
+# `profiles` have the syntax of --profile; a timing cache is a file of one machine.
 ENGINE_TYPES: dict[str, str] = {
     item.name: str(item.type)
     for item in fields(EngineSpec)
@@ -56,9 +56,9 @@ ENGINE_TYPES: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFile:
-    """What the file says. An empty axis was not given: its one value is the default of the specs.
+    """The contents of a sweep file. An axis that was not given is empty; its one value is the default of the specs.
 
-    engine: engine options by target. include, exclude: cells by CELL_KEYS; an include may set fields of the spec too.
+    engine: engine options by target. include, exclude: cells by CELL_KEYS; an include may also set fields of the spec.
     """
 
     variants: tuple[Model, ...] = ()
@@ -74,7 +74,7 @@ class SweepFile:
 
 
 def sweep_file_from_path(path: Path) -> SweepFile:
-    """Raises UserError, with the name of the file, for one that cannot be read or is not understood."""
+    """Raises UserError, with the name of the file, if it cannot be read or has errors."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def sweep_file_from_path(path: Path) -> SweepFile:
 
 
 def sweep_file_from_document(document: Mapping[str, Any]) -> SweepFile:
-    """Raises SpecError and UserError for whatever is not as docs/sweep.md says."""
+    """Raises SpecError and UserError for everything that docs/sweep.md does not allow."""
     check_keys("the file", document, AXES + TABLES)
     axes = {name: distinct_list(name, document[name]) for name in AXES if name in document}
     require(
@@ -144,7 +144,7 @@ def option_tables(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def engine_tables(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Options by target: those of [engine] itself, and over them those of [engine.TARGET]."""
+    """Options by target: those of [engine], overridden by those of [engine.TARGET]."""
     common = {name: value for name, value in given.items() if name not in ENGINE_RUNTIMES}
     check_engine_options("[engine]", common, (*ENGINE_TYPES, "profiles", *ENGINE_RUNTIMES))
     merged = {}
@@ -181,7 +181,7 @@ def include_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def exclude_of(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
-    """Every value as the list of those that match."""
+    """The values that match, by key."""
     check_keys("an [[exclude]]", given, CELL_KEYS)
     checks = {"seq_len": is_length, "precision": is_precision, "target": is_target, "gpu": is_gpu}
     found: dict[str, tuple[Any, ...]] = {}
@@ -208,7 +208,7 @@ def check_options_are_used(file: SweepFile) -> None:
 
 
 def check_engine_is_used(file: SweepFile, document: Mapping[str, Any]) -> None:
-    """What only engines have needs one: [engine] and gpus without a target for them were forgotten targets."""
+    """Raises SpecError for [engine] or gpus without an engine target, which was probably forgotten."""
     used = {*file.targets, *(entry["target"] for entry in file.include if "target" in entry)} - {ONNX_ONLY}
     for target in used:
         check_target(target)

@@ -1,4 +1,4 @@
-"""Values of SWEEP.toml: each check names the key, what was given and what was expected. All raise SpecError."""
+"""Checks of values in SWEEP.toml. All raise SpecError with the key, what was given and what was expected."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def require_distinct(name: str, values: Sequence[Any]) -> None:
     seen = set()
     for value in values:
         key = (type(value), repr(value))  # 1 and true are equal in Python, and not in TOML
-        require(key not in seen, f"{name} has {value!r} twice; every value makes a cell, so expected each once")
+        require(key not in seen, f"{name} has {value!r} twice; expected every value once")
         seen.add(key)
 
 
@@ -97,7 +97,7 @@ def model_of(value: Any, name: str) -> Model:
 
 
 def toml_text(value: Any) -> str:
-    """A value as it would stand in the file, for the remedy of an error."""
+    """A value as TOML, for the remedy of an error."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return f'"{value}"' if isinstance(value, str) else str(value)

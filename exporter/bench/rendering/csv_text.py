@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from typing import Any
 
 from effexport.bench.results import BenchResults, Row
+from effexport.files import csv_text
 
 _CASE = ["label", "variant", "options", "scope", "seq_len", "batch", "precision", "heads", "head_dim", "runtime"]
 _TIMING = ["runs", "median_ms", "mean_ms", "deviation_ms", "lowest_ms", "highest_ms", "spread_ms"]
@@ -25,11 +24,7 @@ COLUMNS: dict[str, str] = {
 
 def csv_from_results(results: BenchResults) -> str:
     """An empty cell is a value that was not measured."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows([cell(row, path) for path in COLUMNS.values()] for row in results.rows)
-    return text.getvalue()
+    return csv_text(COLUMNS, ([cell(row, path) for path in COLUMNS.values()] for row in results.rows))
 
 
 def cell(row: Row, path: str) -> Any:

@@ -33,10 +33,10 @@ def outcome_of(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch, limits:
     [
         ("os.kill(os.getpid(), 11)", "its process was ended by SIGSEGV; see the log"),
         ("os.kill(os.getpid(), 9)", "its process was ended by SIGKILL; most likely the system ran out of memory"),
-        ("sys.exit(3)", "its process ended with exit status 3 and said nothing; see the log"),
+        ("sys.exit(3)", "its process ended with exit status 3 without an outcome; see the log"),
         (
             "open(sys.argv[1] + '/outcome.json', 'w').write('{')",
-            "its process ended with exit status 0 and said nothing",
+            "its process ended with exit status 0 without an outcome",
         ),
     ],
 )

@@ -23,7 +23,7 @@ from effexport.errors import MissingExtraError, UserError
 from effexport.sweep.attempt import Attempt, Limits
 from effexport.sweep.cell import Cell
 from effexport.sweep.cluster import RayExecutor
-from effexport.sweep.gpus import gpus_here
+from effexport.sweep.machine import gpus_here
 from effexport.sweep.outcome import ARTIFACT, Outcome
 from effexport.sweep.packing import PIECE_BYTES
 from effexport.sweep.ray_start import cluster_executor, import_ray, local_executor
@@ -187,7 +187,7 @@ def test_a_cell_that_kills_its_worker_fails_after_some_attempts_and_others_finis
     assert statuses(store)[good.id][-1] == "finished"
     record = store.failed(bad)
     assert record is not None
-    assert record["reason"].startswith(f"its node or worker was lost {MAX_LOSSES} times, the last time by: ")
+    assert record["reason"].startswith(f"its node or worker was lost {MAX_LOSSES} times, most recently: ")
 
 
 def test_what_a_node_raises_is_the_failure_of_one_cell(executor: Any, store: Store) -> None:

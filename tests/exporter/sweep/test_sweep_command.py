@@ -151,7 +151,9 @@ def test_a_bad_file_is_one_message_with_its_name_and_nothing_is_written(
 ) -> None:
     sweep_file.write_text(ONE.replace("heads = 2", "heads = 3"))
     message = cli("sweep", sweep_file, "-o", tmp_path / "out").error()
-    assert message.startswith(f"{sweep_file}: the cell softmax, 16 tokens, onnx cannot work: dim 16 cannot be split")
+    assert message.startswith(
+        f"{sweep_file}: the cell softmax, 16 tokens, onnx cannot be built: dim 16 cannot be split"
+    )
     assert not (tmp_path / "out").exists()
     assert "no sweep file at" in cli("sweep", tmp_path / "absent.toml").error()
 

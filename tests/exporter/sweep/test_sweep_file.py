@@ -147,7 +147,10 @@ def test_cells_survive_the_way_to_another_machine() -> None:
         (PLAIN + "[build]\nseq_len = 4", "[build] has seq_len, which a sweep varies; give seq_lens = [4]"),
         (PLAIN + "[build]\nnum_hashes = 4", "[build] has num_hashes, a field of single variants; expected it under"),
         (PLAIN + "[build]\nhead = 4", "[build] has an unknown key 'head'; did you mean 'heads'?"),
-        (PLAIN + "[build]\nheads = 3", "the cell softmax, 64 tokens, onnx cannot work: dim 256 cannot be split into 3"),
+        (
+            PLAIN + "[build]\nheads = 3",
+            "the cell softmax, 64 tokens, onnx cannot be built: dim 256 cannot be split into 3",
+        ),
         (PLAIN + '[build]\ndim = "x"', "dim is 'x'; expected an integer"),
         (PLAIN + "[options]\nlsh = 3", "[options] has lsh = 3; expected a table, [options.lsh]"),
         (PLAIN + "[options.lsch]\nnum_hashes = 3", "[options] has an unknown key 'lsch'; did you mean 'lsh'?"),
@@ -155,7 +158,7 @@ def test_cells_survive_the_way_to_another_machine() -> None:
         (PLAIN + "[options.lsh]\nwindow = 3", "[options.lsh] has an unknown key 'window'"),
         (PLAIN + "[options.lsh]\nnum_buckets = 3", "num_buckets is 3; each count must be even"),
         (PLAIN + '[[exclude]]\nvariant = "linear"', "[[exclude]] with variant = ['linear'] matches no cell"),
-        (PLAIN + '[[exclude]]\nvariant = ["lsh", "softmax"]', "the sweep is empty: [[exclude]] leaves out all 4 cells"),
+        (PLAIN + '[[exclude]]\nvariant = ["lsh", "softmax"]', "the sweep is empty: [[exclude]] removes all 4 cells"),
         (
             PLAIN + "[[exclude]]\nseq_lens = [64]",
             "an [[exclude]] has an unknown key 'seq_lens'; did you mean 'seq_len'?",

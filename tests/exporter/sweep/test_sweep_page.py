@@ -112,7 +112,7 @@ def test_a_long_table_is_folded_and_an_interrupted_sweep_says_so() -> None:
     assert "<details open>" in html_from_results(mixed())
     page = html_from_results(many())
     assert "<details open>" not in page
-    assert "Interrupted: the same command goes on" in page
+    assert "Interrupted: run the same command again" in page
 
 
 def test_a_row_says_the_worst_of_all_checks_and_whether_the_engine_ran() -> None:

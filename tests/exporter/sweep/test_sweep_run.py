@@ -15,13 +15,13 @@ from effexport.errors import EffexportError, UserError
 from effexport.sweep.attempt import Attempt, Limits
 from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event
-from effexport.sweep.gpus import Gpu, parse_gpus
+from effexport.sweep.machine import Gpu, parse_gpus
 from effexport.sweep.outcome import ARTIFACT, Outcome
 from effexport.sweep.output import results_of_sweep, write_results
 from effexport.sweep.packing import Piece, Unpacking, pieces_of_folder
 from effexport.sweep.processes import ProcessExecutor
 from effexport.sweep.results import SweepResults
-from effexport.sweep.run import MAX_LOSSES, News, Sweep, plan_of
+from effexport.sweep.run import MAX_LOSSES, Progress, Sweep, plan_of
 from effexport.sweep.store import ATTEMPTS, RECORD, STAGING, Store
 
 
@@ -32,7 +32,7 @@ class Machine:
         self.store = Store(folder / "out")
         self.journal = folder / "journal"
         self.fails: set[int] = set()
-        self.news: list[News] = []
+        self.news: list[Progress] = []
 
     def work(self, attempt: Attempt, folder: Path) -> Outcome:
         if attempt.cell.spec.seq_len in self.fails:
@@ -160,7 +160,7 @@ def test_an_artifact_that_is_not_what_its_manifest_says_is_a_failure(machine: Ma
     machine.work = work  # type: ignore[method-assign]
     (row,) = machine.run([cell]).rows
     assert row.status == "failed"
-    assert "its artifact did not arrive whole" in row.reason
+    assert "its artifact did not arrive completely" in row.reason
     assert "model.onnx does not match its checksum" in row.reason
 
 
@@ -241,7 +241,7 @@ def test_a_cell_that_is_lost_begins_again_and_not_for_ever(tmp_path: Path, losse
 
 def test_the_time_left_follows_the_pace_so_far(tmp_path: Path) -> None:
     now = iter(float(second) for second in range(0, 1000, 10))
-    news: list[News] = []
+    news: list[Progress] = []
     with (store := Store(tmp_path / "out")).opened():
         Sweep(store, LosingExecutor(0), news.append, clock=lambda: next(now)).run(tiny_cells(16, 17, 18, 19))
     assert [(one.done, one.total, one.seconds_left) for one in news] == [(1, 4, 30), (2, 4, 20), (3, 4, 10), (4, 4, 0)]
@@ -314,7 +314,7 @@ def test_pieces_that_were_not_announced_are_refused(tmp_path: Path, piece: Piece
     with pytest.raises(EffexportError, match=said):
         unpacking.add(piece)
     assert not (tmp_path / "escaped").exists()
-    with pytest.raises(EffexportError, match=r"without all of: model\.onnx"):
+    with pytest.raises(EffexportError, match=r"missing or incomplete: model\.onnx"):
         unpacking.finish()
 
 
