@@ -543,6 +543,7 @@ def test_without_a_gpu_there_is_one_clear_error() -> None:
     assert line.startswith("error: PyTorch ")
 
 
+@pytest.mark.slow
 @pytest.mark.requires("torch", "onnx", "ort", "rtx")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_an_engine_is_built_and_what_needs_a_gpu_fails_in_its_own_words(

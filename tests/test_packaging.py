@@ -84,15 +84,18 @@ def wheel_files(path: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
+@pytest.mark.slow
 def test_the_wheel_is_pure_python(wheel_path: Path) -> None:
     assert wheel_path.name == f"effexport-{effexport.__version__}-py3-none-any.whl"
 
 
+@pytest.mark.slow
 def test_the_wheel_puts_only_effexport_into_site_packages(wheel_path: Path) -> None:
     top = {name.split("/")[0] for name in wheel_files(wheel_path)}
     assert top == {"effexport", f"effexport-{effexport.__version__}.dist-info"}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_the_package_folders_unchanged(wheel_path: Path) -> None:
     held = {name: data for name, data in wheel_files(wheel_path).items() if name.startswith("effexport/")}
     expected = source_files()
@@ -100,6 +103,7 @@ def test_the_wheel_holds_every_file_of_the_package_folders_unchanged(wheel_path:
     assert [name for name in held if held[name] != expected[name]] == []
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_types_contracts_and_licence(wheel_path: Path) -> None:
     names = set(wheel_files(wheel_path))
     assert "effexport/py.typed" in names
@@ -108,10 +112,12 @@ def test_the_wheel_holds_types_contracts_and_licence(wheel_path: Path) -> None:
     assert f"effexport-{effexport.__version__}.dist-info/licenses/LICENSE" in names
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_native_sources(wheel_path: Path) -> None:
     assert {f"effexport/plugins/{name}" for name in all_sources()} <= set(wheel_files(wheel_path))
 
 
+@pytest.mark.slow
 @pytest.mark.requires("native", "ort")
 def test_the_kernel_library_builds_from_the_wheel_and_loads(wheel_path: Path, tmp_path: Path) -> None:
     import onnxruntime
@@ -134,11 +140,13 @@ def test_the_kernel_library_builds_from_the_wheel_and_loads(wheel_path: Path, tm
     onnxruntime.SessionOptions().register_custom_ops_library(library)
 
 
+@pytest.mark.slow
 def test_the_sdist_builds_the_same_wheel(wheel_path: Path, sdist_folder: Path) -> None:
     rebuilt = wheel_files(sdist_folder / wheel_path.name)
     assert rebuilt == wheel_files(wheel_path)
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_the_folders_under_their_own_names(sdist_folder: Path) -> None:
     with tarfile.open(sdist_folder / f"effexport-{effexport.__version__}.tar.gz") as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import json
 import logging
 import shutil
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import code_of, kept
 from page_browser import Browser
+from small_builds import built_artifact
 from small_specs import spec_of
 
 from effexport.artifact import Artifact, write_manifest
@@ -25,8 +24,6 @@ from effexport.spec import BuildSpec
 
 VARIANTS = tuple(ATTENTION_SPECS)
 SCOPES = ("attention", "encoder")
-# Folders whose code no build runs; tests/test_imports.py holds them above build.py.
-ABOVE_BUILD = {"bench", "commands", "serving", "sweep", "triton", "cli.py"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -57,31 +54,18 @@ def built(worker_folder: Path) -> Callable[..., Artifact]:
     It lies in a folder of this run. Do not change its files: other tests read them.
     """
     from effexport.artifact import open_artifact
-    from effexport.build import artifact_from_spec
 
     def artifact(variant: str, scope: str = "encoder", **fields: Any) -> Artifact:
-        options = "".join(f"-{name}-{value}" for name, value in sorted(fields.items()))
-        path = worker_folder / f"{variant}-{scope}{options}"
-        with locked(worker_folder / f"{path.name}.lock"):
-            if not path.exists():
-                spec = spec_of(variant, scope, **fields)
-                decided_by = [repr(spec), *what_decides_a_build()]
-                folder = kept(path.name, decided_by, lambda folder: artifact_from_spec(spec, folder / "artifact"))
-                shutil.copytree(folder / "artifact", path)
-        return open_artifact(path)
+        spec = spec_of(variant, scope, **fields)
+        if spec.model.custom_ops(fused=True) == spec.model.custom_ops(fused=False):
+            fields.pop("fused", None)  # makes no difference
+        name = "-".join([variant, scope, *(f"{name}-{value}" for name, value in sorted(fields.items()))])
+        with locked(worker_folder / f"{name}.lock"):
+            if not (worker_folder / name).exists():
+                shutil.copytree(built_artifact(name, spec_of(variant, scope, **fields)), worker_folder / name)
+        return open_artifact(worker_folder / name)
 
     return artifact
-
-
-@functools.cache
-def what_decides_a_build() -> tuple[str | Path, ...]:
-    """The code that a build runs, the packages and the kernel library that it runs with."""
-    from effexport.environment import versions
-    from effexport.plugins.building.library import find_library
-
-    library = find_library()
-    code = code_of("exporter", "models", "plugins", without=ABOVE_BUILD)
-    return (*code, repr(versions()), "no library" if library is None else library.path)
 
 
 @pytest.fixture(scope="session")

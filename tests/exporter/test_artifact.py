@@ -559,6 +559,7 @@ def kill_build(output: Path, stage: str, *options: str) -> None:
     assert process.wait() == -9, seen
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_the_old_artifact_or_none_and_the_next_succeeds(
     small_spec: Callable[..., BuildSpec], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from slow_cases import slow_after
 from torch import nn
 from transformers_models import inputs, same_rotations, saved, worst_error
 
@@ -58,7 +59,7 @@ NYSTROM_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields"), NYSTROM_CASES)
+@pytest.mark.parametrize(("kind", "fields"), slow_after(1, NYSTROM_CASES))
 def test_a_nystromformer_checkpoint_computes_what_transformers_computes(
     cli: Callable[..., Any], tmp_path: Path, kind: str, fields: dict[str, Any]
 ) -> None:
@@ -97,8 +98,10 @@ def test_multiple_choice_scores_every_choice(cli: Callable[..., Any], tmp_path: 
     assert worst_error(given, expected, torch.ones(2, 5)) <= LIMIT
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize(("kind", "config"), [("NystromformerForMaskedLM", NYSTROM), ("ReformerModel", REFORMER)])
+@pytest.mark.parametrize("precision", slow_after(1, ["fp16", "bf16"]))
+@pytest.mark.parametrize(
+    ("kind", "config"), slow_after(1, [("NystromformerForMaskedLM", NYSTROM), ("ReformerModel", REFORMER)])
+)
 def test_half_precision_is_exported_where_transformers_fails_or_drifts(
     cli: Callable[..., Any], tmp_path: Path, kind: str, config: dict[str, Any], precision: str
 ) -> None:
@@ -119,7 +122,7 @@ REFORMER_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields"), REFORMER_CASES)
+@pytest.mark.parametrize(("kind", "fields"), slow_after(1, REFORMER_CASES))
 def test_a_reformer_checkpoint_computes_what_transformers_computes_with_its_rotations(
     cli: Callable[..., Any], tmp_path: Path, kind: str, fields: dict[str, Any]
 ) -> None:

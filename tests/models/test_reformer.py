@@ -360,6 +360,7 @@ def test_checkpoints_load_with_and_without_prefix_and_with_the_heads_of_other_ta
     assert torch.equal(outputs[2], outputs[3])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_torch_export_takes_any_batch_and_length() -> None:
     spec, _ = ReformerSpec.from_config(TINY | DECODER, {})
@@ -372,6 +373,7 @@ def test_torch_export_takes_any_batch_and_length() -> None:
             assert torch.equal(program.module()(ids, mask), module(ids, mask))
 
 
+@pytest.mark.slow
 @pytest.mark.requires("onnx", "ort")
 @torch.no_grad()
 def test_the_onnx_graph_computes_the_module_at_every_length(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from slow_cases import slow_after, variants_fast_for
 
 from effexport.bench.grid import Grid, Model, spec_from_case
 from effexport.bench.measuring import run as bench_run
@@ -61,14 +62,16 @@ def agrees(case: Case, model: Path | None) -> None:
     assert parity.passed, parity
 
 
-def test_a_core_export_agrees_with_pytorch(variant: str, tmp_path: Path) -> None:
-    case = small_case(variant)
+@pytest.mark.parametrize("name", variants_fast_for("softmax", "linear", "nystrom", "lsh", "aft-simple", "aft-full"))
+def test_a_core_export_agrees_with_pytorch(name: str, tmp_path: Path) -> None:
+    case = small_case(name)
     onnx_from_case(case, tmp_path / "model.onnx")
     agrees(case, tmp_path / "model.onnx")
 
 
-def test_a_naive_export_has_no_operator_of_ours_and_agrees_with_pytorch(variant: str, tmp_path: Path) -> None:
-    case = small_case(variant, "naive")
+@pytest.mark.parametrize("name", variants_fast_for("softmax", "linear"))
+def test_a_naive_export_has_no_operator_of_ours_and_agrees_with_pytorch(name: str, tmp_path: Path) -> None:
+    case = small_case(name, "naive")
     path = tmp_path / "model.onnx"
     naive_onnx_from_case(case, path)
     model = onnx.load(str(path))
@@ -76,10 +79,11 @@ def test_a_naive_export_has_no_operator_of_ours_and_agrees_with_pytorch(variant:
     assert DOMAIN not in {entry.domain for entry in model.opset_import}
     agrees(case, path)
     # batch and length are free
-    shorter = small_case(variant, "naive", seq_len=100, batch=1)
+    shorter = small_case(name, "naive", seq_len=100, batch=1)
     agrees(shorter, path)
 
 
+@pytest.mark.slow
 def test_a_naive_encoder_agrees_with_pytorch(tmp_path: Path) -> None:
     case = small_case("nystrom", "naive", scope="encoder")
     naive_onnx_from_case(case, tmp_path / "model.onnx")
@@ -105,7 +109,7 @@ def test_attention_and_encoder_have_the_inputs_of_effexport_build() -> None:
         assert inputs_of_case(case)["attention_mask"].all()
 
 
-@pytest.mark.parametrize("runtime", ["torch", "compile"])
+@pytest.mark.parametrize("runtime", slow_after(1, ["torch", "compile"]))
 def test_pytorch_agrees_with_itself(runtime: str) -> None:
     agrees(small_case("linear", runtime), None)
 
@@ -184,7 +188,7 @@ def enlarge_operand(index: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize("operand", [None, 0, 1])
-@pytest.mark.parametrize("runtime", ["ort", "ort-body"])
+@pytest.mark.parametrize("runtime", slow_after(1, ["ort", "ort-body"]))
 def test_a_small_fault_in_a_hashed_model_gets_no_timing(
     operand: int | None, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def nothing_was_written(folder: Path) -> bool:
     return not list(folder.glob("out/*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_scope", "precision"),
     [

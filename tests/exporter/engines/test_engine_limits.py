@@ -11,6 +11,7 @@ import onnx
 import onnx.parser
 import pytest
 from onnx import numpy_helper
+from small_builds import exported
 from transformers_models import saved
 
 from effexport.artifact import Artifact
@@ -209,11 +210,6 @@ def test_many_problems_are_listed_up_to_a_point() -> None:
     assert "Thing5" not in str(failure.value)
 
 
-def exported(spec: BuildSpec, path: Path) -> onnx.ModelProto:
-    onnx_from_module(module_from_spec(spec.model, spec.seed), spec, path)
-    return onnx.load(str(path))
-
-
 def test_exported_models_obey_the_limits(built: Callable[..., Artifact], variant: str) -> None:
     check_limits(onnx.load(str(built(variant, "encoder").model_path)))
 
@@ -223,14 +219,14 @@ PRECISIONS = [p if p == "fp16" else pytest.param(p, marks=pytest.mark.soak) for 
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_exported_attention_obeys_the_limits(small_spec: Specs, tmp_path: Path, variant: str, precision: str) -> None:
-    check_limits(exported(small_spec(variant, "attention", precision=precision), tmp_path / "model.onnx"))
+def test_exported_attention_obeys_the_limits(small_spec: Specs, variant: str, precision: str) -> None:
+    check_limits(onnx.load(exported(small_spec(variant, "attention", precision=precision))))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_exported_encoders_obey_the_limits(small_spec: Specs, tmp_path: Path, variant: str, precision: str) -> None:
-    check_limits(exported(small_spec(variant, "encoder", precision=precision), tmp_path / "model.onnx"))
+def test_exported_encoders_obey_the_limits(small_spec: Specs, variant: str, precision: str) -> None:
+    check_limits(onnx.load(exported(small_spec(variant, "encoder", precision=precision))))
 
 
 FAITHFUL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -246,9 +242,9 @@ FAITHFUL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FAITHFUL)
-def test_exports_that_are_faithful_to_checkpoints_obey_the_limits(small_spec: Specs, tmp_path: Path, name: str) -> None:
+def test_exports_that_are_faithful_to_checkpoints_obey_the_limits(small_spec: Specs, name: str) -> None:
     variant, fields = FAITHFUL[name]
-    check_limits(exported(small_spec(variant, "attention", **fields), tmp_path / "model.onnx"))
+    check_limits(onnx.load(exported(small_spec(variant, "attention", **fields))))
 
 
 # with a decode step where memory is constant; those of the other variants take as long as all of these
@@ -262,11 +258,9 @@ CAUSAL = [
 @pytest.mark.parametrize("name", CAUSAL)
 def test_causal_exports_and_their_decode_steps_obey_the_limits(small_spec: Specs, tmp_path: Path, name: str) -> None:
     spec = small_spec(name, "encoder", causal=True)
-    module = module_from_spec(spec.model, spec.seed)
-    onnx_from_module(module, spec, tmp_path / "model.onnx")
-    check_limits(onnx.load(str(tmp_path / "model.onnx")))
+    check_limits(onnx.load(exported(spec)))
     if spec.has_decode_step:
-        onnx_from_decode_step(module, spec, tmp_path / "step.onnx")
+        onnx_from_decode_step(module_from_spec(spec.model, spec.seed), spec, tmp_path / "step.onnx")
         check_limits(onnx.load(str(tmp_path / "step.onnx")))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slow_cases import slow_after
 
 import effexport
 from effexport.build import artifact_from_spec
@@ -38,7 +39,7 @@ FAITHFUL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("around", ["encoder", "attention"])
+@pytest.mark.parametrize("around", slow_after(1, ["attention", "encoder"]))
 @pytest.mark.parametrize("options", FAITHFUL.values(), ids=FAITHFUL)
 def test_a_faithful_spec_builds_and_says_that_batch_invariance_does_not_hold(
     options: dict[str, Any], around: str, tmp_path: Path

@@ -11,6 +11,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from small_builds import exported
 
 from effexport.artifact import Artifact
 from effexport.errors import StageError
@@ -29,23 +30,13 @@ from effexport.spec import OPSETS, BuildSpec
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Specs = Callable[..., BuildSpec]
 Built = Callable[..., Artifact]
-# aft-local exports the same blocks as aft-conv, slowly
-CAUSAL = [
-    pytest.param(name, marks=pytest.mark.soak) if name == "aft-local" else name
-    for name, spec in ATTENTION_SPECS.items()
-    if spec.supports_causal
-]
+CAUSAL = [name for name, spec in ATTENTION_SPECS.items() if spec.supports_causal]
 # 1: nothing to attend to but itself; 63 and 50 are no multiples of a chunk (16) or of the landmarks (16)
 SEQ_LENS = (1, 7, 50, 63, 64)
 
 
 def promise_of(spec: BuildSpec) -> GraphPromise:
     return GraphPromise(spec.inputs, spec.outputs, spec.custom_ops)
-
-
-def export(spec: BuildSpec, path: Path) -> onnx.ModelProto:
-    onnx_from_module(module_from_spec(spec.model, spec.seed), spec, path)
-    return onnx.load(str(path))
 
 
 def worst_error(path: Path, spec: BuildSpec, seq_lens: tuple[int, ...] = SEQ_LENS) -> float:
@@ -95,10 +86,10 @@ def test_every_custom_call_is_one_marked_node_with_a_body(built: Built, variant:
 
 
 @pytest.mark.parametrize("name", ["nystrom", "lsh"])
-def test_every_layer_keeps_its_own_operators(small_spec: Callable[..., BuildSpec], tmp_path: Path, name: str) -> None:
+def test_every_layer_keeps_its_own_operators(small_spec: Specs, name: str) -> None:
     """The exporter merges equal nodes: what two layers compute of the mask alone must not be a custom operator."""
     spec = small_spec(name, "encoder", layers=2)
-    model = export(spec, tmp_path / "model.onnx")
+    model = onnx.load(exported(spec))
     nodes = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
     assert nodes == Counter(spec.attention.operators(fused=True) * 2)
 
@@ -125,18 +116,14 @@ def test_batch_and_length_are_free_in_the_file(built: Built, variant: str, scope
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_causal_layers_export_and_compute_the_same(small_spec: Specs, built: Built, tmp_path: Path, name: str) -> None:
-    spec, path = small_spec(name, "attention", causal=True), tmp_path / "model.onnx"
-    if name == "aft-simple":  # other tests need this artifact as well
-        path = built(name, "attention", causal=True).model_path
-    else:
-        export(spec, path)
-    assert worst_error(path, spec) <= arithmetic_limit(spec).value
+def test_causal_layers_export_and_compute_the_same(built: Built, name: str) -> None:
+    artifact = built(name, "attention", causal=True)
+    assert worst_error(artifact.model_path, artifact.spec) <= arithmetic_limit(artifact.spec).value
 
 
-def test_two_lsh_layers_have_a_sort_and_rotations_each(small_spec: Specs, tmp_path: Path) -> None:
+def test_two_lsh_layers_have_a_sort_and_rotations_each(small_spec: Specs) -> None:
     spec = small_spec("lsh", "encoder", layers=2)
-    model = export(spec, tmp_path / "model.onnx")
+    model = onnx.load(exported(spec))
     sorts = [node for node in model.graph.node if node.op_type == "LSHSort"]
     assert [node.name for node in sorts] == [f"blocks.{i}.attention/LSHSort" for i in range(2)]
     assert [node.input[0] for node in sorts] == [f"blocks.{i}.attention.buckets" for i in range(2)]
@@ -167,9 +154,9 @@ def test_rotations_are_a_float32_initializer_at_every_precision(built: Built, fi
     assert rotations_in(onnx.load(str(artifact.model_path)), artifact.spec).dtype == np.float32
 
 
-def test_half_precision_keeps_float32_islands(small_spec: Specs, tmp_path: Path) -> None:
+def test_half_precision_keeps_float32_islands(small_spec: Specs) -> None:
     spec = small_spec("softmax", "encoder", precision="fp16", fused=False)
-    model = onnx.shape_inference.infer_shapes(export(spec, tmp_path / "model.onnx"))
+    model = onnx.shape_inference.infer_shapes(onnx.load(exported(spec)))
     dtypes = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
     softmaxes = [node for node in model.graph.node if node.op_type == "Softmax"]
     assert softmaxes
@@ -182,16 +169,16 @@ OPSET_CASES = [n if n in (18, 24) else pytest.param(n, marks=pytest.mark.soak) f
 
 @pytest.mark.parametrize("opset", OPSET_CASES)
 @pytest.mark.parametrize("name", ["lsh", "nystrom"])
-def test_custom_operators_work_at_every_opset(small_spec: Specs, tmp_path: Path, name: str, opset: int) -> None:
+def test_custom_operators_work_at_every_opset(small_spec: Specs, name: str, opset: int) -> None:
     spec = small_spec(name, "attention", opset=opset)
-    model = export(spec, tmp_path / "model.onnx")
+    model = onnx.load(exported(spec))
     assert next(o.version for o in model.opset_import if o.domain == "") == opset
-    assert worst_error(tmp_path / "model.onnx", spec, (50,)) <= arithmetic_limit(spec).value
+    assert worst_error(exported(spec), spec, (50,)) <= arithmetic_limit(spec).value
 
 
-def test_bfloat16_passes_the_checker(small_spec: Specs, tmp_path: Path, variant: str) -> None:
+def test_bfloat16_passes_the_checker(small_spec: Specs, variant: str) -> None:
     spec = small_spec(variant, "attention", precision="bf16")
-    model = export(spec, tmp_path / "model.onnx")
+    model = onnx.load(exported(spec))
     weights = [tensor for tensor in model.graph.initializer if len(tensor.dims) == 2 and 32 in tensor.dims]
     assert any(tensor.data_type == TensorProto.BFLOAT16 for tensor in weights)
 
@@ -229,9 +216,8 @@ def test_exporting_leaves_the_module_as_it_was(small_spec: Specs, tmp_path: Path
 
 def test_two_exports_give_the_same_bytes(small_spec: Specs, tmp_path: Path) -> None:
     spec = small_spec("aft-simple", "attention")
-    for name in ("one", "two"):
-        export(spec, tmp_path / name)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    onnx_from_module(module_from_spec(spec.model, spec.seed), spec, tmp_path / "again.onnx")
+    assert (tmp_path / "again.onnx").read_bytes() == exported(spec).read_bytes()
 
 
 def damage_random(model: onnx.ModelProto) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_after
 from torch import nn
 from transformers_models import inputs, same_rotations, saved, worst_error
 
@@ -20,8 +21,7 @@ from effexport.spec import BuildSpec, build_spec_from_checkpoint
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 # What a checkpoint promises to its users.
 LIMIT = 1e-4
-CONFIGURATIONS = 8
-SOAKED = [pytest.param(seed, marks=pytest.mark.soak) for seed in range(CONFIGURATIONS, 40)]
+SEEDS = [*slow_after(2, range(8)), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 40))]
 
 
 def exported(folder: Path, seq_len: int | None = None) -> tuple[BuildSpec, nn.Module, Path]:
@@ -110,12 +110,12 @@ def check_reformer(folder: Path, kind: str, config: dict[str, Any], lengths: tup
                 assert worst_error(output, expected[name], mask) <= LIMIT, (batch, seq_len)
 
 
-@pytest.mark.parametrize("seed", [*range(CONFIGURATIONS), *SOAKED])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_nystromformer_configurations(tmp_path: Path, seed: int) -> None:
     check_nystromformer(tmp_path, *random_nystromformer(seed), (64, 33, 7))
 
 
-@pytest.mark.parametrize("seed", [*range(CONFIGURATIONS), *SOAKED])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_reformer_configurations(tmp_path: Path, seed: int) -> None:
     check_reformer(tmp_path, *random_reformer(seed), (96, 61, 40))
 
@@ -135,6 +135,7 @@ def test_the_configuration_of_nystromformer_512_at_one_layer(tmp_path: Path) -> 
     check_nystromformer(tmp_path, "NystromformerForMaskedLM", config, (510, 200, 63))
 
 
+@pytest.mark.slow
 def test_the_configuration_of_reformer_crime_and_punishment_at_two_layers(tmp_path: Path) -> None:
     config = {
         "vocab_size": 320,
@@ -155,6 +156,7 @@ def test_the_configuration_of_reformer_crime_and_punishment_at_two_layers(tmp_pa
     check_reformer(tmp_path, "ReformerModelWithLMHead", config, (1024, 300, 129))
 
 
+@pytest.mark.slow
 def test_the_configuration_of_reformer_enwik8_at_two_layers(tmp_path: Path) -> None:
     config = {
         "vocab_size": 258,

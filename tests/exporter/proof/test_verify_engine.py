@@ -131,6 +131,7 @@ def test_the_second_engine_takes_one_row_per_sample_head_and_round_in_whole_chun
     assert str(profile) == "batch=1:2:3,seq=1:50:64,rows=4:8:12,padded=16:64:64"
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_a_reformer_with_chunks_of_two_sizes_gets_its_second_engine_too(
     cli: Callable[..., Any], stand_in: type[StandIn], tmp_path: Path

@@ -67,6 +67,7 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     return condition()
 
 
+@pytest.mark.slow
 @pytest.mark.requires("torch", "onnx", "ort")
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_a_sweep_that_is_killed_or_interrupted_goes_on_where_it_stopped(

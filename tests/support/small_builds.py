@@ -1,0 +1,43 @@
+"""Models that several tests, and several runs of the tests, export or build only once: see kept.py."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from kept import code_of, digest_of, kept
+
+from effexport.environment import versions
+from effexport.export.module_source import module_from_seed
+from effexport.export.onnx_from_module import onnx_from_module
+from effexport.plugins.building.library import find_library
+from effexport.spec import BuildSpec
+
+# Folders whose code no build runs; tests/test_imports.py holds them above build.py.
+ABOVE_BUILD = {"bench", "commands", "serving", "sweep", "triton", "cli.py"}
+
+
+def exported(spec: BuildSpec) -> Path:
+    """The ONNX file of a module with weights from the spec's seed. Do not change it: other tests read it."""
+    folder = kept(
+        f"models/{digest_of([repr(spec)])}",
+        what_decides_a_build(),
+        lambda folder: onnx_from_module(module_from_seed(spec), spec, folder / "model.onnx"),
+    )
+    return folder / "model.onnx"
+
+
+def built_artifact(name: str, spec: BuildSpec) -> Path:
+    """The folder of a healthy artifact. Copy it before changing it."""
+    from effexport.build import artifact_from_spec
+
+    decided_by = [repr(spec), *what_decides_a_build()]
+    return kept(f"artifacts/{name}", decided_by, lambda folder: artifact_from_spec(spec, folder / "built")) / "built"
+
+
+@functools.cache
+def what_decides_a_build() -> tuple[str | Path, ...]:
+    """The code that a build runs, the packages and the kernel library that it runs with."""
+    library = find_library()
+    code = code_of("exporter", "models", "plugins", without=ABOVE_BUILD)
+    return (*code, repr(versions()), "no library" if library is None else library.path)
