@@ -144,6 +144,7 @@ class Request:
         """
         from effexport.export.module_source import module_from_factory, source_from_module, source_from_path
         from effexport.models.module_probe import spec_from_module
+        from effexport.models.spec import ATTENTION_SPECS, field_names
         from effexport.models.validation import require
         from effexport.spec import build_spec_from_checkpoint, build_spec_from_module, build_spec_from_options
 
@@ -165,6 +166,10 @@ class Request:
             spec = build_spec_from_module(self.flags, spec_from_module(module, self.factory, self.flags.get("seq_len")))
             return spec, source_from_module(module, self.factory), (), self.factory.partition(":")[2]
         require(self.flags.get("task") is None, "--task only works with --checkpoint")
+        attention = ATTENTION_SPECS.get(self.flags.get("variant", ""))
+        for name in ("num_hashes", "pinv_init"):
+            applies = attention is None or name in field_names(attention) or self.flags.get(name) is None
+            require(applies, f"--{name.replace('_', '-')} does not apply to {self.flags.get('variant')}")
         spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec_file)
         return spec, source_from_path(self.weights), (), spec.variant
 
