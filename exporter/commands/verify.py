@@ -19,7 +19,7 @@ from effexport.commands._options import (
     stderr_console,
 )
 from effexport.errors import Unavailable
-from effexport.runtimes import RUNTIMES
+from effexport.runtimes import ORT_RUNTIMES, RUNTIMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,25 +145,26 @@ class Candidate:
         return self.artifact.engine_path(self.runtime)
 
     def verify(self, cases: Sequence[Case]) -> Verification:
-        from effexport.commands._options import settings_from_options
-        from effexport.proof.verify import verify_candidate
+        from effexport.proof.verify import verify_in_runtime
         from effexport.proof.verify_engine import verify_engine
+        from effexport.runners.artifact_runner import model_opener
+        from effexport.runners.runner import ModelOptions
 
         spec, hashes = self.artifact.spec, self.artifact.manifest["hash_values"]
         if self.is_engine:
             return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
-        settings = settings_from_options(self.runtime, self.implementation)
-        return verify_candidate(self.path, cases, spec, hashes, settings)
+        # every case has a shape of its own, and up to two sessions are open: memory is given back after each run
+        open_model = model_opener(self.runtime, ModelOptions(self.implementation, memory_arena=False))
+        return verify_in_runtime(self.path, cases, spec, hashes, open_model)
 
     def trace(self, weights: Path | None, case: Case) -> Trace | Unavailable:
         """The first values that differ from the module's on the inputs of one case."""
         from effexport.commands._options import settings_from_options
         from effexport.proof.trace.trace_from_model import trace_if_possible
 
-        if self.is_engine:
-            return Unavailable(
-                f"a {self.runtime} engine keeps no intermediate values; trace its model with --runtime ort"
-            )
+        if self.runtime not in ORT_RUNTIMES:
+            kind = f"a {self.runtime} engine" if self.is_engine else self.runtime
+            return Unavailable(f"{kind} keeps no intermediate values; trace its model with --runtime ort")
         settings = settings_from_options(self.runtime, self.implementation)
         return trace_if_possible(self.path, self.artifact, weights, case, settings)
 
@@ -178,6 +179,7 @@ def verify_artifact(
 ) -> tuple[Verification, Trace | Unavailable | None]:
     """Checks against the chosen references; and a trace, if it is asked for or a check has failed."""
     from effexport.commands._options import settings_from_options
+    from effexport.proof.checks.result import Kind, not_run
     from effexport.proof.references.choice import references_from_choice
     from effexport.proof.verify import Verification, case_to_trace, verify_decode_step
 
@@ -189,8 +191,12 @@ def verify_artifact(
             cases += reference.cases
         result.checks += reference.missing
         if reference.kind == "golden" and candidate.path == artifact.model_path and spec.has_decode_step:
-            settings = settings_from_options(candidate.runtime, candidate.implementation)
-            result += verify_decode_step(artifact.decode_step_path, reference.cases, spec, settings)
+            if candidate.runtime in ORT_RUNTIMES:
+                settings = settings_from_options(candidate.runtime, candidate.implementation)
+                result += verify_decode_step(artifact.decode_step_path, reference.cases, spec, settings)
+            else:
+                reason = f"a decode step runs in ONNX Runtime only, not in {candidate.runtime}"
+                result.checks.append(not_run(Kind.DECODE_STEP, reason))
     case = case_to_trace(result.checks, cases, wanted=trace)
     if case is None:
         return result, None

@@ -15,11 +15,11 @@ from effexport.engines.config import config_from_spec, save_timing_cache
 from effexport.engines.layers import check_dtypes, check_precision, layers_of_engine, layers_of_network
 from effexport.engines.network import Network, network_from_model
 from effexport.engines.preparation import prepared_model
-from effexport.engines.sidecar import EngineInfo, write_sidecar
+from effexport.engines.sidecar import EngineInfo, model_digest, write_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError, UserError
-from effexport.export.onnx_graph import external_files, graph_tensors, load_graph, value_types
-from effexport.files import file_digest, replacing
+from effexport.export.onnx_graph import graph_tensors, load_graph, value_types
+from effexport.files import replacing
 from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.version import __version__
 
@@ -157,9 +157,3 @@ def write_engine(output: Path, engine: bytes, info: EngineInfo) -> None:
             write_sidecar(output, info)
     except OSError as error:
         raise UserError(f"cannot write the engine to {output}: {error.strerror}") from error
-
-
-def model_digest(model: Path) -> str:
-    """SHA-256 of a model.onnx, and of the files that hold its weights, where it has such."""
-    digests = [file_digest(file) for file in (model, *external_files(model))]
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

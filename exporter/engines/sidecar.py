@@ -5,6 +5,7 @@ engine/trt-rtx.engine and engine/trt-rtx.json in an artifact; any engine may be 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -13,6 +14,7 @@ from typing import Any, Literal, Self
 
 from effexport.engines.api import version_tuple
 from effexport.errors import UserError
+from effexport.export.onnx_graph import external_files
 from effexport.files import file_digest, json_text, write_file
 from effexport.runtimes import ENGINE_RUNTIMES, ENGINE_SUFFIX, engine_name
 from effexport.spec import TensorInfo
@@ -153,6 +155,12 @@ def check_model(engine: Path, info: EngineInfo, onnx_sha256: str) -> None:
             f"{engine} was built from another model.onnx (sha256 {info.onnx_sha256[:12]}…; this one has "
             f"{onnx_sha256[:12]}…), so it would answer with other weights; build it again with --target {info.target}"
         )
+
+
+def model_digest(model: Path) -> str:
+    """SHA-256 of a model.onnx, and of the files that hold its weights, where it has such."""
+    digests = [file_digest(file) for file in (model, *external_files(model))]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def check_runs_here(engine: Path, info: EngineInfo, tensorrt_version: str, compute_capability: int) -> None:

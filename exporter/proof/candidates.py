@@ -10,6 +10,7 @@ import numpy as np
 
 from effexport.export.onnx_graph import load_graph
 from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values, with_given_buckets
+from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.session import OrtSettings
@@ -58,21 +59,27 @@ class RunnerCandidate:
         return results, own
 
 
-class OrtCandidate(RunnerCandidate):
-    """A model file in ONNX Runtime; where the model hashes, a second session takes the buckets as inputs.
+class ModelCandidate(RunnerCandidate):
+    """A model file in a runtime; where the model hashes, it is opened a second time with the buckets as inputs.
 
     hashes: names of the bucket values in the order of the layers, empty for models that do not hash.
     """
 
+    def __init__(self, path: Path, hashes: Sequence[str], limits: FeedLimits, open_model: OpenModel) -> None:
+        load_graph(path)
+        runner = open_model(path, limits, None)
+        values = hash_values(path, hashes) if hashes else []
+        given = open_model(with_given_buckets(path, values), limits, path.parent.resolve()) if values else None
+        super().__init__(runner, given, hashes, values)
+
+
+class OrtCandidate(ModelCandidate):
+    """A model file in ONNX Runtime, with settings of its own."""
+
     def __init__(
         self, path: Path, hashes: Sequence[str], limits: FeedLimits, settings: OrtSettings | None = None
     ) -> None:
-        load_graph(path)
-        runner = OrtRunner(path, settings, limits=limits)
-        values = hash_values(path, hashes) if hashes else []
-        given = None
-        if values:
-            given = OrtRunner(
-                with_given_buckets(path, values), settings, limits=limits, external_folder=path.parent.resolve()
-            )
-        super().__init__(runner, given, hashes, values)
+        def open_model(model: Path | bytes, limits: FeedLimits, external_folder: Path | None) -> OrtRunner:
+            return OrtRunner(model, settings, limits=limits, external_folder=external_folder)
+
+        super().__init__(path, hashes, limits, open_model)

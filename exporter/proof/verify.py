@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,9 @@ from effexport.runners.ort.session import OrtSettings
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
+    from effexport.proof.candidates import RunnerCandidate
     from effexport.proof.cases import Case
+    from effexport.runners.artifact_runner import OpenModel
 
 # Checks of the numbers, of which a case has one.
 ARITHMETIC = (Kind.ARITHMETIC, Kind.GIVEN_BUCKETS, Kind.HIDDEN_BUCKETS)
@@ -41,13 +43,29 @@ class Verification:
 def verify_candidate(
     model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str], settings: OrtSettings
 ) -> Verification:
-    """Check a model file against reference cases in ONNX Runtime. What cannot run is said, not skipped."""
+    """Check a model file against reference cases in ONNX Runtime."""
     from effexport.proof.candidates import OrtCandidate
 
     # every case has a shape of its own, and up to two sessions are open: what a run needs is given back after it
     settings = dataclasses.replace(settings, memory_arena=False)
+    return verify_opened(lambda: OrtCandidate(model, hashes, limits_from_spec(spec), settings), model, cases, spec)
+
+
+def verify_in_runtime(
+    model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str], open_model: OpenModel
+) -> Verification:
+    """Check a model file against reference cases in any runtime that reads ONNX files."""
+    from effexport.proof.candidates import ModelCandidate
+
+    return verify_opened(lambda: ModelCandidate(model, hashes, limits_from_spec(spec), open_model), model, cases, spec)
+
+
+def verify_opened(
+    open_candidate: Callable[[], RunnerCandidate], model: Path, cases: Sequence[Case], spec: BuildSpec
+) -> Verification:
+    """Run the checks. A model that cannot run here because it is bfloat16 is reported as not run."""
     try:
-        candidate = OrtCandidate(model, hashes, limits_from_spec(spec), settings)
+        candidate = open_candidate()
     except RuntimeUnsupportedError as error:
         return Verification(
             [not_run_in_bfloat16(Kind.PARITY, spec, error)], dict.fromkeys(custom_ops_of_model(model), "not run")

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.engines.engine_from_onnx import engine_from_onnx, model_digest
+from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import Profile, Range
-from effexport.engines.sidecar import EngineInfo, read_sidecar
+from effexport.engines.sidecar import EngineInfo, model_digest, read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
 from effexport.export.onnx_graph import external_locations, load_graph

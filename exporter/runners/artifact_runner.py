@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
+from effexport.engines.sidecar import model_digest
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
+from effexport.runners.feeds import FeedLimits, limits_from_spec
 from effexport.runners.ort.session import IMPLEMENTATIONS
-from effexport.runners.runner import Runner
-from effexport.runtimes import ARTIFACT_RUNTIMES
+from effexport.runners.runner import ModelOptions, Runner
+from effexport.runtimes import ARTIFACT_RUNTIMES, Runtime
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -30,15 +36,34 @@ def check_runtime(runtime: str, implementation: str) -> None:
         )
 
 
+# Takes the path of an ONNX file, or the serialised model; limits of its inputs; and the folder of its external data.
+OpenModel = Callable[[Path | bytes, FeedLimits, Path | None], Runner]
+# Takes the path of an engine, limits of its inputs, and the digest of the model that it should have been built from.
+OpenEngine = Callable[[Path, FeedLimits, str], Runner]
+
+
+def model_opener(runtime: str, options: ModelOptions) -> OpenModel:
+    """What opens ONNX files in a runtime that reads them. options.implementation must be one of IMPLEMENTATIONS."""
+    row = ARTIFACT_RUNTIMES[runtime]
+    opener: OpenModel = partial(runner_module(row).open_model, row, options)
+    return opener
+
+
 def runner_from_artifact(
     artifact: Artifact, runtime: str = "ort", implementation: str = "auto", threads: int | None = None
 ) -> Runner:
-    """Open an artifact with a runtime of the table. threads: of ONNX Runtime; None lets it decide.
+    """Open the model of an artifact, or its engine for a runtime that runs engines. threads: of ONNX Runtime.
 
     Raises UserError for a runtime that is unknown, missing, or has no engine in the artifact.
     """
     check_runtime(runtime, implementation)
-    row = ARTIFACT_RUNTIMES[runtime]
-    module = importlib.import_module(f"{__package__}.{row.folder}.runner")
-    runner: Runner = module.runner_from_artifact(artifact, row, implementation, threads)
-    return runner
+    limits = limits_from_spec(artifact.spec)
+    if ARTIFACT_RUNTIMES[runtime].engine:
+        open_engine: OpenEngine = runner_module(ARTIFACT_RUNTIMES[runtime]).open_engine
+        return open_engine(artifact.engine_path(runtime), limits, model_digest(artifact.model_path))
+    return model_opener(runtime, ModelOptions(implementation, threads))(artifact.model_path, limits, None)
+
+
+def runner_module(runtime: Runtime) -> ModuleType:
+    """The module `runner` of a runtime's folder, which has `open_model` or, for engines, `open_engine`."""
+    return importlib.import_module(f"{__package__}.{runtime.folder}.runner")

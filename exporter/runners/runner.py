@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -24,6 +25,19 @@ class Closeable:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How to run an ONNX file, in any runtime that reads one.
+
+    implementation: of custom operators: "kernel", "body", or "auto" for kernels if they are built.
+    threads: None lets the runtime decide. memory_arena: keep freed memory for later runs.
+    """
+
+    implementation: str = "auto"
+    threads: int | None = None
+    memory_arena: bool = True
 
 
 class Runner(Protocol):

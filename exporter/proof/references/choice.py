@@ -19,9 +19,10 @@ from effexport.proof.answers import REFERENCE_SEED_OFFSET
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.references.rebuilt_module import module_of_artifact
+from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import FeedLimits, limits_from_spec
-from effexport.runners.ort.session import OrtSettings
-from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES, RUNTIMES
+from effexport.runners.runner import ModelOptions
+from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -225,7 +226,7 @@ def opened_reference(
 ) -> tuple[Candidate, int | None]:
     """The model of a choice, to be closed with the stack, and the longest sequence it takes."""
     from effexport.engines.sidecar import read_sidecar
-    from effexport.proof.candidates import OrtCandidate
+    from effexport.proof.candidates import ModelCandidate
     from effexport.proof.verify_engine import engine_candidate
 
     if choice.path.is_file():
@@ -237,8 +238,8 @@ def opened_reference(
             engine = other.engine_path(choice.runtime)
             candidate = engine_candidate(engine, read_sidecar(engine), path, other.spec, hashes)
             return stack.enter_context(candidate), limits.max_seq_len
-    settings = OrtSettings(provider=RUNTIMES[choice.runtime].provider, memory_arena=False)
-    return OrtCandidate(path, hashes, limits, settings), limits.max_seq_len
+    open_model = model_opener(choice.runtime, ModelOptions(memory_arena=False))
+    return ModelCandidate(path, hashes, limits, open_model), limits.max_seq_len
 
 
 def answers(candidate: Candidate, case: Case) -> Mapping[str, Array]:

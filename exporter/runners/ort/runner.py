@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPES
 from effexport.errors import EffexportError, RuntimeFailedError
-from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
+from effexport.runners.feeds import FeedLimits, checked_feeds
 from effexport.runners.ort.binding import NO_GRAPH, BoundModel, run_options
 from effexport.runners.ort.session import OrtSettings, import_onnxruntime, session_from_model
 from effexport.runners.ort.values import array_from_value, value_from_array
@@ -16,8 +16,8 @@ from effexport.runners.runner import Closeable
 from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
-    from effexport.artifact import Artifact
     from effexport.dtypes import Array
+    from effexport.runners.runner import ModelOptions
     from effexport.runtimes import Runtime
 
 _DTYPE_OF_ORT_TYPE = {dtype.ort: name for name, dtype in DTYPES.items()}
@@ -95,12 +95,21 @@ class OrtRunner(Closeable):
         self._session = None
 
 
-def runner_from_artifact(
-    artifact: Artifact, runtime: Runtime, implementation: str = "auto", threads: int | None = None
+def open_model(
+    runtime: Runtime,
+    options: ModelOptions,
+    model: Path | bytes,
+    limits: FeedLimits,
+    external_folder: Path | None = None,
 ) -> OrtRunner:
     """See `effexport.runners.artifact_runner`."""
-    settings = OrtSettings(provider=runtime.provider, implementation=implementation, threads=threads)
-    return OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
+    settings = OrtSettings(
+        provider=runtime.provider,
+        implementation=options.implementation,
+        threads=options.threads,
+        memory_arena=options.memory_arena,
+    )
+    return OrtRunner(model, settings, limits=limits, external_folder=external_folder)
 
 
 def run_failure(feeds: Mapping[str, Array], error: Exception) -> RuntimeFailedError:

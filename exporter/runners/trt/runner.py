@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.engines.api import Api
-from effexport.engines.engine_from_onnx import model_digest
 from effexport.errors import UserError
 from effexport.runners.cuda.device import Cuda
-from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
+from effexport.runners.feeds import FeedLimits, checked_feeds
 from effexport.runners.runner import Closeable
 from effexport.runners.trt.context import shapes_of
 from effexport.runners.trt.execution import Execution
@@ -20,9 +19,7 @@ from effexport.runners.trt.loading import checked_source
 from effexport.runners.trt.memory import dim_name, dim_ranges
 
 if TYPE_CHECKING:
-    from effexport.artifact import Artifact
     from effexport.dtypes import Array
-    from effexport.runtimes import Runtime
 
 
 class TrtRunner(Closeable):
@@ -110,15 +107,9 @@ class TrtRunner(Closeable):
         self._execution.close()
 
 
-def runner_from_artifact(
-    artifact: Artifact, runtime: Runtime, implementation: str = "auto", threads: int | None = None
-) -> TrtRunner:
-    """See `effexport.runners.artifact_runner`. What runs the operators was decided when the engine was built."""
-    return TrtRunner(
-        artifact.engine_path(runtime.name),
-        limits=limits_from_spec(artifact.spec),
-        onnx_sha256=model_digest(artifact.model_path),
-    )
+def open_engine(engine: Path, limits: FeedLimits, onnx_sha256: str) -> TrtRunner:
+    """See `effexport.runners.artifact_runner`."""
+    return TrtRunner(engine, limits=limits, onnx_sha256=onnx_sha256)
 
 
 class BoundEngine:

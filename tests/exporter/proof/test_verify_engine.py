@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.engines.engine_from_onnx import engine_from_onnx, model_digest
+from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import profiles_from_texts
-from effexport.engines.sidecar import check_model, check_runs_here, read_sidecar
+from effexport.engines.sidecar import check_model, check_runs_here, model_digest, read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
 from effexport.proof.cases import load_reference
