@@ -7,11 +7,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from effexport.errors import UserError
 from effexport.export.onnx_graph import load_graph
-from effexport.files import FolderKind, file_digest
+from effexport.files import Figure, FolderKind, file_digest, record_from_values
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
 
@@ -23,6 +25,90 @@ REFERENCE = "reference.safetensors"
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
 ARTIFACT_FOLDER = FolderKind("an artifact", MANIFEST)
+REMEDY = "build the artifact again, or copy it again from its source"
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """The checksum and size of one file of an artifact."""
+
+    sha256: str
+    bytes: Count
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One input or output of the model."""
+
+    name: str
+    dtype: str
+    dims: tuple[int | str, ...]
+
+
+class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A TensorRT engine of an artifact, as far as reports show it; its sidecar has the rest."""
+
+    target: str
+    file: str
+    tensorrt_version: str
+    compute_capabilities: Annotated[
+        tuple[int, ...], msgspec.Meta(description="The GPUs it was built for; empty where TensorRT-RTX chose.")
+    ]
+    profiles: Annotated[
+        tuple[dict[str, tuple[tuple[Count, ...], ...]], ...],
+        msgspec.Meta(description="Per profile and input, the smallest, the optimal and the largest shape."),
+    ]
+    implementation: dict[str, str]
+    layers: Count
+    bytes: Count
+    build_seconds: float
+    remarks: tuple[str, ...]
+
+
+class CheckSummary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """All checks of one name: how many passed, failed or did not run, and the worst value beside its limit."""
+
+    passed: Count
+    failed: Count
+    not_run: Count = msgspec.field(name="not run")
+    worst: Figure | None
+    limit: Figure | None
+    metric: str
+
+
+class Parity(msgspec.Struct, frozen=True):
+    """The result of the parity check."""
+
+    passed: bool
+    summary: dict[str, CheckSummary]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of manifest.json.
+
+    hash_values: graph values that hold buckets. weights_sha256: checksum of all parameters and buffers of the module.
+    files and integrity, the checksum of all other fields, are filled in when the manifest is written.
+    """
+
+    format_version: int = FORMAT_VERSION
+    effexport_version: str
+    variant: str
+    spec: dict[str, Any]
+    precision: str
+    opset: int
+    inputs: tuple[TensorEntry, ...]
+    outputs: tuple[TensorEntry, ...]
+    custom_ops: dict[str, Count]
+    hash_values: tuple[str, ...]
+    weights_sha256: str
+    weights_from: str
+    notes: tuple[str, ...]
+    engines: tuple[EngineEntry, ...]
+    parity: Parity
+    environment: dict[str, str | None]
+    files: dict[str, FileEntry] = {}
+    integrity: str = ""
 
 
 @dataclass(frozen=True)
@@ -30,11 +116,11 @@ class Artifact:
     """A folder whose files match its manifest."""
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
 
     @property
     def spec(self) -> BuildSpec:
-        return BuildSpec.from_dict(self.manifest["spec"])
+        return BuildSpec.from_dict(self.manifest.spec)
 
     @property
     def model_path(self) -> Path:
@@ -47,7 +133,7 @@ class Artifact:
 
     def engine_path(self, target: str) -> Path:
         """The engine of a target. Raises UserError when the artifact has none."""
-        targets = [entry["target"] for entry in self.manifest["engines"]]
+        targets = [engine.target for engine in self.manifest.engines]
         if target not in targets:
             raise UserError(
                 f"{self.path} has no {target} engine, {'only ' + ', '.join(targets) if targets else 'nor any other'}; "
@@ -66,7 +152,7 @@ def open_artifact(path: Path) -> Artifact:
     Raises UserError for a missing, damaged or foreign folder, or one from a newer effexport.
     """
     manifest = read_manifest(path)
-    for name, entry in manifest["files"].items():
+    for name, entry in manifest.files.items():
         check_file(path, name, entry)
     artifact = Artifact(path, manifest)
     try:
@@ -75,14 +161,18 @@ def open_artifact(path: Path) -> Artifact:
         raise UserError(f"{path / MANIFEST} holds a spec that cannot work: {error}") from error
     graphs = (MODEL, DECODE_STEP) if spec.has_decode_step else (MODEL,)
     for required in (*graphs, REFERENCE):
-        if required not in manifest["files"]:
-            raise UserError(f"{path / MANIFEST} does not list {required}; {_REMEDY}")
+        if required not in manifest.files:
+            raise UserError(f"{path / MANIFEST} does not list {required}; {REMEDY}")
     for graph in graphs:
         load_graph(path / graph)
     return artifact
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of an artifact folder, checked against its own checksum; the files it lists are not read.
+
+    Raises UserError for a missing or damaged manifest, or one from a newer effexport.
+    """
     file = path / MANIFEST
     if not path.exists():
         raise UserError(f"no artifact at {path}; make one with: effexport build --variant lsh -o {path}")
@@ -90,58 +180,35 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not an artifact: it has no {MANIFEST}; expected a folder made by effexport build")
     try:
         text = file.read_text(encoding="utf-8")
-        manifest = json.loads(text)
+        values = json.loads(text)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{file} is damaged: {error}; {_REMEDY}") from error
-    if not isinstance(manifest, dict) or type(manifest.get("format_version")) is not int:
+        raise UserError(f"{file} is damaged: {error}; {REMEDY}") from error
+    if not isinstance(values, dict) or type(values.get("format_version")) is not int:
         raise UserError(f"{file} is not a manifest of effexport: it has no format_version")
-    version = manifest["format_version"]
+    version = values["format_version"]
     if version > FORMAT_VERSION:
         raise UserError(
-            f"{file} has format version {version}, written by effexport {manifest.get('effexport_version')}; "
+            f"{file} has format version {version}, written by effexport {values.get('effexport_version')}; "
             f"this effexport reads up to {FORMAT_VERSION}: upgrade effexport"
         )
     # the text itself is compared too: 1e-05 and 1E-05 are one number, but only one of them was written
-    if manifest.get("integrity") != manifest_digest(manifest) or text != manifest_text(manifest):
-        raise UserError(f"{file} is damaged: its contents do not match its own checksum; {_REMEDY}")
-    for name, kind in _FIELDS.items():
-        if not isinstance(manifest.get(name), kind):
-            raise UserError(f"{file} has no {name} that is a {kind.__name__}; {_REMEDY}")
-    for name, entry in manifest["files"].items():
-        if not isinstance(entry, dict) or not entry.keys() >= {"bytes", "sha256"}:
-            raise UserError(f"{file} does not give bytes and sha256 of {name!r}; {_REMEDY}")
-    return manifest
+    if values.get("integrity") != manifest_digest(values) or text != manifest_text(values):
+        raise UserError(f"{file} is damaged: its contents do not match its own checksum; {REMEDY}")
+    return record_from_values(values, Manifest, str(file), REMEDY)
 
 
-# What every reader of a manifest relies on, beyond its checksum.
-_FIELDS: dict[str, type] = {
-    "effexport_version": str,
-    "variant": str,
-    "spec": dict,
-    "precision": str,
-    "custom_ops": dict,
-    "hash_values": list,
-    "weights_sha256": str,
-    "weights_from": str,
-    "notes": list,
-    "engines": list,
-    "parity": dict,
-    "files": dict,
-}
-_REMEDY = "build the artifact again, or copy it again from its source"
-
-
-def check_file(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
+def check_file(folder: Path, name: str, entry: FileEntry) -> None:
+    """Raise UserError unless a listed file lies in the folder and has the size and checksum of its entry."""
     file = folder / name
     if not file.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{folder / MANIFEST} lists {name!r}, outside the artifact; expected files inside it")
     if not file.is_file():
-        raise UserError(f"{folder} is damaged: {name} is missing; {_REMEDY}")
+        raise UserError(f"{folder} is damaged: {name} is missing; {REMEDY}")
     size = file.stat().st_size
-    if size != entry["bytes"]:
-        raise UserError(f"{folder} is damaged: {name} has {size} bytes, expected {entry['bytes']}; {_REMEDY}")
-    if file_digest(file) != entry["sha256"]:
-        raise UserError(f"{folder} is damaged: {name} does not match its checksum; {_REMEDY}")
+    if size != entry.bytes:
+        raise UserError(f"{folder} is damaged: {name} has {size} bytes, expected {entry.bytes}; {REMEDY}")
+    if file_digest(file) != entry.sha256:
+        raise UserError(f"{folder} is damaged: {name} does not match its checksum; {REMEDY}")
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
@@ -150,18 +217,16 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def write_manifest(folder: Path, contents: Mapping[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Complete the manifest with the hashes of all files in the folder, and write it last."""
     files = {
-        file.relative_to(folder).as_posix(): {"sha256": file_digest(file), "bytes": file.stat().st_size}
+        file.relative_to(folder).as_posix(): FileEntry(file_digest(file), file.stat().st_size)
         for file in sorted(folder.rglob("*"))
         if file.is_file()
     }
-    manifest = {"format_version": FORMAT_VERSION, **contents, "files": files}
-    # as it will be read back: tuples become lists before the checksum is taken
-    manifest = json.loads(json.dumps(manifest))
-    manifest["integrity"] = manifest_digest(manifest)
-    (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+    values = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(manifest, files=files)))
+    values["integrity"] = manifest_digest(values)
+    (folder / MANIFEST).write_text(manifest_text(values), encoding="utf-8")
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:

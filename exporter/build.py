@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from effexport.artifact import (
     ARTIFACT_FOLDER,
@@ -18,6 +20,10 @@ from effexport.artifact import (
     REPORT_HTML,
     REPORT_JSON,
     Artifact,
+    EngineEntry,
+    Manifest,
+    Parity,
+    TensorEntry,
     open_artifact,
     write_manifest,
 )
@@ -34,7 +40,7 @@ from effexport.export.module_source import ModuleSource, source_from_seed, weigh
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, hash_modules, reference_from_module
 from effexport.proof.cases import Case, load_reference, save_reference
-from effexport.proof.checks.result import passed, summary
+from effexport.proof.checks.result import passed
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
 from effexport.proof.verify import (
@@ -45,13 +51,13 @@ from effexport.proof.verify import (
     verify_decode_step,
 )
 from effexport.proof.verify_engine import verify_engine_if_possible
-from effexport.report.model import Report, json_from_report
+from effexport.report.model import LayerError, Report, json_from_report, summary_records
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_text, trace_text
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.ort.session import OrtSettings, import_onnxruntime
 from effexport.runtimes import engine_name
-from effexport.spec import BuildSpec, TensorInfo
+from effexport.spec import BuildSpec
 from effexport.version import __version__
 
 if TYPE_CHECKING:
@@ -143,15 +149,15 @@ def artifact_from_spec(
             runtime=settings.runtime,
             notes=list(notes),
             implementation=verification.implementation,
-            engines=[summary_of_engine(info) for info in infos],
+            engines=[msgspec.convert(summary_of_engine(info), EngineEntry) for info in infos],
             weights_from=source.origin,
-            layers=found.layers() if isinstance(found, Trace) else [],
+            layers=[LayerError(**row) for row in found.layers()] if isinstance(found, Trace) else [],
         )
         if report.verdict == "failed":
             raise StageError("parity", f"{failure_text(report.checks)}\n  {'' if found is None else trace_text(found)}")
         (folder / REPORT_JSON).write_text(json_from_report(report), encoding="utf-8")
         (folder / REPORT_HTML).write_text(html_from_report(report), encoding="utf-8")
-        write_manifest(folder, manifest_contents(build, report))
+        write_manifest(folder, manifest_from_report(build, report))
     return open_artifact(output), report
 
 
@@ -216,26 +222,27 @@ def trace_model(
         return trace_if_it_runs(build.model, build.model, build.module, build.spec, case, build.settings)
 
 
-def manifest_contents(build: Build, report: Report) -> dict[str, Any]:
+def manifest_from_report(build: Build, report: Report) -> Manifest:
+    """The manifest of a finished build, without the checksums of its files."""
     spec = build.spec
-
-    def plain(tensors: Sequence[TensorInfo]) -> list[dict[str, Any]]:
-        return [{"name": t.name, "dtype": t.dtype, "dims": list(t.dims)} for t in tensors]
-
-    return {
-        "effexport_version": __version__,
-        "variant": spec.variant,
-        "spec": report.spec,
-        "precision": spec.precision,
-        "opset": spec.opset,
-        "inputs": plain(spec.inputs),
-        "outputs": plain(spec.outputs),
-        "custom_ops": spec.custom_ops,
-        "hash_values": build.hashes,
-        "weights_sha256": weights_digest(build.module),
-        "weights_from": report.weights_from,
-        "notes": report.notes,
-        "engines": report.engines,
-        "parity": {"passed": passed(report.checks), "summary": summary(report.checks)},
-        "environment": report.environment,
-    }
+    inputs, outputs = (
+        tuple(TensorEntry(tensor.name, tensor.dtype, tensor.dims) for tensor in tensors)
+        for tensors in (spec.inputs, spec.outputs)
+    )
+    return Manifest(
+        effexport_version=__version__,
+        variant=spec.variant,
+        spec=report.spec,
+        precision=spec.precision,
+        opset=spec.opset,
+        inputs=inputs,
+        outputs=outputs,
+        custom_ops=spec.custom_ops,
+        hash_values=tuple(build.hashes),
+        weights_sha256=weights_digest(build.module),
+        weights_from=report.weights_from,
+        notes=tuple(report.notes),
+        engines=tuple(report.engines),
+        parity=Parity(passed(report.checks), summary_records(report.checks)),
+        environment=report.environment,
+    )

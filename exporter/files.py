@@ -16,12 +16,19 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from effexport.errors import UserError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    Figure = float
+else:
+    # A number in a JSON file; records make a float of it with `figure` as soon as they are read.
+    Figure = int | float | Literal["nan", "inf", "-inf"]
+
+Record = TypeVar("Record")
 
 
 @contextlib.contextmanager
@@ -160,6 +167,24 @@ def file_digest(path: Path) -> str:
 def json_text(value: Any) -> str:
     """Indented JSON with a final newline. NaN and infinity become the strings "nan", "inf" and "-inf"."""
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def record_from_values(values: Any, kind: type[Record], what: str, remedy: str) -> Record:
+    """A typed record of the plain values of a JSON file. Raises UserError for values of another type.
+
+    what: how errors name the file. remedy: what its owner can do about damage.
+    """
+    import msgspec
+
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{what} is damaged: {error}; {remedy}") from error
+
+
+def figure(value: Any) -> Any:
+    """The inverse of what `json_text` does to NaN and infinity, for one value."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _finite(value: Any) -> Any:

@@ -94,7 +94,7 @@ def outcomes(variants: Sequence[str], faults: Sequence[Fault], folder: Path) -> 
 def examine(artifact: Artifact, model: Path, variant: str, configuration: str, fault: Fault | None) -> Outcome:
     """Verify a model as `effexport verify --model` does, and measure its errors."""
     cases = load_reference(artifact.reference_path)
-    hashes = artifact.manifest["hash_values"]
+    hashes = artifact.manifest.hash_values
     try:
         checks = verify_candidate(model, cases, artifact.spec, hashes, SETTINGS).checks
         failed = tuple(dict.fromkeys(check.name for check in checks if check.status == "failed"))

@@ -25,7 +25,7 @@ from effexport.units import megabytes, rough_duration, seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.artifact import Artifact
+    from effexport.artifact import Artifact, EngineEntry
     from effexport.export.module_source import ModuleSource
     from effexport.report.model import Report
     from effexport.spec import BuildSpec
@@ -122,8 +122,10 @@ def command(
             on_progress=progress.step,
         )
     if as_json:
+        import msgspec
+
         answer = {"artifact": str(output), "verdict": report.verdict, "implementation": report.implementation}
-        print_json(answer | artifact.manifest)
+        print_json(answer | msgspec.to_builtins(artifact.manifest))
     print_result(artifact, report)
 
 
@@ -183,7 +185,7 @@ def print_result(artifact: Artifact, report: Report) -> None:
         say(console, f"note: {note}", style="yellow")
     for engine in report.engines:
         print_engine(console, artifact, engine)
-    model_bytes = sum(entry["bytes"] for name, entry in artifact.manifest["files"].items() if "model.onnx" in name)
+    model_bytes = sum(entry.bytes for name, entry in artifact.manifest.files.items() if "model.onnx" in name)
     say(
         console,
         f"{artifact.path}: {report.title}, {artifact.spec.precision}, {megabytes(model_bytes)}, "
@@ -194,25 +196,25 @@ def print_result(artifact: Artifact, report: Report) -> None:
 
 def next_step(artifact: Artifact, report: Report) -> str:
     unproven = [
-        engine["target"]
+        engine.target
         for engine in report.engines
-        if any(check.status == "not run" and check.target == engine["target"] for check in report.checks)
+        if any(check.status == "not run" and check.target == engine.target for check in report.checks)
     ]
     if unproven:
         return f"on a machine with a GPU, effexport verify {artifact.path} --runtime {unproven[0]}"
     return f"effexport verify {artifact.path}"
 
 
-def print_engine(console: Console, artifact: Artifact, engine: dict[str, Any]) -> None:
+def print_engine(console: Console, artifact: Artifact, engine: EngineEntry) -> None:
     """Print the remarks on an engine, and one line about it."""
     from effexport.report.rendering.text import sizes
     from effexport.runtimes import RUNTIMES
 
-    for remark in engine["remarks"]:
+    for remark in engine.remarks:
         say(console, f"note: {remark}", style="yellow")
     say(
         console,
-        f"{artifact.path}/{engine['file']}: {RUNTIMES[engine['target']].label} {engine['tensorrt_version']}, "
-        f"{megabytes(engine['bytes'])}, built in {seconds(engine['build_seconds'])}, {sizes(engine['profiles'])}"
-        f"{implementation_text(engine['implementation'], 'is a')}",
+        f"{artifact.path}/{engine.file}: {RUNTIMES[engine.target].label} {engine.tensorrt_version}, "
+        f"{megabytes(engine.bytes)}, built in {seconds(engine.build_seconds)}, {sizes(engine.profiles)}"
+        f"{implementation_text(engine.implementation, 'is a')}",
     )

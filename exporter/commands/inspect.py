@@ -51,8 +51,10 @@ def command(path: Path, as_json: bool, debug: bool) -> None:
     if path.is_dir() or not path.exists():
         artifact = open_artifact(path)
         file = artifact.model_path
+        import msgspec
+
         keys = ("variant", "spec", "precision", "effexport_version", "parity", "engines", "notes")
-        result = {key: artifact.manifest[key] for key in keys}
+        result = {key: msgspec.to_builtins(getattr(artifact.manifest, key)) for key in keys}
     result = {
         "path": str(path),
         **result,

@@ -150,7 +150,7 @@ class Candidate:
         from effexport.runners.artifact_runner import model_opener
         from effexport.runners.runner import ModelOptions
 
-        spec, hashes = self.artifact.spec, self.artifact.manifest["hash_values"]
+        spec, hashes = self.artifact.spec, self.artifact.manifest.hash_values
         if self.is_engine:
             return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
         # every case has a shape of its own, and up to two sessions are open: memory is given back after each run

@@ -1,17 +1,46 @@
-"""What a report holds. `report.json` is the truth; everything else is made from it."""
+"""What a report holds, in memory and in report.json, which is the truth: everything else is made from it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from effexport.files import json_text
+import msgspec
+
+from effexport.artifact import CheckSummary, Count, EngineEntry
+from effexport.files import Figure, figure, json_text
+from effexport.models.model_spec import Scope
 from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import Check, Worst, passed, summary
-from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.proof.checks.result import Check, Status, Worst, passed, summary
+from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES
+from effexport.spec import Precision
 
-# 2: measures, worst element, length and histogram of a check; layers, bench and weights_from.
-REPORT_VERSION = 2
+if TYPE_CHECKING:
+    RuntimeName = str
+else:
+    RuntimeName = Literal[tuple(ARTIFACT_RUNTIMES)]
+
+# 2: measures, worst element, length and histogram of a check; layers and weights_from.
+REPORT_VERSION: Literal[2] = 2
+
+
+def described(text: str) -> msgspec.Meta:
+    """A description for the JSON Schema."""
+    return msgspec.Meta(description=text)
+
+
+class LayerError(msgspec.Struct, kw_only=True):
+    """The value inside one module that is closest to its limit, or furthest beyond it."""
+
+    layer: Annotated[str, described("Path of the module.")]
+    op_type: str = ""
+    error: Figure
+    limit: Figure | None = None
+    value: Annotated[str, described("Name of the value in the graph.")] = ""
+
+    def __post_init__(self) -> None:
+        self.error, self.limit = figure(self.error), figure(self.limit)
 
 
 @dataclass(frozen=True)
@@ -20,8 +49,8 @@ class Report:
 
     runtime: where the model ran, as in --runtime. implementation: per custom operator, what ran: "body", "kernel" or
     "plugin". notes: what users of this model have to know. seconds: per stage. engines: those built with the model.
-    layers: relative error per layer, in the order of the model: layer (module path), op_type, error.
-    weights_from: what the weights came from: "seed", or the name of a checkpoint, a file or a module; "" is not known.
+    layers: the errors inside the model, in its order. weights_from: what the weights came from: "seed", or the name of
+    a checkpoint, a file or a module; "" if it is not known.
     """
 
     title: str
@@ -33,12 +62,12 @@ class Report:
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     implementation: dict[str, str] = field(default_factory=dict)
-    engines: list[dict[str, Any]] = field(default_factory=list)
-    layers: list[dict[str, Any]] = field(default_factory=list)
+    engines: list[EngineEntry] = field(default_factory=list)
+    layers: list[LayerError] = field(default_factory=list)
     weights_from: str = ""
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> Status:
         """ "passed", "failed", or "not run" when nothing could be compared."""
         if any(check.status == "failed" for check in self.checks):
             return "failed"
@@ -57,67 +86,139 @@ class Report:
     def count(self, status: str) -> int:
         return sum(check.status == status for check in self.checks)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "report_version": REPORT_VERSION,
-            "title": self.title,
-            "verdict": self.verdict,
-            "created": self.created,
-            "spec": self.spec,
-            "weights_from": self.weights_from,
-            "runtime": self.runtime,
-            "notes": self.notes,
-            "implementation": self.implementation,
-            "engines": self.engines,
-            "summary": summary(self.checks),
-            "checks": [dict_of_check(check) for check in self.checks],
-            "layers": self.layers,
-            "bench": [],
-            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
-            "environment": self.environment,
-        }
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Report:
-        """The inverse of `to_dict`, also for reports of version 1. The values are those that the schema allows."""
-        names = [item.name for item in fields(cls) if item.name in values]
-        given = {name: values[name] for name in names}
-        given["checks"] = [check_from_dict(check) for check in values["checks"]]
-        given["layers"] = [{key: figure(value) for key, value in row.items()} for row in values.get("layers", [])]
-        return cls(**given)
+class WorstRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The element that is furthest from the reference."""
+
+    output: str
+    index: tuple[Count, ...]
+    actual: Figure
+    expected: Figure
+
+    def __post_init__(self) -> None:
+        self.actual, self.expected = figure(self.actual), figure(self.expected)
+
+
+class CheckRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One check."""
+
+    name: Annotated[str, described("What was checked; of an engine, with its target before it.")]
+    case: Annotated[str, described("Name, then batch × tokens.")]
+    metric: str
+    status: Status
+    value: Figure | None
+    limit: Figure | None
+    reason: Annotated[str, described("Why this limit, or why it was not run.")]
+    detail: Annotated[str, described("What helps to find a failure.")]
+    measures: Annotated[
+        dict[str, Figure],
+        described("max_abs in units of the output, rms_error relative to the reference, cosine similarity."),
+    ]
+    worst: WorstRecord | None
+    seq_len: Annotated[int | None, described("Tokens of the case.")]
+    histogram: Annotated[
+        tuple[Count, ...],
+        described("Elements by relative error: below 1e-9, the nine decades up to 1, and beyond; or empty."),
+    ]
+
+    def __post_init__(self) -> None:
+        self.value, self.limit = figure(self.value), figure(self.limit)
+        self.measures = {name: figure(value) for name, value in self.measures.items()}
+
+
+class SpecFields(msgspec.Struct, kw_only=True):
+    """The fields of a build spec that every report has or may have; `model` holds those of the model."""
+
+    scope: Scope | msgspec.UnsetType = msgspec.UNSET
+    batch: Annotated[int, msgspec.Meta(ge=1)] | msgspec.UnsetType = msgspec.UNSET
+    precision: Precision
+    opset: Annotated[int, msgspec.Meta(ge=18)]
+    seed: Count | msgspec.UnsetType = msgspec.UNSET
+    external_data: bool | msgspec.UnsetType = msgspec.UNSET
+    model: dict[str, Any]
+
+
+class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """report.json of an artifact: what was built, from what, and whether it computes what PyTorch computes."""
+
+    report_version: Literal[2]
+    title: Annotated[str, described("The model in words.")]
+    verdict: Annotated[
+        Status,
+        described(
+            "failed: a check failed. passed: at least one ran, and none failed. not run: nothing could be compared."
+        ),
+    ]
+    created: Annotated[str, described("ISO 8601, UTC.")]
+    spec: Annotated[
+        dict[str, Any],
+        msgspec.Meta(description="What was built.", extra_json_schema={"$ref": "#/$defs/SpecFields"}),
+    ]
+    weights_from: Annotated[
+        str, described('"seed", or the name of a checkpoint, a file or a module; empty if it is not known.')
+    ]
+    runtime: Annotated[RuntimeName, described("Where model.onnx ran, as in --runtime.")]
+    notes: Annotated[list[str], described("What users of the model have to know.")]
+    implementation: Annotated[
+        dict[str, str], described("Per custom operator, what ran: kernel, body, plugin or not run.")
+    ]
+    engines: list[EngineEntry]
+    summary: Annotated[dict[str, CheckSummary], described("By the name of a check.")]
+    checks: list[CheckRecord]
+    layers: Annotated[list[LayerError], described("In the order of the model.")]
+    bench: Annotated[list[Any], described("Always empty; kept for readers of version 2.")]
+    seconds: Annotated[dict[str, float], described("By the stage of the build.")]
+    environment: Annotated[dict[str, str | None], described("Versions; null for what is not installed.")]
+
+
+SHARED = [item.name for item in fields(Report) if item.name not in ("checks", "seconds")]
 
 
 def json_from_report(report: Report) -> str:
-    return json_text(report.to_dict())
+    """The text of report.json."""
+    file = ReportFile(
+        report_version=REPORT_VERSION,
+        **{name: getattr(report, name) for name in SHARED},
+        verdict=report.verdict,
+        summary=summary_records(report.checks),
+        checks=[record_of_check(check) for check in report.checks],
+        bench=[],
+        seconds={name: round(value, 3) for name, value in report.seconds.items()},
+    )
+    return json_text(msgspec.to_builtins(file))
+
+
+def summary_records(checks: Sequence[Check]) -> dict[str, CheckSummary]:
+    """`summary` of some checks, as report.json and manifest.json hold it."""
+    return msgspec.convert(summary(checks), dict[str, CheckSummary])
+
+
+def report_from_file(file: ReportFile) -> Report:
+    checks = [check_from_record(record) for record in file.checks]
+    return Report(**{name: getattr(file, name) for name in SHARED}, checks=checks, seconds=file.seconds)
+
+
+def record_of_check(check: Check) -> CheckRecord:
+    """A check as report.json holds it."""
+    values = {name: getattr(check, name) for name in CheckRecord.__struct_fields__}
+    worst = check.worst and WorstRecord(**asdict(check.worst))
+    return CheckRecord(**values | {"case": str(check.case), "worst": worst})
 
 
 def dict_of_check(check: Check) -> dict[str, Any]:
-    """A check as report.json holds it."""
-    values = asdict(check)
-    del values["kind"], values["target"]
-    return {"name": check.name, **values, "case": str(check.case)}
+    """A check as plain values, ready for JSON."""
+    values: dict[str, Any] = msgspec.to_builtins(record_of_check(check))
+    return values
 
 
-def check_from_dict(values: dict[str, Any]) -> Check:
-    """The inverse of `dict_of_check`, with figures that JSON spells out as numbers again."""
-    given = dict(values)
-    target, _, kind = given.pop("name").rpartition(": ")
-    given["target"], given["kind"] = (target, kind) if target in ENGINE_RUNTIMES else ("", values["name"])
-    given["case"] = CaseLabel.from_text(values["case"])
-    for name in ("value", "limit"):
-        given[name] = figure(given.get(name))
-    given["measures"] = {name: figure(value) for name, value in given.get("measures", {}).items()}
-    given["histogram"] = tuple(given.get("histogram", ()))
-    worst = given.get("worst")
-    if worst is not None:
-        actual, expected = figure(worst["actual"]), figure(worst["expected"])
-        given["worst"] = Worst(worst["output"], tuple(worst["index"]), actual, expected)
-    return Check(**given)
-
-
-def figure(value: Any) -> Any:
-    """ "nan", "inf" and "-inf" are numbers for which JSON has none."""
-    return float(value) if value in ("nan", "inf", "-inf") else value
+def check_from_record(record: CheckRecord) -> Check:
+    """The inverse of `record_of_check`."""
+    target, _, kind = record.name.rpartition(": ")
+    if target not in ENGINE_RUNTIMES:
+        target, kind = "", record.name
+    values = {name: getattr(record, name) for name in CheckRecord.__struct_fields__ if name != "name"}
+    worst = record.worst and Worst(**msgspec.structs.asdict(record.worst))
+    return Check(**values | {"kind": kind, "target": target, "case": CaseLabel.from_text(record.case), "worst": worst})
 
 
 def counted(passed: int, failed: int, not_run: int) -> str:

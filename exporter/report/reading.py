@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from effexport.artifact import REPORT_JSON
+from effexport.artifact import REMEDY, REPORT_JSON
 from effexport.errors import UserError
+from effexport.files import record_from_values
 from effexport.report.compare import Side
-from effexport.report.model import REPORT_VERSION, Report
-from effexport.report.schema import first_problem
+from effexport.report.model import REPORT_VERSION, Report, ReportFile, SpecFields, report_from_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from effexport.artifact import Artifact
-
-_REMEDY = "build the artifact again, or copy it again from its source"
 
 
 def report_of_artifact(artifact: Artifact) -> Report:
@@ -24,22 +22,26 @@ def report_of_artifact(artifact: Artifact) -> Report:
 
     Raises UserError where there is no report, where it is damaged, or where a newer effexport wrote it.
     """
-    if REPORT_JSON not in artifact.manifest["files"]:
-        raise UserError(f"{artifact.path} has no {REPORT_JSON}; {_REMEDY}")
+    if REPORT_JSON not in artifact.manifest.files:
+        raise UserError(f"{artifact.path} has no {REPORT_JSON}; {REMEDY}")
     file = artifact.path / REPORT_JSON
     values = _values_of_file(file)
-    values["weights_from"] = artifact.manifest["weights_from"]
-    problem = first_problem(values)
-    if problem is not None:
-        raise UserError(f"{file} is damaged: {problem}; {_REMEDY}")
-    return Report.from_dict(values)
+    values["weights_from"] = artifact.manifest.weights_from
+    return report_from_values(values, file)
+
+
+def report_from_values(values: dict[str, Any], file: Path) -> Report:
+    """The report of the plain values of a file, of the newest version. Raises UserError for values of another type."""
+    report = record_from_values(values, ReportFile, str(file), REMEDY)
+    record_from_values(report.spec, SpecFields, f"{file}, spec", REMEDY)
+    return report_from_file(report)
 
 
 def side_of_artifact(artifact: Artifact, name: str) -> Side:
     """A report and the sizes of the models and engines, for a comparison."""
     sizes = {
-        file: entry["bytes"]
-        for file, entry in artifact.manifest["files"].items()
+        file: entry.bytes
+        for file, entry in artifact.manifest.files.items()
         if file.endswith((".onnx", ".onnx.data", ".engine"))
     }
     return Side(name, report_of_artifact(artifact), sizes)
@@ -50,9 +52,9 @@ def _values_of_file(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{file} is damaged: {error}; {_REMEDY}") from error
+        raise UserError(f"{file} is damaged: {error}; {REMEDY}") from error
     if not isinstance(values, dict) or type(values.get("report_version")) is not int:
-        raise UserError(f"{file} is not a report of effexport: it has no report_version; {_REMEDY}")
+        raise UserError(f"{file} is not a report of effexport: it has no report_version; {REMEDY}")
     version = values["report_version"]
     if version > REPORT_VERSION:
         raise UserError(

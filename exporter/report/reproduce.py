@@ -126,7 +126,7 @@ def _flags(changed: dict[str, Any]) -> list[str]:
 
 
 def _targets(report: Report) -> list[str]:
-    return [word for engine in report.engines for word in ("--target", str(engine["target"]))]
+    return [word for engine in report.engines for word in ("--target", engine.target)]
 
 
 def _listed(value: Any) -> Any:

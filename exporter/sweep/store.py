@@ -14,13 +14,15 @@ import fcntl
 import json
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from effexport.artifact import check_file, read_manifest
+import msgspec
+
+from effexport.artifact import Manifest, check_file, read_manifest
 from effexport.errors import UserError
 from effexport.files import json_text, write_file
 from effexport.sweep.cell import Cell
@@ -60,12 +62,12 @@ class Store:
         if read_record(folder, cell) is None:
             return f"{folder / RECORD} is missing or damaged"
         try:
-            files = read_manifest(folder / ARTIFACT)["files"]
+            files = read_manifest(folder / ARTIFACT).files
         except UserError as error:
             return str(error)
         for name, entry in files.items():
             path = folder / ARTIFACT / name
-            if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            if not path.is_file() or path.stat().st_size != entry.bytes:
                 return f"{path} is missing or its size has changed"
         return ""
 
@@ -133,7 +135,7 @@ class Store:
         Raises UserError if the artifact does not match its own manifest.
         """
         manifest = read_manifest(staged / ARTIFACT)
-        for name, entry in manifest["files"].items():
+        for name, entry in manifest.files.items():
             check_file(staged / ARTIFACT, name, entry)
         record = record_of(cell, attempt, outcome) | {"results": results_of_manifest(manifest, cell)}
         write_file(staged / RECORD, json_text(record))
@@ -197,14 +199,17 @@ def read_record(folder: Path, cell: Cell) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and record.get("digest") == cell.digest else None
 
 
-def results_of_manifest(manifest: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
+def results_of_manifest(manifest: Manifest, cell: Cell) -> dict[str, Any]:
     """The results of a finished cell that tables show."""
-    engines = [entry for entry in manifest["engines"] if entry["target"] == cell.target]
-    return {
-        "parity": manifest["parity"],
-        "artifact_bytes": sum(entry["bytes"] for entry in manifest["files"].values()),
-        "engine": engines[0] if engines else None,
-    }
+    engine = next((engine for engine in manifest.engines if engine.target == cell.target), None)
+    results: dict[str, Any] = msgspec.to_builtins(
+        {
+            "parity": manifest.parity,
+            "artifact_bytes": sum(entry.bytes for entry in manifest.files.values()),
+            "engine": engine,
+        }
+    )
+    return results
 
 
 def renamed(source: Path, target: Path) -> bool:

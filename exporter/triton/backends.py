@@ -73,7 +73,7 @@ def python_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
     kind = spec.kind or "cpu"
     library = kernel_library(artifact, spec, kind)
     files: dict[str, bytes | Path] = {
-        f"artifact/{name}": artifact.path / name for name in (MANIFEST, *artifact.manifest["files"])
+        f"artifact/{name}": artifact.path / name for name in (MANIFEST, *artifact.manifest.files)
     }
     files["model.py"] = Path(__file__).with_name("model.py")
     files["effexport.zip"] = zip_of_effexport()
@@ -81,7 +81,7 @@ def python_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
 
 
 def tensorrt_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
-    targets = [entry["target"] for entry in artifact.manifest["engines"]]
+    targets = [engine.target for engine in artifact.manifest.engines]
     if "trt" not in targets:
         only = ", only one for TensorRT-RTX, which Triton does not run" if targets else ""
         raise UserError(
@@ -111,7 +111,7 @@ def refuse_bfloat16_on_cpu(artifact: Artifact, kind: str) -> None:
 def kernel_library(artifact: Artifact, spec: PackageSpec, kind: str) -> dict[str, bytes | Path]:
     """The kernel library of this machine; empty if function bodies are to run. Warns if kernels are missing."""
     settings = OrtSettings(provider="cuda" if kind == "gpu" else "cpu", implementation=spec.implementation)
-    library = library_for(sorted(artifact.manifest["custom_ops"]), settings)
+    library = library_for(sorted(artifact.manifest.custom_ops), settings)
     return {LIBRARY_NAME: library.path} if library is not None else {}
 
 

@@ -4,7 +4,7 @@ artifact/             from `effexport build`; its files are checked against the 
 effexport.zip         the effexport that packaged the artifact: pure Python, used without PyTorch
 libeffexport_ort.so   kernels of the custom operators; without this file they run as function bodies
 
-The server's Python needs numpy, onnx and onnxruntime (onnxruntime-gpu on a GPU).
+The server's Python needs numpy, msgspec, onnx and onnxruntime (onnxruntime-gpu on a GPU).
 """
 
 from __future__ import annotations

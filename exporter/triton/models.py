@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.spec import TensorInfo
@@ -21,6 +23,8 @@ from effexport.triton.warmup import WarmUp, warm_ups
 # added: a new version. configured: the version exists, only the configuration changes. unchanged: nothing is written.
 Status = Literal["added", "configured", "unchanged"]
 EXAMPLE_LENGTH = 8
+# What a Python model imports in the server, beside NumPy.
+PYTHON_PACKAGES = ("msgspec", "onnx", "onnxruntime")
 
 
 @dataclass(frozen=True)
@@ -135,13 +139,13 @@ def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: Mode
     build, manifest = artifact.spec, artifact.manifest
     origin: dict[str, Any] = {
         "artifact": artifact.path.resolve().name,
-        "weights_sha256": manifest["weights_sha256"],
-        "built_by": manifest["effexport_version"],
-        "custom_ops": sorted(manifest["custom_ops"]),
-        "implementation": implementation_of(config.backend, manifest["custom_ops"]),
+        "weights_sha256": manifest.weights_sha256,
+        "built_by": manifest.effexport_version,
+        "custom_ops": sorted(manifest.custom_ops),
+        "implementation": implementation_of(config.backend, manifest.custom_ops),
     }
-    environment = manifest.get("environment") or {}
-    packages = {name: environment[name] for name in ("onnx", "onnxruntime") if environment.get(name)}
+    installed = {**manifest.environment, "msgspec": msgspec.__version__}
+    packages = {name: version for name in PYTHON_PACKAGES if (version := installed.get(name))}
     return ModelRecord(
         name=config.name,
         group=config.spec.name,

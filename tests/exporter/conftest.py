@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from page_browser import Browser
 from small_builds import built_artifact
 from small_specs import spec_of
 
-from effexport.artifact import Artifact, write_manifest
+from effexport.artifact import Artifact, Manifest, write_manifest
 from effexport.cli import main
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.spec import BuildSpec
@@ -103,8 +104,7 @@ def rewrite_manifest() -> Callable[..., None]:
     def rewrite(folder: Path, **changes: Any) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())
         (folder / "manifest.json").unlink()
-        contents = {k: v for k, v in manifest.items() if k not in ("files", "integrity", "format_version")}
-        write_manifest(folder, contents | changes)
+        write_manifest(folder, msgspec.convert(manifest | changes, Manifest))
 
     return rewrite
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -22,6 +23,8 @@ from onnx import TensorProto, helper, numpy_helper
 from effexport.artifact import (
     ARTIFACT_FOLDER,
     Artifact,
+    FileEntry,
+    TensorEntry,
     manifest_digest,
     manifest_text,
     open_artifact,
@@ -72,10 +75,10 @@ def quick_export(built: Built, monkeypatch: pytest.MonkeyPatch) -> BuildSpec:
 def test_the_manifest_describes_the_model(built: Built, variant: str, scope: str) -> None:
     artifact = built(variant, scope)
     manifest, spec = artifact.manifest, artifact.spec
-    assert manifest["format_version"] == 1
-    assert (manifest["variant"], manifest["precision"], manifest["opset"]) == (variant, "fp32", 20)
-    assert [t["name"] for t in manifest["inputs"]] == [spec.inputs[0].name, "attention_mask"]
-    assert manifest["outputs"] == [{"name": "last_hidden_state", "dtype": "float32", "dims": ["batch", "seq", 32]}]
+    assert manifest.format_version == 1
+    assert (manifest.variant, manifest.precision, manifest.opset) == (variant, "fp32", 20)
+    assert [tensor.name for tensor in manifest.inputs] == [spec.inputs[0].name, "attention_mask"]
+    assert manifest.outputs == (TensorEntry("last_hidden_state", "float32", ("batch", "seq", 32)),)
     operators: dict[str, dict[str, int]] = {
         "softmax": {"MaskedAttention": 1},
         "linear": {"EluLinearAttention": 1},
@@ -83,19 +86,19 @@ def test_the_manifest_describes_the_model(built: Built, variant: str, scope: str
         "lsh": {"LSHSort": 1, "LSHAttention": 1},
         "aft-simple": {"AFTSimpleAttention": 1},
     }
-    assert manifest["custom_ops"] == operators.get(variant, {})
-    assert manifest["engines"] == []
-    assert manifest["parity"]["passed"] is True
-    assert manifest["environment"]["torch"]
+    assert manifest.custom_ops == operators.get(variant, {})
+    assert manifest.engines == ()
+    assert manifest.parity.passed is True
+    assert manifest.environment["torch"]
 
 
 def test_the_manifest_hashes_every_other_file(built: Built) -> None:
     artifact = built("softmax", "attention")
     assert sorted(file.name for file in artifact.path.iterdir()) == sorted(FILES)
-    assert sorted(artifact.manifest["files"]) == sorted(set(FILES) - {"manifest.json"})
-    for name, entry in artifact.manifest["files"].items():
+    assert sorted(artifact.manifest.files) == sorted(set(FILES) - {"manifest.json"})
+    for name, entry in artifact.manifest.files.items():
         data = (artifact.path / name).read_bytes()
-        assert entry == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+        assert entry == FileEntry(hashlib.sha256(data).hexdigest(), len(data))
 
 
 @pytest.mark.requires("native")
@@ -103,8 +106,8 @@ def test_the_report_in_the_folder_agrees_with_the_manifest(built: Built) -> None
     artifact = built("lsh", "encoder")
     report = json.loads((artifact.path / "report.json").read_text())
     assert report["verdict"] == "passed"
-    assert report["spec"] == artifact.manifest["spec"]
-    assert report["summary"] == artifact.manifest["parity"]["summary"]
+    assert report["spec"] == artifact.manifest.spec
+    assert report["summary"] == msgspec.to_builtins(artifact.manifest.parity.summary)
     assert report["implementation"] == {"LSHAttention": "kernel", "LSHSort": "kernel"}
 
 
@@ -579,13 +582,16 @@ def test_a_killed_build_leaves_the_old_artifact_or_none_and_the_next_succeeds(
     assert state_of(output)["model.onnx"] == before["model.onnx"]
 
 
-def test_writing_the_same_manifest_twice_gives_the_same_checksum(tmp_path: Path) -> None:
+def test_writing_the_same_manifest_twice_gives_the_same_checksum(built: Built, tmp_path: Path) -> None:
     (tmp_path / "x").write_text("x")
-    write_manifest(tmp_path, {"dims": (1, "seq"), "eps": 1e-5, "name": "naïve"})
+    written = msgspec.structs.replace(
+        built("softmax", "attention").manifest, weights_from="naïve", spec={"dims": (1, "seq"), "eps": 1e-5}
+    )
+    write_manifest(tmp_path, written)
     first = (tmp_path / "manifest.json").read_text()
     manifest = json.loads(first)
-    assert manifest["dims"] == [1, "seq"]
+    assert manifest["spec"] == {"dims": [1, "seq"], "eps": 1e-5}
     assert manifest["integrity"] == manifest_digest(manifest)
     (tmp_path / "manifest.json").unlink()
-    write_manifest(tmp_path, {"dims": (1, "seq"), "eps": 1e-5, "name": "naïve"})
+    write_manifest(tmp_path, written)
     assert (tmp_path / "manifest.json").read_text() == first

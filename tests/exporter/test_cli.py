@@ -445,8 +445,8 @@ def test_inspect_of_an_artifact_and_of_a_bare_file(cli: Cli, built: Built) -> No
 def test_inspect_counts_external_weights(cli: Cli, built: Built) -> None:
     artifact = built("aft-simple", "attention", external_data=True)
     graph = cli("inspect", artifact.path, "--json").json["graph"]
-    files = artifact.manifest["files"]
-    assert graph["bytes"] == files["model.onnx"]["bytes"] + files["model.onnx.data"]["bytes"]
+    files = artifact.manifest.files
+    assert graph["bytes"] == files["model.onnx"].bytes + files["model.onnx.data"].bytes
 
 
 def test_inspect_of_garbage(cli: Cli, tmp_path: Path) -> None:

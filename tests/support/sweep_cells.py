@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from effexport.artifact import write_manifest
+import msgspec
+
+from effexport.artifact import Manifest, write_manifest
 from effexport.sweep.attempt import Attempt
 from effexport.sweep.cell import Cell
 from effexport.sweep.cells import cells_from_file
@@ -30,10 +32,11 @@ def write_artifact(folder: Path, cell: Cell, extra_bytes: int = 0) -> dict[str, 
     (folder / "model.onnx").write_bytes(cell.id.encode())
     (folder / "engine" / "large.bin").write_bytes(os.urandom(extra_bytes))
     entry = {"passed": 1, "failed": 0, "not run": 0, "worst": 1e-6, "limit": 1e-5, "metric": "max |error| / RMS"}
-    fields = dict.fromkeys(("effexport_version", "variant", "precision", "weights_sha256", "weights_from"), "")
-    lists: dict[str, Any] = {name: [] for name in ("hash_values", "notes", "engines")}
+    texts = dict.fromkeys(("effexport_version", "variant", "precision", "weights_sha256", "weights_from"), "")
+    lists = {name: [] for name in ("inputs", "outputs", "hash_values", "notes", "engines")}
+    objects = {name: {} for name in ("spec", "custom_ops", "environment")}
     parity = {"passed": True, "summary": {"arithmetic": entry}}
-    write_manifest(folder, {**fields, **lists, "spec": {}, "custom_ops": {}, "parity": parity})
+    write_manifest(folder, msgspec.convert({**texts, **lists, **objects, "opset": 20, "parity": parity}, Manifest))
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 

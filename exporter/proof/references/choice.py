@@ -146,7 +146,7 @@ def check_cases(reference: Reference, artifact: Artifact, choice: ReferenceChoic
     """Raises UserError for cases with other inputs, outputs or hashes than the artifact has."""
     spec = artifact.spec
     inputs, outputs = {t.name for t in spec.inputs}, {t.name for t in spec.outputs}
-    hashes = set(artifact.manifest["hash_values"])
+    hashes = set(artifact.manifest.hash_values)
     for case in reference.cases:
         for what, given, expected in (
             ("inputs", set(case.inputs), inputs),
@@ -230,10 +230,10 @@ def opened_reference(
     from effexport.proof.verify_engine import engine_candidate
 
     if choice.path.is_file():
-        hashes, path, limits = artifact.manifest["hash_values"], choice.path, FeedLimits()
+        hashes, path, limits = artifact.manifest.hash_values, choice.path, FeedLimits()
     else:
         other = open_artifact(choice.path)
-        hashes, path, limits = other.manifest["hash_values"], other.model_path, limits_from_spec(other.spec)
+        hashes, path, limits = other.manifest.hash_values, other.model_path, limits_from_spec(other.spec)
         if choice.runtime in ENGINE_RUNTIMES:
             engine = other.engine_path(choice.runtime)
             candidate = engine_candidate(engine, read_sidecar(engine), path, other.spec, hashes)

@@ -23,7 +23,7 @@ def module_of_artifact(artifact: Artifact, weights: Path | None) -> nn.Module | 
     Raises SpecError for weights that do not fit.
     """
     spec = artifact.spec
-    origin = artifact.manifest["weights_from"]
+    origin = artifact.manifest.weights_from
     if isinstance(spec.model, ModuleSpec):
         return Unavailable(
             f"the module came from {origin}, code that an artifact does not hold: build again to compare"
@@ -33,6 +33,6 @@ def module_of_artifact(artifact: Artifact, weights: Path | None) -> nn.Module | 
             f"the weights came from {origin}: name it with --weights to compare with PyTorch on new inputs"
         )
     module = source_from_path(weights).make(spec)
-    if weights_digest(module) != artifact.manifest["weights_sha256"]:
+    if weights_digest(module) != artifact.manifest.weights_sha256:
         return Unavailable("these are not the weights that the artifact was built with" if weights else OTHER_DRAW)
     return module

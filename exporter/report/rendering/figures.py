@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from effexport.plots.axes import Axis, power
 from effexport.plots.figure import Figure
 from effexport.plots.svg import Point, Series, histogram, scatter
 from effexport.proof.checks.result import HISTOGRAM_EDGES, Check
-from effexport.report.model import Report
+from effexport.report.model import LayerError, Report
 from effexport.units import number
 
 
@@ -57,14 +56,14 @@ def _error_against_length(key: str, metric: str, checks: Sequence[Check]) -> Fig
     return Figure(title, caption, svg)
 
 
-def _error_per_layer(layers: Sequence[dict[str, Any]]) -> Figure:
+def _error_per_layer(layers: Sequence[LayerError]) -> Figure:
     points = [
-        Point(n, row["error"], f"{row['layer']} ({row.get('op_type', '')}): {number(row['error'])}")
+        Point(n, row.error, f"{row.layer} ({row.op_type}): {number(row.error)}")
         for n, row in enumerate(layers, start=1)
     ]
-    worst = max(layers, key=lambda row: row["error"] if math.isfinite(row["error"]) else math.inf)
+    worst = max(layers, key=lambda row: row.error if math.isfinite(row.error) else math.inf)
     caption = (
-        f"Largest: {number(worst['error'])} in {worst['layer']} ({worst.get('op_type', '')}). "
+        f"Largest: {number(worst.error)} in {worst.layer} ({worst.op_type}). "
         f"{len(layers)} layers in the order of the model; the table below names them."
     )
     step = max(1, math.ceil(len(layers) / 12))

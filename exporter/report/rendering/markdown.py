@@ -67,7 +67,7 @@ def _facts(report: Report) -> str:
     ran = [
         f"effexport::{op} {'not run' if how == 'not run' else f'as {how}'}" for op, how in report.implementation.items()
     ]
-    engines = [f"{engine['file']}" for engine in report.engines]
+    engines = [engine.file for engine in report.engines]
     return "; ".join([f"{RUNTIMES[report.runtime].label} against PyTorch", *ran, *engines, moment(report.created)])
 
 

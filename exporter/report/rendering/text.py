@@ -116,10 +116,10 @@ def flat_fields(spec: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def sizes(profiles: list[dict[str, Any]]) -> str:
+def sizes(profiles: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> str:
     """Optimisation profiles in words: `input_ids 1 × 1 to 4 × 1024, tuned for 1 × 1024`, one input for each."""
 
-    def shape(dims: list[int]) -> str:
+    def shape(dims: Sequence[int]) -> str:
         return " × ".join(map(str, dims))
 
     first = [next(iter(profile.items())) for profile in profiles]

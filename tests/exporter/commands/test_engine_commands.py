@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import effexport
@@ -31,16 +32,16 @@ def with_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_build_puts_the_engine_into_the_artifact_and_says_that_it_was_not_run(with_engine: Path) -> None:
     artifact = open_artifact(with_engine)
-    (entry,) = artifact.manifest["engines"]
-    assert entry["file"] == "engine/trt-rtx.engine"
-    assert entry["implementation"] == dict.fromkeys(
+    (entry,) = artifact.manifest.engines
+    assert entry.file == "engine/trt-rtx.engine"
+    assert entry.implementation == dict.fromkeys(
         ("IterativePinv", "MaskedAttention", "SegmentMeans", "SequenceConv"), "body"
     )
-    assert {"engine/trt-rtx.engine", "engine/trt-rtx.json"} <= artifact.manifest["files"].keys()
-    assert artifact.engine_path("trt-rtx").stat().st_size == entry["bytes"]
+    assert {"engine/trt-rtx.engine", "engine/trt-rtx.json"} <= artifact.manifest.files.keys()
+    assert artifact.engine_path("trt-rtx").stat().st_size == entry.bytes
     report = json.loads((with_engine / "report.json").read_text())
     assert report["verdict"] == "passed"
-    assert report["engines"] == [entry]
+    assert report["engines"] == [msgspec.to_builtins(entry)]
     (check,) = [check for check in report["checks"] if check["name"] == "trt-rtx: parity"]
     assert check["status"] == "not run"
     assert "the engine was built and not run" in check["reason"]

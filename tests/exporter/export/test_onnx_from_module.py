@@ -186,8 +186,8 @@ def test_bfloat16_passes_the_checker(small_spec: Specs, variant: str) -> None:
 def test_weights_go_beside_the_file_on_request(built: Built) -> None:
     artifact = built("aft-simple", "attention", external_data=True)
     assert (artifact.path / "model.onnx.data").stat().st_size >= 4 * 32 * 32 * 4
-    assert "model.onnx.data" in artifact.manifest["files"]
-    assert artifact.manifest["parity"]["passed"]
+    assert "model.onnx.data" in artifact.manifest.files
+    assert artifact.manifest.parity.passed
     assert artifact.model_path.stat().st_size < built("aft-simple", "attention").model_path.stat().st_size
     assert worst_error(artifact.model_path, artifact.spec) <= arithmetic_limit(artifact.spec).value
 

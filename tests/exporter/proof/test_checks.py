@@ -48,7 +48,7 @@ class Fake:
 
 
 def candidate_of(artifact: Artifact) -> OrtCandidate:
-    return OrtCandidate(artifact.model_path, artifact.manifest["hash_values"], limits_from_spec(artifact.spec))
+    return OrtCandidate(artifact.model_path, artifact.manifest.hash_values, limits_from_spec(artifact.spec))
 
 
 def case_named(artifact: Artifact, name: str) -> Case:

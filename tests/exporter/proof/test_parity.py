@@ -33,7 +33,7 @@ OUTPUT = "last_hidden_state"
 
 
 def candidate_of(artifact: Artifact, path: Path | None = None) -> OrtCandidate:
-    hashes = artifact.manifest["hash_values"]
+    hashes = artifact.manifest.hash_values
     return OrtCandidate(path or artifact.model_path, hashes, limits_from_spec(artifact.spec))
 
 
@@ -324,7 +324,7 @@ def test_given_buckets_are_really_used(built: Built) -> None:
 
 def test_buckets_become_inputs_and_outputs(built: Built) -> None:
     artifact = built("lsh", "encoder")
-    values = hash_values(artifact.model_path, artifact.manifest["hash_values"])
+    values = hash_values(artifact.model_path, artifact.manifest.hash_values)
     assert values == ["blocks.0.attention.buckets"]
     runner = OrtRunner(with_given_buckets(artifact.model_path, values))
     assert [t.name for t in runner.inputs] == ["input_ids", "attention_mask", values[0] + GIVEN_SUFFIX]
@@ -339,7 +339,7 @@ def test_buckets_are_found_by_the_sort_when_values_were_renamed(built: Built, tm
             for i, name in enumerate(names):
                 names[i] = "v17" if name == "blocks.0.attention.buckets" else name
     onnx.save(model, str(tmp_path / "renamed.onnx"))
-    assert hash_values(tmp_path / "renamed.onnx", artifact.manifest["hash_values"]) == ["v17"]
+    assert hash_values(tmp_path / "renamed.onnx", artifact.manifest.hash_values) == ["v17"]
 
 
 def test_buckets_out_of_sight_are_said_to_be_so(built: Built) -> None:
@@ -364,7 +364,7 @@ def test_a_graph_that_onnxruntime_optimised_passes(built: Built, tmp_path: Path,
     options.log_severity_level = 3
     ort.InferenceSession(str(artifact.model_path), options, providers=["CPUExecutionProvider"])
     path = tmp_path / "optimised.onnx"
-    hashes = artifact.manifest["hash_values"]
+    hashes = artifact.manifest.hash_values
     assert hash_values(path, hashes) == hashes
     checks = list(run_checks(candidate_of(artifact, path), load_reference(artifact.reference_path), artifact.spec))
     assert [check for check in checks if check.status != "passed"] == []

@@ -37,7 +37,7 @@ def failures(artifact: Artifact, model: Path) -> set[str]:
     cases = load_reference(artifact.reference_path)
     settings = OrtSettings(threads=1)
     try:
-        checks = verify_candidate(model, cases, artifact.spec, artifact.manifest["hash_values"], settings).checks
+        checks = verify_candidate(model, cases, artifact.spec, artifact.manifest.hash_values, settings).checks
     except EffexportError:
         return {REFUSED}
     assert checks
@@ -49,7 +49,7 @@ def first_failure(artifact: Artifact, model: Path) -> str | None:
     cases = load_reference(artifact.reference_path)
     settings = OrtSettings(threads=1, memory_arena=False)
     try:
-        candidate = OrtCandidate(model, artifact.manifest["hash_values"], limits_from_spec(artifact.spec), settings)
+        candidate = OrtCandidate(model, artifact.manifest.hash_values, limits_from_spec(artifact.spec), settings)
         checks = itertools.chain(run_checks(candidate, cases, artifact.spec), check_islands(model, artifact.spec))
         return next((check.name for check in checks if check.status == "failed"), None)
     except EffexportError:

@@ -98,7 +98,7 @@ def engine_of(artifact: Artifact, folder: Path, *texts: str) -> Path:
 
 def verified(artifact: Artifact, engine: Path) -> list[Any]:
     cases = load_reference(artifact.reference_path)
-    hashes = artifact.manifest["hash_values"]
+    hashes = artifact.manifest.hash_values
     return verify_engine(engine, artifact.model_path, cases, artifact.spec, hashes).checks
 
 

@@ -7,9 +7,11 @@ import dataclasses
 import io
 import json
 import math
+import re
 import shlex
 import tomllib
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,17 +19,18 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 
-from effexport.artifact import Artifact, open_artifact
+from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.commands.build import Request
 from effexport.commands.build import command as build_cli
+from effexport.errors import UserError
 from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.checks.result import Check, Worst
-from effexport.report.model import REPORT_VERSION, Report, dict_of_check, json_from_report
-from effexport.report.reading import report_of_artifact
+from effexport.report.model import REPORT_VERSION, LayerError, Report, json_from_report
+from effexport.report.reading import report_from_values, report_of_artifact
 from effexport.report.rendering.junit import junit_from_reports
 from effexport.report.rendering.markdown import markdown_from_report
 from effexport.report.reproduce import build_command, quoted, verify_command
-from effexport.report.schema import first_problem, schema
+from effexport.report.schema import schema_text
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
 
@@ -44,6 +47,18 @@ LOST = dataclasses.replace(
     measures={"max_abs": math.inf},
     worst=Worst("x", (0, 1), -math.inf, 1.0),
     histogram=(0,) * 10 + (7,),
+)
+ENGINE = EngineEntry(
+    target="trt-rtx",
+    file="engine/trt-rtx.engine",
+    tensorrt_version="1.7.1",
+    compute_capabilities=(),
+    profiles=(),
+    implementation={},
+    layers=3,
+    bytes=1000,
+    build_seconds=1.5,
+    remarks=(),
 )
 HOSTILE = "a | b\n<script>&]]>`code` *bold* [link](x) @someone \x00\x1b[31m \ud800 \ufffe 😀"
 
@@ -66,41 +81,48 @@ def plain(report: Report) -> dict[str, Any]:
     return value
 
 
-validator = jsonschema.Draft202012Validator(schema())
+SCHEMA: dict[str, Any] = json.loads(schema_text())
+validator = jsonschema.Draft202012Validator(SCHEMA)
+
+
+def read(values: dict[str, Any]) -> Report:
+    return report_from_values(values, Path("report.json"))
 
 
 # ---- the schema
 
 
-def test_the_schema_is_a_schema() -> None:
-    jsonschema.Draft202012Validator.check_schema(schema())
-    assert schema()["properties"]["report_version"]["const"] == REPORT_VERSION
-    assert schema()["properties"]["runtime"]["enum"] == list(ARTIFACT_RUNTIMES)
+def test_the_published_schema_is_that_of_the_types() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    published = resources.files("effexport.report").joinpath("report.schema.json").read_text(encoding="utf-8")
+    assert published == schema_text(), "write the output of `effexport report --schema` to report.schema.json"
+    assert SCHEMA["properties"]["report_version"]["enum"] == [REPORT_VERSION]
+    assert SCHEMA["properties"]["runtime"]["enum"] == sorted(ARTIFACT_RUNTIMES)
 
 
-def test_the_schema_names_every_field_of_a_check() -> None:
-    assert set(schema()["$defs"]["check"]["properties"]) == dict_of_check(GOOD).keys()
-    assert set(schema()["$defs"]["worst"]["properties"]) == {field.name for field in dataclasses.fields(Worst)}
+def test_every_reference_of_the_schema_leads_somewhere() -> None:
+    names = re.findall(r'"#/\$defs/(\w+)"', schema_text())
+    assert set(names) == SCHEMA["$defs"].keys()
 
 
 @pytest.mark.requires("torch", "onnx", "ort")
 def test_the_reports_of_all_variants_follow_the_schema(built: Callable[..., Artifact], variant: str) -> None:
     values = json.loads((built(variant, "attention").path / "report.json").read_text(encoding="utf-8"))
     validator.validate(values)
-    assert first_problem(values) is None
+    assert plain(read(values)) == values
     assert plain(report_of_artifact(built(variant, "attention"))) == values | {"weights_from": "seed"}
 
 
 @pytest.mark.parametrize("checks", [(GOOD,), (GOOD, BAD, NOT_RUN), (LOST,), ()])
 def test_any_report_follows_the_schema_and_is_read_back(checks: tuple[Check, ...]) -> None:
-    layers = [{"layer": "blocks.0", "op_type": "Add", "error": math.nan}]
+    layers = [LayerError(layer="blocks.0", op_type="Add", error=math.nan, limit=1e-3, value="add_1")]
     report = report_of(*checks, layers=layers)
     values = plain(report)
     validator.validate(values)
-    assert first_problem(values) is None
-    assert plain(Report.from_dict(values)) == values
-    # NaN is no equal of itself, but its text is
-    assert str(Report.from_dict(values).checks) == str(report.checks)
+    assert plain(read(values)) == values
+    # NaN does not equal itself, but its text does
+    assert str(read(values).checks) == str(report.checks)
+    assert str(read(values).layers) == str(layers)
 
 
 def damaged_reports() -> dict[str, dict[str, Any]]:
@@ -112,30 +134,34 @@ def damaged_reports() -> dict[str, dict[str, Any]]:
         edit(values)
         reports[name] = values
 
-    change("the report has no checks", lambda v: v.pop("checks"))
-    change("the report has 'extra', which no report has", lambda v: v.update(extra=1))
-    change("report_version is 1", lambda v: v.update(report_version=1))
-    change("report_version is True", lambda v: v.update(report_version=True))
-    change("verdict is 'good'", lambda v: v.update(verdict="good"))
-    change("checks is {}", lambda v: v.update(checks={}))
-    change("checks[0].status is 'maybe'", lambda v: v["checks"][0].update(status="maybe"))
-    change("checks[0].value is 'much'", lambda v: v["checks"][0].update(value="much"))
-    change("checks[0].limit is True", lambda v: v["checks"][0].update(limit=True))
-    change("checks[0] has no reason", lambda v: v["checks"][0].pop("reason"))
-    change("checks[0].histogram[0] is -1", lambda v: v["checks"][0].update(histogram=[-1]))
-    change("checks[1].worst.index[0] is 0.5", lambda v: v["checks"][1]["worst"].update(index=[0.5]))
-    change("environment.torch is 2", lambda v: v["environment"].update(torch=2))
-    change("runtime is 'tpu'", lambda v: v.update(runtime="tpu"))
-    change("spec is []", lambda v: v.update(spec=[]))
-    change("notes[0] is None", lambda v: v.update(notes=[None]))
+    change("missing required field `checks`", lambda v: v.pop("checks"))
+    change("unknown field `extra`", lambda v: v.update(extra=1))
+    change("enum value 1 - at `$.report_version`", lambda v: v.update(report_version=1))
+    change("Expected `int`, got `bool` - at `$.report_version`", lambda v: v.update(report_version=True))
+    change("enum value 'good' - at `$.verdict`", lambda v: v.update(verdict="good"))
+    change("Expected `array`, got `object` - at `$.checks`", lambda v: v.update(checks={}))
+    change("enum value 'maybe' - at `$.checks[0].status`", lambda v: v["checks"][0].update(status="maybe"))
+    change("enum value 'much' - at `$.checks[0].value`", lambda v: v["checks"][0].update(value="much"))
+    change("got `bool` - at `$.checks[0].limit`", lambda v: v["checks"][0].update(limit=True))
+    change("missing required field `reason` - at `$.checks[0]`", lambda v: v["checks"][0].pop("reason"))
+    change(">= 0 - at `$.checks[0].histogram[0]`", lambda v: v["checks"][0].update(histogram=[-1]))
+    change("got `float` - at `$.checks[1].worst.index[0]`", lambda v: v["checks"][1]["worst"].update(index=[0.5]))
+    change("got `int` - at `$.environment[...]`", lambda v: v["environment"].update(torch=2))
+    change("enum value 'tpu' - at `$.runtime`", lambda v: v.update(runtime="tpu"))
+    change("Expected `object`, got `array` - at `$.spec`", lambda v: v.update(spec=[]))
+    change(
+        "spec is damaged: Invalid enum value 'int8' - at `$.precision`", lambda v: v["spec"].update(precision="int8")
+    )
+    change("got `null` - at `$.notes[0]`", lambda v: v.update(notes=[None]))
     return reports
 
 
 @pytest.mark.parametrize("problem", damaged_reports())
-def test_a_damaged_report_is_rejected_by_any_validator_and_by_ours(problem: str) -> None:
+def test_a_damaged_report_is_rejected_by_any_validator_and_when_it_is_read(problem: str) -> None:
     values = damaged_reports()[problem]
     assert not validator.is_valid(values)
-    assert (first_problem(values) or "").startswith(problem)
+    with pytest.raises(UserError, match=re.escape(problem)):
+        read(values)
 
 
 # ---- Markdown
@@ -277,7 +303,7 @@ def test_the_build_command_of_a_checkpoint_names_what_it_came_from(
     model: dict[str, Any], source: str, expected: str
 ) -> None:
     spec = {"scope": "checkpoint", "batch": 1, "precision": "fp16", "opset": 20, "seed": 0, "model": model}
-    command = build_command(report_of(spec=spec, weights_from=source, engines=[{"target": "trt-rtx"}]), "again")
+    command = build_command(report_of(spec=spec, weights_from=source, engines=[ENGINE]), "again")
     assert command.startswith(f"effexport build {expected} --precision fp16 --seq-len 512")
     assert command.endswith("--target trt-rtx -o again")
 

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from page_browser import (
@@ -23,11 +22,11 @@ from page_browser import (
     weak_colours,
 )
 
-from effexport.artifact import Artifact, open_artifact
+from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Worst, not_run
 from effexport.report.compare import Comparison, Side
-from effexport.report.model import Report
+from effexport.report.model import LayerError, Report
 from effexport.report.reading import side_of_artifact
 from effexport.report.rendering.html import html_from_comparison, html_from_report
 
@@ -79,23 +78,23 @@ def failed_report() -> Report:
         seconds={"exporting to ONNX": 1.23, "checking parity in ONNX Runtime": 4.5},
         implementation={"LSHSort": "kernel"},
         engines=[an_engine()],
-        layers=[{"layer": name, "op_type": "Add", "error": 1e-7 * 4**n} for n, name in enumerate(names)],
+        layers=[LayerError(layer=name, op_type="Add", error=1e-7 * 4**n) for n, name in enumerate(names)],
     )
 
 
-def an_engine() -> dict[str, Any]:
-    return {
-        "target": "trt-rtx",
-        "file": "engine/trt-rtx.engine",
-        "tensorrt_version": "1.7.1.116",
-        "compute_capabilities": [],
-        "profiles": [{"input_ids": [[1, 1], [1, 1024], [4, 1024]]}],
-        "implementation": {"LSHSort": "plugin"},
-        "layers": 123,
-        "bytes": 12345678,
-        "build_seconds": 33.3,
-        "remarks": ["Sequences of less than 64 tokens are padded."],
-    }
+def an_engine() -> EngineEntry:
+    return EngineEntry(
+        target="trt-rtx",
+        file="engine/trt-rtx.engine",
+        tensorrt_version="1.7.1.116",
+        compute_capabilities=(),
+        profiles=({"input_ids": ((1, 1), (1, 1024), (4, 1024))},),
+        implementation={"LSHSort": "plugin"},
+        layers=123,
+        bytes=12345678,
+        build_seconds=33.3,
+        remarks=("Sequences of less than 64 tokens are padded.",),
+    )
 
 
 @pytest.fixture(scope="module")

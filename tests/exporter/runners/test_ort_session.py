@@ -46,7 +46,7 @@ def test_kernels_and_bodies_give_the_same_answer_and_say_which_they_are(built: B
     answers = {}
     for implementation, ran in {"auto": "kernel", "kernel": "kernel", "body": "body"}.items():
         with effexport.load(artifact.path, OrtSettings(implementation=implementation)) as runner:
-            assert runner.implementation == dict.fromkeys(artifact.manifest["custom_ops"], ran)
+            assert runner.implementation == dict.fromkeys(artifact.manifest.custom_ops, ran)
             assert runner.implementation
             answers[implementation] = runner.run({"input_ids": token_ids()})["last_hidden_state"]
     assert np.array_equal(answers["auto"], answers["kernel"])
@@ -222,9 +222,9 @@ def test_a_broken_body_behind_a_good_kernel_is_found(built: Built, tmp_path: Pat
 @pytest.mark.requires("native")
 @pytest.mark.parametrize("name", [*WITH_OPERATORS, "aft-full"])
 def test_a_build_proves_kernels_and_bodies(built: Built, name: str) -> None:
-    summary = built(name, "encoder").manifest["parity"]["summary"]
+    summary = built(name, "encoder").manifest.parity.summary
     if name in WITH_OPERATORS:
-        assert summary["function bodies"]["passed"] == 1
+        assert summary["function bodies"].passed == 1
     else:
         assert "function bodies" not in summary
 
