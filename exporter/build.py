@@ -126,7 +126,7 @@ def artifact_from_spec(
     with ARTIFACT_FOLDER.new(output, force=force) as folder:
         with watch.stage("loading PyTorch and the ONNX exporter"):
             require_packages(engines)
-        with watch.stage(f"making the {spec.title} module"):
+        with watch.stage(f"making the {spec.model.title} module"):
             module = source.make(spec)
             build = Build(spec, module, list(hash_modules(module)), folder, settings, watch)
         with watch.stage("exporting to ONNX"):
@@ -140,7 +140,7 @@ def artifact_from_spec(
         infos = [prove_engine(build, engine, cases, verification, on_progress) for engine in engines]
         found = trace_model(build, verification, cases, wanted=trace)
         report = Report(
-            title=spec.title,
+            title=spec.model.title,
             spec=spec.to_dict(),
             checks=verification.checks,
             seconds=watch.seconds,

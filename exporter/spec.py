@@ -78,20 +78,8 @@ class BuildSpec:
         return self.model.attention
 
     @property
-    def layers(self) -> int:
-        return self.model.layers
-
-    @property
     def variant(self) -> str:
         return self.attention.variant
-
-    @property
-    def title(self) -> str:
-        return self.model.title
-
-    @property
-    def is_causal(self) -> bool:
-        return self.model.is_causal
 
     @property
     def has_decode_step(self) -> bool:
@@ -114,11 +102,6 @@ class BuildSpec:
     @property
     def fixed_seq_len(self) -> int | None:
         return self.model.fixed_seq_len
-
-    @property
-    def seq_dim(self) -> int | str:
-        """The sequence dimension of the graph: "seq", or a number if only one length works."""
-        return self.fixed_seq_len or "seq"
 
     @property
     def custom_ops(self) -> dict[str, int]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from effexport.models.layers import AttentionLayer
     from effexport.models.spec import AttentionSpec
 
 
+def load(path: str) -> Any:
+    """What is at `module.name` within this package, or the module itself for `module`."""
+    module, _, name = path.partition(".")
+    found = importlib.import_module(f"{__name__}.{module}")
+    return getattr(found, name) if name else found
+
+
 def attention_from_spec(spec: AttentionSpec) -> AttentionLayer:
     """The attention layer that a spec describes, with torch's own random initialisation."""
-    module, class_name = spec.layer.split(".")
-    layer: AttentionLayer = getattr(importlib.import_module(f"{__name__}.{module}"), class_name)(spec)
+    layer: AttentionLayer = load(spec.layer)(spec)
     return layer

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.models import load
 from effexport.models.families import FAMILIES, read_json
 from effexport.models.validation import SpecError, require
 
@@ -35,9 +36,9 @@ def module_from_checkpoint(folder: Path, spec: CheckpointSpec) -> nn.Module:
 
     Raises SpecError that lists unknown, missing and misshapen weights, or says which file is damaged.
     """
-    family, model_class = FAMILIES[spec.family].load()
-    module = model_class(spec)
-    fill_module(module, read_weights(folder), family.weight_names(spec), family.IGNORED, folder)
+    family = FAMILIES[spec.family]
+    module: nn.Module = load(family.model)(spec)
+    fill_module(module, read_weights(folder), family.module.weight_names(spec), family.module.IGNORED, folder)
     return module.eval()
 
 

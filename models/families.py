@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from effexport.models import load
 from effexport.models.validation import SpecError, did_you_mean, require
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from effexport.models.checkpoint_spec import CheckpointSpec, PublishedSpec
 
 CONFIG = "config.json"
-PACKAGE = __name__.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class Family:
     """Where a family is defined, within effexport.models.
 
-    spec: module and class of its spec, a PublishedSpec, which load no torch. module: module and class of its model; the
-    module also has `weight_names` and `IGNORED`. Modules that users bring themselves have none.
+    spec: its spec, a PublishedSpec, whose module loads no torch. model: its `nn.Module`, whose module also defines
+    `weight_names` and `IGNORED`; "" for modules that users bring themselves.
     """
 
     spec: str
-    module: str = ""
+    model: str = ""
 
-    def spec_class(self) -> Any:
-        module, name = self.spec.split(".")
-        return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
-
-    def load(self) -> tuple[ModuleType, Callable[[CheckpointSpec], nn.Module]]:
-        """The module of the model, and the class in it."""
-        path, name = self.module.split(".")
-        module = importlib.import_module(f"{PACKAGE}.{path}")
-        return module, getattr(module, name)
+    @property
+    def module(self) -> Any:
+        """The module that defines the model."""
+        return load(self.model.partition(".")[0])
 
 
 # model_type in config.json → the family; "module" is a module of the user's own and has no config.json
@@ -49,7 +40,7 @@ FAMILIES: dict[str, Family] = {
     "reformer": Family("reformer_spec.ReformerSpec", "reformer.Reformer"),
     "module": Family("module_spec.ModuleSpec"),
 }
-PUBLISHED = tuple(name for name, family in FAMILIES.items() if family.module)
+PUBLISHED = tuple(name for name, family in FAMILIES.items() if family.model)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -72,7 +63,7 @@ def spec_from_checkpoint(
         f"{folder / CONFIG}: model_type is {model_type!r}{did_you_mean(model_type, PUBLISHED)} "
         f"Supported: {', '.join(PUBLISHED)}",
     )
-    spec_class: type[PublishedSpec] = FAMILIES[model_type].spec_class()
+    spec_class: type[PublishedSpec] = load(FAMILIES[model_type].spec)
     if seed is not None and "hash_seed" in spec_class.OPTIONS:
         options = {**options, "hash_seed": seed}
     return spec_class.from_config(config, options)
@@ -83,7 +74,7 @@ def checkpoint_from_dict(values: Mapping[str, Any]) -> CheckpointSpec:
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     family = str(options.pop("family", None))
     require(family in FAMILIES, f"unknown family {family!r}; expected one of: {', '.join(FAMILIES)}")
-    spec: CheckpointSpec = FAMILIES[family].spec_class()(**options)
+    spec: CheckpointSpec = load(FAMILIES[family].spec)(**options)
     return spec
 
 

@@ -306,7 +306,7 @@ def main() -> None:
         with effexport.load(path, runtime=arguments.runtime) as runner:
             spec = open_artifact(path).spec
             load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-            print(f"{path.name}: {spec.title}, seq {arguments.seq_len}, {os.cpu_count()} cores, load average {load}")
+            print(f"{path.name}: {spec.model.title}, seq {arguments.seq_len}, {os.cpu_count()} cores, load {load}")
             options = ["--max-batch", str(arguments.max_batch), "--runtime", arguments.runtime]
             with running_server(path, folder, *options) as server:
                 samples = make_samples(server.model, runner, spec, arguments.seq_len, 32)

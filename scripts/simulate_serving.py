@@ -220,7 +220,7 @@ def main() -> None:
             samples = make_samples(path.name, runner, spec, arguments.seq_len, 16)
             curve = measured_curve(runner, arguments.seq_len, arguments.max_batch, arguments.rounds)
             load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-            print(f"{path.name}: {spec.title}, seq {arguments.seq_len}, {os.cpu_count()} cores, load average {load}")
+            print(f"{path.name}: {spec.model.title}, seq {arguments.seq_len}, {os.cpu_count()} cores, load {load}")
             print("rows of a run: median duration, requests per second")
             for rows, times in curve.items():
                 print(f"  {rows:3d}: {1e3 * statistics.median(times):7.1f} ms {rows / statistics.median(times):7.1f}/s")

@@ -73,7 +73,7 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
     spec, notes = build_spec_from_checkpoint({}, folder)
     return {
         "path": str(folder),
-        "checkpoint": spec.title,
+        "checkpoint": spec.model.title,
         "attention": spec.attention.actual_variant,
         "max_seq_len": spec.max_seq_len,
         "inputs": [str(tensor) for tensor in spec.inputs],

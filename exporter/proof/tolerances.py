@@ -65,9 +65,9 @@ OWN_ERROR_FACTOR = 4
 def arithmetic_limit(spec: BuildSpec) -> Limit:
     """The limit of one precision and scope; beyond two layers, rounding adds up like a random walk."""
     limit = ARITHMETIC[spec.precision, spec.scope]
-    if spec.layers <= 2:
+    if spec.model.layers <= 2:
         return limit
-    return Limit(limit.value * (spec.layers / 2) ** 0.5, f"{limit.reason}; × √(layers / 2)")
+    return Limit(limit.value * (spec.model.layers / 2) ** 0.5, f"{limit.reason}; × √(layers / 2)")
 
 
 def case_limit(spec: BuildSpec, own_error: float) -> Limit:
@@ -85,8 +85,8 @@ def overall_limit(spec: BuildSpec, own_error: float) -> Limit | None:
         return None
     limit = OVERALL[spec.scope]
     value, reason = limit.value, limit.reason
-    if spec.layers > 2:
-        value, reason = value * (spec.layers / 2) ** 0.5, f"{reason}; × √(layers / 2)"
+    if spec.model.layers > 2:
+        value, reason = value * (spec.model.layers / 2) ** 0.5, f"{reason}; × √(layers / 2)"
     own = OWN_ERROR_FACTOR * own_error
     return Limit(value, reason) if own <= value else Limit(own, case_limit(spec, own_error).reason)
 

@@ -130,9 +130,8 @@ def model_config(
     version: int,
 ) -> ModelConfig:
     build = artifact.spec
-    return ModelConfig(
-        name, f"{build.title}, {build.precision}", backend, build.inputs, build.outputs, batching, warm, spec, version
-    )
+    title = f"{build.model.title}, {build.precision}"
+    return ModelConfig(name, title, backend, build.inputs, build.outputs, batching, warm, spec, version)
 
 
 def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: ModelRecord | None) -> ModelRecord:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from effexport.models import load
 from effexport.models.checkpoint import fill_module, module_from_checkpoint, read_weights
 from effexport.models.families import FAMILIES, is_checkpoint, spec_from_checkpoint
 from effexport.models.validation import SpecError
@@ -54,8 +55,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Random weights under the names that a checkpoint of this folder's configuration has."""
     spec, _ = spec_from_checkpoint(folder, {})
-    family, model_class = FAMILIES[spec.family].load()
-    module = model_class(spec)
+    family = FAMILIES[spec.family].module
+    module = load(FAMILIES[spec.family].model)(spec)
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     torch.manual_seed(0)
     return {names[0]: torch.randn(shapes[name]) for name, names in family.weight_names(spec).items()}
@@ -94,7 +95,7 @@ def test_weights_arrive_from_every_kind_of_file(folder: Path, save: Callable[...
     spec, _ = spec_from_checkpoint(folder, {})
     module = module_from_checkpoint(folder, spec)
     assert not module.training
-    names = FAMILIES[spec.family].load()[0].weight_names(spec)
+    names = FAMILIES[spec.family].module.weight_names(spec)
     for name, value in module.state_dict().items():
         if name in names:
             assert torch.equal(value, tensors[names[name][0]]), name

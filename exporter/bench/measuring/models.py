@@ -54,10 +54,11 @@ def signature_of_case(case: Case) -> Signature:
     if case.scope != "core":
         return Signature(spec.inputs, spec.outputs)
     heads, channels = spec.attention.projected
-    inputs = tuple(
-        TensorInfo(name, spec.dtype, ("batch", heads, spec.seq_dim, width)) for name, width in channels.items()
-    )
-    return Signature(inputs, (TensorInfo(OUTPUT, spec.dtype, ("batch", heads, spec.seq_dim, channels["v"])),))
+
+    def tensor(name: str, width: int) -> TensorInfo:
+        return TensorInfo(name, spec.dtype, ("batch", heads, spec.fixed_seq_len or "seq", width))
+
+    return Signature(tuple(map(tensor, channels, channels.values())), (tensor(OUTPUT, channels["v"]),))
 
 
 def inputs_of_case(case: Case) -> dict[str, Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from effexport.bench.rendering.curves import median_ms
 from effexport.bench.results import BenchResults, Row
 from effexport.units import duration, memory
 
@@ -46,16 +47,11 @@ class Advice:
 
 def advice_from_results(results: BenchResults, limit_bytes: int | None = None) -> Advice:
     """Rank the rows of all sizes; a run for advice has one."""
-    measured = sorted((row for row in results.rows if row.timing is not None), key=median_ms)
+    measured = sorted((row for row in results.rows if row.timing is not None), key=lambda row: median_ms(row) or 0.0)
     if limit_bytes is None:
         return Advice(tuple(measured), (), None)
     fits = [row for row in measured if row.peak_bytes is not None and row.peak_bytes <= limit_bytes]
     return Advice(tuple(fits), tuple(row for row in measured if row not in fits), limit_bytes)
-
-
-def median_ms(row: Row) -> float:
-    assert row.timing is not None
-    return row.timing.median_ms
 
 
 def ranking(advice: Advice) -> Sequence[tuple[int | None, Row]]:

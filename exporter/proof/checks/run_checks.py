@@ -43,7 +43,7 @@ def run_checks(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> 
             yield check_batch_invariance(candidate, case, outputs, spec)
         if not case.keep.all():
             yield check_padding_content(candidate, case, outputs, spec)
-        if spec.is_causal and index == 0:
+        if spec.model.is_causal and index == 0:
             yield check_prefix(candidate, case, outputs, spec)
     if spec.precision != "fp32":
         yield from check_long_sequence(candidate, cases, spec)
