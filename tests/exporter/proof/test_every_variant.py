@@ -88,8 +88,3 @@ def test_a_random_healthy_model_builds_and_raises_no_false_alarm(
     _, report = artifact_from_spec(random_spec(name, seed, precision=precision), tmp_path / "artifact")
     assert report.verdict == "passed"
     assert [check for check in report.checks if check.status == "failed"] == []
-
-
-def test_the_sweep_is_as_wide_as_it_says() -> None:
-    assert len(ATTENTION_SPECS) * CASES_PER_VARIANT["fp32"] >= 200
-    assert len(ATTENTION_SPECS) * CASES_PER_VARIANT["fp16"] >= 50
