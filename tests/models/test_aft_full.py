@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slow_cases import slow_after
 
 from effexport.models.aft_full import AFTFullAttention
 from effexport.models.spec import AFTFullSpec
@@ -59,7 +60,7 @@ def test_an_example_shorter_than_a_block_still_exports_every_length(aft_full, af
 
 
 @pytest.mark.requires("onnx", "ort")
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", slow_after(1, [True, False]))
 def test_onnx_runtime_refuses_a_sequence_longer_than_the_learned_positions(causal, aft_full, aft_onnx_answers):
     # the biases are zero-padded to whole blocks, and padding must not be taken for learned biases
     layer = aft_full.build(causal=causal, seq_len=64)

@@ -6,6 +6,7 @@ graph as the bug would, and says whether there was anything to edit. A fault tha
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -207,16 +208,12 @@ def plant(fault: Fault, artifact: Artifact, folder: Path) -> Path | None:
 
 def with_data_of_another_build(artifact: Artifact, path: Path) -> None:
     """The graph of one build beside the weights of another, which differs in its seed."""
-    import dataclasses
+    from small_builds import exported
 
-    from effexport.export.module_source import module_from_seed
-    from effexport.export.onnx_from_module import onnx_from_module
-
-    spec = dataclasses.replace(artifact.spec, seed=artifact.spec.seed + 1)
     other = path.parent / "other" / path.name
     other.parent.mkdir()
-    onnx_from_module(module_from_seed(spec), spec, other)
-    for source, target in ((artifact.model_path, path), (other, other)):
+    foreign_model = exported(dataclasses.replace(artifact.spec, seed=artifact.spec.seed + 1))
+    for source, target in ((artifact.model_path, path), (foreign_model, other)):
         model = onnx.load(str(source))
         onnx.save(model, str(target), save_as_external_data=True, location="model.onnx.data", size_threshold=1024)
     own, foreign = path.with_name("model.onnx.data"), other.with_name("model.onnx.data")
