@@ -1,6 +1,6 @@
-"""What is known of an engine: the JSON file beside it, and whether an engine may be loaded here at all.
+"""The sidecar of an engine: a JSON file that describes it, and the checks before TensorRT may load the engine.
 
-engine/trt-rtx.engine and engine/trt-rtx.json in an artifact; any engine may be moved as long as both stay together.
+An artifact has engine/trt-rtx.engine and engine/trt-rtx.json. Both files may be moved together.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from effexport.engines.api import version_tuple
 from effexport.errors import UserError
@@ -21,8 +21,9 @@ from effexport.spec import TensorInfo
 
 FORMAT_VERSION = 1
 SIDECAR_SUFFIX = ".json"
+REBUILD = "build the engine again, or copy it again from its source"
 
-# A shape for each of: the smallest, the one to tune for, the largest.
+# The smallest shape of an input, the one that the engine is tuned for, and the largest.
 ShapeRange = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -30,13 +31,13 @@ ShapeRange = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 class EngineInfo:
     """A built engine.
 
-    compute_capabilities: the GPUs it was built for, such as 89; empty where TensorRT-RTX chose, see its default.
+    compute_capabilities: the GPUs it was built for, such as 89; empty for the default of TensorRT-RTX.
     profiles: the shapes of every input, [minimum, optimum, maximum], one entry per optimisation profile.
-    implementation: per custom operator, "plugin" or "body"; `remarks` says why a body, where that is a question.
-    layers: name, type, and dtypes of the outputs; from the engine itself where a GPU could load it ("engine"), else
-    from the network that it was built from ("network"), whose types a strongly typed engine keeps.
-    tensors_compared: how many floating-point tensors were found to have the element type of the ONNX graph.
-    onnx_sha256: of the model.onnx that it came from, with its external weights; see `model_digest`.
+    implementation: per custom operator, "plugin" or "body"; `remarks` gives the reason for a body instead of a plugin.
+    layers: name, type, and dtypes of the outputs. layers_from: "engine" if a GPU could load the engine to list them,
+    else "network": those of the network it was built from, whose types a strongly typed engine keeps.
+    tensors_compared: the number of floating-point tensors that have the element type of the ONNX graph.
+    onnx_sha256: the digest of the model.onnx it was built from, with its external weights; see `model_digest`.
     """
 
     target: str
@@ -71,31 +72,13 @@ class EngineInfo:
             return "SM 80 and later"
         return ", ".join(f"SM {number}" for number in self.compute_capabilities)
 
+    def __post_init__(self) -> None:
+        if self.target not in ENGINE_RUNTIMES:
+            raise ValueError(f"unknown target {self.target!r}")
+
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON; `from_dict` reads it back."""
+        """The contents of the sidecar, ready for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
-        known = {entry.name for entry in fields(cls)}
-        options = {name: value for name, value in values.items() if name in known}
-        if options["target"] not in ENGINE_RUNTIMES:
-            raise ValueError(f"unknown target {options['target']!r}")
-        for name in ("inputs", "outputs"):
-            options[name] = tuple(TensorInfo(t["name"], t["dtype"], tuple(t["dims"])) for t in options[name])
-        options["profiles"] = tuple(
-            {name: shape_range(shapes) for name, shapes in profile.items()} for profile in options["profiles"]
-        )
-        for name in ("layers", "remarks", "compute_capabilities"):
-            options[name] = tuple(options.get(name, ()))
-        return cls(**options)
-
-
-def shape_range(shapes: Any) -> ShapeRange:
-    """Raises ValueError unless there are three shapes."""
-    smallest, optimum, largest = (tuple(map(int, shape)) for shape in shapes)
-    return smallest, optimum, largest
 
 
 def sidecar_path(engine: Path) -> Path:
@@ -103,7 +86,7 @@ def sidecar_path(engine: Path) -> Path:
 
 
 def is_engine(path: Path) -> bool:
-    """Whether a path looks like an engine, by its name."""
+    """Whether a path has the suffix of an engine."""
     return path.suffix == ENGINE_SUFFIX
 
 
@@ -112,16 +95,18 @@ def write_sidecar(engine: Path, info: EngineInfo) -> None:
 
 
 def read_sidecar(engine: Path) -> EngineInfo:
-    """What is known of an engine file. The engine itself is not read.
+    """The description of an engine file. The engine itself is not read.
 
-    Raises UserError when the engine or its sidecar is missing, or the sidecar is damaged or of a newer effexport.
+    Raises UserError if the engine or its sidecar is missing, or the sidecar is damaged or of a newer effexport.
     """
+    import msgspec
+
     sidecar = sidecar_path(engine)
     if not engine.is_file():
         raise UserError(f"no engine at {engine}; make one with: effexport build --variant lsh --target trt-rtx")
     if not sidecar.is_file():
         raise UserError(
-            f"{engine} has no {sidecar.name} beside it, which says what it was built for; copy both files together"
+            f"{engine} has no {sidecar.name} beside it, which describes what it was built for; copy both files together"
         )
     try:
         values = json.loads(sidecar.read_text(encoding="utf-8"))
@@ -131,16 +116,13 @@ def read_sidecar(engine: Path) -> EngineInfo:
                 f"{sidecar} has format version {version}, of a newer effexport; this one reads up to {FORMAT_VERSION}: "
                 "upgrade effexport"
             )
-        return EngineInfo.from_dict(values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return msgspec.convert(values, EngineInfo)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{sidecar} is damaged ({type(error).__name__}: {error}); {REBUILD}") from error
 
 
-REBUILD = "build the engine again, or copy it again from its source"
-
-
 def check_engine_file(engine: Path, info: EngineInfo) -> None:
-    """Raises UserError when the engine is not the file that its sidecar describes."""
+    """Raises UserError unless the engine is the file that its sidecar describes."""
     size = engine.stat().st_size
     if size != info.engine_bytes:
         raise UserError(f"{engine} is damaged: it has {size} bytes, expected {info.engine_bytes}; {REBUILD}")
@@ -149,7 +131,7 @@ def check_engine_file(engine: Path, info: EngineInfo) -> None:
 
 
 def check_model(engine: Path, info: EngineInfo, onnx_sha256: str) -> None:
-    """Raises UserError when an engine came from another model than the one beside it."""
+    """Raises UserError if an engine was built from another model than the one beside it."""
     if info.onnx_sha256 != onnx_sha256:
         raise UserError(
             f"{engine} was built from another model.onnx (sha256 {info.onnx_sha256[:12]}…; this one has "
@@ -158,15 +140,15 @@ def check_model(engine: Path, info: EngineInfo, onnx_sha256: str) -> None:
 
 
 def model_digest(model: Path) -> str:
-    """SHA-256 of a model.onnx, and of the files that hold its weights, where it has such."""
+    """SHA-256 of a model.onnx and of the files with its external weights, if it has any."""
     digests = [file_digest(file) for file in (model, *external_files(model))]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def check_runs_here(engine: Path, info: EngineInfo, tensorrt_version: str, compute_capability: int) -> None:
-    """Raises UserError when TensorRT would refuse the engine: another release, or another kind of GPU.
+    """Raises UserError if TensorRT would refuse the engine: another release, or another kind of GPU.
 
-    tensorrt_version: of the bindings here. compute_capability: of the GPU here, such as 90.
+    tensorrt_version: that of the installed bindings. compute_capability: that of this machine's GPU, such as 90.
     """
     product = ENGINE_RUNTIMES[info.target].label
     rebuild = f"build it again with: effexport build … --target {info.target}"
@@ -194,7 +176,7 @@ def covers(info: EngineInfo, compute_capability: int) -> bool:
 
 
 def summary_of_engine(info: EngineInfo) -> dict[str, Any]:
-    """What a manifest and a report say of an engine; the sidecar says the rest."""
+    """The part of a sidecar that manifests and reports repeat."""
     return {
         "target": info.target,
         "file": engine_name(info.target),

@@ -1,4 +1,4 @@
-"""A runner for an artifact, by the name of a runtime."""
+"""Opens artifacts, ONNX files and engines with the runtime of a given name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OpenEngine = Callable[[Path, FeedLimits, str], Runner]
 
 
 def model_opener(runtime: str, options: ModelOptions) -> OpenModel:
-    """What opens ONNX files in a runtime that reads them. options.implementation must be one of IMPLEMENTATIONS."""
+    """A function that opens ONNX files with a runtime that reads them."""
     row = ARTIFACT_RUNTIMES[runtime]
     opener: OpenModel = partial(runner_module(row).open_model, row, options)
     return opener

@@ -12,10 +12,10 @@ from effexport.runners.cuda.device import CudaError, DeviceMemory, PinnedMemory
 
 
 class CudaPython:
-    """See `Cuda`. runtime: the module cuda.bindings.runtime, whose functions return a status first."""
+    """The interface `Cuda` through cuda.bindings.runtime, whose functions return a status first."""
 
     def __init__(self, runtime: Any) -> None:
-        """On the current device of this thread, with a stream of its own. Raises CudaError."""
+        """Use the current device of this thread, with a new stream. Raises CudaError."""
         self._runtime = runtime
         self._device: int = self._checked(runtime.cudaGetDevice())
         attributes = runtime.cudaDeviceAttr
@@ -27,7 +27,7 @@ class CudaPython:
             )
         )
         self.compute_capability: int = 10 * major + minor
-        # the default stream waits for the whole device, and TensorRT warns of it
+        # the default stream waits for the whole device, and TensorRT warns about it
         self._stream: Any = self._checked(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking))
 
     @property
@@ -80,13 +80,13 @@ class CudaPython:
 
     def capture(self, work: Callable[[], None]) -> Any:
         runtime = self._runtime
-        # other threads may allocate meanwhile; in the default mode that would end the capture
+        # other threads may allocate meanwhile, which would end the capture in the default mode
         mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._checked(runtime.cudaStreamBeginCapture(self._stream, mode))
         try:
             work()
         except BaseException:
-            # the stream is of no use before its capture has ended, however it ends
+            # the stream cannot be used until its capture has ended, even if that fails
             with suppress(CudaError):
                 self._checked(runtime.cudaGraphDestroy(self._checked(runtime.cudaStreamEndCapture(self._stream))))
             raise
@@ -106,19 +106,19 @@ class CudaPython:
         self._checked(self._runtime.cudaStreamDestroy(self._stream))
 
     def _checked(self, result: tuple[Any, ...]) -> Any:
-        """What a call returned: nothing, one value or several. Raises CudaError unless it succeeded."""
+        """The values that a call returned, if any. Raises CudaError unless it succeeded."""
         runtime = self._runtime
         status, *values = result
         if status != runtime.cudaError_t.cudaSuccess:
             _, name = runtime.cudaGetErrorName(status)
             _, text = runtime.cudaGetErrorString(status)
-            runtime.cudaGetLastError()  # else the next call of whoever asks for it would report this one
+            runtime.cudaGetLastError()  # otherwise the next caller of it would get this error
             raise CudaError(f"CUDA reports {_decoded(name)}: {_decoded(text)}")
         return values[0] if len(values) == 1 else tuple(values)
 
 
 class _Span:
-    """Bytes at an address, in the words in which numpy takes foreign memory."""
+    """Bytes at an address, in numpy's interface for foreign memory."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}

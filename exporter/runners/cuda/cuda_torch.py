@@ -1,4 +1,4 @@
-"""CUDA through PyTorch, where that is loaded already: its memory pool, a stream and graphs of its making."""
+"""CUDA through PyTorch, if that is already loaded: its memory pool, streams and graphs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from effexport.runners.cuda.device import CudaError, DeviceMemory, PinnedMemory
 
 
 class CudaTorch:
-    """See `Cuda`. torch: the module, with a GPU."""
+    """The interface `Cuda` through the module torch, which must have a GPU."""
 
     def __init__(self, torch: Any) -> None:
-        """On the current device of this thread, with a stream of its own. Raises CudaError."""
+        """Use the current device of this thread, with a new stream. Raises CudaError."""
         self._torch = torch
         with _translated():
             self._device: int = torch.cuda.current_device()
@@ -27,7 +27,7 @@ class CudaTorch:
 
     @contextmanager
     def selected(self) -> Iterator[None]:
-        # also makes the device of the stream the current one, and puts both back
+        # also makes the device of the stream the current one, and restores both
         with self._torch.cuda.stream(self._stream):
             yield
 
@@ -53,7 +53,7 @@ class CudaTorch:
         return PinnedMemory(tensor.numpy(), tensor.data_ptr(), tensor)
 
     def free_pinned(self, memory: PinnedMemory) -> None:
-        """Nothing to do: PyTorch takes it back with the last reference to it."""
+        """Does nothing: PyTorch frees the memory with the last reference to it."""
 
     def copy_to_device(self, destination: DeviceMemory, source: PinnedMemory, nbytes: int) -> None:
         with _translated():
@@ -70,12 +70,12 @@ class CudaTorch:
     def capture(self, work: Callable[[], None]) -> Any:
         graph = self._torch.cuda.CUDAGraph()
         with _translated():
-            # other threads may allocate meanwhile; in the default mode that would end the capture
+            # other threads may allocate meanwhile, which would end the capture in the default mode
             graph.capture_begin(capture_error_mode="thread_local")
         try:
             work()
         except BaseException:
-            # the stream is of no use before its capture has ended, however it ends
+            # the stream cannot be used until its capture has ended, even if that fails
             with suppress(RuntimeError):
                 graph.capture_end()
                 graph.reset()
@@ -93,12 +93,12 @@ class CudaTorch:
             graph.reset()
 
     def close(self) -> None:
-        """Nothing to do: PyTorch keeps its streams in a pool."""
+        """Does nothing: PyTorch keeps its streams in a pool."""
 
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """PyTorch says everything by RuntimeError, want of memory included; the first line is CUDA's."""
+    """Turn RuntimeError, by which PyTorch reports every failure of CUDA, into CudaError with its first line."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What running an engine needs of CUDA: memory, one stream, copies and graphs, from cuda-python or from PyTorch."""
+"""The interface of CUDA that running an engine needs: memory, one stream, copies and graphs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class CudaError(EffexportError):
-    """CUDA refused a call, or a kernel before it failed. The message has CUDA's own name for it."""
+    """A call to CUDA failed, or a kernel before it. The message has CUDA's name of the error."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceMemory:
-    """Memory of the GPU, aligned to 256 bytes. owner: what a library wants to have back."""
+    """Memory of the GPU, aligned to 256 bytes. owner: the object that holds it, if a library needs one."""
 
     address: int
     nbytes: int
@@ -29,7 +29,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, eq=False)
 class PinnedMemory:
-    """Host memory that the GPU copies from and to by itself, as bytes of numpy."""
+    """Page-locked host memory, which the GPU copies from and to by itself, as bytes of numpy."""
 
     array: npt.NDArray[np.uint8]
     address: int
@@ -37,12 +37,12 @@ class PinnedMemory:
 
 
 class Cuda(Protocol):
-    """One device and one stream of it. Work is queued on the stream, and done when `synchronize` returns.
+    """One device and one stream on it. Work is queued on the stream, and done when `synchronize` returns.
 
-    Not thread-safe: who shares one holds a lock. Every method is called inside `selected`, which makes the device the
-    calling thread's and gives the thread its own device back. Every method raises CudaError.
+    Not thread-safe: threads that share one must hold a lock. Call methods inside `selected`, which makes the device
+    the current one of the thread, and restores the previous one afterwards. Every method raises CudaError.
 
-    stream_handle: as TensorRT takes it. compute_capability: of the device, such as 90.
+    stream_handle: the stream as TensorRT expects it. compute_capability: that of the device, such as 90.
     """
 
     @property
@@ -74,19 +74,19 @@ class Cuda(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait for all that is queued. Raises CudaError for what failed meanwhile."""
+        """Wait for all queued work. Raises CudaError if some of it failed."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Any:
-        """A graph of what `work` queues on the stream, none of which is done. What `work` raises passes through."""
+        """A graph of what `work` queues on the stream, without running it. Exceptions of `work` pass through."""
         ...
 
     def launch(self, graph: Any) -> None:
-        """Queue all of a graph."""
+        """Queue the work of a graph."""
         ...
 
     def destroy(self, graph: Any) -> None: ...
 
     def close(self) -> None:
-        """Give the stream back. Memory and graphs are freed by who made them, before."""
+        """Destroy the stream. Memory and graphs must be freed before."""
         ...

@@ -14,20 +14,20 @@ NEEDS = "running an engine needs an NVIDIA GPU and its driver; building trt-rtx 
 
 
 def open_cuda(extra: str) -> Cuda:
-    """The device that is current in this thread, through PyTorch where that is loaded and has one, else cuda-python.
+    """The current device of this thread: through PyTorch if it is loaded and has a GPU, else through cuda-python.
 
-    extra: the optional part of effexport that brings cuda-python: "tensorrt" or "rtx".
+    extra: the optional part of effexport that installs cuda-python: "tensorrt" or "rtx".
     Raises MissingExtraError without cuda-python, and UserError without a driver or a GPU.
     """
     torch: Any = sys.modules.get("torch")
-    # who has tensors there shares its memory pool; a torch without CUDA is no hindrance
+    # programs with tensors on the GPU then share PyTorch's memory pool
     if torch is not None and torch.cuda.is_available():
         return CudaTorch(torch)
     try:
         from cuda.bindings import runtime
     except ImportError as error:
         raise MissingExtraError("cuda-bindings", extra, remark=NEEDS) from error
-    # anything but success means that there is nothing to run on: no driver, one that is too old, no device
+    # anything but success means that nothing can run: there is no driver, an old one, or no device
     status, count = runtime.cudaGetDeviceCount()
     if status != runtime.cudaError_t.cudaSuccess or not count:
         name = getattr(status, "name", status)
@@ -36,7 +36,7 @@ def open_cuda(extra: str) -> Cuda:
 
 
 def current_compute_capability(extra: str) -> int:
-    """Of the device that `open_cuda` would take, such as 90. Raises as `open_cuda` does."""
+    """The compute capability of the device that `open_cuda` opens, such as 90. Raises as `open_cuda` does."""
     cuda = open_cuda(extra)
     with cuda.selected():
         try:

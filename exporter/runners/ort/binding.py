@@ -1,4 +1,4 @@
-"""ONNX Runtime's IOBinding: inputs and outputs that stay where they are, on the device, from run to run."""
+"""ONNX Runtime's IOBinding: inputs and outputs that stay on the device between runs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NO_GRAPH = "-1"
 class BoundModel:
     """A model bound to inputs and outputs of one shape, made by `OrtRunner.bind`.
 
-        bound = runner.bind(feeds)          # copies the inputs to the device and makes room for the outputs
+        bound = runner.bind(feeds)          # copies the inputs to the device and allocates the outputs
         bound.run()                         # copies nothing
         outputs = bound.outputs()           # copies the outputs to the host
         bound.update({"input_ids": ids})    # other values, same shapes
 
-    With `cuda_graph`, the first runs capture what the GPU does, and later ones replay it in one launch. Each method
-    holds a lock; what belongs together (update, run, outputs) is for the caller to keep together.
+    With `cuda_graph`, the first runs capture the work of the GPU, and later runs replay it in one launch. Each method
+    holds a lock; a caller with several threads must keep update, run and outputs together.
     """
 
     _graph_ids = itertools.count(1)
@@ -47,7 +47,7 @@ class BoundModel:
         self._binding = session.io_binding()
         for name, value in self._inputs.items():
             self._binding.bind_ortvalue_input(name, value)
-        # shapes of outputs are known after a run, and from then on their memory stays
+        # the shapes of outputs are known after a run; from then on their memory stays
         for tensor in outputs:
             self._binding.bind_output(tensor.name, settings.device)
         session.run_with_iobinding(self._binding, run_options(NO_GRAPH))

@@ -26,8 +26,8 @@ class DecodeRunner(Closeable):
             for token in tokens:                      # int64 [batch, 1]
                 logits = decoder.step({"input_ids": token})["logits"]
 
-    Not thread-safe: it has a state. `state` is a plain dictionary of float32 arrays, zeros before the first token;
-    copy it to fork a beam.
+    Not thread-safe, because it has a state. `state` is a dictionary of float32 arrays, empty before the first token,
+    when all of it is zero; copy it to fork a beam.
     """
 
     def __init__(self, path: str | Path, limits: FeedLimits | None = None, settings: OrtSettings | None = None) -> None:
@@ -39,7 +39,7 @@ class DecodeRunner(Closeable):
         self.position = 0
 
     def reset(self) -> None:
-        """Forget everything: the next token is the first."""
+        """Clear the state: the next token is the first."""
         self.state = {}
         self.position = 0
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime."""
+"""The runner of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class OrtRunner(Closeable):
 
     model: path of the file, or the serialised model together with the folder of its external data.
     implementation: per custom operator of the model, what runs it here: "kernel" or "body".
-    Raises MissingExtraError without onnxruntime, UserError for a provider or kernels that are not there, and
-    RuntimeUnsupportedError when ONNX Runtime refuses the model.
+    Raises MissingExtraError without onnxruntime, UserError for a provider or kernels that are not available, and
+    RuntimeUnsupportedError if ONNX Runtime refuses the model.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class OrtRunner(Closeable):
         self.settings = settings or OrtSettings()
         session = session_from_model(model, self.settings, external_folder)
         self._session: Any = session.inference
-        # these feeds come and go: a CUDA graph would remember where they were
+        # the addresses of these feeds change, and a CUDA graph would reuse the old ones
         self._options = run_options(NO_GRAPH) if self.settings.cuda_graph else None
         self.implementation: dict[str, str] = dict(session.implementation)
         self.limits = limits or FeedLimits()
@@ -53,7 +53,7 @@ class OrtRunner(Closeable):
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays by input name → arrays by output name. An absent attention mask means no padding.
 
-        Raises UserError for a wrong name, dtype, rank, size or value, and RuntimeFailedError when the graph fails.
+        Raises UserError for a wrong name, dtype, rank, size or value, and RuntimeFailedError if the graph fails.
         """
         complete = self._checked(feeds)
         names = [tensor.name for tensor in self.outputs]
@@ -65,7 +65,7 @@ class OrtRunner(Closeable):
             raise run_failure(complete, error) from error
 
     def bind(self, feeds: Mapping[str, Array]) -> BoundModel:
-        """Put these inputs and room for the outputs on the device, for many runs of one shape without copies.
+        """Copy the inputs to the device and allocate the outputs there, for many runs of one shape without copies.
 
         Raises as `run` does.
         """
@@ -83,7 +83,7 @@ class OrtRunner(Closeable):
         return checked_feeds(feeds, self.inputs, self.limits)
 
     def _run_values(self, feeds: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
-        """As `run`, for models with types that numpy does not have."""
+        """Like `run`, for models with element types that numpy does not have."""
         ort = import_onnxruntime()
         values = {name: value_from_array(ort, array) for name, array in feeds.items()}
         results = self._session.run_with_ort_values(names, values, self._options)
@@ -91,7 +91,7 @@ class OrtRunner(Closeable):
         return {n: array_from_value(value, dtype) for n, dtype, value in zip(names, dtypes, results, strict=True)}
 
     def close(self) -> None:
-        """Free the session; `run` fails from then on."""
+        """Free the session. `run` fails afterwards."""
         self._session = None
 
 

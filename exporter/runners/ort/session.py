@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions: which provider runs the model, and which implementation its custom operators get."""
+"""Opens sessions of ONNX Runtime: chooses the provider, and the implementation of custom operators."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PROVIDERS: dict[str, str] = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": ort_tensorrt.PROVIDER,
 }
-# Of custom operators: whatever is there, our kernels or an error, the function bodies of the model.
+# For custom operators: our kernels if they are built, our kernels or an error, the function bodies of the model.
 IMPLEMENTATIONS = ("auto", "kernel", "body")
 
 EXTERNAL_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
-# From ONNX Runtime 1.24 on, a session can say which provider runs which node; earlier ones ignore the key.
+# From ONNX Runtime 1.24 on, a session reports which provider runs which node; earlier releases ignore the key.
 ASSIGNMENT_KEY = "session.record_ep_graph_assignment_info"
 
 
@@ -37,17 +37,17 @@ ASSIGNMENT_KEY = "session.record_ep_graph_assignment_info"
 class OrtSettings:
     """How ONNX Runtime runs a model.
 
-    provider: "cpu", "cuda", or "tensorrt", which leaves to CUDA what TensorRT does not take.
-    implementation: of custom operators: "kernel" needs the kernel library, "body" leaves it aside, and "auto" takes
-    kernels where the library is there. TensorRT sees bodies as part of the graph, and kernels cut it into parts.
+    provider: "cpu", "cuda", or "tensorrt", which leaves to CUDA what TensorRT does not support.
+    implementation: of custom operators: "kernel" needs the kernel library, "body" ignores it, and "auto" uses kernels
+    if the library is built. TensorRT sees bodies as part of the graph; kernels cut the graph into parts.
     threads: size of the thread pool inside operators; None lets ONNX Runtime decide.
-    cuda_graph: what `bind` returns is captured as a CUDA graph and replayed.
-    memory_arena: keep freed CPU memory for later runs: faster, but a model then holds on to its highest peak.
-    tf32: let the GPU round the inputs of float32 products to 11 bits. Faster, and outside the limits of fp32 parity.
+    cuda_graph: capture the runs of what `bind` returns as a CUDA graph, and replay it.
+    memory_arena: keep freed CPU memory for later runs. Faster, but a model then keeps its peak memory.
+    tf32: let the GPU round the inputs of float32 products to 11 bits. Faster, but outside the limits of fp32 parity.
     TensorRT does so unless NVIDIA_TF32_OVERRIDE=0 is in the environment.
     profile: for "tensorrt", the smallest, optimal and largest shape of every input: one engine is built when the model
-    is loaded. Without, engines are built when inputs first arrive, and again for shapes outside of those before. The
-    inputs of parts of a graph are in no profile, so it excludes kernels.
+    is loaded. Without a profile, engines are built when inputs first arrive, and again for shapes outside the earlier
+    ones. A profile excludes kernels, because it has no shapes for the inputs of parts of a graph.
     """
 
     provider: str = "cpu"
@@ -60,12 +60,12 @@ class OrtSettings:
 
     @property
     def runtime(self) -> str:
-        """The name of the command line."""
+        """The name in --runtime."""
         return next(name for name, runtime in ORT_RUNTIMES.items() if runtime.provider == self.provider)
 
     @property
     def device(self) -> str:
-        """Where tensors and kernels are: "cpu" or "cuda"."""
+        """The place of tensors and kernels: "cpu" or "cuda"."""
         return "cpu" if self.provider == "cpu" else "cuda"
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class OrtSettings:
                 raise UserError(f"unknown {name} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
         if self.threads is not None and self.threads < 1:
             raise UserError(f"threads is {self.threads}; expected at least 1")
-        # a CUDA graph must hold the whole model, and which parts of it TensorRT takes is not known before
+        # a CUDA graph must hold the whole model, and the parts that TensorRT takes are not known in advance
         for name, useful in (("cuda_graph", ("cuda",)), ("tf32", ("cuda", "tensorrt")), ("profile", ("tensorrt",))):
             if getattr(self, name) and self.provider not in useful:
                 needed = " or ".join(map(repr, useful))
@@ -93,8 +93,8 @@ class Session:
 def session_from_model(model: Path | bytes, settings: OrtSettings, external_folder: Path | None = None) -> Session:
     """Open a model: the path of a file, or the serialised model with the folder of its external data.
 
-    Raises MissingExtraError without onnxruntime, UserError for a provider or kernels that are not there, and
-    RuntimeUnsupportedError when ONNX Runtime refuses the model.
+    Raises MissingExtraError without onnxruntime, UserError for a provider or kernels that are not available, and
+    RuntimeUnsupportedError if ONNX Runtime refuses the model.
     """
     ort = import_onnxruntime()
     providers = providers_from_settings(ort, settings)
@@ -108,7 +108,7 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
         providers.insert(0, tensorrt_provider(ort, model, external_folder, settings, excluded))
     source = model if isinstance(model, bytes) else str(model)
     try:
-        # by default, onnxruntime answers a failing provider by printing a note and going on with the next one
+        # by default, if a provider fails, onnxruntime prints a note and continues with the next one
         inference = ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
     except Exception as error:  # onnxruntime has no common base class for its errors
         raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
@@ -131,9 +131,9 @@ def session_options(ort: Any, settings: OrtSettings, external_folder: Path | Non
 
 
 def providers_from_settings(ort: Any, settings: OrtSettings) -> list[Any]:
-    """The provider list of onnxruntime, without TensorRT: CUDA if it is wanted, and the CPU for what it lacks.
+    """The provider list of onnxruntime without TensorRT: CUDA if wanted, and the CPU for what CUDA does not support.
 
-    Raises UserError when onnxruntime does not have the wanted provider.
+    Raises UserError if onnxruntime does not have the wanted provider.
     """
     if settings.provider == "cpu":
         return [PROVIDERS["cpu"]]
@@ -144,7 +144,7 @@ def providers_from_settings(ort: Any, settings: OrtSettings) -> list[Any]:
             f"for the GPU replace it: pip uninstall onnxruntime, then {RUNTIMES[settings.runtime].package.remedy}"
         )
     if hasattr(ort, "preload_dlls"):
-        # CUDA libraries that pip installed are on no search path; what it prints of missing ones is no output of ours
+        # CUDA libraries from pip are not on a search path; messages about missing ones must not mix with our stdout
         with contextlib.redirect_stdout(sys.stderr):
             ort.preload_dlls()
     options = {"use_tf32": str(int(settings.tf32)), "enable_cuda_graph": str(int(settings.cuda_graph))}
@@ -154,9 +154,9 @@ def providers_from_settings(ort: Any, settings: OrtSettings) -> list[Any]:
 def tensorrt_provider(
     ort: Any, model: Path | bytes, external_folder: Path | None, settings: OrtSettings, excluded: Sequence[str]
 ) -> tuple[str, dict[str, str]]:
-    """TensorRT's entry of the provider list. excluded: operators that our kernels run.
+    """TensorRT's entry in the provider list. excluded: operators that our kernels run.
 
-    Raises UserError where TensorRT's libraries are missing, or there is no place for its engines.
+    Raises UserError if TensorRT's libraries are missing or its engines cannot be stored.
     """
     ort_tensorrt.load_libraries(ort)
     ort_tensorrt.check_tf32(settings.tf32)
@@ -166,30 +166,30 @@ def tensorrt_provider(
 
 
 def check_provider(inference: Any, settings: OrtSettings) -> None:
-    """onnxruntime only warns when a provider does not start, and goes on without it."""
+    """Raises UserError if the provider did not start; onnxruntime only warns and continues without it."""
     wanted, running = PROVIDERS[settings.provider], inference.get_providers()
     if wanted not in running:
         raise UserError(
             f"{wanted} did not start, and the model would run on {', '.join(running)}; expected an NVIDIA GPU, its "
             f"driver, and the {'TensorRT, ' * (settings.provider == 'tensorrt')}CUDA and cuDNN libraries of this "
-            "onnxruntime-gpu. The lines above from ONNX Runtime say what it missed"
+            "onnxruntime-gpu. The lines above from ONNX Runtime name the reason"
         )
 
 
 def library_for(custom_ops: Sequence[str], settings: OrtSettings) -> Library | None:
-    """The kernel library that a model is to use. Warns when bodies run for want of kernels.
+    """The kernel library for a model. Warns if bodies run because there are no kernels.
 
-    Raises UserError when the settings ask for kernels and there are none, or none that go with a profile.
+    Raises UserError if the settings ask for kernels that are not built, or together with a profile.
     """
     if settings.implementation == "body" or not custom_ops:
         return None
     names = ", ".join(custom_ops)
     if settings.profile:
-        # "User needs to provide all the dynamic shape inputs with associated profiles", says the provider otherwise
+        # otherwise the provider reports "User needs to provide all the dynamic shape inputs with associated profiles"
         if settings.implementation == "kernel":
             raise UserError(
-                f"kernels were asked for {names}, which cut the graph into parts, and a profile has no shapes for the "
-                "inputs of parts; leave out the profile, or let the bodies run"
+                f"kernels of {names} were requested; they cut the graph into parts, and a profile has no shapes for "
+                "the inputs of parts: leave out the profile, or let the bodies run"
             )
         return None
     library = kernel_library()
@@ -198,17 +198,17 @@ def library_for(custom_ops: Sequence[str], settings: OrtSettings) -> Library | N
     elif settings.device == "cuda" and library.info is not None and not library.info.has_cuda:
         fall_back(
             settings,
-            f"{library.path} has no CUDA kernels for {names}; where there is an nvcc, build them with: "
+            f"{library.path} has no CUDA kernels for {names}; on a machine with nvcc, build them with: "
             "effexport plugins build --cuda",
         )
         return None
     elif library.outdated:
-        warn(f"{library.path} was built from other sources than these; renew it with: effexport plugins build")
+        warn(f"{library.path} was built from other sources than these; rebuild it with: effexport plugins build")
     return library
 
 
 def kernel_library() -> Library | None:
-    """The library of this installation, if it is built. Raises UserError when EFFEXPORT_LIBRARY names no file."""
+    """The library of this installation, if it is built. Raises UserError if EFFEXPORT_LIBRARY names a missing file."""
     try:
         return find_library()
     except LibraryError as error:
@@ -225,9 +225,9 @@ def register_library(options: Any, library: Library, settings: OrtSettings) -> b
 
 
 def fall_back(settings: OrtSettings, reason: str) -> None:
-    """Bodies instead of kernels: a warning, or an error where kernels were asked for."""
+    """Use bodies instead of kernels: with a warning, or an error if kernels were requested."""
     if settings.implementation == "kernel":
-        raise UserError(f"kernels were asked for, but {reason}")
+        raise UserError(f"kernels were requested, but {reason}")
     warn(f"custom operators run as function bodies, which are slower: {reason}")
 
 
@@ -238,13 +238,13 @@ def warn(message: str) -> None:
 def implementation_of(
     inference: Any, custom_ops: Sequence[str], library: Library | None, settings: OrtSettings
 ) -> dict[str, Literal["kernel", "body"]]:
-    """What runs each custom operator: as the session says, or, before 1.24, by its rule that a kernel wins."""
+    """What runs each custom operator: as the session reports, or, before 1.24, by the rule that a kernel wins."""
     if not custom_ops:
         return {}
     assigned = assigned_ops(inference)
     if assigned is None:
         return dict.fromkeys(custom_ops, "kernel" if library else "body")
-    wanted = PROVIDERS[settings.device]  # kernels are not TensorRT's, also where it runs the rest
+    wanted = PROVIDERS[settings.device]  # kernels run on CUDA even if TensorRT runs the rest
     for op in custom_ops:
         elsewhere = [provider for provider, ops in assigned.items() if op in ops and provider != wanted]
         if elsewhere:
@@ -254,7 +254,7 @@ def implementation_of(
 
 
 def assigned_ops(inference: Any) -> dict[str, set[str]] | None:
-    """Per provider, the operators that it runs; None before 1.24, whose sessions cannot say."""
+    """Per provider, the operators that it runs; None before 1.24, whose sessions do not report it."""
     if not hasattr(inference, "get_provider_graph_assignment_info"):
         return None
     assigned: dict[str, set[str]] = {}

@@ -1,11 +1,11 @@
 """ONNX Runtime's TensorRT provider: its options, its cache of engines, and the libraries that it needs.
 
-The provider hands to TensorRT what its parser knows, builds engines when shapes are first seen, and leaves the rest to
-CUDA. Precision lives in the graph: the provider builds strongly typed networks as long as its FP16 and INT8 options
-are off. It differs from an engine of `--target trt` in that ONNX Runtime owns the engines.
+The provider passes to TensorRT what its parser supports, builds engines when shapes are first seen, and leaves the rest
+to CUDA. The graph decides the precision: the provider builds strongly typed networks as long as its FP16 and INT8
+options are off. Unlike the engine of `--target trt`, its engines belong to ONNX Runtime.
 
-Custom operators: TensorRT sees either the standard operators of their bodies, and takes the whole graph; or, with our
-CUDA kernels, the parts of the graph between them.
+Custom operators: without our kernels, TensorRT sees the standard operators of their bodies and takes the whole graph;
+with our CUDA kernels, it takes the parts of the graph between them.
 
 Names and values of the options: https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html, and
 the library of onnxruntime-gpu 1.31.1 itself.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TENSORRT = RUNTIMES["trt"].package
 PROVIDER = "TensorrtExecutionProvider"
 CACHE_NAME = "ort-trt"
-# Read by NVIDIA's libraries, once per process: 0 forbids TF32 everywhere.
+# NVIDIA's libraries read it once per process: 0 forbids TF32 everywhere.
 TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"
 _PROVIDER_LIBRARY = Path("capi") / "libonnxruntime_providers_tensorrt.so"
 _SHAPE_OPTIONS = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
@@ -44,15 +44,15 @@ _SHAPE_OPTIONS = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profi
 def provider_options(
     profile: Mapping[str, ShapeRange] | None, excluded: Collection[str], engines: Path
 ) -> dict[str, str]:
-    """The options of the provider; its Python side takes "True" and "False", and no numbers, for switches.
+    """The options of the provider. Its Python interface expects "True" and "False" for switches, not numbers.
 
     profile: the smallest, optimal and largest shape of every input. None lets the provider build for the shapes that
-    it is given, and build again whenever one lies outside of all before.
-    excluded: operators that TensorRT is not to be asked about. engines: folder of cached engines and timings.
+    it is given, and build again whenever one lies outside all earlier ones.
+    excluded: operators that TensorRT must not take. engines: folder of cached engines and timings.
     Raises UserError for a name of an input that the provider cannot read.
     """
     options = {
-        # on, networks would be weakly typed, and TensorRT would choose the precision of every layer
+        # if on, networks are weakly typed, and TensorRT chooses the precision of every layer
         "trt_fp16_enable": "False",
         "trt_int8_enable": "False",
         "trt_engine_cache_enable": "True",
@@ -82,12 +82,12 @@ def profile_options(profile: Mapping[str, ShapeRange]) -> dict[str, str]:
 
 
 def engine_folder(model: Path | bytes, external: Collection[Path], *conditions: object) -> Path:
-    """The folder for engines of this model under these conditions; made if it is not there.
+    """The folder for engines of this model under these conditions, created if it does not exist.
 
-    ONNX Runtime names engines by the names in the graph alone, and would take an engine with the weights or the shapes
-    of another model for this one's: so each model, with its weights, and each set of conditions has a folder.
+    ONNX Runtime names engines only by the names in the graph. It would load an engine with other weights or shapes for
+    this model, so each model with its weights and each set of conditions has a folder of its own.
 
-    external: files with weights of the model. Raises UserError when there is no place for a cache.
+    external: files with weights of the model. Raises UserError if the folder cannot be created.
     """
     digest = hashlib.sha256(repr(conditions).encode())
     for part in (model, *sorted(external)):
@@ -100,7 +100,7 @@ def engine_folder(model: Path | bytes, external: Collection[Path], *conditions: 
         folder = cache_folder() / CACHE_NAME / digest.hexdigest()[:32]
         folder.mkdir(parents=True, exist_ok=True)
     except (LibraryError, OSError) as error:
-        raise UserError(f"there is no place to keep engines of ONNX Runtime's TensorRT provider: {error}") from error
+        raise UserError(f"engines of ONNX Runtime's TensorRT provider cannot be stored: {error}") from error
     return folder
 
 
@@ -110,16 +110,16 @@ def tf32_allowed() -> bool:
 
 
 def check_tf32(wanted: bool) -> None:
-    """Warn when float32 products may be rounded although nobody asked for it.
+    """Warn if float32 products may be rounded although TF32 was not requested.
 
-    TensorRT allows TF32 unless its builder is told otherwise, and the provider has no option to tell it
-    (microsoft/onnxruntime issue 26029). The environment variable is the user's to set: it holds for the whole process.
+    TensorRT allows TF32 unless its builder forbids it, and the provider has no option for that
+    (microsoft/onnxruntime issue 26029). Only the user can set the variable: it applies to the whole process.
     """
     if wanted or not tf32_allowed():
         return
     warnings.warn(
         "ONNX Runtime's TensorRT provider lets the GPU round the inputs of float32 products to 11 bits (TF32) and has "
-        f"no option against it, so fp32 parity may fail; set {TF32_VARIABLE}=0 before starting Python, or ask for tf32",
+        f"no option against it, so fp32 parity may fail; set {TF32_VARIABLE}=0 before starting Python, or set tf32",
         KernelWarning,
         stacklevel=2,
     )
@@ -128,7 +128,7 @@ def check_tf32(wanted: bool) -> None:
 def linked_libraries(ort: Any) -> tuple[str, ...]:
     """TensorRT libraries that the provider of this onnxruntime is linked with, such as libnvinfer.so.10.
 
-    Empty where there is no such library to ask, as on Windows.
+    Empty if that library cannot be read, as on Windows.
     """
     try:
         contents = (Path(ort.__file__).parent / _PROVIDER_LIBRARY).read_bytes()
@@ -138,9 +138,9 @@ def linked_libraries(ort: Any) -> tuple[str, ...]:
 
 
 def load_libraries(ort: Any) -> None:
-    """Load the TensorRT that the provider is linked with; pip keeps it where no search path leads.
+    """Load the TensorRT that the provider is linked with, because pip installs it outside all search paths.
 
-    Raises UserError when it is not there, or only another major version of it.
+    Raises UserError if it is not installed, or only in another major version.
     """
     names = linked_libraries(ort)
     if not names:
@@ -148,7 +148,7 @@ def load_libraries(ort: Any) -> None:
     major = int(names[0].rsplit(".", 1)[1])
     version = TENSORRT.version
     if version is not None and version_tuple(version)[0] == major:
-        # importing the package loads its libraries, which are then found by their names; if it fails, so do they
+        # importing the package loads its libraries, which are then found by name; if that fails, loading them fails too
         with contextlib.suppress(ImportError, OSError):
             importlib.import_module(TENSORRT.module)
     for name in names:
@@ -161,7 +161,7 @@ def load_libraries(ort: Any) -> None:
 def missing_libraries(ort: Any, major: int, version: str | None, error: OSError) -> UserError:
     oldest = TENSORRT.oldest
     lower = ".".join(map(str, oldest)) if oldest[0] == major else str(major)
-    installed = "no TensorRT of pip is installed"
+    installed = "pip has not installed a TensorRT"
     if version is not None:
         other = version_tuple(version)[0] != major
         installed = f"TensorRT {version} is installed" + (", which it cannot use" if other else "")
@@ -172,15 +172,15 @@ def missing_libraries(ort: Any, major: int, version: str | None, error: OSError)
 
 
 def check_share(assigned: Mapping[str, Collection[str]], excluded: Collection[str]) -> None:
-    """Raises UserError when TensorRT runs nothing of the model, and warns of operators that it left to others.
+    """Raises UserError if TensorRT runs no node of the model; warns of operators that it left to other providers.
 
-    assigned: per provider, the operators that it runs, as the session says. excluded: those it was not to run.
+    assigned: per provider, the operators that it runs, as the session reports. excluded: those it must not run.
     """
     if not assigned.get(PROVIDER):
         others = ", ".join(sorted(assigned))
         raise UserError(
-            f"TensorRT took no node of the model, which would run on {others}; use --runtime ort-cuda, or look at what "
-            "ONNX Runtime says about it in the lines above"
+            f"TensorRT took no node of the model, which would run on {others}; use --runtime ort-cuda, or see the "
+            "messages of ONNX Runtime above"
         )
     left = {op for provider, ops in assigned.items() if provider != PROVIDER for op in ops} - set(excluded)
     if left:

@@ -1,4 +1,4 @@
-"""Arrays as ONNX Runtime's values and back, bfloat16 included."""
+"""Conversion between arrays and ONNX Runtime's values, including bfloat16."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def value_from_array(ort: Any, array: Array, device: str = "cpu") -> Any:
     """A value on "cpu", which may share the array's memory, or a copy on "cuda".
 
-    numpy knows bfloat16 only through ml_dtypes, which onnxruntime does not accept: the bits are passed instead, which
-    it offers on the CPU only. Raises UserError for bfloat16 on another device.
+    numpy has bfloat16 only through ml_dtypes, which onnxruntime does not accept: its bits are passed instead, which
+    works on the CPU only. Raises UserError for bfloat16 on another device.
     """
     array = np.ascontiguousarray(array)
     if array.dtype != ml_dtypes.bfloat16:

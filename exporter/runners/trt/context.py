@@ -18,12 +18,12 @@ Shapes = tuple[tuple[str, Shape], ...]
 
 
 class EngineRefusalError(Exception):
-    """TensorRT answered a call with False. Whoever knows what was being done makes an error for users of it."""
+    """TensorRT returned False. A caller that knows what was being done turns this into an error for users."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """All that a run depends on besides values. shapes: of the inputs; addresses: of inputs and outputs."""
+    """What a run depends on besides values: the profile, the shapes of inputs, the addresses of inputs and outputs."""
 
     profile: int
     shapes: Shapes
@@ -31,7 +31,7 @@ class Call:
 
 
 class Context:
-    """An execution context, and what it is set to, so that a run of the same shapes sets nothing again."""
+    """An execution context with its present settings, so that a run of the same shapes sets nothing again."""
 
     def __init__(self, context: IExecutionContext, outputs: Sequence[str], stream_handle: int) -> None:
         self._context: IExecutionContext | None = context
@@ -43,14 +43,14 @@ class Context:
         self._output_shapes: dict[str, Shape] = {}
 
     def output_shapes(self, profile: int, shapes: Shapes) -> dict[str, Shape]:
-        """Set the shapes of the inputs; what the outputs then are. Raises EngineRefusalError."""
+        """Set the shapes of the inputs, and return those of the outputs. Raises EngineRefusalError."""
         if (profile, shapes) != (self._profile, self._shapes):
             self._set_shapes(profile, shapes)
         return self._output_shapes
 
     def _set_shapes(self, profile: int, shapes: Shapes) -> None:
         context = self._opened()
-        self._shapes = None  # until all of it is done
+        self._shapes = None  # until everything is set
         if profile != self._profile:
             self._profile = None
             if not context.set_optimization_profile_async(profile, self._stream_handle):
@@ -62,9 +62,9 @@ class Context:
         try:
             missing = context.infer_shapes()
         except RuntimeError as error:
-            raise EngineRefusalError(f"it cannot tell the shapes of its outputs: {error}") from error
+            raise EngineRefusalError(f"it cannot infer the shapes of its outputs: {error}") from error
         if missing:
-            raise EngineRefusalError(f"it cannot tell the shapes of its outputs without {', '.join(missing)}")
+            raise EngineRefusalError(f"it cannot infer the shapes of its outputs without {', '.join(missing)}")
         self._output_shapes = {name: tuple(context.get_tensor_shape(name)) for name in self._outputs}
         for name, shape in self._output_shapes.items():
             if any(size < 0 for size in shape):
@@ -83,7 +83,7 @@ class Context:
         self.enqueue()
 
     def enqueue(self) -> None:
-        """Queue a run as the one before. Raises EngineRefusalError."""
+        """Queue the same run again. Raises EngineRefusalError."""
         if not self._opened().execute_async_v3(self._stream_handle):
             raise EngineRefusalError("it does not start the run")
 
@@ -97,26 +97,25 @@ class Context:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, and the context it is of: what the graph reads of shapes lives there."""
+    """A graph and the context it was captured in, which holds the shapes that the graph reads."""
 
     context: Context
     graph: Any
 
 
 class Plain(Enum):
-    """Calls without a graph: seen once, so not worth one yet, or such that none could be captured."""
+    """The state of a call without a graph: seen once, or refused because no graph could be captured."""
 
     SEEN = 0
     REFUSED = 1
 
 
 class Graphs:
-    """Queues calls: the first of a kind plainly, the second to capture it, from then on by a graph of it.
+    """Queues calls: the first of a kind without a graph, the second while capturing one, later ones by the graph.
 
-    A captured graph belongs to its context: after another shape was set there, the graph would read what TensorRT
-    keeps of that shape. NVIDIA's advice is a context per graph, which share their scratch memory; `new_context` makes
-    one. Only the `limit` calls used last are remembered, 0 of them where no graphs are wanted. The caller holds the
-    lock of `cuda`.
+    A captured graph belongs to its context: if another shape were set there, the graph would read data of that shape.
+    NVIDIA recommends a context per graph, all of which share their scratch memory; `new_context` makes one. Only the
+    `limit` calls used last are remembered; 0 disables graphs. The caller holds the lock of `cuda`.
     """
 
     def __init__(self, cuda: Cuda, main: Context, new_context: Callable[[], Context], limit: int) -> None:
@@ -140,7 +139,7 @@ class Graphs:
             self._remember(call, entry or Plain.SEEN)
 
     def _captured(self, call: Call) -> Captured | Plain:
-        """Run a call in a context of its own, then capture another run of it, which is not done."""
+        """Run a call in a context of its own, then capture a second run, which is not executed."""
         try:
             context = self._new_context()
         except (EngineRefusalError, CudaError) as error:
@@ -148,7 +147,7 @@ class Graphs:
             self._main.run(call)
             return Plain.REFUSED
         try:
-            # the first run of a shape uploads what TensorRT derives from it, which must not be in the graph
+            # the first run of a shape uploads data that TensorRT derives from it, which must not be in the graph
             context.run(call)
             self._cuda.synchronize()
         except BaseException:
@@ -176,7 +175,7 @@ class Graphs:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"a CUDA graph could not be captured, and runs go on without: {error}", GraphWarning, stacklevel=2
+                f"a CUDA graph could not be captured, so runs continue without one: {error}", GraphWarning, stacklevel=2
             )
 
     def close(self) -> None:

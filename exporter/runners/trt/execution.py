@@ -1,4 +1,4 @@
-"""A loaded engine at work: its contexts, its memory, whose turn it is, and what has to be freed."""
+"""A loaded engine at work: its contexts and memory, turns of threads, and the order in which all of it is freed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class TrtSettings:
     """How TensorRT runs an engine, on the GPU that is current in the thread that loads it.
 
-    cuda_graph: from the second run of a shape on, launch what the engine does as one CUDA graph.
-    max_graphs: how many shapes have a graph at a time; those not used for longest give way. TensorRT-RTX keeps graphs
-    itself, and does not ask.
-    weight_streaming_budget_bytes: of the weights that can be streamed, how much stays on the GPU; None leaves it to
-    TensorRT. Only for engines built with --weight-streaming.
+    cuda_graph: from the second run of a shape on, launch the engine as one CUDA graph.
+    max_graphs: the most shapes that have a graph at a time; the least recently used one is dropped. Ignored by
+    TensorRT-RTX, which manages graphs itself.
+    weight_streaming_budget_bytes: how much of the streamable weights stays on the GPU; None leaves it to TensorRT.
+    Only for engines built with --weight-streaming.
     """
 
     cuda_graph: bool = False
@@ -39,14 +39,14 @@ class TrtSettings:
 
     def __post_init__(self) -> None:
         if self.max_graphs < 1:
-            raise UserError(f"max_graphs is {self.max_graphs}; expected at least 1; cuda_graph=False has none")
+            raise UserError(f"max_graphs is {self.max_graphs}; expected at least 1; cuda_graph=False disables graphs")
         budget = self.weight_streaming_budget_bytes
         if budget is not None and budget < 0:
             raise UserError(f"the weight streaming budget is {budget} bytes; expected at least 0")
 
 
 class Work:
-    """Memory for the inputs and outputs of runs, and the graphs of them. The caller has a turn of the execution."""
+    """The memory of inputs and outputs, and the graphs of their runs. Only for callers inside `Execution.turn`."""
 
     def __init__(self, cuda: Cuda, main: Context, graphs: Graphs, buffers: Buffers) -> None:
         self._cuda = cuda
@@ -57,7 +57,7 @@ class Work:
         self._output_shapes: dict[str, Shape] = {}
 
     def prepare(self, profile: int, shapes: Shapes) -> None:
-        """Make room for a run of these shapes. Raises EngineRefusalError, and EffexportError without memory."""
+        """Allocate for a run of these shapes. Raises EngineRefusalError, and EffexportError if memory runs out."""
         self._output_shapes = dict(self._main.output_shapes(profile, shapes))
         room = {**dict(shapes), **self._output_shapes}
         self._buffers.reserve(room)
@@ -77,7 +77,7 @@ class Work:
         self._graphs.run(self._call)
 
     def fetch(self) -> dict[str, Array]:
-        """Wait for all that is queued; copies of the outputs."""
+        """Wait for the queued work, and return copies of the outputs."""
         for name, shape in self._output_shapes.items():
             self._buffers.fetch(name, shape)
         self._cuda.synchronize()
@@ -89,16 +89,16 @@ class Work:
 
 
 class Execution:
-    """A loaded engine with its contexts and all memory of it: what has to be freed, in what order, once.
+    """A loaded engine with its contexts and memory, which are freed once and in order.
 
-    captures: whether runs are captured as graphs by us. TensorRT-RTX does so itself: it compiles kernels for a shape
-    while the first runs of it use slower ones, and only it knows when a graph is worth capturing.
-    abandoned: work whose owner is gone. Garbage is collected in any thread at any time, and CUDA takes no calls amid a
-    capture, so it is freed when nothing is queued: at the begin of the next turn, or the end of one that failed.
+    captures: whether we capture runs as graphs. TensorRT-RTX does so itself: it compiles kernels for a shape while the
+    first runs use slower ones, and only it knows when a graph is worth capturing.
+    abandoned: work whose owner is gone. Python may collect it in any thread at any time, but CUDA accepts no calls
+    during a capture. It is freed when nothing is queued: when the next turn begins, or when one has failed.
     """
 
     def __init__(self, source: Source, settings: TrtSettings) -> None:
-        """Raises UserError and EffexportError as `load_engine` does, and CudaError; nothing then stays behind."""
+        """Raises UserError and EffexportError as `load_engine` does, and CudaError; everything is freed then."""
         self.cuda = source.cuda
         self._source, self._settings = source, settings
         self._title = ENGINE_RUNTIMES[source.info.target].label
@@ -108,7 +108,7 @@ class Execution:
         self._lock = threading.Lock()
         self._closed = False
         self._scratch: DeviceMemory | None = None
-        self._config: IRuntimeConfig | None = None  # kept as long as the context of it
+        self._config: IRuntimeConfig | None = None  # must live as long as its context
         self._cleanup = ExitStack()  # frees in the reverse order
         self._cleanup.callback(self.cuda.close)
         try:
@@ -127,7 +127,7 @@ class Execution:
         self._cleanup.callback(self._loaded.close)
         self._stream_weights(engine_of(self._loaded))
         if self.captures:
-            # how much depends on the weights that are streamed
+            # its size depends on the weights that are streamed
             scratch = self._scratch = self.cuda.allocate(max(1, engine_of(self._loaded).device_memory_size_v2))
             self._cleanup.callback(lambda: self.cuda.free(scratch))
         self._main = self._new_context()
@@ -135,7 +135,7 @@ class Execution:
         tensors = (*info.inputs, *info.outputs)
         largest = largest_shapes(info)
         maxima = {t.name: nbytes_of(largest[t.name], numpy_dtype(t.dtype)) for t in tensors if t.name in largest}
-        # what `run` works with; `bind` makes others
+        # used by `run`; `bind` makes others
         self.shared = self.new_work(max_graphs=self._settings.max_graphs, maxima=maxima)
         if sum(maxima.values()) <= EAGER_BYTES:
             self.shared.reserve(largest)
@@ -147,10 +147,10 @@ class Execution:
         streamable = engine.streamable_weights_size
         if not streamable:
             raise UserError(
-                f"{self._source.path} was built without weight streaming, so it takes no budget for it; leave the "
-                "budget out, or build it again with --weight-streaming"
+                f"{self._source.path} was built without weight streaming, so a budget does not apply; leave it out, or "
+                "build the engine again with --weight-streaming"
             )
-        # with all of them on the GPU nothing is streamed
+        # a budget for all weights means that nothing is streamed
         engine.weight_streaming_budget_v2 = min(budget, streamable)
 
     def _new_context(self) -> Context:
@@ -175,7 +175,7 @@ class Execution:
         return engine.create_execution_context()
 
     def new_work(self, max_graphs: int, maxima: Mapping[str, int] | None = None) -> Work:
-        """Memory for runs of its own, freed once it is in `abandoned`, or with the rest. maxima: see Buffers."""
+        """New memory for runs, freed once it is in `abandoned`, or when this is closed. maxima: see Buffers."""
         info = self._source.info
         graphs = Graphs(self.cuda, self._main, self._new_context, max_graphs if self.captures else 0)
         work = Work(self.cuda, self._main, graphs, Buffers(self.cuda, (*info.inputs, *info.outputs), maxima))
@@ -190,9 +190,9 @@ class Execution:
 
     @contextmanager
     def turn(self, feeds: Mapping[str, Array] | None) -> Iterator[None]:
-        """The engine to oneself. feeds: what is being run, for the message; None for bound inputs.
+        """Exclusive use of the engine. feeds: the inputs, for error messages; None for bound inputs.
 
-        Raises EffexportError once this is closed, and RuntimeFailedError when TensorRT or CUDA fails inside.
+        Raises EffexportError once this is closed, and RuntimeFailedError if TensorRT or CUDA fails inside.
         """
         with self._lock:
             self.require_open()
@@ -203,7 +203,7 @@ class Execution:
                     try:
                         yield
                     except BaseException:
-                        # what is queued still reads and writes the memory that the next turn uses
+                        # queued work still reads and writes the memory that the next turn uses
                         with suppress(CudaError):
                             self.cuda.synchronize()
                         self._sweep()
@@ -211,7 +211,7 @@ class Execution:
             except (EngineRefusalError, CudaError) as error:
                 shapes = "bound inputs" if feeds is None else listed(feeds)
                 log = self._loaded.log
-                reason = f"{error} (it says: {said(log)})" if log.errors else str(error)
+                reason = f"{error} (TensorRT reports: {said(log)})" if log.errors else str(error)
                 raise RuntimeFailedError(f"{self._title} failed on {shapes}: {reason}") from error
 
     def require_open(self) -> None:
@@ -219,7 +219,7 @@ class Execution:
             raise EffexportError("this runner is closed; load the engine again")
 
     def close(self) -> None:
-        """Free everything, in order. After a failure of the GPU nothing can be freed any more, nor need be."""
+        """Free everything, in order. After a failure of the GPU, freeing fails too and is not needed."""
         with self._lock:
             if self._closed:
                 return

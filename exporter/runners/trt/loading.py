@@ -1,4 +1,4 @@
-"""From the file of an engine to an engine in memory: what is asked before TensorRT sees it, and of it afterwards."""
+"""Loads an engine: checks before TensorRT sees the file, and checks of the engine in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from effexport.runtimes import ENGINE_RUNTIMES
 
 @dataclass(frozen=True)
 class Source:
-    """An engine that may be loaded here: its file is whole, and everything that running it needs is there."""
+    """An engine that can be loaded here: its file is intact, and everything that running it needs is available."""
 
     path: Path
     info: EngineInfo
@@ -34,7 +34,7 @@ class Source:
 
 @dataclass
 class Loaded:
-    """A deserialised engine. The runtime and the log have to outlive it."""
+    """A deserialised engine, with its runtime and log, which must outlive it."""
 
     engine: ICudaEngine | None
     runtime: Runtime | None
@@ -46,9 +46,9 @@ class Loaded:
 
 
 def checked_source(path: Path, onnx_sha256: str | None, api: Api | None, cuda: Cuda | None) -> Source:
-    """What can be asked without TensorRT's help, cheapest first, so that the first thing wrong is what is reported.
+    """Check what can be checked without TensorRT, cheapest first, and open the GPU.
 
-    onnx_sha256: of the model that the engine should come from; None where it stands alone.
+    onnx_sha256: the digest of the model that the engine should have been built from; None skips that check.
     Raises UserError and MissingExtraError.
     """
     info = read_sidecar(path)
@@ -69,8 +69,8 @@ def checked_source(path: Path, onnx_sha256: str | None, api: Api | None, cuda: C
 def load_engine(source: Source) -> Loaded:
     """Deserialise an engine, and compare its tensors with the sidecar's.
 
-    Raises UserError for an engine that TensorRT-RTX finds invalid here, and EffexportError when it cannot be loaded or
-    is not what its sidecar says.
+    Raises UserError for an engine that TensorRT-RTX finds invalid here, and EffexportError if it cannot be loaded or
+    differs from its sidecar.
     """
     api, info = source.api, source.info
     log = BuildLog(api)
@@ -79,7 +79,7 @@ def load_engine(source: Source) -> Loaded:
     if info.target == "trt-rtx":
         check_validity(source.path, api, runtime, serialized, log)
     elif info.version_compatible:
-        # such an engine carries a lean runtime of its own release, which is host code; its checksum is ours
+        # such an engine contains a lean runtime of its release, which is host code; we have verified its checksum
         runtime.engine_host_code_allowed = True
     engine = runtime.deserialize_cuda_engine(serialized)
     if engine is None:
@@ -89,7 +89,7 @@ def load_engine(source: Source) -> Loaded:
 
 
 def check_validity(path: Path, api: Api, runtime: Runtime, serialized: bytes, log: BuildLog) -> None:
-    """Raises UserError when TensorRT-RTX can tell by its header that an engine does not run here."""
+    """Raises UserError if TensorRT-RTX finds in the header of an engine that it does not run here."""
     validity, diagnostics = runtime.get_engine_validity(serialized[: runtime.engine_header_size])
     if validity != api.EngineValidity.INVALID:
         return
@@ -101,7 +101,7 @@ def check_validity(path: Path, api: Api, runtime: Runtime, serialized: bytes, lo
         kinds.OLD_CUDA_DRIVER: "the driver is older than the one it needs: upgrade the NVIDIA driver",
         kinds.OLD_CUDA_RUNTIME: "the CUDA runtime is older than the one it needs: upgrade it",
         kinds.INSUFFICIENT_GPU_MEMORY: "the GPU has too little memory for it: free some, or use a larger one",
-        kinds.MALFORMED_ENGINE: f"it is no engine of TensorRT-RTX: {REBUILD}",
+        kinds.MALFORMED_ENGINE: f"it is not an engine of TensorRT-RTX: {REBUILD}",
         kinds.CUDA_ERROR: "CUDA failed while TensorRT-RTX looked at the GPU: check it with nvidia-smi",
     }
     reasons = [text for kind, text in words.items() if int(diagnostics) & int(kind)]
@@ -130,11 +130,11 @@ def check_tensors(path: Path, api: Api, engine: ICudaEngine, info: EngineInfo) -
 
 
 def said(log: BuildLog) -> str:
-    """What TensorRT said first of what went wrong."""
+    """The first error that TensorRT logged."""
     return plain(log.errors[0]) if log.errors else "it gave no reason"
 
 
 def forget(log: BuildLog) -> None:
-    """A runner lives long, and its log must not grow."""
+    """Empty the log, which would otherwise grow as long as the runner lives."""
     log.errors.clear()
     log.warnings.clear()

@@ -18,8 +18,8 @@ from effexport.spec import TensorInfo
 if TYPE_CHECKING:
     from effexport.dtypes import Array
 
-# What a runner takes at once, for the largest shapes of its profiles. Beyond it memory comes as runs need it: a
-# profile up to 65536 tokens says what is possible, and not that anybody will pay for it.
+# A runner allocates for the largest shapes of its profiles at once if they need no more than this. Otherwise memory
+# grows with the runs: a profile up to 65536 tokens does not mean that such runs happen.
 EAGER_BYTES = 256 * 2**20
 
 Shape = tuple[int, ...]
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 @dataclass
 class Buffer:
-    """One tensor's memory. nbytes: of each of the two."""
+    """The memory of one tensor on the GPU and on the host. nbytes: the size of each of the two."""
 
     device: DeviceMemory | None = None
     pinned: PinnedMemory | None = None
@@ -35,9 +35,9 @@ class Buffer:
 
 
 class Buffers:
-    """Memory that grows to what the largest run needs, and never shrinks. The caller holds the lock of `cuda`.
+    """Memory of all tensors, which grows with the largest run and never shrinks. The caller holds the lock of `cuda`.
 
-    maxima: per tensor, the bytes of its largest shape, where known: growth, by doubling, ends there.
+    maxima: per tensor, the bytes of its largest shape, if known: memory grows by doubling up to this size.
     """
 
     def __init__(self, cuda: Cuda, tensors: Sequence[TensorInfo], maxima: Mapping[str, int] | None = None) -> None:
@@ -47,9 +47,9 @@ class Buffers:
         self._buffers = {tensor.name: Buffer() for tensor in tensors}
 
     def reserve(self, shapes: Mapping[str, Shape]) -> None:
-        """Make room. The addresses of tensors that had too little change, and what was in them is lost.
+        """Allocate for these shapes. Tensors that grow get a new address and lose their contents.
 
-        Raises EffexportError when memory runs out; what is there then is still whole.
+        Raises EffexportError if memory runs out; other tensors keep theirs.
         """
         for name, shape in shapes.items():
             needed = nbytes_of(shape, self._dtypes[name])
@@ -67,8 +67,8 @@ class Buffers:
         except CudaError as error:
             free, total = cuda.memory_info()
             raise EffexportError(
-                f"{name!r} needs {nbytes:,} bytes on the GPU and as many pinned on the host, and they are not to be "
-                f"had ({error}; the GPU has {free:,} bytes free of {total:,}); run smaller batches, or free memory"
+                f"{name!r} needs {nbytes:,} bytes on the GPU and as many pinned on the host, which are not available "
+                f"({error}; the GPU has {free:,} bytes free of {total:,}); run smaller batches, or free memory"
             ) from error
         buffer.nbytes = nbytes
 
@@ -78,7 +78,7 @@ class Buffers:
         return device.address
 
     def write(self, name: str, array: Array) -> None:
-        """Queue a copy of an array to the device; the array may change at once."""
+        """Queue a copy of an array to the device. The array may be changed as soon as this returns."""
         buffer = self._buffers[name]
         assert buffer.device is not None, "reserve comes first"
         assert buffer.pinned is not None, "reserve comes first"
@@ -86,14 +86,14 @@ class Buffers:
         self._cuda.copy_to_device(buffer.device, buffer.pinned, array.nbytes)
 
     def fetch(self, name: str, shape: Shape) -> None:
-        """Queue a copy of a tensor to the host. `read` has it after the next `synchronize`."""
+        """Queue a copy of a tensor to the host. `read` returns it after the next `synchronize`."""
         buffer = self._buffers[name]
         assert buffer.device is not None, "reserve comes first"
         assert buffer.pinned is not None, "reserve comes first"
         self._cuda.copy_to_host(buffer.pinned, buffer.device, nbytes_of(shape, self._dtypes[name]))
 
     def read(self, name: str, shape: Shape) -> Array:
-        """A copy of what `fetch` brought: the memory itself is overwritten by the next run."""
+        """A copy of what `fetch` copied to the host, where the next run overwrites it."""
         pinned = self._buffers[name].pinned
         assert pinned is not None, "reserve comes first"
         return self._view(pinned, name, shape).copy()
@@ -120,9 +120,9 @@ def nbytes_of(shape: Shape, dtype: np.dtype[np.generic]) -> int:
 
 
 def largest_shapes(info: EngineInfo) -> dict[str, Shape]:
-    """The shapes that take the most memory, per tensor, over all profiles.
+    """Per tensor, the shape in any profile that takes the most memory.
 
-    An output is left out where its dimensions do not all occur in the inputs: only a run tells.
+    Without outputs that have a dimension which no input has: only a run shows its size.
     """
     largest: dict[str, Shape] = {}
     for profile in info.profiles:
@@ -140,7 +140,7 @@ def resolved(tensor: TensorInfo, sizes: Mapping[str, int]) -> Shape | None:
 
 
 def dim_ranges(inputs: Sequence[TensorInfo], profile: Mapping[str, ShapeRange]) -> dict[str, tuple[int, int]]:
-    """Smallest and largest size of every dynamic dimension, by its name; a nameless one is "input[axis]"."""
+    """Smallest and largest size of every dynamic dimension by name; one without a name is "input[axis]"."""
     ranges: dict[str, tuple[int, int]] = {}
     for tensor in inputs:
         smallest, _, largest = profile[tensor.name]

@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX."""
+"""The runner of TensorRT and TensorRT-RTX."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 class TrtRunner(Closeable):
     """Runs an engine. Thread-safe: runs of several threads take turns. Use it as a context manager or call `close`.
 
-    engine: path of the file, whose sidecar is beside it. onnx_sha256: of the model.onnx that it should come from; None
-    where it stands alone. limits: as for OrtRunner. cuda, api: other implementations; the runner closes `cuda`.
+    engine: path of the file, whose sidecar lies beside it. onnx_sha256: digest of the model.onnx that it should have
+    been built from; None skips that check. cuda, api: other implementations; the runner closes `cuda`.
     implementation: per custom operator of the model, what runs it: "plugin" or "body".
-    Raises UserError for an engine that is missing, damaged, of another model, or not for this release or GPU, or
-    without a GPU; MissingExtraError without TensorRT or cuda-python; EffexportError when TensorRT does not load it.
+    Raises UserError for an engine that is missing, damaged, of another model, or not for this release or GPU, and
+    without a GPU; MissingExtraError without TensorRT or cuda-python; EffexportError if TensorRT does not load it.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class TrtRunner(Closeable):
         self.implementation: dict[str, str] = dict(source.info.implementation)
         self._covered = [dim_ranges(self.inputs, profile) for profile in source.info.profiles]
         self._execution = Execution(source, self.settings)
-        # who drops a runner without closing it gets the memory back all the same
+        # also frees the memory of a runner that is dropped without being closed
         self._finalizer = weakref.finalize(self, self._execution.close)
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays by input name → arrays by output name. An absent attention mask means no padding.
 
         Raises UserError for a wrong name, dtype, rank, size or value and for a shape outside the profiles, and
-        RuntimeFailedError when TensorRT fails.
+        RuntimeFailedError if TensorRT fails.
         """
         profile, complete = self._checked(feeds)
         execution = self._execution
@@ -69,7 +69,7 @@ class TrtRunner(Closeable):
             return work.fetch()
 
     def bind(self, feeds: Mapping[str, Array]) -> BoundEngine:
-        """Put these inputs and room for the outputs on the device, for many runs of one shape without copies.
+        """Copy the inputs to the device and allocate the outputs there, for many runs of one shape without copies.
 
         Raises as `run` does.
         """
@@ -82,7 +82,7 @@ class TrtRunner(Closeable):
         return self._profile_for(complete), complete
 
     def _profile_for(self, feeds: Mapping[str, Array]) -> int:
-        """The first profile that covers the shapes of complete feeds. Raises UserError when none does."""
+        """The first profile that covers the shapes of complete feeds. Raises UserError if none does."""
         given = {
             dim_name(tensor, axis): feeds[tensor.name].shape[axis]
             for tensor in self.inputs
@@ -103,7 +103,7 @@ class TrtRunner(Closeable):
         )
 
     def close(self) -> None:
-        """Free the engine and all its memory, what `bind` returned included; `run` fails from then on."""
+        """Free the engine and all its memory, including what `bind` returned. `run` fails afterwards."""
         self._execution.close()
 
 
@@ -113,15 +113,15 @@ def open_engine(engine: Path, limits: FeedLimits, onnx_sha256: str) -> TrtRunner
 
 
 class BoundEngine:
-    """An engine bound to inputs and outputs of one shape, made by `TrtRunner.bind`; used as `ort_binding.BoundModel`.
+    """An engine bound to inputs and outputs of one shape, made by `TrtRunner.bind`, with the methods of `BoundModel`.
 
-    Each method holds the lock of the runner; what belongs together (update, run, outputs) is for the caller to keep
-    together. The memory is the runner's again when this object goes, or the runner is closed.
+    Each method holds the lock of the runner; a caller with several threads must keep update, run and outputs together.
+    The runner frees the memory once this object is gone, or when the runner is closed.
     """
 
     def __init__(self, runner: TrtRunner, execution: Execution, profile: int, feeds: Mapping[str, Array]) -> None:
         """feeds: complete and checked."""
-        self._runner = runner  # which would otherwise be closed, when nobody else keeps it
+        self._runner = runner  # a runner without references would be closed
         self._execution = execution
         self._feeds_signature = {name: (array.dtype, array.shape) for name, array in feeds.items()}
         with execution.turn(feeds):
@@ -129,7 +129,7 @@ class BoundEngine:
             try:
                 work.prepare(profile, shapes_of(feeds))
                 work.write(feeds)
-                # the second run captures, where graphs are wanted
+                # if graphs are wanted, the second run captures one
                 for _ in range(2 if execution.captures else 1):
                     work.launch()
                 execution.cuda.synchronize()
@@ -137,7 +137,7 @@ class BoundEngine:
                 execution.abandoned.append(work)
                 raise
         finalizer = weakref.finalize(self, execution.abandoned.append, work)
-        finalizer.atexit = False  # closing the runner frees it then
+        finalizer.atexit = False  # at exit, closing the runner frees it
 
     def update(self, feeds: Mapping[str, Array]) -> None:
         """Copy new values, unchecked, into bound inputs. Raises UserError for another name, dtype or shape."""

@@ -70,7 +70,7 @@ def test_without_a_library_bodies_run_and_a_warning_says_so(built: Built, monkey
         runner = effexport.load(path)
     assert runner.implementation == {"LSHSort": "body"}
     assert np.isfinite(runner.run({"input_ids": token_ids()})["last_hidden_state"]).all()
-    with pytest.raises(UserError, match="kernels were asked for, but no kernel library is built for LSHSort"):
+    with pytest.raises(UserError, match="kernels were requested, but no kernel library is built for LSHSort"):
         effexport.load(path, OrtSettings(implementation="kernel"))
 
 
@@ -89,7 +89,7 @@ def test_a_library_that_does_not_load_is_left_aside_loudly(
     path = built("lsh", "encoder", fused=False).path
     with pytest.warns(KernelWarning, match=r"ONNX Runtime does not load .*broken\.so"), effexport.load(path) as runner:
         assert runner.implementation == {"LSHSort": "body"}
-    with pytest.raises(UserError, match=r"kernels were asked for, but ONNX Runtime does not load .*broken\.so"):
+    with pytest.raises(UserError, match=r"kernels were requested, but ONNX Runtime does not load .*broken\.so"):
         effexport.load(path, OrtSettings(implementation="kernel"))
 
 
@@ -99,7 +99,7 @@ def test_an_outdated_library_is_used_with_a_warning(built: Built, monkeypatch: p
     assert path is not None
     library_is(monkeypatch, Library(path, outdated=True, info=None))
     with (
-        pytest.warns(KernelWarning, match="was built from other sources than these; renew it with: .*plugins build"),
+        pytest.warns(KernelWarning, match="was built from other sources than these; rebuild it with: .*plugins build"),
         effexport.load(built("lsh", "encoder", fused=False).path) as runner,
     ):
         assert runner.implementation == {"LSHSort": "kernel"}
@@ -118,7 +118,7 @@ def test_on_a_gpu_bodies_are_preferred_to_kernels_for_the_cpu(monkeypatch: pytes
     settings = OrtSettings(provider="cuda")
     with pytest.warns(KernelWarning, match=r"lib\.so has no CUDA kernels for LSHSort; .*plugins build --cuda"):
         assert ort_session.library_for(["LSHSort"], settings) is None
-    with pytest.raises(UserError, match=r"kernels were asked for, but .* has no CUDA kernels"):
+    with pytest.raises(UserError, match=r"kernels were requested, but .* has no CUDA kernels"):
         ort_session.library_for(["LSHSort"], OrtSettings(provider="cuda", implementation="kernel"))
 
 

@@ -206,7 +206,7 @@ def test_a_profile_goes_with_bodies_only(ort: FakeOrt, monkeypatch: pytest.Monke
     with_cuda_kernels(monkeypatch)
     assert session_from_model(WITH_SORT, settings(profile=PROFILE)).implementation == {"LSHSort": "body"}
     with pytest.raises(
-        UserError, match="kernels were asked for LSHSort, which cut the graph into parts, and a profile"
+        UserError, match="kernels of LSHSort were requested; they cut the graph into parts, and a profile"
     ):
         session_from_model(WITH_SORT, settings(profile=PROFILE, implementation="kernel"))
     session_from_model(PLAIN, settings(profile=PROFILE, implementation="kernel"))  # nothing to run as a kernel
@@ -256,7 +256,7 @@ def test_a_cache_that_cannot_be_written_is_one_clear_error(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(
-        UserError, match=r"no place to keep engines of ONNX Runtime's TensorRT provider: .*Not a directory"
+        UserError, match=r"engines of ONNX Runtime's TensorRT provider cannot be stored: .*Not a directory"
     ):
         session_from_model(PLAIN, settings())
 
@@ -333,7 +333,7 @@ def loads(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
 
 
 MISSING = {
-    None: r"no TensorRT of pip is installed: pip install 'tensorrt>=10\.13,<11', or put its libraries on LD",
+    None: r"pip has not installed a TensorRT: pip install 'tensorrt>=10\.13,<11', or put its libraries on LD",
     "11.4.0.106": r"TensorRT 11\.4\.0\.106 is installed, which it cannot use: pip install 'tensorrt>=10\.13,<11'",
     "10.16.1.11": r"TensorRT 10\.16\.1\.11 is installed: pip install 'tensorrt>=10\.13,<11'",
 }

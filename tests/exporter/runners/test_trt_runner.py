@@ -336,7 +336,7 @@ def test_without_a_graph_runs_go_on_and_one_warning_says_so(make: Make, broken: 
             machine.cuda.fail_at["capture"] = 0
         else:
             machine.api.context_fails = True
-        with pytest.warns(GraphWarning, match="a CUDA graph could not be captured, and runs go on without: "):
+        with pytest.warns(GraphWarning, match="a CUDA graph could not be captured, so runs continue without one: "):
             assert_right(machine, first, runner.run(first))
         for feeds in [first, second, second, second]:  # another warning would be an error
             assert_right(machine, feeds, runner.run(feeds))
@@ -625,7 +625,7 @@ def test_another_release_and_another_gpu_are_refused(make: Make, changes: Any, h
         (1, r"it is of another release of TensorRT-RTX than 1\.7\.1\.116: build it again here"),
         (2, "it was not built for this kind of GPU: build it again"),
         (4 + 16, "upgrade the NVIDIA driver; the GPU has too little memory for it"),
-        (32, "it is no engine of TensorRT-RTX: build the engine again, or copy it again"),
+        (32, "it is not an engine of TensorRT-RTX: build the engine again, or copy it again"),
         (64, "check it with nvidia-smi"),
         (0, "the header is of a lamp"),
     ],
@@ -737,6 +737,6 @@ def test_the_real_tensorrt_rtx_tells_that_a_file_is_no_engine(make: Make) -> Non
     digest = hashlib.sha256(content).hexdigest()
     info = replace(machine.info, engine_sha256=digest, engine_bytes=1000, tensorrt_version=api.__version__)
     write_sidecar(machine.path, info)
-    with pytest.raises(UserError, match=r"TensorRT-RTX does not run .*: it is no engine of TensorRT-RTX"):
+    with pytest.raises(UserError, match=r"TensorRT-RTX does not run .*: it is not an engine of TensorRT-RTX"):
         TrtRunner(machine.path, cuda=machine.cuda, api=api)
     machine.cuda.assert_nothing_left()
