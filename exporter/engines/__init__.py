@@ -1,1 +1,1 @@
-"""TensorRT engines: what is asked for, what the bindings offer, what a built engine says of itself."""
+"""Builds TensorRT engines from ONNX models: specs, profiles, the build, and the sidecar of an engine."""

@@ -1,11 +1,11 @@
 """The part of TensorRT's Python API that effexport uses, for TensorRT and TensorRT-RTX alike.
 
-The bindings have no types. These protocols declare every class, method and constant that our code touches, and mypy
-lets it touch nothing else; a test then looks each of them up on the real bindings of both products. A method that a
-release renames thus fails a test, and not a user.
+The bindings have no types. These protocols declare every class, method and constant that our code uses, and mypy
+rejects all others; a test looks each of them up in the real bindings of both products. If a release renames a method,
+a test fails before a user sees it.
 
-Each protocol has the name of the class it stands for; those of enumerations end in `Values`. NOT_IN_RTX and NOT_IN_TRT
-name what only the other product has, and `engine_from_onnx` asks for by target.
+Each protocol has the name of the class it describes; those of enumerations end in `Values`. NOT_IN_RTX and NOT_IN_TRT
+list what only the other product has.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class IProgressMonitor(Protocol):
 
 
 class IHostMemory(Protocol):
-    """A buffer of the library's: see `bytes_of`."""
+    """A buffer of the library; see `bytes_of`."""
 
     @property
     def nbytes(self) -> int: ...
@@ -240,7 +240,7 @@ class IExecutionContext(Protocol):
 
 
 class IRuntimeConfig(Protocol):
-    """cuda_graph_strategy: see CudaGraphStrategyValues; TensorRT-RTX has it alone."""
+    """cuda_graph_strategy: see CudaGraphStrategyValues; only TensorRT-RTX has it."""
 
     cuda_graph_strategy: Any
 
@@ -320,7 +320,7 @@ class Api(Protocol):
     EngineInvalidityDiagnostics: EngineInvalidityDiagnosticsValues
 
 
-# What the other product has alone, as "Class" or "Class.member".
+# What only the other product has, as "Class" or "Class.member".
 NOT_IN_TRT = frozenset(
     {
         "ComputeCapability",
@@ -376,5 +376,5 @@ def version_tuple(version: str) -> tuple[int, int]:
 
 
 def bytes_of(memory: IHostMemory) -> bytes:
-    """A copy of what the library holds."""
+    """A copy of a buffer of the library."""
     return bytes(cast(Any, memory))

@@ -1,4 +1,4 @@
-"""An EngineSpec as the configuration of TensorRT's builder. Precision is not in it: it is in the graph."""
+"""Turns an EngineSpec into the configuration of TensorRT's builder. The precision is not in it, but in the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from effexport.files import write_file
 def config_from_spec(
     api: Api, builder: Builder, spec: EngineSpec, shapes: tuple[Mapping[str, ShapeRange], ...]
 ) -> IBuilderConfig:
-    """shapes: of every input, one entry per profile."""
+    """The configuration of a build. shapes: those of every input, one entry per profile."""
     config = builder.create_builder_config()
     for profile in shapes:
         added = builder.create_optimization_profile()
@@ -54,7 +54,7 @@ def configure_trt(api: Api, config: IBuilderConfig, spec: EngineSpec) -> None:
     if spec.timing_cache is not None:
         known = spec.timing_cache.read_bytes() if spec.timing_cache.is_file() else b""
         cache = config.create_timing_cache(known)
-        # of another GPU or release: it starts afresh, and the new one takes its place
+        # a cache of another GPU or release is replaced by a new one
         if cache is None or not config.set_timing_cache(cache, False):
             empty = config.create_timing_cache(b"")
             if empty is not None:
@@ -62,7 +62,7 @@ def configure_trt(api: Api, config: IBuilderConfig, spec: EngineSpec) -> None:
 
 
 def configure_rtx(api: Api, config: IBuilderConfig, spec: EngineSpec) -> None:
-    """The timing cache is not touched: asking for it makes TensorRT-RTX look for a GPU."""
+    """Does not touch the timing cache, because reading it makes TensorRT-RTX look for a GPU."""
     if spec.compute_capabilities:
         config.num_compute_capabilities = len(spec.compute_capabilities)
         for index, number in enumerate(spec.compute_capabilities):

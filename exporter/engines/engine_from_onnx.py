@@ -39,13 +39,13 @@ def engine_from_onnx(
     remarks: tuple[str, ...] = (),
     on_progress: OnProgress = lambda phase, share: None,
 ) -> EngineInfo:
-    """Build an engine and write it to `output`, with its sidecar beside it: both, or neither.
+    """Build an engine and write it to `output` with its sidecar beside it; on failure, write neither.
 
-    model: a model.onnx, its external weights beside it. precision: of its matrix products, which is checked; the types
-    themselves are in the graph. find_gpu: `runners.cuda.opening.current_compute_capability`. remarks: sentences for the
-    sidecar.
+    model: a model.onnx with its external weights beside it. precision: that of its matrix products, which is checked,
+    because the graph decides it. find_gpu: `runners.cuda.opening.current_compute_capability`.
+    remarks: sentences for the sidecar.
     Raises MissingExtraError without TensorRT, UserError for a model or a file that cannot be used, SpecError for a
-    profile that does not fit, and StageError when the parser, the builder or the check of element types fails.
+    profile that does not fit, and StageError if the parser, the builder or the check of element types fails.
     """
     api = import_api(spec.target)
     prepared = prepared_model(load_graph(model), spec)
@@ -98,7 +98,7 @@ def make_builder(api: Api, log: BuildLog, spec: EngineSpec) -> Builder:
     product = ENGINE_RUNTIMES[spec.target].label
     try:
         return api.Builder(log.logger)
-    except (TypeError, RuntimeError) as error:  # the factory of the library gave nothing
+    except (TypeError, RuntimeError) as error:  # the factory of the library returned nothing
         raise StageError(STAGE, f"{product} {api.__version__} does not start: {explain(log.errors)}") from error
 
 
@@ -117,25 +117,25 @@ def built(
 
 
 def compute_capabilities(spec: EngineSpec, find_gpu: FindGpu) -> tuple[int, ...]:
-    """The GPUs that the engine is for. Raises UserError where target trt finds no GPU to build on."""
+    """The GPUs that the engine is for. Raises UserError for target trt on a machine without a GPU."""
     if spec.target == "trt-rtx":
         return spec.compute_capabilities
     return (find_gpu(ENGINE_RUNTIMES[spec.target].package.extra),)
 
 
 def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, str], find_gpu: FindGpu) -> EngineInfo:
-    """With what the engine says of itself, where a GPU can load it: its own layers, tactics and memory."""
+    """Add the layers, tactics and memory that the engine itself reports, if the GPU of this machine can load it."""
     try:
         find_gpu(ENGINE_RUNTIMES[info.target].package.extra)
     except UserError:
-        return info  # no GPU: the network that it was built from has to do
+        return info  # without a GPU, the layers of the network remain
     log = BuildLog(api)
     runtime = api.Runtime(log.logger)
     if info.version_compatible:
         runtime.engine_host_code_allowed = True  # the engine was built a moment ago
     loaded = runtime.deserialize_cuda_engine(engine)
     if loaded is None:
-        # built for other GPUs than this one, or refused; whoever loads it is told why
+        # it is for other GPUs than this one, or refused; loading it later reports the reason
         return replace(info, remarks=(*info.remarks, f"not loaded on this machine: {explain(log.errors)}"))
     layers = layers_of_engine(loaded.create_engine_inspector().get_engine_information(api.LayerInformationFormat.JSON))
     compared = info.tensors_compared + check_dtypes(layers, expected)

@@ -1,4 +1,4 @@
-"""The layers of an engine with their element types, and whether these are the ones of the ONNX graph."""
+"""The layers of an engine with their element types, and checks of these against the ONNX graph."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def layers_of_network(definition: INetworkDefinition) -> Iterator[dict[str, Any]
 def check_dtypes(layers: Sequence[Mapping[str, Any]], expected: Mapping[str, str]) -> int:
     """Compare the element types of an engine's tensors with those of the ONNX graph, by name.
 
-    Floating-point types must be the same: an fp16 request that became float32 is slow, and a float32 island that
-    became fp16 overflows. TensorRT chooses integer types as it likes. Returns how many tensors were compared.
-    Raises StageError that names the tensors that differ.
+    Floating-point types must be equal: a float16 tensor that became float32 is slow, and a float32 tensor that became
+    float16 may overflow. TensorRT may choose other integer types. Returns the number of tensors compared.
+    Raises StageError with the tensors that differ.
     """
     compared, different = 0, []
     for layer in layers:
@@ -68,8 +68,8 @@ def check_dtypes(layers: Sequence[Mapping[str, Any]], expected: Mapping[str, str
 
 
 def check_precision(layers: Sequence[Mapping[str, Any]], precision: str) -> None:
-    """Raises StageError when the layers are not of the precision that was asked for: an fp16 engine multiplies some
-    matrices in float16, an fp32 engine has no tensor of fewer bits. fp16 engines keep float32 parts besides."""
+    """Raises StageError unless the layers have the requested precision: an fp16 engine multiplies some matrices in
+    float16, and an fp32 engine has no tensor of fewer bits. fp16 engines also keep some operations in float32."""
     wanted = DTYPE_OF_PRECISION[precision]
     products = [layer for layer in layers if layer["type"] == PRODUCT]
     if products and not any(tensor["dtype"] == wanted for layer in products for tensor in layer["outputs"]):
@@ -81,9 +81,9 @@ def check_precision(layers: Sequence[Mapping[str, Any]], precision: str) -> None
 
 
 def layers_of_engine(text: str) -> list[dict[str, Any]]:
-    """The same from the answer of the engine inspector, with the tactic and the ONNX nodes that a layer stands for.
+    """As `layers_of_network`, from the text of the engine inspector, with the tactic and ONNX nodes of each layer.
 
-    Raises StageError for an answer that is no list of layers.
+    Raises StageError for a text that is not a list of layers.
     """
     try:
         layers = json.loads(text)["Layers"]
@@ -95,7 +95,7 @@ def layers_of_engine(text: str) -> list[dict[str, Any]]:
 
 
 def _layer_of_engine(layer: Any) -> dict[str, Any]:
-    if isinstance(layer, str):  # an engine that was built without detailed profiling
+    if isinstance(layer, str):  # an engine built without detailed profiling
         return {"name": layer, "type": "unknown", "outputs": []}
     found: dict[str, Any] = {
         "name": layer["Name"],
@@ -109,7 +109,7 @@ def _layer_of_engine(layer: Any) -> dict[str, Any]:
 
 
 def described_dtype(tensor: Mapping[str, Any]) -> str:
-    """numpy's name of the type that the inspector's words name; "unknown" where they name none."""
+    """numpy's name of the type in the inspector's description of a tensor; "unknown" if it names none."""
     words = " ".join(str(tensor[key]) for key in ("Format/Datatype", "Datatype", "DataType", "Format") if key in tensor)
     for name, expression in _WORDS.items():
         if re.search(expression, words, re.IGNORECASE):

@@ -1,4 +1,4 @@
-"""A model as TensorRT's parser understood it."""
+"""Parses a model into a network of TensorRT."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ STAGE = "TensorRT's parser"
 
 @dataclass(frozen=True)
 class Network:
-    """What a parser made of a model. The parser owns weights that the network refers to, so both stay together."""
+    """A parsed model. The parser owns weights that the network refers to, so both must be kept."""
 
     definition: INetworkDefinition
     parser: OnnxParser
 
 
 def network_from_model(api: Api, builder: Builder, log: BuildLog, target: str, model: bytes, path: Path) -> Network:
-    """Parse a serialised model. path: where external weights are looked for.
+    """Parse a serialised model. path: its file, beside which external weights are looked for.
 
-    Raises StageError that names the node, the reason and the remedy.
+    Raises StageError with the node, the reason and the remedy.
     """
     known = api.NetworkDefinitionCreationFlag
-    # unasked, TensorRT makes plugins that run Python at run time, which ours do not
+    # by default, TensorRT makes plugins that call Python at run time; ours are compiled ahead of time
     wanted = [known.STRONGLY_TYPED, known.PREFER_AOT_PYTHON_PLUGINS] if target == "trt" else [known.STRONGLY_TYPED]
     definition = builder.create_network(sum(1 << int(flag) for flag in wanted))
     parser = api.OnnxParser(definition, log.logger)

@@ -1,4 +1,4 @@
-"""A model as TensorRT's parser is given it: within the parser's limits, with plugins or bodies decided."""
+"""Prepares a model for TensorRT's parser: chooses plugins or bodies, and checks the limits of the parser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model as the parser gets it. implementation: per custom operator, "plugin" or "body"; remarks: why a body."""
+    """A model for the parser. implementation: per custom operator, "plugin" or "body". remarks: reasons for bodies."""
 
     model: onnx.ModelProto
     implementation: Mapping[str, str]
@@ -28,9 +28,9 @@ class Prepared:
 
 
 def prepared_model(model: onnx.ModelProto, spec: EngineSpec) -> Prepared:
-    """The graph that the parser is given: function bodies inlined, except where a plugin serves the operator.
+    """The graph for the parser: function bodies are inlined, except for operators that a plugin runs.
 
-    The parser takes functions too, but gives the values of their second and later uses no names.
+    The parser accepts functions too, but values in their second and later uses then have no names.
     Raises UserError for a graph beyond the limits of TensorRT.
     """
     import onnx.inliner
@@ -44,7 +44,7 @@ def prepared_model(model: onnx.ModelProto, spec: EngineSpec) -> Prepared:
 
 
 def implementations(model: onnx.ModelProto, spec: EngineSpec) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Per custom operator of a model, "plugin" or "body", and sentences on bodies that take the place of plugins."""
+    """Per custom operator of a model, "plugin" or "body", and the reasons for bodies instead of plugins."""
     from effexport.plugins.tensorrt_plugins import register_plugins
 
     nodes = [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in OPS]
@@ -62,13 +62,13 @@ def implementations(model: onnx.ModelProto, spec: EngineSpec) -> tuple[dict[str,
             continue
         try:
             register_plugins([op])
-        except LibraryError as error:  # no CUDA compiler: slower, and right
+        except LibraryError as error:  # without a CUDA compiler, the engine is slower, but correct
             reasons[op] = f"effexport::{op} runs as its function body, which is slower: {error}"
     return {op: "body" if op in reasons else "plugin" for op in ops}, tuple(reasons.values())
 
 
 def reason_for_body(node: onnx.NodeProto, tensors: Mapping[str, ValueType]) -> str | None:
-    """Why the plugin of an operator cannot serve a node, or None when it can."""
+    """The reason why the plugin of an operator cannot run a node; None if it can."""
     import onnx
 
     from effexport.plugins.tensorrt_plugins import why_body

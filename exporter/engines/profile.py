@@ -1,4 +1,4 @@
-"""Optimisation profiles: the sizes that an engine accepts, and the ones that it is tuned for."""
+"""Optimisation profiles: the sizes that an engine accepts, and those it is tuned for."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from effexport.engines.sidecar import ShapeRange
     from effexport.spec import BuildSpec, TensorInfo
 
-# What a profile sets; every other dimension of a model is a number.
+# The dimensions that a profile sets; all others of a model are numbers.
 PROFILE_DIMS = ("batch", "seq", "choices")
-# Room for a small batch when nobody says how many requests come at once.
+# Room for small batches if --profile does not set the batch size.
 DEFAULT_MAX_BATCH = 4
 DEFAULT_CHOICES = 4
 EXAMPLE = "--profile batch=1:4:16,seq=128:1024:4096"
@@ -22,7 +22,7 @@ EXAMPLE = "--profile batch=1:4:16,seq=128:1024:4096"
 
 @dataclass(frozen=True)
 class Range:
-    """Sizes that one dimension takes: from `min` to `max`, and tuned for `opt`."""
+    """The sizes of one dimension: from `min` to `max`, tuned for `opt`."""
 
     min: int
     opt: int
@@ -72,8 +72,8 @@ class Profile:
 def profiles_from_texts(texts: Sequence[str], spec: BuildSpec) -> tuple[Profile, ...]:
     """The profiles that --profile asks for: `batch=min:opt:max,seq=min:opt:max`, one dimension or more in each text.
 
-    A dimension that is named again begins another profile; one that is left out has its range of `default_profile`.
-    Raises SpecError for anything else, and for sizes that the model cannot take.
+    Naming a dimension again begins another profile; a dimension that is left out has the range of `default_profile`.
+    Raises SpecError for anything else, and for sizes that the model does not support.
     """
     groups: list[dict[str, Range]] = []
     for text in texts:
@@ -110,8 +110,8 @@ def parse_profile(text: str) -> dict[str, Range]:
 
 
 def default_profile(spec: BuildSpec) -> Profile:
-    """Tuned for the batch and length of the spec; batches up to 4, and any length up to the model's longest, or up to
-    half as much again as the exported one where the model has no limit."""
+    """The profile without --profile: tuned for the batch and length of the spec, for batches up to 4 and lengths up to
+    the model's longest, or to 1.5 times the exported length if the model has no limit."""
     fixed, seq_len = spec.fixed_seq_len, spec.seq_len
     longest = spec.max_seq_len or seq_len + seq_len // 2
     seq = Range(fixed, fixed, fixed) if fixed else Range(1, min(seq_len, longest), longest)
@@ -127,7 +127,7 @@ def dynamic_dims(spec: BuildSpec) -> list[str]:
 
 
 def check_profile(profile: Profile, spec: BuildSpec) -> None:
-    """Raises SpecError for sizes that the model cannot take: other lengths than its only one, or beyond its longest."""
+    """Raises SpecError for sizes that the model does not support: beyond its longest, or not its only length."""
     dims = dynamic_dims(spec)
     fixed, longest = spec.fixed_seq_len, spec.max_seq_len
     seq = profile.ranges.get("seq")
@@ -151,7 +151,7 @@ def check_profile(profile: Profile, spec: BuildSpec) -> None:
 
 
 def profile_remarks(profiles: Sequence[Profile], spec: BuildSpec) -> list[str]:
-    """Sentences on lengths that work and waste time: the model pads them to whole chunks."""
+    """Remarks on lengths that waste time because the model pads them to whole chunks."""
     chunk = spec.attention.padding_multiple
     remarks = []
     for profile in profiles:

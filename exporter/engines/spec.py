@@ -1,4 +1,4 @@
-"""What engine to build: target, optimisation profiles, and how the builder works."""
+"""The engine to build: target, optimisation profiles and options of the builder."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from effexport.engines.profile import EXAMPLE, Profile
 from effexport.models.validation import did_you_mean, require
 from effexport.runtimes import ENGINE_RUNTIMES
 
-# The GPUs that TensorRT-RTX can name as a target. It has no names for SM 90 and SM 100.
+# The GPUs that TensorRT-RTX accepts as a target. It does not accept SM 90 and SM 100.
 RTX_COMPUTE_CAPABILITIES = (75, 80, 86, 89, 120, 121)
 HARDWARE_COMPATIBILITIES = ("none", "ampere+", "same-compute-capability")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """How to build an engine.
+    """An engine to build.
 
-    profiles: at least one; an engine with several tunes for each of their optima.
+    profiles: at least one; an engine with several is tuned for the optimum of each.
     optimization_level: 0 (builds fastest) to 5 (searches longest); None leaves it to TensorRT.
-    workspace_bytes: the most scratch memory that an engine may need on the GPU; None is all there is.
-    tf32: round the inputs of float32 products to 11 bits. Faster, and outside the limits of fp32 parity.
-    compute_capabilities: trt-rtx only: the GPUs to build for, such as 89; none: Ampere and later.
-    timing_cache: trt only: a file that remembers measurements from one build to the next.
-    version_compatible, hardware_compatibility: trt only: an engine for later releases, for other GPUs.
-    weight_streaming: keep weights in host memory and stream them, for models that do not fit.
-    refittable: trt only: weights can be replaced without another build.
+    workspace_bytes: the most scratch memory that the engine may need on the GPU; None sets no limit.
+    tf32: round the inputs of float32 products to 11 bits. Faster, but outside the limits of fp32 parity.
+    compute_capabilities: trt-rtx only: the GPUs to build for, such as 89; empty for Ampere and later.
+    timing_cache: trt only: a file that keeps measurements for later builds.
+    version_compatible, hardware_compatibility: trt only: make an engine for later releases, for other GPUs.
+    weight_streaming: keep weights in host memory and stream them, for models larger than the GPU's memory.
+    refittable: trt only: allow weights to be replaced without another build.
     """
 
     target: str
@@ -57,15 +57,15 @@ class EngineSpec:
         if self.target == "trt":
             require(
                 not self.compute_capabilities,
-                "an engine of target trt is built for the GPU of this machine; to choose others, use --target trt-rtx, "
-                "or --hardware-compatibility ampere+ for all from Ampere on",
+                "an engine of target trt is built for the GPU of this machine; for other GPUs use --target trt-rtx, "
+                "or --hardware-compatibility ampere+ for Ampere and later",
             )
             return
         for name, value in self._trt_only().items():
             require(
                 not value or value == "none",
-                f"{name} has no meaning with target trt-rtx, whose engines serve several GPUs anyway and are tuned "
-                "where they run; leave it out, or use --target trt",
+                f"{name} does not apply to target trt-rtx, whose engines run on several GPUs and are tuned where they "
+                "run; leave it out, or use --target trt",
             )
         for number in self.compute_capabilities:
             require(
@@ -79,7 +79,7 @@ class EngineSpec:
         return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
 
     def options(self) -> dict[str, Any]:
-        """What shaped the engine besides its profiles, ready for JSON."""
+        """All options except target and profiles, ready for JSON."""
         values = {name: getattr(self, name) for name in (field.name for field in fields(self))}
         del values["target"], values["profiles"]
         values["compute_capabilities"] = list(self.compute_capabilities)

@@ -723,7 +723,7 @@ def test_settings_without_meaning_are_refused(values: Any, message: str) -> None
 
 def test_a_budget_for_an_engine_that_streams_nothing_is_refused(make: Make) -> None:
     machine = make()
-    with pytest.raises(UserError, match=r"was built without weight streaming.*leave the budget out"):
+    with pytest.raises(UserError, match=r"was built without weight streaming.*leave it out"):
         machine.open(TrtSettings(weight_streaming_budget_bytes=1))
     machine.cuda.assert_nothing_left()
 
