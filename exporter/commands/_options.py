@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 # Columns of tables when stderr is a file or a pipe, whose width is unknown.
 LOG_WIDTH = 130
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+
+def common_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add --json and --debug to a command; `cli.fail` reads --debug itself."""
+    json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+    debug = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+    return json(debug(command))
 
 
 def runtime_options(help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -37,8 +41,8 @@ def runtime_options(help: str) -> Callable[[Callable[..., None]], Callable[..., 
     return lambda command: runtime(implementation(command))
 
 
-ORT_HELP = f"What runs the model. {described(ORT_RUNTIMES)}."
-ENGINE_HELP = f"What runs the model. {described(ARTIFACT_RUNTIMES)}."
+ORT_HELP = f"Where the model runs. {described(ORT_RUNTIMES)}."
+ENGINE_HELP = f"Where the model runs. {described(ARTIFACT_RUNTIMES)}."
 
 
 def settings_from_options(runtime: str, implementation: str) -> OrtSettings:

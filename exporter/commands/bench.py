@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import (
-    check_choice,
-    debug_option,
-    json_option,
-    repeated,
-    say,
-    stderr_console,
-    time_left,
-)
+from effexport.commands._options import check_choice, common_options, repeated, say, stderr_console, time_left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,8 +57,7 @@ EXPECTED = {"rounds": "at least 1", "threads": "at least 1", "max_seconds": "a n
 @click.option("--no-memory", is_flag=True, help="Do not measure peak memory, which takes one more run per row.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default: bench.")
 @click.option("--force", is_flag=True, help="Replace the folder of an earlier benchmark.")
-@json_option
-@debug_option
+@common_options
 @click.pass_context
 def command(
     context: click.Context,
@@ -76,7 +67,6 @@ def command(
     output: Path | None,
     force: bool,
     as_json: bool,
-    debug: bool,
     **flags: Any,
 ) -> None:
     """Time attention variants in several runtimes on this machine.

@@ -11,9 +11,8 @@ import click
 from effexport.commands._engine_options import EngineRequest, engine_options
 from effexport.commands._options import (
     ORT_HELP,
-    debug_option,
+    common_options,
     implementation_text,
-    json_option,
     runtime_options,
     say,
     settings_from_options,
@@ -73,8 +72,7 @@ if TYPE_CHECKING:
     "--trace", is_flag=True, help="Also compare the values inside the graph; the report then shows errors by layer."
 )
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
-@json_option
-@debug_option
+@common_options
 def command(
     checkpoint: Path | None,
     weights: Path | None,
@@ -86,7 +84,6 @@ def command(
     trace: bool,
     force: bool,
     as_json: bool,
-    debug: bool,
     **flags: Any,
 ) -> None:
     """Export a model to ONNX, check it against PyTorch and write an artifact folder.

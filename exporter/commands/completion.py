@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import click
 
-from effexport.commands._options import debug_option, json_option
+from effexport.commands._options import common_options
 
 
 @click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@json_option
-@debug_option
-def command(shell: str, as_json: bool, debug: bool) -> None:
+@common_options
+def command(shell: str, as_json: bool) -> None:
     """Print a completion script; in bash: eval "$(effexport completion bash)"."""
     from click.shell_completion import get_completion_class
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import click
 
-from effexport.commands._options import debug_option, json_option, say, stderr_console
+from effexport.commands._options import common_options, say, stderr_console
 from effexport.environment import MISSING
 
 
 @click.command("doctor")
-@json_option
-@debug_option
-def command(as_json: bool, debug: bool) -> None:
+@common_options
+def command(as_json: bool) -> None:
     """Show what is installed, whether it works, and the command that adds each missing part.
 
     Exit status 1 if a required part is missing, or if an installed part does not work.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import click
 
-from effexport.commands._options import debug_option, json_option, stderr_console
+from effexport.commands._options import common_options, stderr_console
 
 
 @click.command("list")
-@json_option
-@debug_option
-def command(as_json: bool, debug: bool) -> None:
+@common_options
+def command(as_json: bool) -> None:
     """List the attention variants with formula, cost and whether a causal form exists."""
     from effexport.cli import print_json
     from effexport.models.spec import ATTENTION_SPECS

@@ -8,26 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_choice, debug_option, json_option, say, stderr_console
+from effexport.commands._options import check_choice, common_options, say, stderr_console
 
 if TYPE_CHECKING:
     from effexport.triton.package import Package
 
 FORMATS = ("triton",)
-# options that are fields of PackageSpec
-FIELDS = (
-    "version",
-    "max_batch",
-    "queue_delay_us",
-    "max_queue",
-    "instances",
-    "kind",
-    "threads",
-    "implementation",
-    "live_versions",
-    "server_path",
-    "image_tag",
-)
 
 
 @click.command("package")
@@ -70,8 +56,7 @@ FIELDS = (
 @click.option("--server-path", help="Path of the repository on the server.  [default: /models]")
 @click.option("--image-tag", help="Tag of the tritonserver image in compose.yaml and Dockerfile.")
 @click.option("--replace-config", is_flag=True, help="Overwrite a hand-edited config.pbtxt.")
-@json_option
-@debug_option
+@common_options
 def command(
     artifact: Path,
     package_format: str,
@@ -82,7 +67,6 @@ def command(
     no_warm_up: bool,
     replace_config: bool,
     as_json: bool,
-    debug: bool,
     **options: Any,
 ) -> None:
     """Add an artifact to a model repository of Triton Inference Server.
@@ -96,7 +80,7 @@ def command(
     from effexport.triton.spec import PackageSpec
 
     check_choice("--format", package_format, FORMATS)
-    given = {field: options[field] for field in FIELDS if options[field] is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     spec = PackageSpec(
         name=name if name is not None else artifact.resolve().name,
         backends=backends,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.cli import SuggestingGroup
-from effexport.commands._options import debug_option, json_option, say, stage_progress, stderr_console
+from effexport.commands._options import common_options, say, stage_progress, stderr_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,9 +29,8 @@ def command() -> None:
 @command.command("build", short_help="Compile the library, unless it is in the cache.")
 @click.option("--cuda/--no-cuda", default=None, help="With or without CUDA kernels; default: with, if nvcc is found.")
 @click.option("--force", is_flag=True, help="Compile even if the library is in the cache.")
-@json_option
-@debug_option
-def build_command(cuda: bool | None, force: bool, as_json: bool, debug: bool) -> None:
+@common_options
+def build_command(cuda: bool | None, force: bool, as_json: bool) -> None:
     """Compile the library, unless it is in the cache, and use it from now on.
 
     Needs cmake, a C++17 compiler and ONNX Runtime's headers (from EFFEXPORT_ORT_INCLUDE_DIR, the system, or the Debian
@@ -54,9 +53,8 @@ def build_command(cuda: bool | None, force: bool, as_json: bool, debug: bool) ->
 
 
 @command.command("path", short_help="Print the path of the library.")
-@json_option
-@debug_option
-def path_command(as_json: bool, debug: bool) -> None:
+@common_options
+def path_command(as_json: bool) -> None:
     """Print the path of the library, for other programs to load. Exit status 1 if it is not built."""
     from effexport.cli import print_json
     from effexport.errors import EffexportError
@@ -73,9 +71,8 @@ def path_command(as_json: bool, debug: bool) -> None:
 
 
 @command.command("info", short_help="Show which library is used and what it contains.")
-@json_option
-@debug_option
-def info_command(as_json: bool, debug: bool) -> None:
+@common_options
+def info_command(as_json: bool) -> None:
     """Show which library is used, how it was built, whether it is intact, and what else is in the cache.
 
     Exit status 1 if the library is damaged.
@@ -107,21 +104,13 @@ def info_command(as_json: bool, debug: bool) -> None:
 def describe(library: Library) -> dict[str, Any]:
     """The library and how it was built, for --json."""
     info = library.info
+    names = ("cuda_architectures", "header_version", "compiler", "nvcc", "flags", "created", "seconds")
     return {
         "library": str(library.path),
         "outdated": library.outdated,
         "explicit": info is None,
         "cuda": info.has_cuda if info else None,
-        "cuda_architectures": info.cuda_architectures if info else None,
-        "header_version": info.header_version if info else None,
-        "compiler": info.compiler if info else None,
-        "nvcc": info.nvcc if info else None,
-        "flags": info.flags if info else None,
-        "created": info.created if info else None,
-        "seconds": info.seconds if info else None,
-        "key": info.key if info else None,
-        "sha256": info.sha256 if info else None,
-        "bytes": info.bytes if info else None,
+        **{name: getattr(info, name, None) for name in (*names, "key", "sha256", "bytes")},
     }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_choice, debug_option, json_option, say, stderr_console
+from effexport.commands._options import check_choice, common_options, say, stderr_console
 
 if TYPE_CHECKING:
     from effexport.report.compare import Comparison, Side
@@ -23,8 +23,7 @@ _FORMAT_OF_SUFFIX = {".html": "html", ".htm": "html", ".json": "json", ".md": "m
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; default: stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--schema", "wants_schema", is_flag=True, help="Print the JSON Schema of report.json.")
-@json_option
-@debug_option
+@common_options
 def command(
     artifact: Path | None,
     other: Path | None,
@@ -33,7 +32,6 @@ def command(
     force: bool,
     wants_schema: bool,
     as_json: bool,
-    debug: bool,
 ) -> None:
     """Show the report of an artifact in another format, or compare two artifacts side by side.
 
@@ -51,12 +49,12 @@ def command(
             raise UserError("--schema describes the reports of all artifacts; leave out the artifact and --format")
         from effexport.report.schema import schema_text
 
-        text, said = schema_text(), {"schema": "report.json"}
+        text, about = schema_text(), {"schema": "report.json"}
     else:
         if artifact is None:
             raise UserError("no artifact given; expected an artifact folder, such as: effexport report artifacts/lsh")
         form = chosen_format(form, output, as_json=as_json)
-        text, said = rendering(artifact, other, form)
+        text, about = rendering(artifact, other, form)
     if output is None:
         click.echo(text, nl=False)
         return
@@ -66,7 +64,7 @@ def command(
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}; choose another file with -o") from error
     if as_json:
-        print_json({"output": str(output), **said})
+        print_json({"output": str(output), **about})
     say(stderr_console(), f"{output}: written")
 
 
@@ -92,7 +90,7 @@ def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[st
     from effexport.report.reading import side_of_artifact
 
     sides = [side_of_artifact(open_artifact(path), name) for path, name in named(first, second)]
-    said: dict[str, Any] = {
+    about: dict[str, Any] = {
         "format": form,
         "artifacts": [str(path) for path in (first, second) if path is not None],
         "verdicts": [side.report.verdict for side in sides],
@@ -100,10 +98,10 @@ def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[st
     if form == "junit":
         from effexport.report.rendering.junit import junit_from_reports
 
-        return junit_from_reports([(side.name, side.report) for side in sides]), said
+        return junit_from_reports([(side.name, side.report) for side in sides]), about
     if len(sides) == 1:
-        return one_report(sides[0], form), said
-    return comparison_text(Comparison(*sides), form), said
+        return one_report(sides[0], form), about
+    return comparison_text(Comparison(*sides), form), about
 
 
 def named(first: Path, second: Path | None) -> list[tuple[Path, str]]:

@@ -10,9 +10,8 @@ import click
 
 from effexport.commands._options import (
     ENGINE_HELP,
-    debug_option,
+    common_options,
     implementation_text,
-    json_option,
     runtime_options,
     say,
     stage_progress,
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 @click.option("--text", "text_file", type=click.Path(path_type=Path), help="Text file; each byte becomes a token.")
 @click.option("--output", "output_file", type=click.Path(path_type=Path), help=".npz file to write the outputs to.")
 @runtime_options(ENGINE_HELP)
-@json_option
-@debug_option
+@common_options
 def command(
     artifact: Path,
     input_file: Path | None,
@@ -41,7 +39,6 @@ def command(
     runtime: str,
     implementation: str,
     as_json: bool,
-    debug: bool,
 ) -> None:
     """Run an artifact on arrays, or on the bytes of a text file.
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from effexport.commands._options import (
     ENGINE_HELP,
-    debug_option,
+    common_options,
     implementation_text,
-    json_option,
     runtime_options,
     say,
     stage_progress,
@@ -82,10 +82,11 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @click.option("--address", help="With --ray: address of the cluster.  [default: this machine]")
 @click.option("--min-replicas", type=int, help="With --ray: fewest replicas.  [default: 1]")
 @click.option("--max-replicas", type=int, help="With --ray: most replicas.  [default: 4]")
-@click.option("--replica-cpus", type=float, help="With --ray: CPUs per replica.  [default: 1]")
-@click.option("--replica-gpus", type=float, help="With --ray: GPUs per replica.  [default: 1 for runtimes on a GPU]")
-@json_option
-@debug_option
+@click.option("--replica-cpus", "cpus", type=float, help="With --ray: CPUs per replica.  [default: 1]")
+@click.option(
+    "--replica-gpus", "gpus", type=float, help="With --ray: GPUs per replica.  [default: 1 for runtimes on a GPU]"
+)
+@common_options
 def command(
     artifact: Path,
     name: str | None,
@@ -93,21 +94,9 @@ def command(
     port: int,
     runtime: str,
     implementation: str,
-    max_batch: int,
-    batch_delay_ms: float,
-    queue_size: int,
-    max_request_bytes: int,
-    max_seq_len: int | None,
-    timeout_s: float,
-    token: str | None,
     on_ray: bool,
-    address: str | None,
-    min_replicas: int | None,
-    max_replicas: int | None,
-    replica_cpus: float | None,
-    replica_gpus: float | None,
     as_json: bool,
-    debug: bool,
+    **flags: Any,
 ) -> None:
     """Serve an artifact over HTTP with the KServe V2 protocol, until SIGTERM or Ctrl-C.
 
@@ -117,29 +106,15 @@ def command(
     from effexport.errors import UserError
     from effexport.serving.server.target import ServingTarget
 
-    settings = ServingSettings(
-        max_batch=max_batch,
-        batch_delay_ms=batch_delay_ms,
-        queue_size=queue_size,
-        max_request_bytes=max_request_bytes,
-        max_seq_len=max_seq_len,
-        timeout_s=timeout_s,
-        token=token,
-    )
+    settings = ServingSettings(**{field.name: flags.pop(field.name) for field in fields(ServingSettings)})
     target = ServingTarget(artifact, name, runtime, implementation, settings)
-    replicas: dict[str, object] = {
-        "address": address,
-        "min_replicas": min_replicas,
-        "max_replicas": max_replicas,
-        "cpus": replica_cpus,
-        "gpus": replica_gpus,
-    }
-    given = {key: value for key, value in replicas.items() if value is not None}
+    # the other options are fields of ReplicaSettings
+    replicas = {option: value for option, value in flags.items() if value is not None}
     if on_ray:
-        serve_on_ray(target, host, port, given, as_json)
+        serve_on_ray(target, host, port, replicas, as_json)
         return
-    if given:
-        option = next(iter(given)).replace("_", "-")
+    if replicas:
+        option = next(iter(replicas)).replace("_", "-")
         option = f"--replica-{option}" if option in ("cpus", "gpus") else f"--{option}"
         raise UserError(f"{option} only works with --ray")
     serve_here(target, host, port, as_json)

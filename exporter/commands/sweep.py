@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import debug_option, json_option, repeated, say, stderr_console
+from effexport.commands._options import common_options, repeated, say, stderr_console
 from effexport.commands._sweep_request import SweepRequest
 
 if TYPE_CHECKING:
@@ -50,10 +50,9 @@ MESSAGES = "ray.log"
     metavar="SIZE",
     help="Largest artifact of a cell, such as 500MB (10^6 bytes) or 4GiB (2^30); default: 16GB.",
 )
-@json_option
-@debug_option
+@common_options
 @click.pass_context
-def command(context: click.Context, /, as_json: bool, debug: bool, **flags: Any) -> None:
+def command(context: click.Context, /, as_json: bool, **flags: Any) -> None:
     """Build every combination in SWEEP.toml: variants × lengths × precisions × targets × GPUs.
 
     The file format is described in docs/sweep.md. The combinations (cells) run in parallel, with Ray if it is

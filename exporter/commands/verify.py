@@ -10,9 +10,8 @@ import click
 
 from effexport.commands._options import (
     ENGINE_HELP,
-    debug_option,
+    common_options,
     implementation_text,
-    json_option,
     runtime_options,
     say,
     stage_progress,
@@ -52,8 +51,7 @@ if TYPE_CHECKING:
 @click.option(
     "--trace", is_flag=True, help="Find the first value inside the graph that differs, even if no check fails."
 )
-@json_option
-@debug_option
+@common_options
 def command(
     artifact: Path,
     model: Path | None,
@@ -64,7 +62,6 @@ def command(
     cases: tuple[str, ...],
     trace: bool,
     as_json: bool,
-    debug: bool,
 ) -> None:
     """Check that a model computes what PyTorch computes: several shapes, padding, repetition, batch invariance.
 

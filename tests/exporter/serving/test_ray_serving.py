@@ -95,9 +95,9 @@ def test_the_application_on_ray_answers_as_the_runner_does_and_stops_cleanly(
     ("options", "message"),
     [
         (("--min-replicas", "0"), "--min-replicas is 0"),
-        (("--min-replicas", "3", "--max-replicas", "2"), "expected 1 or more, and a maximum that is no smaller"),
+        (("--min-replicas", "3", "--max-replicas", "2"), "expected 1 or more, and a maximum that is not smaller"),
         (("--replica-cpus", "0"), "--replica-cpus is 0"),
-        (("--port", "0"), "Ray Serve needs a port that is chosen before"),
+        (("--port", "0"), "Ray Serve cannot pick a free port"),
         (("--name", "a b"), "the model's name is 'a b'"),
     ],
 )

@@ -296,7 +296,7 @@ def test_the_port_of_another_server_is_one_clear_error(
         (("--max-seq-len", "65"), "this model has positions for 64"),
         (("--token", ""), "the token is empty"),
         (("--runtime", "ortt"), "unknown --runtime 'ortt'; did you mean 'ort'?"),
-        (("--host", "no.such.host.invalid"), "which is no address"),
+        (("--host", "no.such.host.invalid"), "which is not an address"),
         (("--min-replicas", "2"), "--min-replicas only works with --ray"),
         (("--runtime", "trt-rtx"), "has no trt-rtx engine"),
     ],
