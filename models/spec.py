@@ -94,10 +94,10 @@ class AttentionSpec(ABC):
                 f"{nearest_multiples(self.dim, self.heads)}, heads {nearest_divisors(self.heads, self.dim)}, "
                 "or give head_dim",
             )
+        causal = ", ".join(name for name, spec in ATTENTION_SPECS.items() if spec.supports_causal)
         require(
             self.supports_causal or not self.causal,
-            f"{self.variant} attention has no causal form, because its landmarks average over the whole sequence; "
-            f"use one of: {', '.join(name for name, spec in ATTENTION_SPECS.items() if spec.supports_causal)}",
+            f"{self.variant} attention has no causal form; use one of: {causal}",
         )
 
     @property

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from effexport.errors import UserError
 from effexport.files import json_text
-
-FORMAT_VERSION = 1
 
 Status = Literal["measured", "failed", "not run"]
 
@@ -119,6 +118,7 @@ class BenchResults:
     machine: the processor and its cores, the GPU if one took part, and the memory. command: how to repeat it.
     """
 
+    format_version: Literal[1] = 1
     rows: tuple[Row, ...]
     created: str
     command: str
@@ -130,28 +130,12 @@ class BenchResults:
     complete: bool = True
 
     def to_json(self) -> str:
-        return json_text({"format_version": FORMAT_VERSION, **asdict(self)})
+        return json_text(asdict(self))
 
 
 def results_from_json(path: Path) -> BenchResults:
     """Read what `BenchResults.to_json` wrote. Raises UserError for another kind of file."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        version = values.pop("format_version")
-        if version != FORMAT_VERSION:
-            raise UserError(f"{path} has format version {version}; this effexport reads {FORMAT_VERSION}")
-        rows = tuple(row_from_dict(row) for row in values.pop("rows"))
-        return BenchResults(rows=rows, **values)
-    except FileNotFoundError:
-        raise UserError(f"no benchmark at {path}; expected the results.json of effexport bench") from None
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not the results.json of effexport bench: {error}") from error
-
-
-def row_from_dict(values: dict[str, Any]) -> Row:
-    """The inverse of `asdict`."""
-    nested: dict[str, Any] = {"case": Case, "parity": Parity, "timing": Timing, "floor": Floor}
-    read = {
-        name: nested[name](**value) if name in nested and value is not None else value for name, value in values.items()
-    }
-    return Row(**read)
+        return msgspec.json.decode(path.read_bytes(), type=BenchResults)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UserError(f"cannot read {path}; expected the results.json of effexport bench: {error}") from error

@@ -71,6 +71,14 @@ def test_results_survive_json(tmp_path: Path) -> None:
     assert results_from_json(tmp_path / "results.json") == results
 
 
+@pytest.mark.parametrize("text", [None, "[]", '{"format_version": 2}', "{"])
+def test_another_file_is_not_read_as_results(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "results.json").write_text(text)
+    with pytest.raises(UserError, match=r"cannot read .*expected the results\.json of effexport bench"):
+        results_from_json(tmp_path / "results.json")
+
+
 def test_csv_has_one_flat_line_per_row() -> None:
     lines = list(csv.DictReader(io.StringIO(csv_from_results(results_of(*ROWS, NOT_RUN)))))
     assert list(lines[0]) == list(COLUMNS)
