@@ -89,6 +89,11 @@ class ModelSpec(Protocol):
         """Every field, ready for JSON or TOML."""
 
 
+def shape_of(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an input or output for sizes of the named axes."""
+    return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims)
+
+
 def counted(layers: Iterable[AttentionSpec], fused: bool) -> dict[str, int]:
     """How many nodes of each custom operator a model of these layers becomes."""
     return dict(Counter(op for spec in layers for op in spec.operators(fused)))

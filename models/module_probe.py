@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from effexport.models.model_spec import Dims, counted
+from effexport.models.model_spec import Dims, counted, shape_of
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.validation import SpecError, require
 
@@ -90,7 +90,7 @@ def probe(module: nn.Module, name: str, inputs: dict[str, Dims], seq_len: int) -
     sizes = {"batch": PROBE_BATCH, "seq": seq_len}
     given = []
     for argument, dims in inputs.items():
-        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in dims]
+        shape = shape_of(dims, sizes)
         dtype = torch.float32 if argument == "hidden_states" else torch.int64
         given.append(torch.full(shape, int(argument == "attention_mask"), dtype=dtype))
     try:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import StageError
 from effexport.export.onnx_graph import GraphPromise, check_graph
+from effexport.models.model_spec import shape_of
 from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
 
@@ -121,7 +122,7 @@ def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
     sizes = {"batch": 2, "choices": 3, "seq": spec.fixed_seq_len or max(2, min(several_chunks, longest))}
     return tuple(
         torch.full(
-            [sizes[dim] if isinstance(dim, str) else dim for dim in tensor.dims],
+            shape_of(tensor.dims, sizes),
             INPUT_DEFAULTS.get(tensor.name, 0),
             dtype=getattr(torch, tensor.dtype),
         )

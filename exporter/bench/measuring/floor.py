@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.bench.measuring.models import signature_of_case
 from effexport.bench.results import Case
 from effexport.dtypes import DTYPES
+from effexport.models.model_spec import shape_of
 from effexport.models.products import Product
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def traffic_bytes(case: Case) -> int:
     sizes = {"batch": case.batch, "seq": case.seq_len}
     signature = signature_of_case(case)
     return sum(
-        DTYPES[tensor.dtype].nbytes * math.prod(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.dims)
+        DTYPES[tensor.dtype].nbytes * math.prod(shape_of(tensor.dims, sizes))
         for tensor in (*signature.inputs, *signature.outputs)
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 from effexport.bench.grid import spec_from_case
 from effexport.bench.results import Case
 from effexport.dtypes import numpy_dtype
+from effexport.models.model_spec import shape_of
 from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def inputs_of_case(case: Case) -> dict[str, Array]:
     sizes = {"batch": case.batch, "seq": case.seq_len}
     arrays: dict[str, Array] = {}
     for tensor in signature_of_case(case).inputs:
-        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in tensor.dims]
+        shape = shape_of(tensor.dims, sizes)
         if tensor.name == "attention_mask":
             arrays[tensor.name] = np.ones(shape, dtype=np.int64)
         elif tensor.dtype == "int64":
@@ -124,6 +125,6 @@ def example_of_case(case: Case) -> tuple[torch.Tensor, ...]:
         seq_len = max(1, min(seq_len, spec.max_seq_len - 1))
     sizes = {"batch": batch, "seq": seq_len}
     return tuple(
-        torch.zeros([sizes[d] if isinstance(d, str) else d for d in tensor.dims], dtype=getattr(torch, tensor.dtype))
+        torch.zeros(shape_of(tensor.dims, sizes), dtype=getattr(torch, tensor.dtype))
         for tensor in signature_of_case(case).inputs
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.bench.grid import Grid, model_of_case, products_of_case
-from effexport.bench.measuring.agreement import Reference, agreement, reference_of_case
+from effexport.bench.measuring.agreement import agreement, reference_of_case
 from effexport.bench.measuring.candidates import (
     Candidate,
     NotRunnableError,
@@ -39,6 +39,7 @@ from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+    from effexport.proof.cases import Case as ReferenceCase
 
 # torch.compile silently falls back to eager mode after 8 shapes or models that share code.
 RECOMPILE_LIMIT = 1024
@@ -91,7 +92,7 @@ class Question:
         return inputs_of_case(self.case)
 
     @cached_property
-    def reference(self) -> Reference:
+    def reference(self) -> ReferenceCase:
         return reference_of_case(self.case, self.feeds)
 
 

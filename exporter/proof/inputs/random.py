@@ -9,6 +9,7 @@ import numpy as np
 from effexport.dtypes import numpy_dtype
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.model_spec import shape_of
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -63,11 +64,10 @@ def random_inputs(
 def checkpoint_inputs(spec: BuildSpec, rng: np.random.Generator, mask: Array) -> dict[str, Array]:
     """Random indices within their limits, with the padding token where the mask says so. mask: [batch, seq]."""
     model = spec.model
-    assert isinstance(model, CheckpointSpec)
     sizes = {"batch": mask.shape[0], "choices": CHOICES, "seq": mask.shape[1]}
     inputs: dict[str, Array] = {}
     for name, dims in model.inputs.items():
-        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in dims]
+        shape = shape_of(dims, sizes)
         spread = mask if "choices" not in dims else np.broadcast_to(mask[:, None], shape)
         if name == "hidden_states":
             inputs[name] = rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(spec.dtype))
