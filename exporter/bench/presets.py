@@ -9,7 +9,7 @@ from effexport.bench.grid import Grid, Model
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """title: what the experiment asks. note: what differs here from the original."""
+    """A published experiment to repeat. title: its question. note: differences from the original."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""What a benchmark found: the records behind its JSON, CSV and page."""
+"""The results of a benchmark: the records behind its JSON, CSV and page."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Floor:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A case and what was measured of it.
+    """A case and its measurements.
 
     reason: why a case failed or was not run. implementation: per custom operator, what ran it: "kernel", "body", ….
     peak_bytes: the most memory in use while it ran, beyond what was in use before its inputs were made.
@@ -114,8 +114,8 @@ class Row:
 class BenchResults:
     """All results of a benchmark. complete: False if the run was interrupted; the rows are then those finished so far.
 
-    preset: the name of the published experiment that was repeated, or "". environment: versions of what took part;
-    machine: the processor and its cores, the GPU if one took part, and the memory. command: how to repeat it.
+    preset: the name of the published experiment that was repeated, or "". environment: versions of the packages in
+    use; machine: processor, cores, memory, and the GPU if one was used. command: how to repeat it.
     """
 
     format_version: Literal[1] = 1

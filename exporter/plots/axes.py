@@ -1,4 +1,4 @@
-"""Axes of plots: from data to pixels, and the labels beside them."""
+"""Axes of plots: the mapping from data to pixels, and the labels."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-# Small enough to be read on a telephone, where a plot is scaled down to its width.
+# Readable on a phone, where a plot is scaled down to the width of the screen.
 WIDTH = 520
 LEFT, RIGHT, TOP, PLOT_HEIGHT = 58, 12, 26, 200
-# Labels of an axis that come closer than this, in pixels, run into each other.
+# Minimal distance of the labels of an axis, in pixels.
 MIN_GAP = 44
 
 
 @dataclass(frozen=True)
 class Axis:
-    """ticks: where there is something to read; None for the powers of ten of a logarithmic axis. Ticks are in sight."""
+    """An axis. ticks: positions of labels, always within sight; None for the powers of ten of a logarithmic axis."""
 
     title: str
     logarithmic: bool = False
@@ -26,7 +26,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Scale:
-    """Data to pixels. low and high: the data's ends; values of 0 and below lie on the low end of a logarithmic one."""
+    """A mapping from data to pixels. low, high: range of the data; logarithmic axes put values ≤ 0 at the low end."""
 
     low: float
     high: float
@@ -45,13 +45,13 @@ class Scale:
 
 
 def scale_of(values: Iterable[float], axis: Axis, start: float, end: float, has_zero: bool = False) -> Scale:
-    """has_zero: leave the lowest decade of a logarithmic axis to 0."""
+    """The scale of an axis. has_zero: reserve the lowest decade of a logarithmic axis for 0."""
     known = [v for v in values if math.isfinite(v) and (v > 0 or not axis.logarithmic)]
     if axis.ticks is not None:
         known += axis.ticks
     low, high = min(known, default=1.0), max(known, default=10.0)
     if axis.logarithmic and axis.ticks is None:
-        # whole decades, one at least
+        # whole decades, at least one
         low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
         high = max(high, 10 * low)
         low = low / 10 if has_zero else low
@@ -59,7 +59,7 @@ def scale_of(values: Iterable[float], axis: Axis, start: float, end: float, has_
 
 
 def _ticks(axis: Axis, scale: Scale) -> list[float]:
-    """As the axis says; else powers of ten, or the ends of an axis that is not logarithmic."""
+    """The ticks of the axis; by default powers of ten, or the two ends of a linear axis."""
     if axis.ticks is not None:
         return list(axis.ticks)
     if not scale.logarithmic:
@@ -99,7 +99,7 @@ def x_axis(axis: Axis, scale: Scale) -> list[str]:
 
 
 def _with_room(places: Sequence[float]) -> set[int]:
-    """Which labels of an axis fit beside each other: the last, the first, and what is between as there is room."""
+    """The labels that fit: the last, the first, and as many between them as there is room for."""
     chosen: list[int] = []
     for n in (len(places) - 1, *range(len(places) - 1)):
         if all(abs(places[n] - places[other]) >= MIN_GAP for other in chosen):
@@ -108,7 +108,7 @@ def _with_room(places: Sequence[float]) -> set[int]:
 
 
 def _figure(value: float) -> str:
-    """As in the tables, but 1e-6 rather than 1.0e-06, and 8192 in full."""
+    """A number as in the tables, but 1e-6 instead of 1.0e-06, and 8192 in full."""
     return power(value) if 0 < abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:g}"
 
 

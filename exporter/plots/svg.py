@@ -1,7 +1,7 @@
-"""Plots as SVG text: pure functions, no library, no fonts from elsewhere.
+"""Plots as SVG text: pure functions without a library or external fonts.
 
 Colours are classes, which the page sets for light and dark: `s0` to `s5` for series, `baseline`, `limit`. Series also
-differ in their marks and dashes, so that nothing rests on colour alone. Every plot has a title and a description.
+differ in their marks and dashes, so colour is never the only distinction. Every plot has a title and a description.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from effexport.plots.axes import (
 
 LEGEND_ROW = 20
 SERIES_COLOURS = 6
-# seven marks and six colours: only the forty-third series looks like the first
+# seven marks and six colours: 42 series look different
 MARKS: tuple[Callable[[float, float], str], ...] = (
     lambda x, y: f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>',
     lambda x, y: f'<rect x="{x - 3.6:.1f}" y="{y - 3.6:.1f}" width="7.2" height="7.2"/>',
@@ -44,7 +44,7 @@ DASHES = ("", "7 3", "2 3", "9 3 2 3", "14 4", "9 3 2 3 2 3")
 
 @dataclass(frozen=True)
 class Point:
-    """label: what a pointer that rests on it reads."""
+    """A point. label: its tooltip."""
 
     x: float
     y: float
@@ -53,10 +53,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Look:
-    """Which colour and mark a series has, and which dashes, where they mean something: the first of each is 0.
-
-    The colour of a baseline is -1.
-    """
+    """The look of a series: the numbers of its colour and its dashes, counted from 0; a baseline has colour -1."""
 
     colour: int
     dash: int
@@ -64,9 +61,10 @@ class Look:
 
 @dataclass(frozen=True)
 class Series:
-    """kind: "marks" are not joined; a "baseline" is what the others are compared with; a "limit" may not be passed;
-    a "floor" is a thin line without marks. look: without one, the next that is free. Without a name, it has no line in
-    the legend.
+    """Points of a plot that belong together; without a name, they have no line in the legend.
+
+    kind: "marks" are not joined; a "baseline" is compared with the others; a "limit" must not be exceeded; a "floor" is
+    a thin line without marks. look: None for the next free one.
     """
 
     name: str
@@ -82,7 +80,7 @@ def scatter(key: str, title: str, description: str, x: Axis, y: Axis, series: Se
     has_zero = y.logarithmic and any(p.y <= 0 for p in points)
     up = scale_of([p.y for p in points], y, TOP + PLOT_HEIGHT, TOP, has_zero)
     body = [*y_axis(y, up, has_zero), *x_axis(x, across)]
-    # limits first: nothing may be hidden by them
+    # limits first, so that they hide nothing
     order = sorted(range(len(series)), key=lambda n: series[n].kind not in ("limit", "floor"))
     looks = _looks(series)
     for n in order:
@@ -120,11 +118,11 @@ def histogram(
     if limit is not None:
         place = LEFT + min(max(limit, 0), len(counts)) * width
         line = f'd="M{place:.1f} {TOP - 6}V{TOP + PLOT_HEIGHT}"/>'
-        # a border of the colour of the page, for where it crosses a bar
+        # a border in the colour of the page, to show the line on top of bars
         body.append(f'<path class="halo" {line}<path class="limit" {line}')
         anchor = "end" if place > WIDTH / 2 else "start"
         said.append(text_at(place + (-6 if anchor == "end" else 6), TOP - 10, "limit", anchor))
-    # labels last: a line that crosses one does not hide it
+    # labels last, so that no line hides them
     body += said
     body.append(text_at((LEFT + WIDTH - RIGHT) / 2, TOP + PLOT_HEIGHT + 40, x, "middle"))
     return _svg(key, title, description, TOP + PLOT_HEIGHT + 50, body)
@@ -139,7 +137,7 @@ def _svg(key: str, title: str, description: str, height: float, body: Iterable[s
 
 
 def _looks(series: Sequence[Series]) -> list[Look]:
-    """The look of each series. Limits and baselines have colours of their own."""
+    """The look of each series. Limits and baselines have fixed colours."""
     looks, free = [], 0
     for one in series:
         looks.append(one.look or Look(free, 2 if one.kind == "baseline" else free // SERIES_COLOURS))
@@ -182,7 +180,7 @@ def _legend_row(series: Series, look: Look, y: float) -> list[str]:
 
 
 def _mark(series: Series, look: Look, x: float, y: float) -> str:
-    """A baseline has a ring, whatever the marks of the others are."""
+    """A mark; that of a baseline is a ring."""
     if series.kind == "baseline":
         return f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
     return MARKS[look.colour % len(MARKS)](x, y)

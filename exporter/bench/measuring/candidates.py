@@ -55,7 +55,7 @@ class Candidate(Protocol):
 
 
 class NotRunnableError(Exception):
-    """This machine cannot run the case; the message says why. The model has not failed."""
+    """A case cannot run on this machine; the message says why. This is not a failure of the model."""
 
 
 class TorchCandidate:
@@ -100,7 +100,7 @@ class TorchCandidate:
         return None
 
     def release(self) -> None:
-        """Let go of inputs and outputs."""
+        """Free inputs and outputs."""
         self._given, self._result = (), None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: processor, memory, GPU. Read in one place."""
+"""The machine of a benchmark: processor, memory, GPU."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def gpu_name() -> str | None:
 
 
 def has_compiler() -> bool:
-    """Whether there is the C++ compiler that torch.compile needs on the CPU."""
+    """Whether a C++ compiler is installed, which torch.compile needs on the CPU."""
     return any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))

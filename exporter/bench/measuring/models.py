@@ -34,7 +34,7 @@ class Signature:
 
 
 def module_from_case(case: Case) -> nn.Module:
-    """What is timed: the layer or encoder, or for the scope "core" the attention in it.
+    """The module to time: the layer or encoder, or for the scope "core" the attention in it.
 
     Float32, in evaluation mode, not fused; the weights are drawn from a seed.
     """
@@ -96,7 +96,7 @@ def tensors_from_arrays(case: Case, arrays: Mapping[str, Array], device: str = "
 def onnx_from_case(case: Case, path: Path) -> None:
     """Export the model of a case with our operators and their bodies to `path`; batch and length stay free.
 
-    Raises StageError when the exporter fails or the graph breaks its promise.
+    Raises StageError when the exporter fails or the graph does not have the expected signature.
     """
     from effexport.export.onnx_from_module import at_precision, onnx_from_module, write_graph
     from effexport.export.onnx_graph import GraphPromise

@@ -1,4 +1,4 @@
-"""What PyTorch's own exporter makes of a model, without our operators: what users get without effexport."""
+"""Export a model with PyTorch's own exporter, without our operators: what users get without effexport."""
 
 from __future__ import annotations
 

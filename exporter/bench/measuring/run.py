@@ -60,7 +60,7 @@ class Settings:
 
 @dataclass
 class Prepared:
-    """A case on its way to a row; once the status of `row` is not "measured", nothing more is done with it."""
+    """A case being measured; once the status of `row` is not "measured", nothing more is done with it."""
 
     row: Row
     candidate: Candidate | None = None

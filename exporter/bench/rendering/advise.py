@@ -10,14 +10,17 @@ from effexport.bench.results import BenchResults, Row
 from effexport.units import duration, memory
 
 OTHER_MODELS = (
-    "The variants are different models, not other implementations of one: weights of one do not fit another, so this "
+    "The variants are different models, not implementations of one model: they cannot share weights, so this "
     "is a choice to make before training."
 )
 
 
 @dataclass(frozen=True)
 class Advice:
-    """ranked: fastest first, within the limit. beyond: measured, and over the limit or of unknown memory."""
+    """Measured rows in order of speed.
+
+    ranked: within the memory limit, fastest first. beyond: over the limit, or of unknown memory.
+    """
 
     ranked: tuple[Row, ...]
     beyond: tuple[Row, ...]
@@ -25,10 +28,10 @@ class Advice:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The advice, what it saves against softmax where that was measured, and what it does not say."""
+        """The advice, what it saves compared with softmax if that was measured, and its caveats."""
         limit = "" if self.limit_bytes is None else f" within {memory(self.limit_bytes)}"
         if not self.ranked:
-            return (f"Nothing that was measured runs{limit}.",)
+            return (f"No measured candidate runs{limit}.",)
         best = self.ranked[0]
         assert best.timing is not None
         case = best.case
@@ -38,7 +41,7 @@ class Advice:
         return (first, *self.same_model(best), OTHER_MODELS)
 
     def same_model(self, best: Row) -> tuple[str, ...]:
-        """For those who have trained softmax already: its fastest runtime."""
+        """The fastest runtime of softmax, for users who have already trained a softmax model."""
         softmax = next((row for row in self.ranked if row.case.variant == "softmax"), None)
         if softmax is None or softmax is best or softmax.timing is None:
             return ()
@@ -46,7 +49,7 @@ class Advice:
 
 
 def advice_from_results(results: BenchResults, limit_bytes: int | None = None) -> Advice:
-    """Rank the rows of all sizes; a run for advice has one."""
+    """Rank the rows of all sizes; a run with --advise has one size."""
     measured = sorted((row for row in results.rows if row.timing is not None), key=lambda row: median_ms(row) or 0.0)
     if limit_bytes is None:
         return Advice(tuple(measured), (), None)
@@ -55,5 +58,5 @@ def advice_from_results(results: BenchResults, limit_bytes: int | None = None) -
 
 
 def ranking(advice: Advice) -> Sequence[tuple[int | None, Row]]:
-    """Rank and row; no rank for what is beyond the limit."""
+    """Pairs of rank and row; rows beyond the limit have no rank."""
     return [*enumerate(advice.ranked, start=1), *((None, row) for row in advice.beyond)]

@@ -1,4 +1,4 @@
-"""Measured figures beside published ones, in the layout in which they were published: models down, lengths across."""
+"""Measured figures next to published ones, in the published layout: one row per model, one column per length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EntryOf = Callable[[Row, Row | None], "Entry"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A cell of a table. below: a second line, for its ratio to softmax."""
+    """A cell of a table. below: its second line, the ratio to softmax."""
 
     text: str
     below: str = ""
@@ -58,7 +58,7 @@ class Section:
 
 
 def sections(results: BenchResults) -> list[Section]:
-    """What the preset of a benchmark repeats."""
+    """The publications that the preset of a benchmark repeats."""
     if results.preset == "nystrom-table1":
         return [Section(published, _alternating(published, results)) for published in published_of(results.preset)]
     return [
@@ -68,7 +68,7 @@ def sections(results: BenchResults) -> list[Section]:
 
 
 def measured_sheet(results: BenchResults) -> Sheet | None:
-    """All measured rows of a preset, in the layout of papers; None where they stand among the published ones."""
+    """All measured rows of a preset, in the layout of papers; None if they are shown among the published ones."""
     if results.preset == "nystrom-table1" or not published_of(results.preset):
         return None
     # means for the blog, which published means
@@ -84,7 +84,7 @@ def measured_sheet(results: BenchResults) -> Sheet | None:
 
 
 def mean_ratios(results: BenchResults) -> list[tuple[Curve, dict[int, float]]]:
-    """How many times the mean of softmax is that of each other model, by length."""
+    """Mean time of softmax divided by that of each other model, by length."""
     every = curves(results)
     ratios = []
     for curve in every:
@@ -99,7 +99,7 @@ def _mean_ms(row: Row) -> float | None:
     return None if row.timing is None else row.timing.mean_ms
 
 
-_MEAN_NOTE = "Mean ± standard deviation of all runs; below, how many times the mean of softmax is that of the model."
+_MEAN_NOTE = "Mean ± standard deviation of all runs; below, the mean of softmax divided by that of the model."
 _PAIR_NOTE = (
     "Memory in MB / time in ms (median); below, how many times less memory and time than softmax in the same setting."
 )
@@ -111,8 +111,8 @@ def _as_published(published: Published) -> Sheet:
 
 
 def _alternating(published: Published, results: BenchResults) -> Sheet:
-    """Every published row, and below it the measured rows that repeat it; then those that repeat none."""
-    # a length that was measured takes the place of the published one, whatever its batch
+    """Every published row followed by the measured rows that repeat it; then the rows that repeat none."""
+    # a measured length replaces the published one, whatever its batch
     columns = sorted(({int(length): 0 for length in published.columns[1:]} | dict(_columns(results.rows))).items())
     measured = _lines(curves(results), columns, _pair_entry)
     lines: list[Line] = []
@@ -129,7 +129,7 @@ def _alternating(published: Published, results: BenchResults) -> Sheet:
 
 
 def _repeats(name: str, curve: Curve) -> bool:
-    """Whether a curve measures what a row of the Nyströmformer table names: `Nyströmformer-64` has 64 landmarks."""
+    """Whether a curve measures the model of a row of the Nyströmformer table: `Nyströmformer-64` has 64 landmarks."""
     if name == "Transformer":
         return curve.is_baseline
     model, _, landmarks = name.partition("-")
@@ -188,7 +188,7 @@ def _ratios(less: float | None, faster: float | None) -> str:
 
 
 def _cell_text(cell: Cell) -> str:
-    """A published cell with the digits that were printed."""
+    """A published cell with its original digits."""
     if cell is None:
         return NOTHING
     if isinstance(cell, tuple):
@@ -197,7 +197,7 @@ def _cell_text(cell: Cell) -> str:
 
 
 def _columns(rows: Sequence[Row]) -> list[tuple[int, int]]:
-    """Length and batch of each column; batch 0 where batches differ at one length: they are in the names of curves."""
+    """Length and batch of each column; batch 0 if batches differ at one length and are named by the curves."""
     if has_several_batches(rows):
         return sorted({(row.case.seq_len, 0) for row in rows})
     return sorted({(row.case.seq_len, row.case.batch) for row in rows})

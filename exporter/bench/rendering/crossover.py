@@ -1,7 +1,7 @@
-"""Where the curve of a candidate crosses that of a baseline: by interpolation between measured lengths, never beyond.
+"""The lengths at which the curve of a candidate crosses that of a baseline, by interpolation between measured lengths.
 
 Time against length is close to a straight line when both axes are logarithmic, so the logarithm of the ratio of two
-curves is interpolated linearly in the logarithm of the length. Two power laws are met exactly.
+curves is interpolated linearly in the logarithm of the length. For two power laws this is exact.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Crossover:
     longest: int
 
     def __str__(self) -> str:
-        """In words, as the end of "linear on ort is …"."""
+        """The end of a sentence that begins with "linear on ort is …"."""
         about = [f"{_rounded(length):,}" for length in self.crossings]
         measured = f"{self.shortest:,} to {self.longest:,}" if self.shortest < self.longest else f"{self.shortest:,}"
         if self.outcome == "always":
@@ -63,6 +63,6 @@ def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> 
 
 
 def _rounded(length: float) -> int:
-    """Three digits, more than an interpolation knows; a measured length in full."""
+    """An interpolated length to three digits, which is precise enough; a measured length in full."""
     whole = round(length)
     return whole if math.isclose(length, whole, rel_tol=1e-9) else round(float(f"{length:.3g}"))

@@ -23,7 +23,7 @@ COLUMNS: dict[str, str] = {
 
 
 def csv_from_results(results: BenchResults) -> str:
-    """An empty cell is a value that was not measured."""
+    """The rows as CSV; the cell of a value that was not measured is empty."""
     return csv_text(COLUMNS, ([cell(row, path) for path in COLUMNS.values()] for row in results.rows))
 
 

@@ -1,4 +1,4 @@
-"""Rows of a benchmark as curves over the length: what a plot draws, and what is compared with what."""
+"""Rows of a benchmark as curves over the length: for plots and comparisons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BASELINE = "softmax"
 
 @dataclass(frozen=True)
 class Setting:
-    """What has to be the same for two models to be compared. batch is 0 where it goes with the length."""
+    """What must be equal for two models to be compared. batch is 0 if it depends on the length."""
 
     runtime: str
     scope: str
@@ -39,7 +39,7 @@ class Curve:
         return self.rows[0].case.variant == BASELINE
 
     def values(self, read: Callable[[Row], float | None]) -> dict[int, float]:
-        """What is known of the rows that were timed, by length."""
+        """Values of the timed rows, by length."""
         known = ((row.case.seq_len, read(row)) for row in self.rows if is_timed(row))
         return {length: value for length, value in known if value is not None}
 
@@ -48,7 +48,7 @@ class Curve:
 
 
 def is_timed(row: Row) -> bool:
-    """Whether a row has figures that count: the speed of a wrong answer does not."""
+    """Whether a row has a valid timing; the speed of a wrong result does not count."""
     return row.status == "measured" and row.timing is not None and (row.parity is None or row.parity.passed)
 
 
@@ -57,7 +57,7 @@ def median_ms(row: Row) -> float | None:
 
 
 def curves(results: BenchResults) -> list[Curve]:
-    """All curves, softmax first, else in the order of the rows."""
+    """All curves, softmax first, the others in the order of the rows."""
     groups: dict[tuple[str, Setting], list[Row]] = {}
     batch_varies = has_several_batches(results.rows)
     for row in results.rows:
@@ -82,7 +82,7 @@ def setting_of(case: Case, batch_varies: bool) -> Setting:
 
 
 def baseline_of(curve: Curve, among: Iterable[Curve]) -> Curve | None:
-    """Softmax in the same setting; None where it was not measured, and for softmax itself."""
+    """Softmax in the same setting; None if it was not measured, and for softmax itself."""
     if curve.is_baseline:
         return None
     return next((one for one in among if one.is_baseline and one.setting == curve.setting), None)
@@ -95,7 +95,7 @@ def crossovers(found: Sequence[Curve]) -> list[tuple[Curve, Crossover]]:
 
 
 def has_several_batches(rows: Iterable[Row]) -> bool:
-    """Whether one length was measured with several batches. Batches that shrink as lengths grow make one curve."""
+    """Whether any length was measured with several batches. If batches only shrink with length, they form one curve."""
     batches: dict[int, set[int]] = {}
     for row in rows:
         batches.setdefault(row.case.seq_len, set()).add(row.case.batch)
@@ -103,7 +103,7 @@ def has_several_batches(rows: Iterable[Row]) -> bool:
 
 
 def _place(setting: Setting, settings: Sequence[Setting]) -> str:
-    """The runtime, and of the rest what differs between the settings of this benchmark."""
+    """The runtime, and those parts of the setting that differ within this benchmark."""
     parts = [setting.runtime]
     if len({one.scope for one in settings}) > 1:
         parts.append(setting.scope)

@@ -1,4 +1,4 @@
-"""What a benchmark found, in words."""
+"""The results of a benchmark in sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Verdict = Literal["passed", "failed", "not run"]
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows without a timing, for the same reason. rows: how many, and of which models."""
+    """Rows without a timing for the same reason. rows: their number and models."""
 
     status: str
     reason: str
@@ -23,7 +23,7 @@ class Problem:
 
 
 def verdict(results: BenchResults) -> Verdict:
-    """failed: some row is. not run: nothing was timed, or it is not known whether the rest would have failed."""
+    """The verdict. failed: a row failed. not run: nothing was timed, or the rest might have failed."""
     if any(_failed(row) for row in results.rows):
         return "failed"
     whole = results.complete and results.rows and all(is_timed(row) for row in results.rows)
@@ -31,7 +31,7 @@ def verdict(results: BenchResults) -> Verdict:
 
 
 def interruption(results: BenchResults) -> str:
-    """That a benchmark has not ended by itself; "" where it has."""
+    """A sentence for an interrupted benchmark; "" for a complete one."""
     if results.complete:
         return ""
     return (
@@ -40,7 +40,7 @@ def interruption(results: BenchResults) -> str:
 
 
 def parity_sentence(results: BenchResults) -> str:
-    """Whether what was timed computes the right thing, and what has no timing."""
+    """Whether the timed candidates compute the right result, and which have no timing."""
     compared = [row for row in results.rows if row.parity and (row.parity.value is not None or not row.parity.passed)]
     wrong = [row for row in compared if row.parity and not row.parity.passed]
     parts = []
@@ -61,7 +61,7 @@ def parity_sentence(results: BenchResults) -> str:
 
 
 def headlines(results: BenchResults) -> list[str]:
-    """For each runtime, the fastest first: what is fastest at the longest length that was timed there."""
+    """The fastest model at the longest timed length of each runtime, fastest runtime first."""
     found = [curve for curve in curves(results) if curve.medians()]
     if not found:
         return ["Nothing was timed."]
@@ -85,14 +85,14 @@ def problems(results: BenchResults) -> list[Problem]:
 
 
 def status_of(row: Row) -> Status:
-    """A row that failed parity has failed, and one without a timing was not run, whatever else it says."""
+    """The status of a row: failed if its parity failed, not run if it has no timing."""
     if _failed(row):
         return "failed"
     return "measured" if is_timed(row) else "not run"
 
 
 def reason_of(row: Row) -> str:
-    """Why a row has no timing: with what parity found, if it is that."""
+    """Why a row has no timing; if its parity failed, with the values."""
     parts = [row.reason]
     if row.parity and not row.parity.passed:
         if row.parity.value is not None:
@@ -115,7 +115,7 @@ def _labels(rows: Sequence[Row]) -> str:
 
 
 def _headline(group: Sequence[Curve], found: Sequence[Curve]) -> tuple[int, float, str]:
-    """For one place: minus the length and the time per token of the fastest, to sort by, and the sentence."""
+    """For one place, a sort key (minus the length, the time per token of the fastest) and the sentence."""
     longest = max(length for curve in group for length in curve.medians())
     at_end = sorted((c for c in group if longest in c.medians()), key=lambda curve: curve.medians()[longest])
     best = at_end[0]

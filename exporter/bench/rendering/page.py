@@ -12,12 +12,12 @@ from effexport.bench.results import BenchResults
 from effexport.report.rendering.templates import template_environment
 from effexport.units import listed, moment
 
-# A longer table is folded; what stands below it would not be found otherwise.
+# A longer table is folded, so that the sections below it are easy to find.
 MAX_OPEN_ROWS = 40
 
 
 def html_from_results(results: BenchResults) -> str:
-    """The page of a benchmark, whatever is missing in it."""
+    """The page of a benchmark, which may be incomplete."""
     environment = template_environment(
         ("report/rendering", "plots", "bench/rendering"), {"moment": moment, "css": lambda text: text.replace(" ", "-")}
     )

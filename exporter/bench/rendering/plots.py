@@ -15,16 +15,16 @@ from effexport.plots.svg import Look, Point, Series, scatter
 from effexport.units import duration, memory, times
 
 What = Literal["latency", "memory", "ratio", "floor"]
-# More lines than these in one plot cannot be told apart; floors are drawn where there is room for them.
+# With more lines than this, a plot is unreadable; lower bounds are drawn if there is room for them.
 MAX_LINES, MAX_LINES_WITH_FLOORS = 8, 5
-# Where an axis may have its labels, within each power of its base: as close as there is room for.
+# Candidate positions of labels within each power of the base, as close as there is room for.
 MAX_TICKS = 8
 STEPS: dict[int, tuple[tuple[float, ...], ...]] = {10: ((1, 2, 5), (1,)), 2: ((1, 1.5), (1,))}
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a plot shows. read: a value in the unit of the axis. text: a value in words. base: of the ticks."""
+    """A quantity to plot. read: its value in the unit of the axis. text: a value in words. base: that of the ticks."""
 
     title: str
     axis: str
@@ -53,7 +53,7 @@ def figures(results: BenchResults) -> list[Figure]:
 
 
 def figures_of(results: BenchResults, what: What) -> list[Figure]:
-    """The plots of one quantity, one for each place if there are many curves; none where nothing is known of it."""
+    """The plots of one quantity, one for each place if there are many curves; none without values."""
     quantity, every = QUANTITIES[what], curves(results)
     looks = looks_of(every)
     drawn = [curve for curve in every if _points(curve, quantity) and not (what == "ratio" and curve.is_baseline)]
@@ -69,7 +69,7 @@ def figures_of(results: BenchResults, what: What) -> list[Figure]:
 
 
 def looks_of(every: Sequence[Curve]) -> dict[str, Look]:
-    """The look of each curve by its name: the same in every plot."""
+    """The look of each curve by its name, the same in every plot."""
     labels = list(dict.fromkeys(curve.label for curve in every if not curve.is_baseline))
     places = list(dict.fromkeys(curve.place for curve in every))
     return {
@@ -79,7 +79,7 @@ def looks_of(every: Sequence[Curve]) -> dict[str, Look]:
 
 
 def ticks_between(values: Iterable[float], base: int) -> list[float]:
-    """Labels of a logarithmic axis that just enclose all values; eight at most."""
+    """Labels of a logarithmic axis that just enclose all values, at most eight."""
     known = [value for value in values if math.isfinite(value) and value > 0] or [1.0]
     low, high = min(known), max(known)
     powers = range(math.floor(math.log(low, base)) - 1, math.ceil(math.log(high, base)) + 2)
@@ -96,7 +96,7 @@ def ticks_between(values: Iterable[float], base: int) -> list[float]:
 def _figure(
     key: str, where: str, drawn: Sequence[Curve], looks: dict[str, Look], what: What, ticks: Sequence[float]
 ) -> Figure:
-    """One plot. where: the end of its title. If all curves are of one place, names leave it out and lines are solid."""
+    """One plot. where: the end of its title. If all curves have the same place, names omit it and lines are solid."""
     quantity = QUANTITIES[what]
     alone = len({curve.place for curve in drawn}) == 1
     lengths = sorted({int(point.x) for curve in drawn for point in _points(curve, quantity)})
@@ -122,7 +122,7 @@ def _floors(drawn: Sequence[Curve], looks: dict[str, Look]) -> list[Series]:
     for curve in drawn:
         floors = curve.values(lambda row: row.floor.total_ms if row.floor else None)
         if len(floors) > 1:
-            name = "" if found else "thin: the floor of the model of this colour"
+            name = "" if found else "thin: the floor (lower bound) of the model of this colour"
             points = [Point(length, value) for length, value in floors.items()]
             found.append(Series(name, points, "floor", looks[curve.name]))
     return found
@@ -132,13 +132,13 @@ def _points(curve: Curve, quantity: Quantity) -> list[Point]:
     return [
         Point(length, value, f"{curve.name}, {length:,} tokens: {quantity.text(value)}")
         for length, value in curve.values(quantity.read).items()
-        # a logarithmic axis has no 0, such as the memory of what is too small to be seen
+        # a logarithmic axis has no 0, such as memory too small to be measured
         if value > 0
     ]
 
 
 def _caption(drawn: Sequence[Curve], quantity: Quantity, longest: int, alone: bool) -> str:
-    """The values at the longest length, smallest first; of many, the ends."""
+    """The values at the longest length, smallest first; only the first and last if there are many."""
     at_end = [(curve.values(quantity.read).get(longest), curve.label if alone else curve.name) for curve in drawn]
     known = sorted((value, name) for value, name in at_end if value is not None)
     values = [f"{name} {_unbroken(quantity.text(value))}" for value, name in known]
@@ -148,12 +148,12 @@ def _caption(drawn: Sequence[Curve], quantity: Quantity, longest: int, alone: bo
 
 
 def _unbroken(text: str) -> str:
-    """A figure and its unit stay on one line."""
+    """The text with unbreakable spaces, so that a figure and its unit stay on one line."""
     return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def mean_ratio_figure(ratios: Sequence[tuple[Curve, dict[int, float]]], every: Sequence[Curve]) -> Figure | None:
-    """How many times the mean of softmax is that of each model: the chart of the blog. every: all of the benchmark."""
+    """The chart of the blog: mean time of softmax divided by that of each model. every: all curves of the benchmark."""
     if not ratios:
         return None
     looks, quantity = looks_of(every), QUANTITIES["ratio"]
@@ -174,5 +174,5 @@ def mean_ratio_figure(ratios: Sequence[tuple[Curve, dict[int, float]]], every: S
 
 
 def _even_line(lengths: Sequence[int]) -> Series:
-    """The line of models exactly as fast as softmax."""
+    """The line for models exactly as fast as softmax."""
     return Series(BASELINE, [Point(n, 1.0) for n in dict.fromkeys((lengths[0], lengths[-1]))], "baseline", Look(-1, 2))

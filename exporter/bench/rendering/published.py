@@ -12,7 +12,7 @@ class Published:
     """A published table, or a claim without one, which has neither columns nor rows.
 
     columns: heads, that of the row's name first. rows: the name, then a cell for each further column; a pair is memory
-    in MB and time in ms. note: what has to be known before anything is compared with it.
+    in MB and time in ms. note: caveats for comparisons.
     """
 
     preset: str
@@ -141,7 +141,7 @@ PUBLISHED: tuple[Published, ...] = (
 )
 
 
-# what a page about each preset is called
+# titles of the pages of each preset
 TITLES: dict[str, str] = {
     "nystrom-table1": "Nyströmformer, Table 1",
     "linear-blog": "Linear attention, “up to 60 times”",
@@ -151,5 +151,5 @@ TITLES: dict[str, str] = {
 
 
 def published_of(preset: str) -> tuple[Published, ...]:
-    """What a preset repeats; nothing for "" and for names that are not presets."""
+    """The publications that a preset repeats; none for "" and for unknown names."""
     return tuple(one for one in PUBLISHED if one.preset == preset)

@@ -1,4 +1,4 @@
-"""The rows of a benchmark as a table: values that all rows share stand once, and empty columns are left out."""
+"""The rows of a benchmark as a table: values that all rows share are shown once, and empty columns are left out."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Table:
 
     @property
     def measured(self) -> int:
-        """How many columns, at the end, are measured."""
+        """Number of measured columns, which are the last ones."""
         return sum(column.is_measured for column in self.columns)
 
 
@@ -116,7 +116,7 @@ _SHARED_NAMES = ("Runtime", "Scope", "Batch", "Precision", "Heads", "Parity metr
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """All rows by length, in each length in the order of the benchmark."""
+    """All rows, grouped by length, in the order of the benchmark."""
     timed = [row for row in rows if is_timed(row)]
     shared: dict[str, str] = {}
     columns = []
@@ -136,7 +136,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def differing_options(rows: Iterable[Row]) -> dict[str, str]:
-    """The options of each model that has any, by its label."""
+    """Options by model label, for models that have any."""
     return {row.case.label: options_text(row) for row in rows if row.case.options}
 
 

@@ -100,7 +100,7 @@ def test_advice_is_the_fastest_within_the_limit() -> None:
     limited = advice_from_results(results_of(*ROWS), limit_bytes=5_000_000)
     assert [row.case.label for row in limited.ranked] == ["softmax"]
     assert [row.case.label for row in limited.beyond] == ["lsh, 4 rounds"]
-    assert advice_from_results(results_of(*ROWS), 1).sentences == ("Nothing that was measured runs within 1 byte.",)
+    assert advice_from_results(results_of(*ROWS), 1).sentences == ("No measured candidate runs within 1 byte.",)
 
 
 def test_a_row_of_unknown_memory_is_not_within_a_limit() -> None:
