@@ -10,7 +10,7 @@ from effexport.version import __version__
 if TYPE_CHECKING:
     from effexport.runners.ort.decode import DecodeRunner
     from effexport.runners.ort.runner import OrtRunner
-    from effexport.runners.ort.session import OrtSettings
+    from effexport.runners.ort.settings import OrtSettings
     from effexport.runners.runner import Runner
 
 __all__ = ["OrtSettings", "__version__", "load", "load_decoder"]
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> type[OrtSettings]:
     """Imported when asked for, so that `import effexport` stays quick."""
     if name != "OrtSettings":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from effexport.runners.ort.session import OrtSettings
+    from effexport.runners.ort.settings import OrtSettings
 
     return OrtSettings
 

@@ -55,7 +55,7 @@ from effexport.report.model import LayerError, Report, json_from_report, summary
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_text, trace_text
 from effexport.runners.cuda.opening import current_compute_capability
-from effexport.runners.ort.session import OrtSettings, import_onnxruntime
+from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
 from effexport.version import __version__

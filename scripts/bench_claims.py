@@ -36,7 +36,7 @@ from effexport.bench.results import BenchResults, Case, Row
 from effexport.build import artifact_from_spec
 from effexport.plugins.building.library import find_library
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.session import OrtSettings
+from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import build_spec_from_options
 
 LINEAR_SHAPE = {"seq_len": 6000, "batch": 32, "head_dim": 64}

@@ -29,7 +29,7 @@ from effexport.environment import versions
 from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.building.library import find_library
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.session import OrtSettings
+from effexport.runners.ort.settings import OrtSettings
 
 ITERATIONS = 6
 PAUSE_SECONDS = 0.02

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, Task
 
-    from effexport.runners.ort.session import OrtSettings
+    from effexport.runners.ort.settings import OrtSettings
 
 # Columns of tables when stderr is a file or a pipe, whose width is unknown.
 LOG_WIDTH = 130
@@ -47,7 +47,7 @@ ENGINE_HELP = f"Where the model runs. {described(ARTIFACT_RUNTIMES)}."
 
 def settings_from_options(runtime: str, implementation: str) -> OrtSettings:
     """Raises UserError for an unknown name."""
-    from effexport.runners.ort.session import IMPLEMENTATIONS, OrtSettings
+    from effexport.runners.ort.settings import IMPLEMENTATIONS, OrtSettings
 
     check_choice("--runtime", runtime, ORT_RUNTIMES)
     check_choice("--implementation", implementation, IMPLEMENTATIONS)

@@ -15,10 +15,10 @@ from effexport.engines.config import config_from_spec, save_timing_cache
 from effexport.engines.layers import check_dtypes, check_precision, layers_of_engine, layers_of_network
 from effexport.engines.network import Network, network_from_model
 from effexport.engines.preparation import prepared_model
-from effexport.engines.sidecar import EngineInfo, model_digest, write_sidecar
+from effexport.engines.sidecar import EngineInfo, write_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError, UserError
-from effexport.export.onnx_graph import graph_tensors, load_graph, value_types
+from effexport.export.onnx_graph import graph_tensors, load_graph, model_digest, value_types
 from effexport.files import replacing
 from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.version import __version__

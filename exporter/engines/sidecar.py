@@ -5,7 +5,6 @@ An artifact has engine/trt-rtx.engine and engine/trt-rtx.json. Both files may be
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,6 @@ from typing import Any, Literal
 
 from effexport.engines.api import version_tuple
 from effexport.errors import UserError
-from effexport.export.onnx_graph import external_files
 from effexport.files import file_digest, json_text, write_file
 from effexport.runtimes import ENGINE_RUNTIMES, ENGINE_SUFFIX, engine_name
 from effexport.spec import TensorInfo
@@ -23,8 +21,9 @@ FORMAT_VERSION = 1
 SIDECAR_SUFFIX = ".json"
 REBUILD = "build the engine again, or copy it again from its source"
 
+Shape = tuple[int, ...]
 # The smallest shape of an input, the one that the engine is tuned for, and the largest.
-ShapeRange = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+ShapeRange = tuple[Shape, Shape, Shape]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +136,6 @@ def check_model(engine: Path, info: EngineInfo, onnx_sha256: str) -> None:
             f"{engine} was built from another model.onnx (sha256 {info.onnx_sha256[:12]}…; this one has "
             f"{onnx_sha256[:12]}…), so it would answer with other weights; build it again with --target {info.target}"
         )
-
-
-def model_digest(model: Path) -> str:
-    """SHA-256 of a model.onnx and of the files with its external weights, if it has any."""
-    digests = [file_digest(file) for file in (model, *external_files(model))]
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def check_runs_here(engine: Path, info: EngineInfo, tensorrt_version: str, compute_capability: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import StageError, UserError
+from effexport.files import file_digest
 from effexport.plugins import DOMAIN, PLUGIN_NAMESPACE
 from effexport.spec import TensorInfo
 
@@ -163,6 +165,12 @@ def external_files(model: Path | bytes, folder: Path | None = None) -> list[Path
         return sorted(model.parent / location for location in external_locations(load_graph(model)))
     locations = external_locations(onnx.ModelProto.FromString(model))
     return sorted((folder or Path()) / location for location in locations)
+
+
+def model_digest(model: Path) -> str:
+    """SHA-256 of a model.onnx and of the files with its external weights, if it has any."""
+    digests = [file_digest(file) for file in (model, *external_files(model))]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def external_locations(model: onnx.ModelProto) -> set[str]:

@@ -13,7 +13,7 @@ from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values, with_giv
 from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.session import OrtSettings
+from effexport.runners.ort.settings import OrtSettings
 from effexport.runners.runner import Runner
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from effexport.proof.checks.float32_ops import check_islands
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.checks.run_checks import run_checks
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.session import OrtSettings
+from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:

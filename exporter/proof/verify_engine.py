@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import Profile, Range
-from effexport.engines.sidecar import EngineInfo, model_digest, read_sidecar
+from effexport.engines.sidecar import EngineInfo, read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
-from effexport.export.onnx_graph import external_locations, load_graph
+from effexport.export.onnx_graph import external_locations, load_graph, model_digest
 from effexport.models.spec import LSHSpec
 from effexport.proof.bucket_injection import hash_values, with_given_buckets
 from effexport.proof.candidates import RunnerCandidate

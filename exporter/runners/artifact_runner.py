@@ -9,11 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from effexport.engines.sidecar import model_digest
 from effexport.errors import UserError
+from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
 from effexport.runners.feeds import FeedLimits, limits_from_spec
-from effexport.runners.ort.session import IMPLEMENTATIONS
+from effexport.runners.ort.settings import IMPLEMENTATIONS
 from effexport.runners.runner import ModelOptions, Runner
 from effexport.runtimes import ARTIFACT_RUNTIMES, Runtime
 

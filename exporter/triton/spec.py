@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from effexport.models.validation import SpecError, did_you_mean, require
-from effexport.runners.ort.session import IMPLEMENTATIONS
+from effexport.runners.ort.settings import IMPLEMENTATIONS
 
 # Triton's backends that can run an artifact, in order of preference.
 BACKENDS = ("onnxruntime", "python", "tensorrt")

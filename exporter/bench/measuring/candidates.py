@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from effexport.dtypes import Array
     from effexport.proof.candidates import RunnerCandidate as Bucketed
-    from effexport.runners.ort.session import OrtSettings
+    from effexport.runners.ort.settings import OrtSettings
 
     OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
 
@@ -185,7 +185,7 @@ def ort_with_given_buckets(
 
 
 def ort_settings(case: Case, threads: int, memory_arena: bool = True) -> OrtSettings:
-    from effexport.runners.ort.session import OrtSettings
+    from effexport.runners.ort.settings import OrtSettings
 
     runtime = RUNTIMES[case.runtime]
     return OrtSettings(
@@ -222,7 +222,7 @@ def reason_without_runtime(runtime: Runtime) -> str | None:
 
             import_api(runtime.name)
         else:
-            from effexport.runners.ort.session import PROVIDERS, import_onnxruntime
+            from effexport.runners.ort.settings import PROVIDERS, import_onnxruntime
 
             if PROVIDERS[runtime.provider] not in import_onnxruntime().get_available_providers():
                 return f"this onnxruntime is built without CUDA: {runtime.package.remedy}"

@@ -12,7 +12,7 @@ from effexport.proof.checks.arithmetic import check_arithmetic
 from effexport.proof.checks.result import Check, Kind
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.ort.decode import DecodeRunner
-from effexport.runners.ort.session import OrtSettings
+from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import BuildSpec
 
 # Tokens of the export case that are decoded one by one.

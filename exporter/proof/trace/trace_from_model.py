@@ -18,7 +18,7 @@ from effexport.proof.trace.traced_file import TracedFile
 from effexport.proof.trace.traced_module import Origin, TracedModule
 from effexport.proof.trace.value_limits import ValueLimits
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.session import OrtSettings
+from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:

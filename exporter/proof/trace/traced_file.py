@@ -15,14 +15,13 @@ from effexport.proof.bucket_injection import with_given_buckets
 from effexport.runners.feeds import FeedLimits, checked_feeds
 from effexport.runners.ort.runner import run_failure, tensor_info
 from effexport.runners.ort.session import (
-    OrtSettings,
     check_provider,
-    import_onnxruntime,
     library_for,
     providers_from_settings,
     register_library,
     session_options,
 )
+from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runners.ort.values import array_from_value, value_from_array
 
 if TYPE_CHECKING:

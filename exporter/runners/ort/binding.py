@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import RuntimeFailedError, UserError
-from effexport.runners.ort.session import OrtSettings, import_onnxruntime
+from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runners.ort.values import array_from_value, value_from_array
 from effexport.spec import TensorInfo
 

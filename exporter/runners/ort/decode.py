@@ -11,7 +11,7 @@ import numpy as np
 from effexport.errors import UserError
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.session import OrtSettings
+from effexport.runners.ort.settings import OrtSettings
 from effexport.runners.runner import Closeable
 from effexport.spec import NEXT_PREFIX
 

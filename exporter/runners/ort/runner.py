@@ -10,7 +10,8 @@ from effexport.dtypes import DTYPES
 from effexport.errors import EffexportError, RuntimeFailedError
 from effexport.runners.feeds import FeedLimits, checked_feeds
 from effexport.runners.ort.binding import NO_GRAPH, BoundModel, run_options
-from effexport.runners.ort.session import OrtSettings, import_onnxruntime, session_from_model
+from effexport.runners.ort.session import session_from_model
+from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runners.ort.values import array_from_value, value_from_array
 from effexport.runners.runner import Closeable
 from effexport.spec import TensorInfo

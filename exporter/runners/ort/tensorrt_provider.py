@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, Any
 from effexport.engines.api import version_tuple
 from effexport.errors import KernelWarning, UserError
 from effexport.plugins.building.library import LibraryError, cache_folder
+from effexport.runners.ort.settings import PROVIDERS
 from effexport.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.engines.sidecar import ShapeRange
 
 TENSORRT = RUNTIMES["trt"].package
-PROVIDER = "TensorrtExecutionProvider"
+PROVIDER = PROVIDERS["tensorrt"]
 CACHE_NAME = "ort-trt"
 # NVIDIA's libraries read it once per process: 0 forbids TF32 everywhere.
 TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"

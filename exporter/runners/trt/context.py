@@ -10,9 +10,9 @@ from enum import Enum
 from typing import Any
 
 from effexport.engines.api import IExecutionContext
+from effexport.engines.sidecar import Shape
 from effexport.errors import GraphWarning
 from effexport.runners.cuda.device import Cuda, CudaError
-from effexport.runners.trt.memory import Shape
 
 Shapes = tuple[tuple[str, Shape], ...]
 

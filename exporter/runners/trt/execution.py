@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from effexport.dtypes import numpy_dtype
 from effexport.engines.api import ICudaEngine, IExecutionContext, IRuntimeConfig
+from effexport.engines.sidecar import Shape
 from effexport.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory
 from effexport.runners.trt.context import Call, Context, EngineRefusalError, Graphs, Shapes
 from effexport.runners.trt.loading import Loaded, Source, forget, load_engine, said
-from effexport.runners.trt.memory import EAGER_BYTES, Buffers, Shape, largest_shapes, nbytes_of
+from effexport.runners.trt.memory import EAGER_BYTES, Buffers, largest_shapes, nbytes_of
 from effexport.runtimes import ENGINE_RUNTIMES
 
 if TYPE_CHECKING:

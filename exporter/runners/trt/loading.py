@@ -8,14 +8,7 @@ from pathlib import Path
 from effexport.dtypes import DTYPES
 from effexport.engines.api import Api, ICudaEngine, Runtime, import_api
 from effexport.engines.builder_log import BuildLog, plain
-from effexport.engines.sidecar import (
-    REBUILD,
-    EngineInfo,
-    check_engine_file,
-    check_model,
-    check_runs_here,
-    read_sidecar,
-)
+from effexport.engines.sidecar import REBUILD, EngineInfo, check_engine_file, check_model, check_runs_here, read_sidecar
 from effexport.errors import EffexportError, UserError
 from effexport.runners.cuda.device import Cuda
 from effexport.runners.cuda.opening import open_cuda

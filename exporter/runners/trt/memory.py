@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.dtypes import numpy_dtype
-from effexport.engines.sidecar import EngineInfo, ShapeRange
+from effexport.engines.sidecar import EngineInfo, Shape, ShapeRange
 from effexport.errors import EffexportError
 from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory, PinnedMemory
 from effexport.spec import TensorInfo
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 # A runner allocates for the largest shapes of its profiles at once if they need no more than this. Otherwise memory
 # grows with the runs: a profile up to 65536 tokens does not mean that such runs happen.
 EAGER_BYTES = 256 * 2**20
-
-Shape = tuple[int, ...]
 
 
 @dataclass

@@ -19,7 +19,7 @@ from effexport.proof.checks.float32_ops import check_islands
 from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.verify import verify_candidate
 from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.session import OrtSettings
+from effexport.runners.ort.settings import OrtSettings
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

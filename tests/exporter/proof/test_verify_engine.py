@@ -16,16 +16,17 @@ import pytest
 from effexport.artifact import Artifact
 from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import profiles_from_texts
-from effexport.engines.sidecar import check_model, check_runs_here, model_digest, read_sidecar
+from effexport.engines.sidecar import check_model, check_runs_here, read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
+from effexport.export.onnx_graph import model_digest
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.result import passed
 from effexport.proof.verify_engine import spec_with_given_buckets, verify_engine, verify_engine_if_possible
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
-from effexport.runners.ort.session import OrtSettings
+from effexport.runners.ort.settings import OrtSettings
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
 Built = Callable[..., Artifact]

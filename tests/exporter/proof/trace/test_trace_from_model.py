@@ -25,7 +25,7 @@ from effexport.proof.trace.trace_from_model import batches, module_of_node, trac
 from effexport.proof.trace.traced_module import TracedModule
 from effexport.proof.trace.value_limits import ValueLimits
 from effexport.report.rendering.text import trace_text
-from effexport.runners.ort.session import OrtSettings
+from effexport.runners.ort.settings import OrtSettings
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]
