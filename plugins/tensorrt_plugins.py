@@ -1,7 +1,8 @@
-"""The TensorRT plugins of our operators: which nodes they serve, and how they become known to TensorRT.
+"""The TensorRT plugins of our operators: which nodes they support, and how they are registered with TensorRT.
 
 A plugin is one kernel launch, compiled ahead of time: the engine carries its PTX, and needs neither Python nor a
-library of ours to run. What a plugin cannot do stays a function body, which TensorRT computes by its own layers.
+library of ours to run. Nodes that a plugin does not support stay function bodies, which TensorRT runs by its own
+layers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from effexport.plugins import OPS
 from effexport.plugins.building.library import LibraryError
 
-# what the plugins are written for; the oldest whose own validation they were tried with is 10.16
+# the oldest version with ahead-of-time plugins; the oldest that was tested is 10.16
 MIN_TENSORRT = (10, 13)
 _REGISTERING = threading.Lock()
 
@@ -25,10 +26,10 @@ def why_body(
     dims: Sequence[Sequence[int | str | None]],
     attributes: Mapping[str, Any],
 ) -> str | None:
-    """Why a node of ours must run as its function body, as a sentence for the user; None when its plugin serves it.
+    """Why a node of ours must run as its function body, as a sentence for the user; None if its plugin supports it.
 
-    op_name: the ONNX name, a key of OPS. dtypes and dims are those of the node's inputs: types as NumPy calls them
-    ("float32", "bfloat16"), and a name or None for a dimension that is not fixed. attributes: the node's own, by name.
+    op_name: the ONNX name, a key of OPS. dtypes and dims are those of the node's inputs: NumPy names of types
+    ("float32", "bfloat16"), and a name or None for a dynamic dimension. attributes: the node's own, by name.
     """
     op = OPS[op_name]
     if not op.has_trt_plugin:
@@ -38,10 +39,10 @@ def why_body(
 
 
 def register_plugins(ops: Collection[str]) -> None:
-    """Make the plugins of these operators (keys of OPS) known to TensorRT in this process; again is no error.
+    """Register the plugins of these operators (keys of OPS) with TensorRT in this process; doing so twice is allowed.
 
-    Compiles their kernels to PTX first, or takes it from the cache. Raises LibraryError where that cannot be done, or
-    where TensorRT is missing or too old.
+    Compiles their kernels to PTX first, or takes it from the cache. Raises LibraryError if that fails, or if TensorRT
+    is missing or too old.
     """
     if not ops:
         return

@@ -150,7 +150,7 @@ def register_schemas() -> None:
 
     for op in OPS.values():
         if not onnx.defs.has(op.onnx_name, DOMAIN):
-            onnx.defs.register_schema(op.load().onnx_schema())
+            onnx.defs.register_schema(op.load().SIGNATURE.onnx_schema())
 
 
 def mark_custom_nodes(model: ir.Model) -> None:

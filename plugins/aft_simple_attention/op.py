@@ -1,4 +1,4 @@
-"""`effexport::AFTSimpleAttention`: torch operator, obvious reference, ONNX schema, translation and function body.
+"""`effexport::AFTSimpleAttention`: signature, obvious reference, torch operator, ONNX translation and function body.
 
 The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
 them, so that models can use the torch operator without either.
@@ -12,10 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins import DOMAIN, OPSET_VERSION
+from effexport.plugins.signature import Parameter, Signature
 
 if TYPE_CHECKING:
     import onnx
+
+SIGNATURE = Signature(
+    "AFTSimpleAttention",
+    "out = σ(q) ⊙ Σ softmax(k) ⊙ v, per channel over the visible tokens of a sequence.",
+    inputs=(
+        Parameter("q", "batch heads seq channels"),
+        Parameter("k", "batch heads seq channels"),
+        Parameter("v", "batch heads seq channels"),
+        Parameter("keep", "batch seq", "bool", ", false for padding"),
+    ),
+    outputs=(Parameter("out", "batch heads seq channels"),),
+)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
@@ -36,61 +49,14 @@ def aft_simple_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tenso
     q, k, v [batch, heads, seq, channels], same dtype; keep boolean [batch, seq], False for padding, whose content does
     not matter. Returns the shape and dtype of v. It has no gradient. Raises ValueError for other shapes and dtypes.
     """
-    check_shapes(q, k, v, keep)
+    SIGNATURE.check(q, k, v, keep)
     return reference(q, k, v, keep).contiguous()
 
 
 @aft_simple_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    check_shapes(q, k, v, keep)
+    SIGNATURE.check(q, k, v, keep)
     return torch.empty_like(v, memory_format=torch.contiguous_format)
-
-
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> None:
-    if q.dim() != 4:
-        raise ValueError(f"aft_simple_attention: q has shape {tuple(q.shape)}; expected [batch, heads, seq, channels]")
-    for name, x in (("k", k), ("v", v)):
-        if x.shape != q.shape:
-            raise ValueError(
-                f"aft_simple_attention: {name} has shape {tuple(x.shape)}; expected that of q, {tuple(q.shape)}"
-            )
-        if x.dtype != q.dtype:
-            raise ValueError(f"aft_simple_attention: {name} is {x.dtype} but q is {q.dtype}; expected one dtype")
-    if keep.dim() != 2 or keep.shape[0] != q.shape[0] or keep.shape[1] != q.shape[2]:
-        raise ValueError(
-            f"aft_simple_attention: keep has shape {tuple(keep.shape)}; expected {(q.shape[0], q.shape[2])}, "
-            f"batch and seq of q {tuple(q.shape)}"
-        )
-    if keep.dtype != torch.bool:
-        raise ValueError(f"aft_simple_attention: keep is {keep.dtype}; expected torch.bool")
-
-
-def onnx_schema() -> onnx.defs.OpSchema:
-    """Schema of the ONNX operator, with type and shape inference."""
-    import onnx
-
-    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
-    schema = onnx.defs.OpSchema(
-        "AFTSimpleAttention",
-        DOMAIN,
-        OPSET_VERSION,
-        doc="out = σ(q) ⊙ Σ softmax(k) ⊙ v, per channel over the visible tokens of a sequence.",
-        inputs=[
-            parameter("q", "T", "[batch, heads, seq, channels]"),
-            parameter("k", "T", "[batch, heads, seq, channels]"),
-            parameter("v", "T", "[batch, heads, seq, channels]"),
-            parameter("keep", "tensor(bool)", "[batch, seq], false for padding"),
-        ],
-        outputs=[parameter("out", "T", "[batch, heads, seq, channels]")],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-        attributes=[attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False)],
-    )
-
-    def infer(context: onnx.shape_inference.InferenceContext) -> None:
-        context.set_output_type(0, context.get_input_type(2))
-
-    schema.set_type_and_shape_inference_function(infer)
-    return schema
 
 
 def onnx_translation(q: Any, k: Any, v: Any, keep: Any) -> Any:

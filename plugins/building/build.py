@@ -11,7 +11,6 @@ import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from effexport.plugins.building.library import (
     select_build,
     sha256_of,
 )
+from effexport.plugins.building.programs import last_line, run_logged, run_program
 from effexport.plugins.building.records import BuildInfo
 from effexport.plugins.building.toolchain import (
     Compiler,
@@ -54,14 +54,14 @@ NO_NVCC = "no nvcc was found; install the CUDA toolkit, or name an nvcc with EFF
 
 
 class BuildFailedError(LibraryError):
-    """The tools are there, and the build failed all the same."""
+    """The build failed although its tools were found."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides what the library will be. nvcc is None for the CPU alone."""
+    """What decides the contents of the library. nvcc is None for the CPU alone."""
 
     source_hash: str
     headers: Headers
@@ -84,16 +84,16 @@ class Plan:
 
     @property
     def target(self) -> str:
-        """In words: CPU, or CPU and CUDA with its architectures."""
+        """For messages: the CPU, or the CPU and CUDA with its architectures."""
         if self.nvcc is None:
             return "the CPU only"
         return f"the CPU and CUDA (sm_{', sm_'.join(map(str, self.nvcc.architectures))} and PTX)"
 
 
 def build_library(*, cuda: bool | None = None, force: bool = False, on_stage: OnStage = lambda stage: None) -> Library:
-    """The library for the present sources, from the cache or built now; this installation uses it from now on.
+    """Build the library for the present sources, or take it from the cache; this installation uses it from now on.
 
-    cuda: with the CUDA kernels or without; None means with them when there is an nvcc. force: build even if cached.
+    cuda: with the CUDA kernels or without; None means with them if nvcc is found. force: build even if cached.
     Raises LibraryError for what is missing and BuildFailedError when the build fails; the library built before stays.
     """
     try:
@@ -127,7 +127,7 @@ def _library_of_plan(plan: Plan, force: bool, on_stage: OnStage) -> Library:
 
 
 def make_plan(cuda: bool | None, on_stage: OnStage) -> Plan:
-    """What would be built here and now. Raises LibraryError for what is missing."""
+    """The plan of a build on this machine. Raises LibraryError for what is missing."""
     if missing := sources.missing_sources():
         raise LibraryError(
             f"this installation lacks {', '.join(missing)} in {sources.FOLDER}; expected all native sources. "
@@ -146,7 +146,7 @@ def make_plan(cuda: bool | None, on_stage: OnStage) -> Plan:
 
 
 def _build(plan: Plan, temporary: Path, on_stage: OnStage) -> Path:
-    """Compile and try the library; the folder with it and its record."""
+    """Compile and load the library; returns the folder with it and its record."""
     started = time.monotonic()
     on_stage(f"compiling for {plan.target}")
     _compile(plan, temporary)
@@ -162,7 +162,7 @@ def _build(plan: Plan, temporary: Path, on_stage: OnStage) -> Path:
 
 
 def _compile(plan: Plan, temporary: Path) -> None:
-    """cmake, twice. Raises BuildFailedError with the lines that matter; the whole log is kept."""
+    """Configure and build with cmake. Raises BuildFailedError with the relevant lines; the whole log is kept."""
     cmake, build, log = str(require_cmake()), str(temporary / "build"), temporary / "log"
     configure = [
         *(cmake, "-S", str(sources.FOLDER), "-B", build, "-G", require_generator()),
@@ -177,7 +177,7 @@ def _compile(plan: Plan, temporary: Path) -> None:
             f"-DCMAKE_CUDA_ARCHITECTURES={plan.nvcc.cmake_architectures}",
         ]
     for command in (configure, [cmake, "--build", build, "--parallel", str(os.cpu_count() or 1)]):
-        if problem := _run_logged(command, log):
+        if problem := run_logged(command, log, TIMEOUT_S):
             kept = kernels_folder() / "logs" / f"{plan.key}.log"
             kept.parent.mkdir(exist_ok=True)
             shutil.copy(log, kept)
@@ -185,41 +185,21 @@ def _compile(plan: Plan, temporary: Path) -> None:
                 _failure_message(plan, problem, log.read_text(encoding="utf-8", errors="replace"), kept)
             )
     if not Path(build, LIBRARY_NAME).is_file():
-        raise BuildFailedError(f"cmake made no {LIBRARY_NAME}")
-
-
-def _run_logged(command: list[str], log: Path) -> str | None:
-    """Run, with all output into the log; what went wrong, or None. A file, because a pipe could keep us waiting."""
-    with log.open("ab") as stream:
-        stream.write(f"$ {shlex.join(command)}\n".encode())
-        stream.flush()
-        try:
-            done = subprocess.run(
-                command,
-                env={**os.environ, "LC_ALL": "C"},
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-    return f"exit status {done.returncode}" if done.returncode else None
+        raise BuildFailedError(f"cmake succeeded but did not make {LIBRARY_NAME}")
 
 
 def _failure_message(plan: Plan, problem: str, log: str, kept: Path) -> str:
     message = f"compiling for {plan.target} failed ({problem}):\n{relevant_lines(log)}\nThe whole log: {kept}"
     if plan.nvcc:
         message += (
-            f"\nIf it is CUDA's compiler that fails ({plan.nvcc.path}, which may not support {plan.compiler.version}), "
+            f"\nIf CUDA's compiler fails ({plan.nvcc.path}, which may not support {plan.compiler.version}), "
             f"build for the CPU alone: effexport plugins build --no-cuda"
         )
     return message
 
 
 def relevant_lines(log: str) -> str:
-    """From the first error on, without progress and commands; the end of the log when no line speaks of an error."""
+    """The log from its first error on, without progress and commands; its end if no line contains an error."""
     noise = re.compile(r"\s*$|\[\s*\d+[/%]|-- |\$ |FAILED: |.* -o .* -c ")
     lines = [line[:SHOWN_COLUMNS] for line in log.splitlines() if not noise.match(line)]
     first = next((i for i, line in enumerate(lines) if re.search(r"\berror\b", line, re.IGNORECASE)), None)
@@ -228,20 +208,11 @@ def relevant_lines(log: str) -> str:
 
 
 def _try_to_load(library: Path) -> None:
-    """In a process of its own: a library that crashes while loading must not take this one along."""
+    """Load it in a process of its own, because a library that crashes while loading would take this one along."""
     code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).RegisterCustomOps"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(library)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        raise BuildFailedError(f"the library was compiled but does not load: {reason}")
+    run = run_program(sys.executable, "-c", code, str(library), timeout_s=TIMEOUT_S)
+    if run.problem:
+        raise BuildFailedError(f"the library was compiled but does not load: {last_line(run.errors, run.problem)}")
 
 
 def _write_record(plan: Plan, result: Path, seconds: float) -> None:

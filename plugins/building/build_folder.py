@@ -1,4 +1,4 @@
-"""The folder that builds are made in: its lock, what killed builds left there, and the last step of a build."""
+"""The folder in which builds are made: its lock, leftovers of killed builds, and publishing a build."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPORARY_PREFIX = ".build-"
 
 @contextlib.contextmanager
 def temporary_folder(folder: Path) -> Iterator[Path]:
-    """Named after this machine and process, so that `clear_leftovers` knows whether it is still in use."""
+    """A folder named after this machine and process, so that `clear_leftovers` knows whether it is still in use."""
     temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=folder))
     try:
         yield temporary
@@ -27,8 +27,8 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 
 
 def publish(result: Path, target: Path) -> None:
-    """In one step. Where there is a build already (forced, damaged, or of a quicker process), file by file, so that
-    there is a library at every moment."""
+    """Move the result into place in one step. An existing build (forced, damaged, or of a quicker process) is replaced
+    file by file, so that there is a library at every moment."""
     try:
         result.rename(target)
     except OSError:
@@ -38,7 +38,7 @@ def publish(result: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def lock(folder: Path, on_stage: Callable[[str], None]) -> Iterator[None]:
-    """One build at a time, where the file system has locks; elsewhere the last step of a build decides."""
+    """Allow one build at a time if the file system supports locks; otherwise the last build published wins."""
     with (folder / ".lock").open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,7 +46,7 @@ def lock(folder: Path, on_stage: Callable[[str], None]) -> Iterator[None]:
             on_stage("waiting for a build in another process")
             fcntl.flock(stream, fcntl.LOCK_EX)
         except OSError:
-            on_stage("this file system has no locks: going on without")
+            on_stage("this file system does not support locks; continuing without one")
         yield
 
 

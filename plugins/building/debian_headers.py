@@ -7,35 +7,35 @@ release that has the package. Nothing is installed, and the system's own lists s
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from effexport.plugins.building.programs import last_line, run_program
+
 SUITE = "trixie"
 PACKAGE = "libonnxruntime-dev"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-# Of version 1.21.0+dfsg-1. On other architectures it is apt's check of the archive's signature that protects.
+# Of version 1.21.0+dfsg-1. For other architectures only apt checks what was sent, by the archive's signature.
 SHA256 = {"amd64": "14f7d959d5deacbcf1504830d4189f91fc67382b399ed9ae9d3aa9c4050ced08"}
 TIMEOUT_S = 120
 INCLUDE = "usr/include/onnxruntime"
 
 
 class RecipeError(Exception):
-    """Why the headers cannot be had this way."""
+    """The headers cannot be fetched this way."""
 
 
 def headers_from_debian(cache: Path, on_stage: Callable[[str], None]) -> Path:
     """The include folder in the cache, fetched when it is not there yet. Raises RecipeError."""
     for tool in ("apt-get", "dpkg"):
         if shutil.which(tool) is None:
-            raise RecipeError(f"no {tool} here to fetch them from the Debian archive")
+            raise RecipeError(f"{tool}, which fetches them from the Debian archive, is not installed")
     if not KEYRING.is_file():
-        raise RecipeError(f"no {KEYRING} here to check what the Debian archive sends")
+        raise RecipeError(f"{KEYRING}, which authenticates the Debian archive, does not exist")
     target = cache / f"debian-{SUITE}-{_output('dpkg', '--print-architecture').strip()}"
     if (target / INCLUDE).is_dir():
         return target / INCLUDE
@@ -69,8 +69,8 @@ def _fetch_from_first(mirrors: list[str], target: Path) -> Path:
 def debian_mirrors() -> list[str]:
     """Addresses of the archive in this machine's own apt configuration, the surest first. Raises RecipeError.
 
-    A third party's address may be among them, when apt's lists were never fetched and nobody has said what they hold;
-    what it sends does not pass the check of the signature.
+    Third-party addresses may be among them if apt's lists were never fetched; packages from there fail the signature
+    check.
     """
     fields = "$(SITE)|$(COMPONENT)|$(ORIGIN)|$(LABEL)"
     targets = _output("apt-get", "indextargets", "--format", fields, "Created-By: Packages").splitlines()
@@ -79,7 +79,7 @@ def debian_mirrors() -> list[str]:
     uris = _output("apt-get", "update", "--print-uris")
     mirrors += re.findall(rf"^'(\S+)/dists/{re.escape(codename)}/InRelease'", uris, re.MULTILINE)
     if not mirrors:
-        raise RecipeError("apt is set up with no mirror of the Debian archive to fetch them from")
+        raise RecipeError("apt is not configured with a mirror of the Debian archive")
     return list(dict.fromkeys(mirrors))
 
 
@@ -119,21 +119,8 @@ def check_sha256(package: Path) -> None:
 
 
 def _output(*command: str, cwd: Path | None = None) -> str:
-    try:
-        done = subprocess.run(
-            command,
-            cwd=cwd,
-            env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RecipeError(f"fetching them from the Debian archive failed: {error}") from error
-    if done.returncode:
-        reason = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise RecipeError(f"fetching them from the Debian archive failed: {' '.join(command[:1])}: {reason}")
-    return done.stdout
+    run = run_program(*command, timeout_s=TIMEOUT_S, cwd=cwd)
+    if run.problem:
+        reason = f"{command[0]}: {last_line(run.errors, last_line(run.output, run.problem))}"
+        raise RecipeError(f"fetching them from the Debian archive failed: {reason}")
+    return run.output

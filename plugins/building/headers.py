@@ -1,4 +1,4 @@
-"""The C and C++ headers of ONNX Runtime, which no wheel of it contains."""
+"""Where the C and C++ headers of ONNX Runtime are; its wheels do not contain them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import importlib.metadata
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from effexport.plugins.building.debian_headers import RecipeError, headers_from_debian
 from effexport.plugins.building.library import LibraryError, cache_folder
+from effexport.plugins.building.programs import run_program
 
 VARIABLE = "EFFEXPORT_ORT_INCLUDE_DIR"
 HEADERS = ("onnxruntime_c_api.h", "onnxruntime_cxx_api.h")
@@ -46,7 +46,7 @@ class Headers:
 def find_headers(on_stage: Callable[[str], None] = lambda stage: None) -> Headers:
     """EFFEXPORT_ORT_INCLUDE_DIR, else the system's, else those of the Debian archive, fetched into the cache.
 
-    Raises LibraryError that says where was looked and what to install.
+    Raises LibraryError with what was searched and what to install.
     """
     if explicit := os.environ.get(VARIABLE):
         return _explicit_headers(explicit)
@@ -79,7 +79,7 @@ def _explicit_headers(given: str) -> Headers:
                 )
             return headers
     raise LibraryError(
-        f"{VARIABLE} is {given!r}, where there are no readable {' and '.join(HEADERS)}; expected the include folder "
+        f"{VARIABLE} is {given!r}, which has no readable {' and '.join(HEADERS)}; expected the include folder "
         f"of an unpacked ONNX Runtime release. Correct it, or unset it to search the system"
     )
 
@@ -112,22 +112,13 @@ def system_folders() -> Iterator[Path]:
 
 
 def _pkg_config_folders() -> list[Path]:
-    try:
-        done = subprocess.run(
-            ["pkg-config", "--cflags-only-I", "libonnxruntime"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []  # no pkg-config, or it knows nothing of the package
-    return [Path(flag.removeprefix("-I")) for flag in done.stdout.split()]
+    run = run_program("pkg-config", "--cflags-only-I", "libonnxruntime", timeout_s=10)
+    # without pkg-config, or where it does not know the package, there is no output
+    return [Path(flag.removeprefix("-I")) for flag in run.output.split()]
 
 
 def runtime_warning(api_version: int) -> str | None:
-    """What to know when the installed ONNX Runtime is older than the headers a library was compiled against."""
+    """A warning if the installed ONNX Runtime is older than the headers that a library was compiled against."""
     for distribution in ("onnxruntime", "onnxruntime-gpu"):
         try:
             version = importlib.metadata.version(distribution)

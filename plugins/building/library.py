@@ -1,4 +1,4 @@
-"""The kernel library for ONNX Runtime: where it is. Reads the cache that build.py fills, and runs nothing.
+"""Where the kernel library for ONNX Runtime is. Reads the cache that build.py fills; runs no program.
 
 <cache>/kernels/<key>/libeffexport_ort.so, build.json      one build; the key covers everything it was made from
 <cache>/kernels/selected/<installation>-<key>.json         this installation asked for this build, and when
@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from effexport.plugins.building import sources
-from effexport.plugins.building.records import BuildInfo, Selection, parse_build_info, parse_selection, read_record
+from effexport.plugins.building.records import (
+    BuildInfo,
+    Selection,
+    parse_build_info,
+    parse_selection,
+    read_record,
+    write_whole,
+)
 
 LIBRARY_NAME = "libeffexport_ort.so"
 RECORD_NAME = "build.json"
@@ -25,7 +32,7 @@ CACHE_VARIABLE = "EFFEXPORT_CACHE_DIR"
 
 
 class LibraryError(Exception):
-    """The library cannot be found or built, and the user can do something about it. `exit_code` is the command's."""
+    """An error of the user's set-up: the library cannot be found or built. `exit_code` is that of the command."""
 
     exit_code = 2
 
@@ -34,7 +41,7 @@ class LibraryError(Exception):
 class Library:
     """A library that can be loaded.
 
-    outdated: built from other sources than this installation's; use it with a loud warning that names
+    outdated: built from other sources than this installation's; callers warn and name
     `effexport plugins build`. info is None for a file given by EFFEXPORT_LIBRARY.
     """
 
@@ -45,13 +52,13 @@ class Library:
 
 
 def get_library_path() -> Path | None:
-    """The library to load, or None: custom operators then run as their function bodies. See `find_library`."""
+    """The library that `find_library` finds, or None: custom operators then run as their function bodies."""
     library = find_library()
     return library.path if library else None
 
 
 def find_library() -> Library | None:
-    """EFFEXPORT_LIBRARY, else this installation's build of the present sources, else its newest other build.
+    """The library of EFFEXPORT_LIBRARY, else this installation's build of the present sources, else its newest build.
 
     Raises LibraryError when EFFEXPORT_LIBRARY names no file. The build of another installation is never taken.
     """
@@ -62,7 +69,7 @@ def find_library() -> Library | None:
     if not path.is_file():
         raise LibraryError(
             f"{LIBRARY_VARIABLE} is {explicit!r}, where there is no file; expected the path of a kernel library, "
-            f"such as `effexport plugins path` prints. Correct it, or unset it"
+            f"as printed by `effexport plugins path`. Correct it, or unset it"
         )
     return Library(path, outdated=False, info=None)
 
@@ -72,7 +79,7 @@ def find_build() -> Library | None:
     try:
         folder = kernels_folder()
     except LibraryError:
-        return None  # no home, hence no cache
+        return None  # without a home folder there is no cache
     present = sources.source_hash()
     builds = _selected_builds(folder)
     for outdated in (False, True):
@@ -87,7 +94,7 @@ def cache_folder() -> Path:
     if explicit := os.environ.get(CACHE_VARIABLE):
         return Path(explicit).expanduser().absolute()
     shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if shared.is_absolute():  # others are to be ignored, says its specification
+    if shared.is_absolute():  # the specification says to ignore relative paths
         return shared / "effexport"
     try:
         return Path.home() / ".cache" / "effexport"
@@ -103,7 +110,7 @@ def read_build(folder: Path) -> BuildInfo:
     """The record of one build. Raises ValueError when it or its library is damaged; the library is not read."""
     info = read_record(folder / RECORD_NAME, parse_build_info)
     if info.key != folder.name:
-        raise ValueError(f"{RECORD_NAME} is of another build, {info.key}")
+        raise ValueError(f"{RECORD_NAME} belongs to another build, {info.key}")
     try:
         size = (folder / LIBRARY_NAME).stat().st_size
     except OSError as error:
@@ -134,9 +141,7 @@ def select_build(key: str) -> None:
     folder = kernels_folder() / "selected"
     folder.mkdir(exist_ok=True)
     name = f"{hashlib.sha256(installation.encode()).hexdigest()[:16]}-{key}.json"
-    temporary = folder / f".{name}.{os.getpid()}"
-    temporary.write_text(json.dumps(dataclasses.asdict(selection)), encoding="utf-8")
-    temporary.replace(folder / name)
+    write_whole(folder / name, json.dumps(dataclasses.asdict(selection)))
 
 
 def sha256_of(path: Path) -> str:
@@ -151,7 +156,7 @@ def _selected_builds(folder: Path) -> list[BuildInfo]:
         try:
             selection = read_record(folder / "selected" / name, parse_selection)
         except ValueError:
-            continue  # half a record selects nothing
+            continue  # a damaged record selects nothing
         if selection.installation == str(sources.FOLDER):
             selections.append(selection)
     builds = []
@@ -159,7 +164,7 @@ def _selected_builds(folder: Path) -> list[BuildInfo]:
         try:
             info = read_build(folder / selection.key)
         except ValueError:
-            continue  # `effexport plugins info` says what is wrong with it
+            continue  # `effexport plugins info` reports what is wrong with it
         if info.machine == platform.machine():
             builds.append(info)
     return builds

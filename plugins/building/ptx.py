@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from typing import Any
 from effexport.plugins import Op
 from effexport.plugins.building import sources
 from effexport.plugins.building.library import CACHE_VARIABLE, LibraryError, cache_folder
+from effexport.plugins.building.programs import Run, run_program
+from effexport.plugins.building.records import write_whole
 from effexport.plugins.building.toolchain import choose_nvcc
 
 # Turing, the oldest GPU that the kernel library and TensorRT 11 serve. Drivers translate the PTX of an architecture for
@@ -80,7 +81,8 @@ def ptx_from_source(op: Op) -> str:
         if (ptx := _read(cached)) is None:
             compiled = compiler.compile(sources.FOLDER / op.cuda_source)
             ptx = with_isa_at_most(MAX_ISA, compiled.rstrip() + "\n", compiler)
-            _write(cached, ptx)
+            digest = hashlib.sha256(ptx.encode()).hexdigest()
+            write_whole(cached, f"{ptx}{CHECK_LINE}{digest}\n")
     except OSError as error:
         raise LibraryError(
             f"the cache cannot be used: {error}; expected a folder that can be written to, with room in it. "
@@ -149,27 +151,29 @@ def with_isa_at_most(isa: tuple[int, int], ptx: str, compiler: PtxCompiler) -> s
         source = Path(folder) / "kernel.ptx"
         source.write_text(lowered, encoding="utf-8")
         target = ARCHITECTURE.replace("compute", "sm")
-        status, output = _run(str(compiler.ptxas), f"-arch={target}", str(source), "-o", f"{folder}/kernel.cubin")
-    if status:
-        raise LibraryError(f"{problem}, and it cannot be declared so:\n{_shown(output)}\n{remedy}")
+        run = run_program(
+            *(str(compiler.ptxas), f"-arch={target}", str(source), "-o", f"{folder}/kernel.cubin"), timeout_s=TIMEOUT_S
+        )
+    if run.problem:
+        raise LibraryError(f"{problem}, and it cannot be declared so:\n{_messages(run)}\n{remedy}")
     return lowered
 
 
 def _nvcc(path: Path) -> PtxCompiler:
-    status, version = _run(str(path), "--version")
-    if status:
+    version = run_program(str(path), "--version", timeout_s=TIMEOUT_S)
+    if version.problem:
         raise LibraryError(
-            f"{path} does not run:\n{_shown(version)}\nName another with EFFEXPORT_NVCC, or install CUDA again"
+            f"{path} does not run:\n{_messages(version)}\nName another with EFFEXPORT_NVCC, or install CUDA again"
         )
 
     def compile_source(source: Path) -> str:
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "kernel.ptx"
             options = ["-std=c++17", "-ptx", f"-arch={ARCHITECTURE}", *DEFINITIONS, "-I", str(sources.FOLDER)]
-            status, output = _run(str(path), *options, str(source), "-o", str(result))
-            if status:
+            run = run_program(str(path), *options, str(source), "-o", str(result), timeout_s=TIMEOUT_S)
+            if run.problem:
                 raise LibraryError(
-                    f"{path} does not compile {source.name} to PTX:\n{_shown(output)}\n"
+                    f"{path} does not compile {source.name} to PTX:\n{_messages(run)}\n"
                     f"nvcc needs a C++ compiler that it supports; name another nvcc with EFFEXPORT_NVCC"
                 )
             return result.read_text(encoding="utf-8")
@@ -177,7 +181,7 @@ def _nvcc(path: Path) -> PtxCompiler:
     beside = path.resolve().parent / "ptxas"
     found = str(beside) if beside.is_file() else shutil.which("ptxas")
     flags = [f"{name}={os.environ.get(name, '')}" for name in FLAG_VARIABLES]
-    return PtxCompiler(str(path), ("nvcc", version, *flags), compile_source, Path(found) if found else None)
+    return PtxCompiler(str(path), ("nvcc", version.output, *flags), compile_source, Path(found) if found else None)
 
 
 def _nvrtc() -> PtxCompiler | str:
@@ -248,31 +252,8 @@ def _read(path: Path) -> str | None:
     return ptx.decode()
 
 
-def _write(path: Path, ptx: str) -> None:
-    """In one step: other processes see the whole file or none."""
-    digest = hashlib.sha256(ptx.encode()).hexdigest()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(f"{ptx}{CHECK_LINE}{digest}\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def _run(*command: str) -> tuple[int, str]:
-    """Exit status and all output; a program that cannot be run has status 127."""
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return 127, str(error)
-    return done.returncode, done.stdout
+def _messages(run: Run) -> str:
+    return _shown(f"{run.output}\n{run.errors}".strip() or str(run.problem))
 
 
 def _shown(text: str) -> str:

@@ -1,8 +1,9 @@
-"""The small JSON files of the cache: what they say, and how they are read. Nothing in them is taken on trust."""
+"""The small files of the cache: their fields, and how they are read, strictly, and written, in one step."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,10 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """What build.json says about the library beside it. `nvcc` is None, and there are no architectures, for CPU only.
+    """Contents of build.json, the record of the library beside it.
 
-    header_version is ORT_API_VERSION; compiler and nvcc are the first lines of what they say of themselves;
-    flags are the environment variables that CMake reads.
+    header_version is ORT_API_VERSION. compiler and nvcc are commands with their versions; for a library without CUDA
+    kernels nvcc is None and cuda_architectures is empty. flags are the environment variables that CMake reads.
     """
 
     key: str
@@ -48,7 +49,7 @@ class Selection:
 
 
 def parse_build_info(text: str) -> BuildInfo:
-    """Strictly: exactly the fields of BuildInfo, each of its type. Raises ValueError."""
+    """The record in the text, which must have exactly the fields of BuildInfo. Raises ValueError."""
     optional_text = (str, type(None))
     types: dict[str, tuple[type, ...]] = {
         **dict.fromkeys(("key", "source_hash", "installation", "machine", "compiler", "created", "sha256"), (str,)),
@@ -61,16 +62,16 @@ def parse_build_info(text: str) -> BuildInfo:
     }
     value = _fields(text, types)
     if not all(type(item) is int for item in value["cuda_architectures"]):
-        raise ValueError("cuda_architectures is no list of integers")
+        raise ValueError("cuda_architectures is not a list of integers")
     if not all(type(item) is str for item in value["flags"].values()):
-        raise ValueError("flags maps to something else than text")
+        raise ValueError("flags has a value that is not text")
     return BuildInfo(**value | {"cuda_architectures": tuple(value["cuda_architectures"])})
 
 
 def parse_selection(text: str) -> Selection:
     selection = Selection(**_fields(text, {"installation": (str,), "key": (str,), "selected_ns": (int,)}))
     if not selection.key.isalnum():
-        raise ValueError(f"{selection.key!r} is no key of a build")
+        raise ValueError(f"{selection.key!r} is not the key of a build")
     return selection
 
 
@@ -85,10 +86,17 @@ def _fields(text: str, types: dict[str, tuple[type, ...]]) -> dict[str, Any]:
 
 
 def read_record(path: Path, parse: Callable[[str], Record]) -> Record:
-    """Parse a small file; whatever is wrong with it is a ValueError that names it."""
+    """Read and parse a small file. Raises ValueError, with its name, for whatever is wrong with it."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path.name} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged: {error}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write in one step: other processes see the old file or the whole new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

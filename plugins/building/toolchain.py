@@ -1,4 +1,4 @@
-"""The programs that a build needs: where they are, and what they say of themselves."""
+"""The programs that a build needs: where they are, and their versions."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from effexport.plugins.building.library import LibraryError
+from effexport.plugins.building.programs import first_line, run_program
 
 OLDEST_CMAKE = (3, 24)
-# the GPUs we compile for, as far as the nvcc knows them; later ones take the PTX of the highest
+# GPU generations for which machine code is compiled if nvcc knows them; later GPUs run the PTX of the highest
 CUDA_ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 NVCC_VARIABLES = ("EFFEXPORT_NVCC", "CUDACXX")
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 TIMEOUT_S = 60
+UNKNOWN_VERSION = "unknown version"
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """The C++ compiler. command has more than one word for the likes of CXX="ccache g++"; version is its first line."""
+    """The C++ compiler. command may have several words (CXX="ccache g++"); version is the first line of --version."""
 
     command: tuple[str, ...]
     version: str
@@ -31,7 +32,7 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Nvcc:
-    """The CUDA compiler, with those of CUDA_ARCHITECTURES that it knows."""
+    """The CUDA compiler, and which of CUDA_ARCHITECTURES it knows."""
 
     path: Path
     version: str
@@ -48,7 +49,7 @@ def find_compiler() -> tuple[str, ...] | None:
     for candidate in [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]:
         try:
             words = shlex.split(candidate)
-        except ValueError:  # a quotation mark without its other half
+        except ValueError:  # an unclosed quotation mark
             continue
         if words and (path := shutil.which(words[0])):
             return (path, *words[1:])
@@ -59,7 +60,7 @@ def examine_compiler() -> Compiler:
     command = find_compiler()
     if command is None and os.environ.get("CXX"):
         raise LibraryError(
-            f"CXX is {os.environ['CXX']!r}, which is no program here; expected a C++17 compiler. "
+            f"CXX is {os.environ['CXX']!r}, which is not a program on this machine; expected a C++17 compiler. "
             f"Correct it, or unset it"
         )
     if command is None:
@@ -67,11 +68,11 @@ def examine_compiler() -> Compiler:
             "no C++ compiler found (c++, g++ or clang++ on PATH); on Debian and Ubuntu run: sudo apt install g++ make; "
             "elsewhere install GCC or Clang, or set CXX to a C++17 compiler"
         )
-    return Compiler(command, _first_line(_says(*command, "--version")))
+    return Compiler(command, first_line(_ask(*command, "--version"), UNKNOWN_VERSION))
 
 
 def find_nvcc() -> Path | None:
-    """EFFEXPORT_NVCC or CUDACXX, else nvcc on PATH or in /usr/local/cuda. None too where a variable names nothing."""
+    """EFFEXPORT_NVCC or CUDACXX, else nvcc on PATH or in /usr/local/cuda. None if a variable names a missing one."""
     for variable in NVCC_VARIABLES:
         if given := os.environ.get(variable):
             found = shutil.which(given)
@@ -81,35 +82,36 @@ def find_nvcc() -> Path | None:
 
 
 def choose_nvcc() -> Path | None:
-    """`find_nvcc`, but a variable that names nothing is a LibraryError: an explicit choice is never replaced."""
+    """The same, but raises LibraryError if a variable names a missing program: an explicit choice is never replaced."""
     path = find_nvcc()
     if path is None:
         for variable in NVCC_VARIABLES:
             if given := os.environ.get(variable):
                 raise LibraryError(
-                    f"{variable} is {given!r}, which is no program here; expected an nvcc. Correct it, or unset it"
+                    f"{variable} is {given!r}, which is not a program on this machine; expected an nvcc. "
+                    f"Correct it, or unset it"
                 )
     return path
 
 
 def examine_nvcc() -> Nvcc | None:
-    """The nvcc with its version and architectures; None when there is none. Raises LibraryError for a broken one."""
+    """The nvcc with its version and architectures, or None without one. Raises LibraryError if it does not run."""
     path = choose_nvcc()
     if path is None:
         return None
     try:
-        version = _says(str(path), "--version")
-        known = set(re.findall(r"^sm_(\d+)\s*$", _says(str(path), "--list-gpu-code"), re.MULTILINE))
+        version = _ask(str(path), "--version")
+        known = set(re.findall(r"^sm_(\d+)\s*$", _ask(str(path), "--list-gpu-code"), re.MULTILINE))
     except LibraryError as error:
         raise LibraryError(f"{error}. To build for the CPU alone: effexport plugins build --no-cuda") from error
     architectures = tuple(number for number in CUDA_ARCHITECTURES if str(number) in known)
     if not architectures:
         raise LibraryError(
-            f"{path} compiles for none of sm_{', sm_'.join(map(str, CUDA_ARCHITECTURES))}; expected CUDA 11 or later. "
-            f"Name another with EFFEXPORT_NVCC, or build for the CPU alone: effexport plugins build --no-cuda"
+            f"{path} does not compile for any of sm_{', sm_'.join(map(str, CUDA_ARCHITECTURES))}; expected CUDA 11 "
+            f"or later. Name another with EFFEXPORT_NVCC, or build for the CPU alone: effexport plugins build --no-cuda"
         )
     release = re.search(r"^.*release.*$", version, re.MULTILINE)
-    return Nvcc(path, release[0].strip() if release else _first_line(version), architectures)
+    return Nvcc(path, release[0].strip() if release else first_line(version, UNKNOWN_VERSION), architectures)
 
 
 def find_cmake() -> Path | None:
@@ -134,7 +136,7 @@ def _cmakes() -> list[tuple[Path, tuple[int, int]]]:
     for folder in (None, str(Path(sys.executable).parent)):
         if path := shutil.which("cmake", path=folder):
             try:
-                version = re.search(r"cmake version (\d+)\.(\d+)", _says(path, "--version"))
+                version = re.search(r"cmake version (\d+)\.(\d+)", _ask(path, "--version"))
             except LibraryError:
                 continue  # the cmake of a broken pip installation
             if version:
@@ -143,7 +145,7 @@ def _cmakes() -> list[tuple[Path, tuple[int, int]]]:
 
 
 def require_generator() -> str:
-    """What runs the compilers for cmake."""
+    """The name of the CMake generator to use. Raises LibraryError without ninja and make."""
     if shutil.which("ninja"):
         return "Ninja"
     if shutil.which("make"):
@@ -151,25 +153,10 @@ def require_generator() -> str:
     raise LibraryError("neither ninja nor make is on PATH; on Debian and Ubuntu run: sudo apt install make")
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "unknown version")
-
-
-def _says(*command: str) -> str:
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LibraryError(f"{shlex.join(command)} does not run: {error}") from error
-    if done.returncode:
-        said = _first_line(done.stderr + done.stdout)
-        raise LibraryError(f"{shlex.join(command)} does not run: exit status {done.returncode}, {said}")
-    return done.stdout
+def _ask(*command: str) -> str:
+    """What the program prints. Raises LibraryError where it fails."""
+    run = run_program(*command, timeout_s=TIMEOUT_S)
+    if run.problem:
+        message = first_line(run.errors + run.output, "")
+        raise LibraryError(f"{shlex.join(command)} does not run: {run.problem}{message and f', {message}'}")
+    return run.output

@@ -1,6 +1,6 @@
 // Kernels of effexport::IterativePinv; the contract is in README.md beside this file.
-// Pointers, sizes and a stream: no framework types. Arrays are dense and row-major; T is float, Half or BFloat16,
-// and everything is computed in float32.
+// Pointers, sizes and a stream: no framework types. Arrays are dense and row-major; T is float, Half or BFloat16.
+// The CPU kernel iterates Z in float64 and rounds the last product in float32; the CUDA kernel computes in float32.
 #pragma once
 
 #include <cstddef>

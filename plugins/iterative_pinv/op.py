@@ -1,4 +1,4 @@
-"""`effexport::IterativePinv`: torch operator, obvious reference, ONNX schema, translation and function body.
+"""`effexport::IterativePinv`: signature, obvious reference, torch operator, ONNX translation and function body.
 
 The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
 them, so that models can use the torch operator without either.
@@ -12,10 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins import DOMAIN, OPSET_VERSION
+from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
     import onnx
+
+SIGNATURE = Signature(
+    "IterativePinv",
+    "Z0 = Aᵀ/scale; Z ← Z/4 · (13I − P(15I − P(7I − P))), P = A Z, a fixed number of times.",
+    inputs=(
+        Parameter("A", "N m m"),
+        Parameter("scale", "N 1 1", note=", divisor of the start value"),
+    ),
+    outputs=(Parameter("Z", "N m m"),),
+    attributes=(Attribute("iterations", int, default=6, at_least=1),),
+)
 
 
 def reference(a: Tensor, scale: Tensor, iterations: int) -> Tensor:
@@ -35,25 +47,14 @@ def iterative_pinv(a: Tensor, scale: Tensor, iterations: int = 6) -> Tensor:
     a [N, m, m]; scale [N, 1, 1], the divisor of the start value Aᵀ; same dtype. Returns Z [N, m, m].
     Raises ValueError for other shapes.
     """
-    check_shapes(a, scale, iterations)
+    SIGNATURE.check(a, scale, iterations=iterations)
     return reference(a, scale, iterations)
 
 
 @iterative_pinv.register_fake
 def _(a: Tensor, scale: Tensor, iterations: int = 6) -> Tensor:
-    check_shapes(a, scale, iterations)
+    SIGNATURE.check(a, scale, iterations=iterations)
     return torch.empty_like(a, memory_format=torch.contiguous_format)
-
-
-def check_shapes(a: Tensor, scale: Tensor, iterations: int) -> None:
-    if a.dim() != 3 or a.shape[1] != a.shape[2]:
-        raise ValueError(f"iterative_pinv: a has shape {tuple(a.shape)}; expected [N, m, m]")
-    if scale.dim() != 3 or tuple(scale.shape[1:]) != (1, 1) or scale.shape[0] != a.shape[0]:
-        raise ValueError(f"iterative_pinv: scale has shape {tuple(scale.shape)}; expected [{a.shape[0]}, 1, 1]")
-    if scale.dtype != a.dtype:
-        raise ValueError(f"iterative_pinv: scale is {scale.dtype} but a is {a.dtype}; expected one dtype")
-    if iterations < 1:
-        raise ValueError(f"iterative_pinv: iterations is {iterations}; expected at least 1")
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
@@ -73,35 +74,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
 iterative_pinv.register_autograd(_backward, setup_context=_save_inputs)
 
 
-def onnx_schema() -> onnx.defs.OpSchema:
-    """Schema of the ONNX operator, with type and shape inference."""
-    import onnx
-
-    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
-    schema = onnx.defs.OpSchema(
-        "IterativePinv",
-        DOMAIN,
-        OPSET_VERSION,
-        doc="Z0 = Aᵀ/scale; Z ← Z/4 · (13I − P(15I − P(7I − P))), P = A Z, a fixed number of times.",
-        inputs=[
-            parameter("A", "T", "[N, m, m]"),
-            parameter("scale", "T", "[N, 1, 1], divisor of the start value"),
-        ],
-        outputs=[parameter("Z", "T", "[N, m, m]")],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-        attributes=[
-            attribute("iterations", onnx.helper.make_attribute("iterations", 6), ""),
-            attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False),
-        ],
-    )
-
-    def infer(context: onnx.shape_inference.InferenceContext) -> None:
-        context.set_output_type(0, context.get_input_type(0))
-
-    schema.set_type_and_shape_inference_function(infer)
-    return schema
-
-
 def onnx_translation(a: Any, scale: Any, iterations: int = 6) -> Any:
     """What torch.onnx.export emits for one call: one node."""
     from onnxscript import values
@@ -112,14 +84,10 @@ def onnx_translation(a: Any, scale: Any, iterations: int = 6) -> Any:
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators, iterations unrolled.
 
-    A function is found by name alone, so one body serves every node of a model: they must agree on `iterations`.
-    Raises ValueError when they do not.
+    One body serves all nodes of a model. Raises ValueError when they differ in `iterations`.
     """
     import onnx.parser
 
-    counts = {onnx.helper.get_node_attr_value(node, "iterations") for node in nodes}
-    if len(counts) != 1:
-        raise ValueError(f"IterativePinv nodes with different iterations {sorted(counts)} cannot share one body")
     step = """
         P{i} = MatMul (A, Z{i})
         Inner{i} = Sub (I7, P{i})
@@ -130,7 +98,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         Quarter{i} = Mul (quarter, Z{i})
         {z_next} = MatMul (Quarter{i}, Outer{i})
     """
-    iterations = counts.pop()
+    iterations = SIGNATURE.common_attributes(nodes)["iterations"]
     steps = "".join(step.format(i=i, z_next="Z" if i == iterations - 1 else f"Z{i + 1}") for i in range(iterations))
     return onnx.parser.parse_function(f"""
     <domain: "{DOMAIN}", opset_import: ["" : {opset}]>

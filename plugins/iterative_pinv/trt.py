@@ -1,4 +1,4 @@
-"""The TensorRT plugin of `effexport::IterativePinv`: its CUDA kernel as PTX, which the engine carries along.
+"""The TensorRT plugin of `effexport::IterativePinv`: its CUDA kernel as PTX, which is stored in the engine.
 
 TensorRT reads annotations when it registers a plugin, so this file does not postpone their evaluation.
 """
@@ -22,10 +22,10 @@ INT32_MAX = 2**31 - 1
 def why_body(
     dtypes: Sequence[str], dims: Sequence[Sequence[int | str | None]], attributes: Mapping[str, Any]
 ) -> str | None:
-    """Why a node must run as its function body, as a sentence for the user; None when the plugin serves it.
+    """Why a node must run as its function body, as a sentence for the user; None if the plugin supports it.
 
-    dtypes, dims: of the node's inputs A [N, m, m] and scale [N, 1, 1]. Types as NumPy calls them; a dimension that is
-    not fixed is a name or None.
+    dtypes, dims: of the node's inputs A [N, m, m] and scale [N, 1, 1]. Types are NumPy names; a dynamic dimension is
+    a name or None.
     """
     others = [dtype for dtype in dtypes if dtype not in ELEMENT_TYPES]
     if others or len(set(dtypes)) != 1:
@@ -41,7 +41,7 @@ def why_body(
             f"room for 1 × 1 to {MAX_M} × {MAX_M}."
         )
     if "iterations" not in attributes:
-        return "The node does not say `iterations`; TensorRT's plugins have no default values."
+        return "The node has no attribute `iterations`; attributes of TensorRT plugins have no defaults."
     if not 1 <= attributes["iterations"] <= INT32_MAX:
         return f"`iterations` is {attributes['iterations']}; the TensorRT plugin takes 1 to {INT32_MAX}."
     return None
@@ -64,12 +64,12 @@ def shared_bytes(m: int) -> int:
 
 @functools.cache
 def register() -> None:
-    """Make the plugin known to TensorRT, once per process. Raises LibraryError where its PTX cannot be made."""
+    """Register the plugin with TensorRT, once per process. Raises LibraryError if its PTX cannot be made."""
     import numpy as np
     import tensorrt as trt
     import tensorrt.plugin as trtp
 
-    # before anything else: TensorRT calls the functions below from within a build, where an error loses its remedy
+    # first, because TensorRT calls the functions below within a build, where the text of an error is lost
     ptx = ptx_from_source(OP)
     types = {trt.DataType.FLOAT: ("FP32", "float32"), trt.DataType.HALF: ("FP16", "float16")}
 
@@ -84,7 +84,7 @@ def register() -> None:
     ) -> list[trtp.AutoTuneCombination]:
         if a.dtype not in types:
             raise TypeError(f"IterativePinv: its inputs are {a.dtype.name}; expected FLOAT or HALF")
-        # only the type that the network has: networks are strongly typed
+        # networks are strongly typed, so only their type is offered
         name, _ = types[a.dtype]
         return [trtp.AutoTuneCombination(f"{name}, {name}, {name}", "LINEAR")]
 

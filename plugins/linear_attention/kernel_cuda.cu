@@ -36,7 +36,7 @@ static_assert(kSharedBytes + kWeightsBytes <= 48 * 1024, "the most that every GP
 
 __device__ float feature(float x) { return x > 0.0f ? x + 1.0f : expf(x); }
 
-// What all kernels are told. A state is S [head_dim, value_dim] and z [head_dim].
+// Sizes, which all kernels take. A state is S [head_dim, value_dim] and z [head_dim].
 struct Sizes {
   std::int32_t count, heads, seq, head_dim, value_dim, slice;
 

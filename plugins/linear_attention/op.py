@@ -1,4 +1,4 @@
-"""`effexport::EluLinearAttention`: torch operator, obvious reference, ONNX schema, translation and function body.
+"""`effexport::EluLinearAttention`: signature, obvious reference, torch operator, ONNX translation and function body.
 
 The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
 them, so that models can use the torch operator without either.
@@ -12,10 +12,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins import DOMAIN, OPSET_VERSION
+from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
     import onnx
+
+SIGNATURE = Signature(
+    "EluLinearAttention",
+    "φ(q_i)ᵀ S / (φ(q_i)·z + eps) with φ(x) = elu(x) + 1, S = Σ φ(k_j) v_jᵀ, z = Σ φ(k_j) over kept j.",
+    inputs=(
+        Parameter("q", "batch heads seq head_dim"),
+        Parameter("k", "batch heads seq head_dim"),
+        Parameter("v", "batch heads seq value_dim"),
+        Parameter("keep", "batch seq", "bool", ", false for positions without weight"),
+    ),
+    outputs=(Parameter("out", "batch heads seq value_dim"),),
+    attributes=(
+        Attribute("eps", float, at_least=0),
+        Attribute("causal", int, default=0),
+        Attribute("chunk_length", int, default=128, at_least=1),
+    ),
+)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, causal: bool) -> Tensor:
@@ -40,7 +58,7 @@ def linear_attention(
     chunk_length says how the function body cuts a causal sequence. Returns the shape and dtype of v. No gradient.
     Raises ValueError for other shapes, dtypes or attributes.
     """
-    check_shapes(q, k, v, keep, eps, chunk_length)
+    SIGNATURE.check(q, k, v, keep, eps=eps, chunk_length=chunk_length)
     return reference(q, k, v, keep, eps, causal)
 
 
@@ -48,62 +66,8 @@ def linear_attention(
 def _(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, causal: bool = False, chunk_length: int = 128
 ) -> Tensor:
-    check_shapes(q, k, v, keep, eps, chunk_length)
+    SIGNATURE.check(q, k, v, keep, eps=eps, chunk_length=chunk_length)
     return torch.empty_like(v, memory_format=torch.contiguous_format)
-
-
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, eps: float, chunk_length: int) -> None:
-    if q.dim() != 4:
-        raise ValueError(f"linear_attention: q has shape {tuple(q.shape)}; expected [batch, heads, seq, head_dim]")
-    if k.shape != q.shape:
-        raise ValueError(f"linear_attention: k has shape {tuple(k.shape)}; expected that of q, {tuple(q.shape)}")
-    if v.dim() != 4 or v.shape[:3] != q.shape[:3]:
-        expected = [*q.shape[:3], "value_dim"]
-        raise ValueError(f"linear_attention: v has shape {tuple(v.shape)}; expected {expected}")
-    if keep.dim() != 2 or keep.shape[0] != q.shape[0] or keep.shape[1] != q.shape[2]:
-        expected = [q.shape[0], q.shape[2]]
-        raise ValueError(f"linear_attention: keep has shape {tuple(keep.shape)}; expected {expected}, [batch, seq]")
-    if not q.dtype.is_floating_point or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"linear_attention: q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; expected one float dtype")
-    if keep.dtype != torch.bool:
-        raise ValueError(f"linear_attention: keep is {keep.dtype}; expected torch.bool")
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"linear_attention: eps is {eps}; expected a finite number that is not negative")
-    if chunk_length < 1:
-        raise ValueError(f"linear_attention: chunk_length is {chunk_length}; expected at least 1")
-
-
-def onnx_schema() -> onnx.defs.OpSchema:
-    """Schema of the ONNX operator, with type and shape inference."""
-    import onnx
-
-    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
-    schema = onnx.defs.OpSchema(
-        "EluLinearAttention",
-        DOMAIN,
-        OPSET_VERSION,
-        doc="φ(q_i)ᵀ S / (φ(q_i)·z + eps) with φ(x) = elu(x) + 1, S = Σ φ(k_j) v_jᵀ, z = Σ φ(k_j) over kept j.",
-        inputs=[
-            parameter("q", "T", "[batch, heads, seq, head_dim]"),
-            parameter("k", "T", "[batch, heads, seq, head_dim]"),
-            parameter("v", "T", "[batch, heads, seq, value_dim]"),
-            parameter("keep", "tensor(bool)", "[batch, seq], false for positions without weight"),
-        ],
-        outputs=[parameter("out", "T", "[batch, heads, seq, value_dim]")],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-        attributes=[
-            attribute("eps", onnx.defs.OpSchema.AttrType.FLOAT, required=True),
-            attribute("causal", onnx.helper.make_attribute("causal", 0), ""),
-            attribute("chunk_length", onnx.helper.make_attribute("chunk_length", 128), ""),
-            attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False),
-        ],
-    )
-
-    def infer(context: onnx.shape_inference.InferenceContext) -> None:
-        context.set_output_type(0, context.get_input_type(2))
-
-    schema.set_type_and_shape_inference_function(infer)
-    return schema
 
 
 def onnx_translation(
@@ -119,14 +83,15 @@ def onnx_translation(
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators.
 
-    A function is found by name alone, so one body serves every node of a model: they may differ in `eps`, which the
-    body refers to, and must agree on `causal` and, where causal, on `chunk_length`. Raises ValueError when they do not.
-    Axes count from the front: ONNX Runtime takes others for none in an empty tensor.
+    One body serves all nodes of a model. They may differ in `eps`, to which the body refers. Raises ValueError when
+    they differ in `causal` or, if causal, in `chunk_length`. Axes count from the front: in an empty tensor, ONNX
+    Runtime ignores axes that count from the back.
     """
     import onnx.parser
 
-    causal, chunk_length = _common_attributes(nodes)
-    sums = _causal_sums(chunk_length) if causal else _SUMS
+    sums = _SUMS
+    if SIGNATURE.common_attributes(nodes, "causal")["causal"]:
+        sums = _causal_sums(**SIGNATURE.common_attributes(nodes, "chunk_length"))
     return onnx.parser.parse_function(f"""
     <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
     EluLinearAttention <eps, causal, chunk_length> (q, k, v, keep) => (out) {{
@@ -151,22 +116,6 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         out = CastLike (result, v)
     }}
     """)
-
-
-def _common_attributes(nodes: Sequence[onnx.NodeProto]) -> tuple[bool, int]:
-    """`causal` and `chunk_length` of all nodes, absent ones being the schema's defaults."""
-    import onnx
-
-    found = {
-        (bool(values.get("causal", 0)), values.get("chunk_length", 128) if values.get("causal", 0) else 0)
-        for values in ({a.name: onnx.helper.get_attribute_value(a) for a in node.attribute} for node in nodes)
-    }
-    if len({causal for causal, _ in found}) > 1:
-        raise ValueError("EluLinearAttention nodes, some of them causal and others not, cannot share one body")
-    if len(found) > 1:
-        lengths = sorted(chunk_length for _, chunk_length in found)
-        raise ValueError(f"causal EluLinearAttention nodes with different chunk_length {lengths} cannot share one body")
-    return found.pop()
 
 
 _SUMS = """

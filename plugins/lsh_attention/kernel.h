@@ -31,7 +31,7 @@ struct Problem {
 };
 
 // Arrays of the first step. qk [groups, seq, head_dim]; v [groups, seq, value_dim]; order [groups, rounds, padded], each
-// row a permutation of [0, padded); kept [groups]: how many tokens of each group's sample are no padding.
+// row a permutation of [0, padded); kept [groups]: how many tokens of each group's sample are not padding.
 // contexts [groups, rounds, seq, value_dim] and lses [groups, rounds, seq]: what each round gives a token, and its weight.
 template <class T>
 struct Arrays {

@@ -205,7 +205,7 @@ __device__ void mask(const Sizes& s, const Shared& shared, float (&scores)[kPerT
       const int own = shared.own[first_query + i];
       float logit = scores[i][j] / length;
       if (hidden || (s.causal && seen > own)) logit = kHiddenLogit;
-      // places beyond the window belong to nobody, and so do queries beyond the chunk: they are no pair
+      // places beyond the window belong to nobody, and so do queries beyond the chunk: they are not a pair
       if (own == seen && seen != kNobody) logit = kSelfLogit;
       scores[i][j] = logit;
     }

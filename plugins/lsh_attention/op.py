@@ -1,4 +1,4 @@
-"""`effexport::LSHAttention`: torch operator, obvious reference, ONNX schema, translation and function body.
+"""`effexport::LSHAttention`: signature, obvious reference, torch operator, ONNX translation and function body.
 
 The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
 them, so that models can use the torch operator without either.
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins import DOMAIN, OPSET_VERSION
+from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
     import onnx
@@ -22,8 +23,27 @@ if TYPE_CHECKING:
 SELF_LOGIT = -1e5
 # Under the root of a key's length, as in transformers.
 KEY_EPS = 1e-6
-# Attributes of the node, in the order of the torch operator's arguments.
-ATTRIBUTES = ("chunk_length", "chunks_before", "chunks_after", "causal", "circular", "rounded")
+
+SIGNATURE = Signature(
+    "LSHAttention",
+    "Attention of tokens, sorted by hash bucket, within chunks; all hash rounds combined by log-sum-exp.",
+    inputs=(
+        Parameter("qk", "batch heads seq head_dim", note=", shared queries and keys"),
+        Parameter("v", "batch heads seq value_dim"),
+        Parameter("order", "rows padded", "int32", ", of LSHSort; rows are batch · heads · rounds"),
+        Parameter("rank", "rows padded", "int32", ", of LSHSort"),
+        Parameter("keep", "batch seq", "bool"),
+    ),
+    outputs=(Parameter("out", "batch heads seq value_dim"),),
+    attributes=(
+        Attribute("chunk_length", int, at_least=1),
+        Attribute("chunks_before", int, at_least=0),
+        Attribute("chunks_after", int, at_least=0),
+        Attribute("causal", int),
+        Attribute("circular", int),
+        Attribute("rounded", int),
+    ),
+)
 
 
 def reference(
@@ -103,7 +123,9 @@ def lsh_attention(
     Returns [batch, heads, seq, head_dim]. It has no gradient; the layers of `effexport.models` use plain formulas
     except while they are exported. Raises ValueError for other shapes and dtypes.
     """
-    check_shapes(qk, v, order, rank, keep, chunk_length, chunks_before, chunks_after)
+    windows = {"chunk_length": chunk_length, "chunks_before": chunks_before, "chunks_after": chunks_after}
+    SIGNATURE.check(qk, v, order, rank, keep, **windows)
+    check_rows(qk, order, chunk_length)
     if v.numel() == 0:
         return torch.empty_like(v, memory_format=torch.contiguous_format)
     options = (chunk_length, chunks_before, chunks_after, causal, circular, rounded)
@@ -127,30 +149,9 @@ def _(
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-def check_shapes(
-    qk: Tensor,
-    v: Tensor,
-    order: Tensor,
-    rank: Tensor,
-    keep: Tensor,
-    chunk_length: int,
-    chunks_before: int,
-    chunks_after: int,
-) -> None:
-    if qk.dim() != 4 or v.dim() != 4 or qk.shape[:3] != v.shape[:3]:
-        shapes = f"{tuple(qk.shape)} and {tuple(v.shape)}"
-        raise ValueError(f"lsh_attention: qk and v have shapes {shapes}; expected [batch, heads, seq, head_dim] twice")
-    if qk.dtype != v.dtype or not qk.is_floating_point():
-        raise ValueError(f"lsh_attention: qk is {qk.dtype} and v is {v.dtype}; expected one floating-point type")
-    if chunk_length < 1 or chunks_before < 0 or chunks_after < 0:
-        given = f"{chunk_length}, {chunks_before} and {chunks_after}"
-        raise ValueError(
-            f"lsh_attention: chunk_length, chunks_before and chunks_after are {given}; expected at least 1, 0, 0"
-        )
+def check_rows(qk: Tensor, order: Tensor, chunk_length: int) -> None:
+    """Raise ValueError unless `order` has whole rounds of whole chunks that hold the tokens of qk."""
     batch, heads, seq_len = qk.shape[:3]
-    if order.dim() != 2 or order.dtype != torch.int32 or rank.shape != order.shape or rank.dtype != torch.int32:
-        given = f"{order.dtype} {tuple(order.shape)} and {rank.dtype} {tuple(rank.shape)}"
-        raise ValueError(f"lsh_attention: order and rank are {given}; expected int32 [rows, padded] twice")
     rows, padded = order.shape
     no_rounds = rows == 0 and batch * heads > 0
     if no_rounds or rows % max(batch * heads, 1) or padded % chunk_length or padded < seq_len:
@@ -159,43 +160,6 @@ def check_shapes(
             f"{batch * heads} rows, batch · heads, and a multiple of chunk_length {chunk_length} that holds "
             f"{seq_len} tokens"
         )
-    if keep.dtype != torch.bool or tuple(keep.shape) != (batch, seq_len):
-        raise ValueError(
-            f"lsh_attention: keep is {keep.dtype} {tuple(keep.shape)}; expected torch.bool {(batch, seq_len)}"
-        )
-
-
-def onnx_schema() -> onnx.defs.OpSchema:
-    """Schema of the ONNX operator, with type and shape inference."""
-    import onnx
-
-    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
-    integer = onnx.defs.OpSchema.AttrType.INT
-    schema = onnx.defs.OpSchema(
-        "LSHAttention",
-        DOMAIN,
-        OPSET_VERSION,
-        doc="Attention of tokens, sorted by hash bucket, within chunks; all hash rounds combined by log-sum-exp.",
-        inputs=[
-            parameter("qk", "T", "[batch, heads, seq, head_dim], shared queries and keys"),
-            parameter("v", "T", "[batch, heads, seq, head_dim]"),
-            parameter("order", "tensor(int32)", "[batch · heads · rounds, padded], of LSHSort"),
-            parameter("rank", "tensor(int32)", "[batch · heads · rounds, padded], of LSHSort"),
-            parameter("keep", "tensor(bool)", "[batch, seq]"),
-        ],
-        outputs=[parameter("out", "T", "[batch, heads, seq, head_dim]")],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-        attributes=[
-            *(attribute(name, integer, required=True) for name in ATTRIBUTES),
-            attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False),
-        ],
-    )
-
-    def infer(context: onnx.shape_inference.InferenceContext) -> None:
-        context.set_output_type(0, context.get_input_type(1))
-
-    schema.set_type_and_shape_inference_function(infer)
-    return schema
 
 
 def onnx_translation(
@@ -232,20 +196,17 @@ def onnx_translation(
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators: rows of every window are gathered, and one product serves all chunks.
 
-    A function is found by name alone, so one body serves every node of a model: they must agree on their attributes.
-    Raises ValueError when they do not.
+    One body serves all nodes of a model. Raises ValueError when they differ in an attribute.
     """
     import onnx.parser
 
-    settings = {tuple(int(onnx.helper.get_node_attr_value(node, name)) for name in ATTRIBUTES) for node in nodes}
-    if len(settings) != 1:
-        raise ValueError(f"LSHAttention nodes with different attributes {sorted(settings)} cannot share one body")
-    chunk_length, before, after, causal, circular, rounded = settings.pop()
+    chunk_length, before, after, causal, circular, rounded = SIGNATURE.common_attributes(nodes).values()
     window = (before + 1 + after) * chunk_length
     around = _look_around_circular if circular else _look_around
     return onnx.parser.parse_function(f"""
     <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
-    LSHAttention <{", ".join(ATTRIBUTES)}> (qk, v, order, rank, keep) => (out) {{
+    LSHAttention <chunk_length, chunks_before, chunks_after, causal, circular, rounded>
+    (qk, v, order, rank, keep) => (out) {{
         zero = Constant <value_int = 0> ()
         one = Constant <value_int = 1> ()
         zero_1d = Constant <value_ints = [0]> ()

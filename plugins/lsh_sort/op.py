@@ -1,4 +1,4 @@
-"""`effexport::LSHSort`: torch operator, obvious reference, ONNX schema, translation and function body.
+"""`effexport::LSHSort`: signature, obvious reference, torch operator, ONNX translation and function body.
 
 The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
 them, so that models can use the torch operator without either.
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins import DOMAIN, OPSET_VERSION
+from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
     import onnx
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
 MAX_RADIX = 32
 # Tokens per block of the body's prefix sums, which are products with a triangular matrix.
 BLOCK = 128
+
+SIGNATURE = Signature(
+    "LSHSort",
+    "Stable counting sort of every row. order lists the tokens by bucket, rank is the inverse permutation.",
+    inputs=(Parameter("buckets", "N n", note=", values in [0, num_buckets)"),),
+    outputs=(Parameter("order", "N n"), Parameter("rank", "N n")),
+    attributes=(Attribute("num_buckets", int, at_least=1),),
+)
 
 
 def reference(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
@@ -39,7 +48,7 @@ def lsh_sort(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
     buckets: int32 [N, n] with values in [0, num_buckets). Returns (order, rank), both int32 [N, n].
     Raises ValueError for another shape or dtype, and (on the CPU) for a bucket out of range.
     """
-    check_shapes(buckets, num_buckets)
+    SIGNATURE.check(buckets, num_buckets=num_buckets)
     if buckets.device.type == "cpu" and buckets.numel() > 0:
         low, high = (int(x) for x in torch.aminmax(buckets))
         if low < 0 or high >= num_buckets:
@@ -50,47 +59,11 @@ def lsh_sort(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
 
 @lsh_sort.register_fake
 def _(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
-    check_shapes(buckets, num_buckets)
+    SIGNATURE.check(buckets, num_buckets=num_buckets)
     return (
         torch.empty_like(buckets, memory_format=torch.contiguous_format),
         torch.empty_like(buckets, memory_format=torch.contiguous_format),
     )
-
-
-def check_shapes(buckets: Tensor, num_buckets: int) -> None:
-    if buckets.dim() != 2:
-        raise ValueError(f"lsh_sort: buckets has shape {tuple(buckets.shape)}; expected [N, n]")
-    if buckets.dtype != torch.int32:
-        raise ValueError(f"lsh_sort: buckets is {buckets.dtype}; expected torch.int32")
-    if num_buckets < 1:
-        raise ValueError(f"lsh_sort: num_buckets is {num_buckets}; expected at least 1")
-
-
-def onnx_schema() -> onnx.defs.OpSchema:
-    """Schema of the ONNX operator, with type and shape inference."""
-    import onnx
-
-    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
-    schema = onnx.defs.OpSchema(
-        "LSHSort",
-        DOMAIN,
-        OPSET_VERSION,
-        doc="Stable counting sort of every row. order lists the tokens by bucket, rank is the inverse permutation.",
-        inputs=[parameter("buckets", "T", "[N, n], values in [0, num_buckets)")],
-        outputs=[parameter("order", "T", "[N, n]"), parameter("rank", "T", "[N, n]")],
-        type_constraints=[("T", ["tensor(int32)"], "")],
-        attributes=[
-            attribute("num_buckets", onnx.defs.OpSchema.AttrType.INT, required=True),
-            attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False),
-        ],
-    )
-
-    def infer(context: onnx.shape_inference.InferenceContext) -> None:
-        context.set_output_type(0, context.get_input_type(0))
-        context.set_output_type(1, context.get_input_type(0))
-
-    schema.set_type_and_shape_inference_function(infer)
-    return schema
 
 
 def onnx_translation(buckets: Any, num_buckets: int) -> Any:

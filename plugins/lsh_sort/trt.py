@@ -1,4 +1,4 @@
-"""The TensorRT plugin of `effexport::LSHSort`: its CUDA kernel as PTX, which the engine carries along.
+"""The TensorRT plugin of `effexport::LSHSort`: its CUDA kernel as PTX, which is stored in the engine.
 
 TensorRT reads annotations when it registers a plugin, so this file does not postpone their evaluation.
 """
@@ -22,10 +22,9 @@ INT32_MAX = 2**31 - 1
 def why_body(
     dtypes: Sequence[str], dims: Sequence[Sequence[int | str | None]], attributes: Mapping[str, Any]
 ) -> str | None:
-    """Why a node must run as its function body, as a sentence for the user; None when the plugin serves it.
+    """Why a node must run as its function body, as a sentence for the user; None if the plugin supports it.
 
-    dtypes, dims: of the node's input buckets [N, n]. Types as NumPy calls them; a dimension that is not fixed is a name
-    or None.
+    dtypes, dims: of the node's input buckets [N, n]. Types are NumPy names; a dynamic dimension is a name or None.
     """
     if list(dtypes) != ["int32"]:
         return f"Its buckets are {' and '.join(dtypes)}; the TensorRT plugin takes int32."
@@ -33,7 +32,7 @@ def why_body(
     if too_large := [dim for dim in dims[0] if isinstance(dim, int) and dim > INT32_MAX]:
         return f"Its buckets have a dimension of {too_large[0]}; the TensorRT plugin takes at most {INT32_MAX}."
     if "num_buckets" not in attributes:
-        return "The node does not say `num_buckets`; TensorRT's plugins have no default values."
+        return "The node has no attribute `num_buckets`; attributes of TensorRT plugins have no defaults."
     if not 1 <= attributes["num_buckets"] <= INT32_MAX:
         return f"`num_buckets` is {attributes['num_buckets']}; the TensorRT plugin takes 1 to {INT32_MAX}."
     return None
@@ -51,12 +50,12 @@ def shared_bytes(num_buckets: int) -> int:
 
 @functools.cache
 def register() -> None:
-    """Make the plugin known to TensorRT, once per process. Raises LibraryError where its PTX cannot be made."""
+    """Register the plugin with TensorRT, once per process. Raises LibraryError if its PTX cannot be made."""
     import numpy as np
     import tensorrt as trt
     import tensorrt.plugin as trtp
 
-    # before anything else: TensorRT calls the functions below from within a build, where an error loses its remedy
+    # first, because TensorRT calls the functions below within a build, where the text of an error is lost
     ptx = ptx_from_source(OP)
 
     # the attribute is an array of one: TensorRT 10 fails to make it an int with NumPy 2.4 or later

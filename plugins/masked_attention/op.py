@@ -1,4 +1,4 @@
-"""`effexport::MaskedAttention`: torch operator, obvious reference, ONNX schema, translation and function body.
+"""`effexport::MaskedAttention`: signature, obvious reference, torch operator, ONNX translation and function body.
 
 The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
 them, so that models can use the torch operator without either.
@@ -6,20 +6,33 @@ them, so that models can use the torch operator without either.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins import DOMAIN, OPSET_VERSION
+from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
     import onnx
 
 # Logit of a hidden key: finite, so that a sample that sees nothing averages over all of its keys.
 HIDDEN_LOGIT = torch.finfo(torch.float32).min
+
+SIGNATURE = Signature(
+    "MaskedAttention",
+    "softmax(scale · q kᵀ) v over the keys that `keep` leaves.",
+    inputs=(
+        Parameter("q", "batch heads n d"),
+        Parameter("k", "batch heads m d"),
+        Parameter("v", "batch heads m e"),
+        Parameter("keep", "batch m", "bool"),
+    ),
+    outputs=(Parameter("out", "batch heads n e"),),
+    attributes=(Attribute("scale", float),),
+)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -39,76 +52,14 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float
     It has no gradient; the layers of `effexport.models` use plain formulas except while they are exported.
     Raises ValueError for other shapes and dtypes.
     """
-    check_shapes(q, k, v, keep, scale)
+    SIGNATURE.check(q, k, v, keep, scale=scale)
     return reference(q, k, v, keep, scale).contiguous()
 
 
 @masked_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
-    check_shapes(q, k, v, keep, scale)
+    SIGNATURE.check(q, k, v, keep, scale=scale)
     return q.new_empty((*q.shape[:3], v.shape[3]))
-
-
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> None:
-    shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-    fits = q.dim() == 4 and k.dim() == 4 and v.dim() == 4
-    if not fits or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3] or v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"masked_attention: q, k and v have shapes {shapes}; expected [batch, heads, n, d], [batch, heads, m, d] "
-            "and [batch, heads, m, e]"
-        )
-    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(
-            f"masked_attention: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; expected one floating-point type"
-        )
-    if keep.dtype != torch.bool or keep.dim() != 2 or keep.shape[0] != q.shape[0] or keep.shape[1] != k.shape[2]:
-        raise ValueError(
-            f"masked_attention: keep is {keep.dtype} {tuple(keep.shape)}; "
-            f"expected torch.bool {(q.shape[0], k.shape[2])}"
-        )
-    if not math.isfinite(scale):
-        raise ValueError(f"masked_attention: scale is {scale}; expected a finite number")
-
-
-def onnx_schema() -> onnx.defs.OpSchema:
-    """Schema of the ONNX operator, with type and shape inference."""
-    import onnx
-
-    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
-    schema = onnx.defs.OpSchema(
-        "MaskedAttention",
-        DOMAIN,
-        OPSET_VERSION,
-        doc="softmax(scale · q kᵀ) v over the keys that `keep` leaves.",
-        inputs=[
-            parameter("q", "T", "[batch, heads, n, d]"),
-            parameter("k", "T", "[batch, heads, m, d]"),
-            parameter("v", "T", "[batch, heads, m, e]"),
-            parameter("keep", "tensor(bool)", "[batch, m]"),
-        ],
-        outputs=[parameter("out", "T", "[batch, heads, n, e]")],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-        attributes=[
-            attribute("scale", onnx.defs.OpSchema.AttrType.FLOAT, required=True),
-            attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False),
-        ],
-    )
-
-    def infer(context: onnx.shape_inference.InferenceContext) -> None:
-        q, v = context.get_input_type(0), context.get_input_type(2)
-        if not (q and v):
-            return  # inputs of a type that is not known
-        out = onnx.TypeProto()
-        out.CopyFrom(q)
-        dims, value_dims = out.tensor_type.shape.dim, v.tensor_type.shape.dim
-        if len(dims) == 4:
-            dims[3].Clear()
-            if len(value_dims) == 4:
-                dims[3].CopyFrom(value_dims[3])
-        context.set_output_type(0, out)
-
-    schema.set_type_and_shape_inference_function(infer)
-    return schema
 
 
 def onnx_translation(q: Any, k: Any, v: Any, keep: Any, scale: float) -> Any:
@@ -121,18 +72,15 @@ def onnx_translation(q: Any, k: Any, v: Any, keep: Any, scale: float) -> Any:
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators. Products are in T, the softmax in float32.
 
-    A function is found by name alone, so one body serves every node of a model: they must agree on `scale`.
-    Raises ValueError when they do not.
+    One body serves all nodes of a model. Raises ValueError when they differ in `scale`.
     """
     import onnx.parser
 
-    scales = {float(onnx.helper.get_node_attr_value(node, "scale")) for node in nodes}
-    if len(scales) != 1:
-        raise ValueError(f"MaskedAttention nodes with different scales {sorted(scales)} cannot share one body")
+    scale = SIGNATURE.common_attributes(nodes)["scale"]
     return onnx.parser.parse_function(f"""
     <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
     MaskedAttention <scale> (q, k, v, keep) => (out) {{
-        scale_float = Constant <value_float = {scales.pop():.9e}> ()
+        scale_float = Constant <value_float = {scale:.9e}> ()
         hidden_logit = Constant <value_float = {HIDDEN_LOGIT:.9e}> ()
         axes12 = Constant <value_ints = [1, 2]> ()
         scale_like = CastLike (scale_float, q)

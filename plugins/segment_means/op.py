@@ -1,4 +1,4 @@
-"""`effexport::SegmentMeans`: torch operator, obvious reference, ONNX schema, translation and function body.
+"""`effexport::SegmentMeans`: signature, obvious reference, torch operator, ONNX translation and function body.
 
 The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
 them, so that models can use the torch operator without either.
@@ -12,10 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins import DOMAIN, OPSET_VERSION
+from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
     import onnx
+
+SIGNATURE = Signature(
+    "SegmentMeans",
+    "Means of the kept tokens of x over num_segments segments of each sample.",
+    inputs=(Parameter("x", "batch heads seq channels"), Parameter("keep", "batch seq", "bool")),
+    outputs=(Parameter("means", "batch heads num_segments channels"),),
+    attributes=(Attribute("num_segments", int, at_least=1),),
+)
 
 
 def reference(x: Tensor, keep: Tensor, num_segments: int) -> Tensor:
@@ -43,66 +52,14 @@ def segment_means(x: Tensor, keep: Tensor, num_segments: int) -> Tensor:
     of `effexport.models` use plain formulas except while they are exported.
     Raises ValueError for other shapes and dtypes, and for num_segments below 1.
     """
-    check_shapes(x, keep, num_segments)
+    SIGNATURE.check(x, keep, num_segments=num_segments)
     return reference(x, keep, num_segments).contiguous()
 
 
 @segment_means.register_fake
 def _(x: Tensor, keep: Tensor, num_segments: int) -> Tensor:
-    check_shapes(x, keep, num_segments)
+    SIGNATURE.check(x, keep, num_segments=num_segments)
     return x.new_empty((*x.shape[:2], num_segments, x.shape[3]))
-
-
-def check_shapes(x: Tensor, keep: Tensor, num_segments: int) -> None:
-    if x.dim() != 4:
-        raise ValueError(f"segment_means: x has shape {tuple(x.shape)}; expected [batch, heads, seq, channels]")
-    if not x.is_floating_point():
-        raise ValueError(f"segment_means: x is {x.dtype}; expected a floating-point type")
-    if keep.dtype != torch.bool or keep.dim() != 2 or keep.shape[0] != x.shape[0] or keep.shape[1] != x.shape[2]:
-        raise ValueError(
-            f"segment_means: keep is {keep.dtype} {tuple(keep.shape)}; expected torch.bool {(x.shape[0], x.shape[2])}"
-        )
-    if num_segments < 1:
-        raise ValueError(f"segment_means: num_segments is {num_segments}; expected at least 1")
-
-
-def onnx_schema() -> onnx.defs.OpSchema:
-    """Schema of the ONNX operator, with type and shape inference."""
-    import onnx
-
-    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
-    schema = onnx.defs.OpSchema(
-        "SegmentMeans",
-        DOMAIN,
-        OPSET_VERSION,
-        doc="Means of the kept tokens of x over num_segments segments of each sample.",
-        inputs=[
-            parameter("x", "T", "[batch, heads, seq, channels]"),
-            parameter("keep", "tensor(bool)", "[batch, seq]"),
-        ],
-        outputs=[parameter("means", "T", "[batch, heads, num_segments, channels]")],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-        attributes=[
-            attribute("num_segments", onnx.defs.OpSchema.AttrType.INT, required=True),
-            attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False),
-        ],
-    )
-
-    def infer(context: onnx.shape_inference.InferenceContext) -> None:
-        x, segments = context.get_input_type(0), context.get_attribute("num_segments")
-        if not x:
-            return  # an input of a type that is not known
-        means = onnx.TypeProto()
-        means.CopyFrom(x)
-        dims = means.tensor_type.shape.dim
-        if len(dims) == 4:
-            dims[2].Clear()
-            if segments:
-                dims[2].dim_value = segments.i
-        context.set_output_type(0, means)
-
-    schema.set_type_and_shape_inference_function(infer)
-    return schema
 
 
 def onnx_translation(x: Any, keep: Any, num_segments: int) -> Any:
@@ -115,15 +72,11 @@ def onnx_translation(x: Any, keep: Any, num_segments: int) -> Any:
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators: one product with the weights of the tokens, in float32.
 
-    A function is found by name alone, so one body serves every node of a model: they must agree on `num_segments`.
-    Raises ValueError when they do not.
+    One body serves all nodes of a model. Raises ValueError when they differ in `num_segments`.
     """
     import onnx.parser
 
-    counts = {int(onnx.helper.get_node_attr_value(node, "num_segments")) for node in nodes}
-    if len(counts) != 1:
-        raise ValueError(f"SegmentMeans nodes with different num_segments {sorted(counts)} cannot share one body")
-    count = counts.pop()
+    count = SIGNATURE.common_attributes(nodes)["num_segments"]
     # Integers are not negative, so Div rounds down. A sample without any kept token has segments of no length; the
     # leading zero is for sequences of no tokens, which have no largest one, and the last Expand for empty products, of
     # which ONNX Runtime forgets the number of heads.

@@ -1,4 +1,4 @@
-"""`effexport::SequenceConv`: torch operator, obvious reference, ONNX schema, translation and function body.
+"""`effexport::SequenceConv`: signature, obvious reference, torch operator, ONNX translation and function body.
 
 The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
 them, so that models can use the torch operator without either.
@@ -13,13 +13,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins import DOMAIN, OPSET_VERSION
+from effexport.plugins.signature import Parameter, Signature
 
 if TYPE_CHECKING:
     import onnx
 
 # Tokens of a block in the function body: products then are large enough to be fast, and little of their factor is zero.
 BLOCK = 64
+
+SIGNATURE = Signature(
+    "SequenceConv",
+    "residual plus a depth-wise convolution of x along its tokens, one filter per head.",
+    inputs=(
+        Parameter("x", "batch heads seq channels"),
+        Parameter("weight", "heads 1 taps 1", note=", taps odd"),
+        Parameter("keep", "batch seq", "bool"),
+        Parameter("residual", "batch heads seq channels"),
+    ),
+    outputs=(Parameter("out", "batch heads seq channels"),),
+)
 
 
 def reference(x: Tensor, weight: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
@@ -44,65 +57,20 @@ def sequence_conv(x: Tensor, weight: Tensor, keep: Tensor, residual: Tensor) -> 
     gradient; the layers of `effexport.models` use plain formulas except while they are exported.
     Raises ValueError for other shapes and dtypes.
     """
-    check_shapes(x, weight, keep, residual)
+    check(x, weight, keep, residual)
     return reference(x, weight, keep, residual).contiguous()
 
 
 @sequence_conv.register_fake
 def _(x: Tensor, weight: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
-    check_shapes(x, weight, keep, residual)
+    check(x, weight, keep, residual)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def check_shapes(x: Tensor, weight: Tensor, keep: Tensor, residual: Tensor) -> None:
-    if x.dim() != 4 or residual.shape != x.shape:
-        raise ValueError(
-            f"sequence_conv: x and residual have shapes {tuple(x.shape)} and {tuple(residual.shape)}; "
-            "expected [batch, heads, seq, channels] twice"
-        )
-    filters = (x.shape[1], 1, weight.shape[2] if weight.dim() == 4 else 1, 1)
-    if tuple(weight.shape) != filters or filters[2] % 2 != 1:
-        raise ValueError(
-            f"sequence_conv: weight has shape {tuple(weight.shape)}; expected [{x.shape[1]}, 1, taps, 1] "
-            "with an odd number of taps"
-        )
-    if not x.is_floating_point() or weight.dtype != x.dtype or residual.dtype != x.dtype:
-        raise ValueError(
-            f"sequence_conv: x, weight and residual are {x.dtype}, {weight.dtype} and {residual.dtype}; "
-            "expected one floating-point type"
-        )
-    if keep.dtype != torch.bool or keep.dim() != 2 or keep.shape[0] != x.shape[0] or keep.shape[1] != x.shape[2]:
-        raise ValueError(
-            f"sequence_conv: keep is {keep.dtype} {tuple(keep.shape)}; expected torch.bool {(x.shape[0], x.shape[2])}"
-        )
-
-
-def onnx_schema() -> onnx.defs.OpSchema:
-    """Schema of the ONNX operator, with type and shape inference."""
-    import onnx
-
-    parameter = onnx.defs.OpSchema.FormalParameter
-    schema = onnx.defs.OpSchema(
-        "SequenceConv",
-        DOMAIN,
-        OPSET_VERSION,
-        doc="residual plus a depth-wise convolution of x along its tokens, one filter per head.",
-        inputs=[
-            parameter("x", "T", "[batch, heads, seq, channels]"),
-            parameter("weight", "T", "[heads, 1, taps, 1], taps odd"),
-            parameter("keep", "tensor(bool)", "[batch, seq]"),
-            parameter("residual", "T", "[batch, heads, seq, channels]"),
-        ],
-        outputs=[parameter("out", "T", "[batch, heads, seq, channels]")],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-        attributes=[onnx.defs.OpSchema.Attribute(PLUGIN_NAMESPACE, onnx.defs.OpSchema.AttrType.STRING, required=False)],
-    )
-
-    def infer(context: onnx.shape_inference.InferenceContext) -> None:
-        context.set_output_type(0, context.get_input_type(0))
-
-    schema.set_type_and_shape_inference_function(infer)
-    return schema
+def check(x: Tensor, weight: Tensor, keep: Tensor, residual: Tensor) -> None:
+    SIGNATURE.check(x, weight, keep, residual)
+    if weight.shape[2] % 2 != 1:
+        raise ValueError(f"sequence_conv: weight has {weight.shape[2]} taps; expected an odd number")
 
 
 def onnx_translation(x: Any, weight: Any, keep: Any, residual: Any) -> Any:

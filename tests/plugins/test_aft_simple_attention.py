@@ -160,10 +160,10 @@ KEEP = torch.ones(2, 4, dtype=torch.bool)
     ("arguments", "text"),
     [
         ((ONES[0], ONES, ONES, KEEP), r"q has shape \(1, 4, 3\); expected \[batch, heads, seq, channels\]"),
-        ((ONES, ONES[:1], ONES, KEEP), r"k has shape \(1, 1, 4, 3\); expected that of q, \(2, 1, 4, 3\)"),
-        ((ONES, ONES, ONES[..., :1], KEEP), r"v has shape \(2, 1, 4, 1\); expected that of q"),
+        ((ONES, ONES[:1], ONES, KEEP), r"k has shape \(1, 1, 4, 3\); expected \[2, 1, 4, 3\]"),
+        ((ONES, ONES, ONES[..., :1], KEEP), r"v has shape \(2, 1, 4, 1\); expected \[2, 1, 4, 3\]"),
         ((ONES, ONES, ONES.half(), KEEP), "v is torch.float16 but q is torch.float32; expected one dtype"),
-        ((ONES, ONES, ONES, KEEP.T), r"keep has shape \(4, 2\); expected \(2, 4\), batch and seq of q \(2, 1, 4, 3\)"),
+        ((ONES, ONES, ONES, KEEP.T), r"keep has shape \(4, 2\); expected \[2, 4\]"),
         ((ONES, ONES, ONES, KEEP.long()), "keep is torch.int64; expected torch.bool"),
     ],
 )

@@ -151,12 +151,12 @@ def test_gradients_equal_finite_differences(iterations: int) -> None:
 @pytest.mark.parametrize(
     ("a", "scale", "iterations", "text"),
     [
-        (torch.ones(4, 4), torch.ones(1, 1, 1), 6, r"a has shape \(4, 4\); expected \[N, m, m\]"),
-        (torch.ones(2, 4, 3), torch.ones(2, 1, 1), 6, r"a has shape \(2, 4, 3\); expected \[N, m, m\]"),
+        (torch.ones(4, 4), torch.ones(1, 1, 1), 6, r"A has shape \(4, 4\); expected \[N, m, m\]"),
+        (torch.ones(2, 4, 3), torch.ones(2, 1, 1), 6, r"A has shape \(2, 4, 3\); expected \[N, m, m\]"),
         (torch.ones(2, 4, 4), torch.ones(2), 6, r"scale has shape \(2,\); expected \[2, 1, 1\]"),
         (torch.ones(2, 4, 4), torch.ones(1, 1, 1), 6, r"scale has shape \(1, 1, 1\); expected \[2, 1, 1\]"),
         (torch.ones(2, 4, 4), torch.ones(2, 4, 1), 6, r"scale has shape \(2, 4, 1\); expected \[2, 1, 1\]"),
-        (torch.ones(2, 4, 4), torch.ones(2, 1, 1).half(), 6, "scale is torch.float16 but a is torch.float32"),
+        (torch.ones(2, 4, 4), torch.ones(2, 1, 1).half(), 6, "scale is torch.float16 but A is torch.float32"),
         (torch.ones(2, 4, 4), torch.ones(2, 1, 1), 0, "iterations is 0; expected at least 1"),
     ],
 )

@@ -219,9 +219,10 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), ERRORS)
-def test_wrong_shapes_are_errors_of_the_operator(given: dict[str, tuple[int, ...]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("given", [given for given, _ in ERRORS])
+def test_wrong_shapes_are_errors_of_the_operator(given: dict[str, tuple[int, ...]]) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=f"masked_attention: {name} has shape .*; expected "):
         masked_attention(*tensors(wrong_feeds(given)), SCALE)
 
 
@@ -240,9 +241,9 @@ def wrong_feeds(given: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
 
 def test_wrong_dtypes_and_scales_are_errors_of_the_operator() -> None:
     q, k, v, keep = tensors(random_feeds(4, 6))
-    with pytest.raises(ValueError, match="expected one floating-point type"):
+    with pytest.raises(ValueError, match="expected one dtype"):
         masked_attention(q, k.half(), v, keep, SCALE)
-    with pytest.raises(ValueError, match="expected one floating-point type"):
+    with pytest.raises(ValueError, match="expected a floating-point dtype"):
         masked_attention(q.int(), k.int(), v.int(), keep, SCALE)
     with pytest.raises(ValueError, match=r"keep is torch.int64"):
         masked_attention(q, k, v, keep.long(), SCALE)
@@ -270,7 +271,7 @@ def test_nodes_with_different_scales_cannot_share_a_body() -> None:
     from onnx import helper
 
     nodes = [helper.make_node(OP, list("abcd"), ["e"], domain=DOMAIN, scale=scale) for scale in (0.5, 0.25)]
-    with pytest.raises(ValueError, match=r"different scales \[0.25, 0.5\]"):
+    with pytest.raises(ValueError, match=r"different scale \[0.25, 0.5\]"):
         onnx_function_body(nodes, 20)
 
 

@@ -213,7 +213,7 @@ def test_wrong_attributes_are_errors_of_the_kernel(attributes: dict[str, Any], m
 
 def test_wrong_dtypes_and_counts_are_errors_of_the_operator() -> None:
     x, keep = tensors(random_feeds(4))
-    with pytest.raises(ValueError, match="expected a floating-point type"):
+    with pytest.raises(ValueError, match="expected a floating-point dtype"):
         segment_means(x.int(), keep, 2)
     with pytest.raises(ValueError, match=r"keep is torch.uint8"):
         segment_means(x, keep.byte(), 2)

@@ -175,9 +175,10 @@ def wrong_feeds(given: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     return {name: np.ones(shape, bool if name == "keep" else np.float32) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize(("given", "message"), ERRORS)
-def test_wrong_shapes_are_errors_of_the_operator(given: dict[str, tuple[int, ...]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("given", [given for given, _ in ERRORS])
+def test_wrong_shapes_are_errors_of_the_operator(given: dict[str, tuple[int, ...]]) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=f"sequence_conv: {name} has .*; expected "):
         sequence_conv(*tensors(wrong_feeds(given)))
 
 
@@ -191,9 +192,9 @@ def test_wrong_shapes_are_errors_of_the_kernel(given: dict[str, tuple[int, ...]]
 
 def test_wrong_dtypes_are_errors_of_the_operator() -> None:
     x, weight, keep, residual = tensors(random_feeds(4, 5))
-    with pytest.raises(ValueError, match="expected one floating-point type"):
+    with pytest.raises(ValueError, match="expected one dtype"):
         sequence_conv(x, weight.half(), keep, residual)
-    with pytest.raises(ValueError, match="expected one floating-point type"):
+    with pytest.raises(ValueError, match="expected a floating-point dtype"):
         sequence_conv(x.int(), weight.int(), keep, residual.int())
     with pytest.raises(ValueError, match=r"keep is torch.uint8"):
         sequence_conv(x, weight, keep.byte(), residual)

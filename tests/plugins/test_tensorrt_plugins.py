@@ -150,7 +150,7 @@ def test_the_creators_are_in_tensorrts_registry(answers: dict[str, Any], major: 
 @pytest.mark.requires("onnx", "torch")
 def test_the_fields_are_the_attributes_of_the_onnx_operator(answers: dict[str, Any], major: str) -> None:
     for name, op in PLUGINS.items():
-        attributes = op.load().onnx_schema().attributes
+        attributes = op.load().SIGNATURE.onnx_schema().attributes
         assert {str(attributes[attribute].type).split(".")[-1] for attribute in attributes} == {"INT", "STRING"}
         # plugin_namespace is for the parser
         expected = [[attribute, "INT64"] for attribute in attributes if attribute != PLUGIN_NAMESPACE]
@@ -347,7 +347,7 @@ def test_the_iteration_is_a_plugin_up_to_64(dtype: str, m: int) -> None:
         (["float32"] * 2, None, {"iterations": 6}, "is not known; the TensorRT plugin needs a fixed number."),
         (["bfloat16"] * 2, 64, {"iterations": 6}, "Its inputs are bfloat16 and bfloat16; .* float32 or float16"),
         (["float32", "float16"], 64, {"iterations": 6}, "Its inputs are float32 and float16; "),
-        (["float32"] * 2, 64, {}, "does not say `iterations`"),
+        (["float32"] * 2, 64, {}, "has no attribute `iterations`"),
         (["float32"] * 2, 64, {"iterations": 0}, "`iterations` is 0; "),
     ],
 )
@@ -370,7 +370,7 @@ def test_the_sort_is_a_plugin_for_any_number_of_buckets(num_buckets: int) -> Non
         ("int32", [1, 1 << 31], {"num_buckets": 4}, "a dimension of 2147483648; "),
         ("int32", ["N", "n"], {"num_buckets": 1 << 31}, "`num_buckets` is 2147483648; "),
         ("int32", ["N", "n"], {"num_buckets": 0}, "`num_buckets` is 0; "),
-        ("int32", ["N", "n"], {}, "does not say `num_buckets`"),
+        ("int32", ["N", "n"], {}, "has no attribute `num_buckets`"),
     ],
 )
 def test_the_sort_says_why_it_runs_as_its_body(

@@ -287,9 +287,9 @@ def test_each_missing_tool_is_one_error_with_its_remedy(machine: Machine, monkey
     assert "no C++ compiler found" in error()
     for given in ("icc", "'icc", " "):
         monkeypatch.setenv("CXX", given)
-        assert f"CXX is {given!r}, which is no program here" in error()
+        assert f"CXX is {given!r}, which is not a program on this machine" in error()
     monkeypatch.setenv("EFFEXPORT_NVCC", "/opt/cuda/nvcc")
-    assert "EFFEXPORT_NVCC is '/opt/cuda/nvcc', which is no program here" in error()
+    assert "EFFEXPORT_NVCC is '/opt/cuda/nvcc', which is not a program on this machine" in error()
     (machine.sources / "native" / "ort_op.h").unlink()
     assert "this installation lacks native/ort_op.h" in error()
     assert not (machine.bin / "cmake.calls").exists()
@@ -302,7 +302,7 @@ CMAKE_NEW = "print('cmake version 4.1.0')"
     ("code", "message"),
     [
         ("raise SystemExit('no licence')", "does not run: exit status 1, no licence"),
-        ("print('sm_35')", "compiles for none of sm_75"),
+        ("print('sm_35')", "does not compile for any of sm_75"),
     ],
 )
 def test_an_nvcc_that_cannot_serve_is_an_error_that_names_the_way_out(

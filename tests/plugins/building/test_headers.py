@@ -95,7 +95,7 @@ def test_a_named_folder_without_headers_is_an_error_and_nothing_else_is_searched
     debian: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EFFEXPORT_ORT_INCLUDE_DIR", str(debian.folder))
-    with pytest.raises(LibraryError, match=r"EFFEXPORT_ORT_INCLUDE_DIR is .* where there are no readable"):
+    with pytest.raises(LibraryError, match=r"EFFEXPORT_ORT_INCLUDE_DIR is .* which has no readable"):
         find_headers()
     assert not (debian.bin / "apt.calls").exists()
 
@@ -219,9 +219,9 @@ def without_cache(machine: Machine) -> None:
     ("spoil", "reason"),
     [
         (offline, "Unable to locate package libonnxruntime-dev"),
-        (without_mirror, "no mirror of the Debian archive"),
-        (without_apt, "no apt-get here"),
-        (without_keyring, "to check what the Debian archive sends"),
+        (without_mirror, "not configured with a mirror of the Debian archive"),
+        (without_apt, "apt-get, which fetches them from the Debian archive, is not installed"),
+        (without_keyring, "which authenticates the Debian archive, does not exist"),
         (without_cache, "they cannot be kept in"),
     ],
 )

@@ -142,7 +142,7 @@ def test_without_nvcc_and_nvrtc_both_are_named(cache: Path, monkeypatch: pytest.
 
 def test_an_nvcc_that_is_named_and_not_there_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EFFEXPORT_NVCC", str(tmp_path / "absent"))
-    with pytest.raises(LibraryError, match=r"EFFEXPORT_NVCC is '.*absent', which is no program here"):
+    with pytest.raises(LibraryError, match=r"EFFEXPORT_NVCC is '.*absent', which is not a program on this machine"):
         ptx.find_ptx_compiler()
 
 

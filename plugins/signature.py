@@ -1,0 +1,191 @@
+"""Signatures of operators, from which their ONNX schema and the checks of the torch operator follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+
+if TYPE_CHECKING:
+    import onnx
+
+ONNX_TYPE_NAMES = {"float32": "float", "float64": "double"}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One input or output of an operator.
+
+    dims: its dimensions, such as "batch heads seq 1": names, which stand for one size throughout the signature, and
+    numbers. dtype: T for the element type that all such parameters share, otherwise a fixed one. note: for readers.
+    """
+
+    name: str
+    dims: str
+    dtype: str = "T"
+    note: str = ""
+
+    def expected_shape(self, sizes: dict[str, int]) -> str:
+        return f"[{', '.join(str(sizes.get(dim, dim)) for dim in self.dims.split())}]"
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """One attribute of an operator, an integer or a float. A node must carry it unless it has a default."""
+
+    name: str
+    type: type[int] | type[float]
+    default: int | None = None
+    at_least: float = -math.inf
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What an operator takes and returns. Its element types are those of its row in OPS."""
+
+    onnx_name: str
+    doc: str
+    inputs: tuple[Parameter, ...]
+    outputs: tuple[Parameter, ...]
+    attributes: tuple[Attribute, ...] = ()
+
+    def check(self, *tensors: Tensor, **attributes: float) -> None:
+        """Raise ValueError where shapes, dtypes or attributes of a call differ from the signature."""
+        for problem in self._problems(tensors, attributes):
+            raise ValueError(f"{OPS[self.onnx_name].torch_name}: {problem}")
+
+    def _problems(self, tensors: Sequence[Tensor], attributes: dict[str, float]) -> Iterator[str]:
+        sizes: dict[str, int] = {}
+        for parameter, tensor in zip(self.inputs, tensors, strict=True):
+            expected = parameter.expected_shape(sizes)
+            dims = parameter.dims.split()
+            fits = tensor.dim() == len(dims) and all(
+                size == (int(dim) if dim.isdecimal() else sizes.setdefault(dim, size))
+                for dim, size in zip(dims, tensor.shape, strict=True)
+            )
+            if not fits:
+                yield f"{parameter.name} has shape {tuple(tensor.shape)}; expected {expected}"
+            yield from self._dtype_problems(parameter, tensor, tensors[0])
+        for attribute in self.attributes:
+            value = attributes.get(attribute.name)
+            if value is None:
+                continue
+            if not math.isfinite(value):
+                yield f"{attribute.name} is {value}; expected a finite number"
+            if value < attribute.at_least:
+                yield f"{attribute.name} is {value}; expected at least {attribute.at_least}"
+
+    def _dtype_problems(self, parameter: Parameter, tensor: Tensor, first: Tensor) -> Iterator[str]:
+        fixed = parameter.dtype if parameter.dtype != "T" else None
+        if fixed is None and OPS[self.onnx_name].element_types == ("int32",):
+            fixed = "int32"
+        if fixed is not None:
+            if tensor.dtype != getattr(torch, fixed):
+                yield f"{parameter.name} is {tensor.dtype}; expected torch.{fixed}"
+        elif not tensor.is_floating_point():
+            yield f"{parameter.name} is {tensor.dtype}; expected a floating-point dtype"
+        elif tensor.dtype != first.dtype:
+            yield f"{parameter.name} is {tensor.dtype} but {self.inputs[0].name} is {first.dtype}; expected one dtype"
+
+    def onnx_schema(self) -> onnx.defs.OpSchema:
+        """The schema of the ONNX operator, with type and shape inference."""
+        import onnx
+
+        schema_type = onnx.defs.OpSchema
+        onnx_types = {int: schema_type.AttrType.INT, float: schema_type.AttrType.FLOAT}
+
+        def formal(parameter: Parameter) -> onnx.defs.OpSchema.FormalParameter:
+            dtype = "T" if parameter.dtype == "T" else _onnx_type(parameter.dtype)
+            return schema_type.FormalParameter(parameter.name, dtype, parameter.expected_shape({}) + parameter.note)
+
+        schema = schema_type(
+            self.onnx_name,
+            DOMAIN,
+            OPSET_VERSION,
+            doc=self.doc,
+            inputs=[formal(parameter) for parameter in self.inputs],
+            outputs=[formal(parameter) for parameter in self.outputs],
+            type_constraints=[("T", [_onnx_type(name) for name in OPS[self.onnx_name].element_types], "")],
+            attributes=[
+                *(
+                    schema_type.Attribute(attribute.name, onnx_types[attribute.type], required=True)
+                    if attribute.default is None
+                    else schema_type.Attribute(
+                        attribute.name, onnx.helper.make_attribute(attribute.name, attribute.default), ""
+                    )
+                    for attribute in self.attributes
+                ),
+                schema_type.Attribute(PLUGIN_NAMESPACE, schema_type.AttrType.STRING, required=False),
+            ],
+        )
+
+        def infer(context: onnx.shape_inference.InferenceContext) -> None:
+            for index, parameter in enumerate(self.outputs):
+                if inferred := self._infer(parameter, context):
+                    context.set_output_type(index, inferred)
+
+        schema.set_type_and_shape_inference_function(infer)
+        return schema
+
+    def _infer(self, output: Parameter, context: onnx.shape_inference.InferenceContext) -> onnx.TypeProto | None:
+        """The type of the input whose dimensions are most like the output's, with the others taken from elsewhere."""
+        import onnx
+
+        dims = output.dims.split()
+        given = [(parameter.dims.split(), context.get_input_type(i)) for i, parameter in enumerate(self.inputs)]
+        same = [sum(a == b for a, b in zip(dims, names, strict=False)) for names, _ in given]
+        names, type_proto = given[same.index(max(same))]
+        if not type_proto:
+            return None  # an input of unknown type
+        result = onnx.TypeProto()
+        result.CopyFrom(type_proto)
+        inferred = result.tensor_type.shape.dim
+        if len(inferred) != len(dims):
+            return result
+        for i, dim in enumerate(dims):
+            if dim == names[i]:
+                continue
+            inferred[i].Clear()
+            for other, known in given:
+                if dim in other and known and len(known.tensor_type.shape.dim) == len(other):
+                    inferred[i].CopyFrom(known.tensor_type.shape.dim[other.index(dim)])
+                    break
+            else:
+                if attribute := context.get_attribute(dim):
+                    inferred[i].dim_value = attribute.i
+        return result
+
+    def common_attributes(self, nodes: Sequence[onnx.NodeProto], *names: str) -> dict[str, Any]:
+        """The values of the named attributes, by default of all, which the nodes have in common.
+
+        A function body is found by the name of its operator alone, so all nodes of a model share one body. Raises
+        ValueError when they differ. An attribute that a node does not carry has its default.
+        """
+        import onnx
+
+        common = {}
+        for attribute in self.attributes:
+            if names and attribute.name not in names:
+                continue
+            values: set[Any] = {
+                onnx.helper.get_node_attr_value(node, attribute.name)
+                if any(given.name == attribute.name for given in node.attribute)
+                else attribute.default
+                for node in nodes
+            }
+            if len(values) != 1:
+                raise ValueError(
+                    f"{self.onnx_name} nodes with different {attribute.name} {sorted(values)} cannot share one body"
+                )
+            common[attribute.name] = values.pop()
+        return common
+
+
+def _onnx_type(name: str) -> str:
+    return f"tensor({ONNX_TYPE_NAMES.get(name, name)})"
