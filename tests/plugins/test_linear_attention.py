@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from kernel_sessions import ort_value, session
 from torch import Tensor
 
 from effexport.models.layers import fused_operators
 from effexport.models.linear import LinearAttention
 from effexport.models.spec import LinearSpec
 from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
-from effexport.plugins.building.library import get_library_path
 from effexport.plugins.linear_attention.op import linear_attention, onnx_function_body, reference
 
 # As a share of the largest value: outputs are means of values with positive weights, so nothing cancels. Sums have 64
@@ -127,27 +126,6 @@ def node_model(
     )
 
 
-def session(model: Any, *, kernel: bool, threads: int = 2) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    if kernel:
-        options.register_custom_ops_library(str(get_library_path()))
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def ort_value(array: np.ndarray) -> Any:
-    import onnxruntime
-    from onnx import TensorProto
-
-    if array.dtype == ml_dtypes.bfloat16:
-        bits = array.view(np.uint16)
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, TensorProto.BFLOAT16)
-    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
-
-
 def run_poisoned(opened: Any, case: Case) -> np.ndarray:
     """Run into an output that holds NaN, so that nothing unwritten goes unseen."""
     out = np.full(case.v.shape, np.nan, case.v.dtype)
@@ -162,7 +140,7 @@ def run_poisoned(opened: Any, case: Case) -> np.ndarray:
 
 def kernel_of(dtype: str = "float32", *, causal: bool = False, threads: int = 2, **attributes: Any) -> Any:
     nodes = [{"eps": EPS, "causal": int(causal), **attributes}]
-    return session(node_model(dtype, body=False, nodes=nodes), kernel=True, threads=threads)
+    return session(node_model(dtype, body=False, nodes=nodes), library=True, threads=threads)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -242,7 +220,7 @@ def test_the_body_computes_the_formula(seq: int, causal: bool, opset: int) -> No
 
     model = node_model(opset=opset, nodes=[{"eps": EPS, "causal": int(causal), "chunk_length": 16}])
     onnx.checker.check_model(model)
-    opened = session(model, kernel=False)
+    opened = session(model, library=False)
     for case in (make_case(3, 2, seq, (32, 24)), make_case(1, 1, seq, (5, 7))):
         (out,) = opened.run(None, case.feeds)
         assert_close(out, exact(case, causal=causal), 2 * FP32, np.abs(case.v).max())
@@ -252,7 +230,7 @@ def test_the_body_computes_the_formula(seq: int, causal: bool, opset: int) -> No
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_body_computes_half_precision_in_float32(causal: bool, dtype: str) -> None:
-    opened = session(node_model(dtype, nodes=[{"eps": EPS, "causal": int(causal)}]), kernel=False)
+    opened = session(node_model(dtype, nodes=[{"eps": EPS, "causal": int(causal)}]), library=False)
     # sums over 3000 positions exceed what float16 holds
     case = make_case(2, 1, 3000, (64, 64), dtype)
     out = run_poisoned(opened, case)
@@ -265,14 +243,14 @@ def test_the_body_computes_half_precision_in_float32(causal: bool, dtype: str) -
 @pytest.mark.parametrize(("batch", "seq"), [(0, 5), (2, 0)])
 def test_the_body_accepts_empty_inputs(batch: int, seq: int, causal: bool) -> None:
     case = make_case(batch, 2, seq, (8, 4))
-    (out,) = session(node_model(nodes=[{"eps": EPS, "causal": int(causal)}]), kernel=False).run(None, case.feeds)
+    (out,) = session(node_model(nodes=[{"eps": EPS, "causal": int(causal)}]), library=False).run(None, case.feeds)
     assert out.shape == case.v.shape
 
 
 @NEEDS_RUNTIME
 def test_nodes_with_different_eps_share_a_body() -> None:
     case = make_case(2, 2, 20)
-    outs = session(node_model(nodes=[{"eps": 1e-6}, {"eps": 30.0}]), kernel=False).run(None, case.feeds)
+    outs = session(node_model(nodes=[{"eps": 1e-6}, {"eps": 30.0}]), library=False).run(None, case.feeds)
     for out, eps in zip(outs, (1e-6, 30.0), strict=True):
         assert_close(out, exact(case, causal=False, eps=eps), 2 * FP32, np.abs(case.v).max())
 
@@ -385,7 +363,7 @@ def test_the_exponential_is_exact_to_two_units_in_the_last_place(causal: bool) -
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_is_masked_has_no_influence(causal: bool) -> None:
     opened = kernel_of(causal=causal)
-    body = session(node_model(nodes=[{"eps": EPS, "causal": int(causal)}]), kernel=False)
+    body = session(node_model(nodes=[{"eps": EPS, "causal": int(causal)}]), library=False)
     case = make_case(2, 2, 300)
     before = [run_poisoned(opened, case), body.run(None, case.feeds)[0]]
     for array, huge in ((case.k, 1e30), (case.v, -1e30)):
@@ -465,7 +443,7 @@ def test_the_kernel_accepts_empty_inputs(shape: tuple[int, int, int], causal: bo
 def test_the_kernel_says_what_is_wrong_with_its_input(change: dict[str, tuple[int, ...]], message: str) -> None:
     from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
-    opened = session(node_model(dims=None, body=False), kernel=True)
+    opened = session(node_model(dims=None, body=False), library=True)
     shapes = {"q": (2, 3, 5, 4), "k": (2, 3, 5, 4), "v": (2, 3, 5, 4), "keep": (2, 5)}
     arrays = {n: np.ones(s, bool if n == "keep" else np.float32) for n, s in {**shapes, **change}.items()}
     with pytest.raises(InvalidArgument, match="EluLinearAttention: " + message):
@@ -489,13 +467,13 @@ def test_the_kernel_says_what_is_wrong_with_its_input(change: dict[str, tuple[in
 )
 def test_a_bad_attribute_is_refused_when_the_model_is_loaded(attributes: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match="EluLinearAttention: " + message):
-        session(node_model(body=False, nodes=[attributes]), kernel=True)
+        session(node_model(body=False, nodes=[attributes]), library=True)
 
 
 @NEEDS_KERNEL
 def test_a_mask_of_another_type_is_refused_when_the_model_is_loaded() -> None:
     with pytest.raises(Exception, match=r"[Tt]ype"):
-        session(node_model(body=False, keep_dtype="float32"), kernel=True)
+        session(node_model(body=False, keep_dtype="float32"), library=True)
 
 
 @NEEDS_KERNEL
@@ -504,5 +482,5 @@ def test_a_mask_of_another_type_is_refused_when_the_model_is_loaded() -> None:
 def test_shapes_and_their_symbols_survive_the_runtimes_inference(sizes: tuple[Any, ...], dtype: str) -> None:
     b, h, n, d, m = sizes
     model = node_model(dtype, dims=((b, h, n, d), (b, h, n, m), (b, n)), body=False, out_dims=False)
-    (output,) = session(model, kernel=True).get_outputs()
+    (output,) = session(model, library=True).get_outputs()
     assert output.shape == [b, h, n, m]

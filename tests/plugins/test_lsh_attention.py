@@ -10,6 +10,7 @@ import lsh_attention_cases
 import numpy as np
 import pytest
 import torch
+from kernel_sessions import ort_value, session
 from lsh_attention_cases import (
     ATTRIBUTES,
     CASES,
@@ -27,7 +28,6 @@ from effexport.models.layers import fused_operators
 from effexport.models.lsh import LSHAttention
 from effexport.models.spec import LSHSpec
 from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
-from effexport.plugins.building.library import get_library_path
 from effexport.plugins.lsh_attention.op import lsh_attention, onnx_function_body
 from effexport.plugins.lsh_sort.op import lsh_sort
 
@@ -82,27 +82,6 @@ def attention_model(
         opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, OPSET_VERSION)],
         ir_version=helper.find_min_ir_version_for([helper.make_opsetid("", opset)], ignore_unknown=True),
     )
-
-
-def session(model: Any, *, library: bool = True, threads: int = 2) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    if library:
-        options.register_custom_ops_library(str(get_library_path()))
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def ort_value(array: np.ndarray) -> Any:
-    import onnxruntime
-    from onnx import TensorProto
-
-    if array.dtype == np.dtype("bfloat16"):
-        bits = array.view(np.uint16)
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, TensorProto.BFLOAT16)
-    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
 def run_poisoned(opened: Any, arrays: Arrays) -> np.ndarray:

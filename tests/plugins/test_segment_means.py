@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from one_node import one_node_model, run_body, run_kernel, session
+from kernel_sessions import session
+from one_node import one_node_model, run_body, run_kernel
 
 from effexport.models.nystrom import landmark_weights
 from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE

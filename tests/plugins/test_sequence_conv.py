@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from one_node import one_node_model, run_body, run_kernel, session
+from kernel_sessions import session
+from one_node import one_node_model, run_body, run_kernel
 
 from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.sequence_conv.op import sequence_conv

@@ -11,7 +11,8 @@ import numpy as np
 from effexport.plugins.building.library import get_library_path
 
 
-def session(model: bytes, *, library: bool = True, threads: int = 2) -> Any:
+def session(model: Any, *, library: bool = True, threads: int = 2) -> Any:
+    """A session for a model, or for its bytes. library: run custom nodes by the kernel library, not by their bodies."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -19,7 +20,8 @@ def session(model: bytes, *, library: bool = True, threads: int = 2) -> Any:
     options.log_severity_level = 3
     if library:
         options.register_custom_ops_library(str(get_library_path()))
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    content = model if isinstance(model, bytes) else model.SerializeToString()
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 def ort_value(array: np.ndarray) -> Any:

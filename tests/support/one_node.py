@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+from kernel_sessions import ort_value, session
 
 from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
-from effexport.plugins.building.library import get_library_path
 
 
 def one_node_model(
@@ -39,28 +38,6 @@ def one_node_model(
         ir_version=10,
     )
     return bytes(model.SerializeToString())
-
-
-def session(model: bytes, *, library: bool, threads: int = 2) -> Any:
-    """library: whether the kernel library runs custom nodes; otherwise their function bodies do."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    if library:
-        options.register_custom_ops_library(str(get_library_path()))
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
-def ort_value(array: np.ndarray) -> Any:
-    import onnxruntime
-    from onnx import TensorProto
-
-    if array.dtype == ml_dtypes.bfloat16:
-        bits = array.view(np.uint16)
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, TensorProto.BFLOAT16)
-    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
 def run_poisoned(session: Any, feeds: Mapping[str, np.ndarray], shape: Sequence[int]) -> np.ndarray:
