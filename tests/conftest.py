@@ -27,7 +27,7 @@ VARIABLE = "EFFEXPORT_REQUIRE"
 
 
 class Part(Protocol):
-    """Something that tests may need."""
+    """An optional part that tests may need."""
 
     name: str
 
@@ -38,13 +38,13 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Package:
-    """A Python module, which one of several distributions provides."""
+    """A Python module that one of several distributions provides."""
 
     name: str
     distributions: tuple[str, ...]
 
     def is_present(self) -> bool:
-        """True when the module is installed. It is not imported: a broken one fails in its tests."""
+        """True if the module is installed. It is not imported: a broken one fails in its tests."""
         try:
             spec = importlib.util.find_spec(self.name)
         except (ImportError, ValueError):
@@ -63,7 +63,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Packages:
-    """Modules that are of use together only."""
+    """Several modules that are only useful together."""
 
     members: tuple[Package, ...]
 
@@ -79,7 +79,7 @@ class Packages:
 
 
 class KernelLibrary:
-    """The library that `effexport plugins build` makes, of the present sources."""
+    """The library that `effexport plugins build` makes from the present sources."""
 
     name = "kernel library of the present sources (effexport plugins build)"
 
@@ -88,7 +88,7 @@ class KernelLibrary:
 
         try:
             library = find_library()
-        except LibraryError as error:  # EFFEXPORT_LIBRARY names no file: whoever set it wants to know
+        except LibraryError as error:  # EFFEXPORT_LIBRARY does not name a file: whoever set it wants to know
             raise pytest.UsageError(str(error)) from error
         return library is not None and not library.outdated
 
@@ -102,7 +102,7 @@ class KernelLibrary:
 
 
 class CudaCompiler:
-    """nvcc, where the build looks for it."""
+    """nvcc, found as the build finds it."""
 
     name = "nvcc"
 
@@ -135,7 +135,7 @@ class Browser:
 
 
 class TensorRTBindings:
-    """TensorRT's own Python packages, in the environments that scripts/conformance.sh makes of the present files."""
+    """TensorRT's own Python packages, in environments that scripts/conformance.sh made from the present files."""
 
     name = "environment with TensorRT's Python packages (scripts/conformance.sh)"
 
@@ -256,8 +256,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if missing:
         names = ", ".join(PARTS[part].name for part in missing)
         pytest.exit(
-            f"{VARIABLE} requires {', '.join(missing)}, but there is no {names}; install what is missing, "
-            f"or take it out of {VARIABLE}",
+            f"{VARIABLE} requires {', '.join(missing)}, but {names} is missing; install it or change the list",
             returncode=pytest.ExitCode.USAGE_ERROR,
         )
 
@@ -267,12 +266,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         for part in marker.args:
             if part not in PARTS:
                 pytest.fail(
-                    f"requires({part!r}) names no known part; expected one of: {', '.join(PARTS)}",
+                    f"requires({part!r}) names an unknown part; expected one of: {', '.join(PARTS)}",
                     pytrace=False,
                 )
             if part in item.config.stash[PRESENT]:
                 continue
-            reason = f"{PARTS[part].name} is not there"
+            reason = f"{PARTS[part].name} is missing"
             if part in item.config.stash[REQUIRED]:
                 pytest.fail(f"{reason}, but {VARIABLE} names {part}", pytrace=False)
             pytest.skip(reason)
@@ -284,7 +283,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"required parts, all present: {present}" if required else f"required parts: {present}")
     optional_missing = [part for part in PARTS if part not in required and part not in config.stash[PRESENT]]
     if optional_missing:
-        terminalreporter.write_line(f"missing, tests skipped: {', '.join(optional_missing)}")
+        terminalreporter.write_line(f"missing, so tests that need it do not run: {', '.join(optional_missing)}")
     if len(config.stash[SECONDS]) > 1:
         terminalreporter.write_line("slowest files, in seconds of all workers together:")
         for name, seconds in config.stash[SECONDS].most_common(10):

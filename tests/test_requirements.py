@@ -58,7 +58,7 @@ def test_a_missing_part_is_skipped_with_its_reason_when_it_is_not_required(tmp_p
     result = run_suite(tmp_path, require="")
     assert result.returncode == 0, result.stdout
     assert "1 passed, 1 skipped" in result.stdout
-    assert "transformers is not there" in result.stdout
+    assert "transformers is missing" in result.stdout
 
 
 def test_a_missing_part_stops_the_run_when_it_is_required(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_list_that_is_not_understood_stops_the_run(tmp_path: Path, require: st
 def test_a_marker_with_an_unknown_part_fails_its_test(tmp_path: Path) -> None:
     result = run_suite(tmp_path, require="", suite=SUITE.replace("transformers", "tensorflow"))
     assert result.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "names no known part" in result.stdout
+    assert "names an unknown part" in result.stdout
 
 
 def test_a_test_that_requires_a_slow_part_is_slow(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_parts_that_are_no_python_modules_are_skipped_by_the_same_rule(bare_mach
     result = run_suite(bare_machine, require="", suite=NATIVE_SUITE)
     assert result.returncode == 0, result.stdout
     assert "2 skipped" in result.stdout
-    assert "nvcc is not there" in result.stdout
-    assert "kernel library of the present sources (effexport plugins build) is not there" in result.stdout
+    assert "nvcc is missing" in result.stdout
+    assert "kernel library of the present sources (effexport plugins build) is missing" in result.stdout
 
 
 @pytest.mark.parametrize("part", ["native", "nvcc"])
@@ -201,7 +201,7 @@ def test_environments_for_tensorrt_of_earlier_files_count_as_missing(tensorrt_tr
         stream.write("\n")
     result = run_suite(tensorrt_tree / "tests", require="", suite=TENSORRT_SUITE)
     assert "1 skipped" in result.stdout
-    assert "scripts/conformance.sh) is not there" in result.stdout
+    assert "scripts/conformance.sh) is missing" in result.stdout
     result = run_suite(tensorrt_tree / "tests", require="tensorrt", suite=TENSORRT_SUITE)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
 
@@ -221,7 +221,7 @@ def test_the_environment_with_tritonserver_counts_only_as_made_from_the_present_
     with (tmp_path / "scripts" / "triton-requirements.txt").open("a") as stream:
         stream.write("\n")
     result = run_suite(tmp_path / "tests", require="", suite=suite)
-    assert "environment with tritonserver (scripts/test.sh --all makes it) is not there" in result.stdout
+    assert "environment with tritonserver (scripts/test.sh --all makes it) is missing" in result.stdout
     result = run_suite(tmp_path / "tests", require="triton", suite=suite)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
 

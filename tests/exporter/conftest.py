@@ -117,7 +117,7 @@ class Result:
 
     @property
     def json(self) -> dict[str, Any]:
-        """stdout, which must be one JSON object and nothing else. NaN is no JSON."""
+        """stdout, which must be one JSON object and nothing else. NaN is not JSON."""
 
         def refuse(constant: str) -> None:
             raise AssertionError(f"{constant} is not JSON")
