@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import signal
@@ -14,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
+
+import msgspec
 
 from effexport.files import json_text
 from effexport.sweep.cell import Cell
@@ -114,8 +115,8 @@ def outcome_of_process(folder: Path, code: int | None, limits: Limits) -> Outcom
     if code is None:
         return Outcome(status="failed", reason=f"took longer than {limits.seconds:g} s; raise --timeout", where=here)
     try:
-        return Outcome.from_dict(json.loads((folder / OUTCOME).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return msgspec.json.decode((folder / OUTCOME).read_bytes(), type=Outcome)
+    except (OSError, msgspec.DecodeError):
         return Outcome(status="failed", reason=reason_of_exit(code), where=here)
 
 

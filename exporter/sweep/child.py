@@ -13,6 +13,7 @@ import platform
 import signal
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def main() -> None:
     request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     die_with_parent(request["parent"])
     outcome = outcome_of_request(request, folder / ARTIFACT)
-    write_file(folder / OUTCOME, json_text(outcome.to_dict()))
+    write_file(folder / OUTCOME, json_text(asdict(outcome)))
 
 
 def die_with_parent(parent: int) -> None:

@@ -12,9 +12,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from effexport.errors import EffexportError
 from effexport.files import abandoned
@@ -43,7 +45,7 @@ def attempt_of_task(cell: dict[str, Any], limits: Limits, work: Work) -> Iterato
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         outcome = work(Attempt(Cell.from_dict(cell), limits), Path(folder))
-        yield outcome.to_dict()
+        yield asdict(outcome)
         if outcome.status == "finished":
             yield from pieces_of_folder(Path(folder) / ARTIFACT)
 
@@ -132,9 +134,9 @@ class RayExecutor:
             elif isinstance(message, Piece) and task.unpacking is not None:
                 task.unpacking.add(message)
             else:
-                task.outcome = Outcome.from_dict(message)
+                task.outcome = msgspec.convert(message, Outcome)
                 task.unpacking = Unpacking(task.folder / ARTIFACT, task.outcome.files)
-        except (EffexportError, OSError) as error:
+        except (EffexportError, OSError, msgspec.ValidationError) as error:
             self._ray.cancel(task.stream)
             yield self._failed(task, str(error))
 

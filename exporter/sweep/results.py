@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from typing import Any, Literal
 
+from effexport.artifact import CheckSummary, EngineEntry
 from effexport.files import json_text
 from effexport.proof.checks.result import METRIC
-from effexport.report.rendering.text import status_of
 from effexport.sweep.cell import Cell
+from effexport.sweep.store import CellRecord
 from effexport.units import counted, listed, megabytes, seconds
 
 FORMAT_VERSION = 1
@@ -97,14 +98,6 @@ class SweepResults:
         rows = [asdict(row) for row in self.rows]
         return json_text({"format_version": FORMAT_VERSION, **values, "summary": summary, "cells": rows})
 
-    @classmethod
-    def from_json(cls, text: str) -> SweepResults:
-        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        values = json.loads(text)
-        rows = tuple(Row(**row) for row in values.pop("cells"))
-        del values["format_version"], values["summary"]
-        return cls(rows=rows, **values)
-
 
 def row_of_cell(cell: Cell, status: Status, command: str, **known: Any) -> Row:
     return Row(
@@ -123,47 +116,44 @@ def row_of_cell(cell: Cell, status: Status, command: str, **known: Any) -> Row:
     )
 
 
-def fields_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of_record(record: CellRecord) -> dict[str, Any]:
     """The fields of a row that come from the record of its cell."""
-    known = {name: record.get(name) for name in ("reason", "seconds", "peak_bytes", "where")}
-    known |= {"attempts": record["attempt"], "log_tail": record.get("log", "")}
-    results = record.get("results")
-    if results is None:
+    known: dict[str, Any] = {name: getattr(record, name) for name in ("reason", "seconds", "peak_bytes", "where")}
+    known |= {"attempts": record.attempt, "log_tail": record.log or ""}
+    if not record.results:
         return known
-    summary = results["parity"]["summary"]
-    worst, limit = worst_of_summary(summary)
-    engine = results["engine"]
+    parity, engine = record.results.parity, record.results.engine
+    worst, limit = worst_of_summary(parity.summary)
     return known | {
-        "parity": "passed" if results["parity"]["passed"] else "not run",
+        "parity": "passed" if parity.passed else "not run",
         "worst_error": worst,
         "error_limit": limit,
-        "artifact_bytes": results["artifact_bytes"],
-        "engine": "" if engine is None else engine_text(engine),
-        "engine_parity": "" if engine is None else engine_parity(summary, engine["target"]),
+        "artifact_bytes": record.results.artifact_bytes,
+        "engine": engine_text(engine) if engine else "",
+        "engine_parity": engine_parity(parity.summary, engine.target) if engine else "",
     }
 
 
-def worst_of_summary(summary: Mapping[str, Mapping[str, Any]]) -> tuple[float | None, float | None]:
+def worst_of_summary(summary: Mapping[str, CheckSummary]) -> tuple[float | None, float | None]:
     """The largest relative error of any check, and its limit."""
-    entries = [entry for entry in summary.values() if entry["metric"] == METRIC and entry["worst"] is not None]
-    if not entries:
-        return None, None
-    worst = max(entries, key=lambda entry: float(entry["worst"]))
-    return float(worst["worst"]), float(worst["limit"])
+    found = [
+        (float(entry.worst), float(entry.limit))
+        for entry in summary.values()
+        if entry.metric == METRIC and entry.worst is not None and entry.limit is not None
+    ]
+    return max(found, key=itemgetter(0), default=(None, None))
 
 
-def engine_text(engine: Mapping[str, Any]) -> str:
-    """`1.7.1, 0.3 MB, SM 89, 0.4 s`."""
-    built_for = ", ".join(f"SM {number}" for number in engine["compute_capabilities"]) or "SM 80 and later"
-    size, time = megabytes(engine["bytes"]), seconds(engine["build_seconds"])
-    return f"{engine['tensorrt_version']}, {built_for}, {size}, {engine['layers']} layers, {time}"
+def engine_text(engine: EngineEntry) -> str:
+    """`1.7.1, SM 89, 0.3 MB, 12 layers, 0.4 s`."""
+    built_for = ", ".join(f"SM {number}" for number in engine.compute_capabilities) or "SM 80 and later"
+    size, time = megabytes(engine.bytes), seconds(engine.build_seconds)
+    return f"{engine.tensorrt_version}, {built_for}, {size}, {engine.layers} layers, {time}"
 
 
-def engine_parity(summary: Mapping[str, Mapping[str, Any]], target: str) -> str:
+def engine_parity(summary: Mapping[str, CheckSummary], target: str) -> str:
     """The verdict of the checks that ran the engine; "not run" without a GPU for it."""
-    statuses = {status_of(entry) for name, entry in summary.items() if name.startswith(f"{target}:")}
-    return next((status for status in ("failed", "passed") if status in statuses), "not run")
-
-
-def failed_rows(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.status == "failed"]
+    entries = [entry for name, entry in summary.items() if name.startswith(f"{target}:")]
+    if any(entry.failed for entry in entries):
+        return "failed"
+    return "passed" if any(entry.passed for entry in entries) else "not run"

@@ -14,15 +14,15 @@ import fcntl
 import json
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from effexport.artifact import Manifest, check_file, read_manifest
+from effexport.artifact import EngineEntry, Manifest, Parity, check_file, read_manifest
 from effexport.errors import UserError
 from effexport.files import json_text, write_file
 from effexport.sweep.cell import Cell
@@ -31,6 +31,37 @@ from effexport.sweep.outcome import ARTIFACT, LOG, Outcome
 FORMAT_VERSION = 1
 MARK, RECORD, ATTEMPTS, LOCK = "sweep.json", "record.json", "attempts.jsonl", ".lock"
 CELLS, FAILED, STAGING = "cells", "failed", ".staging"
+
+
+class CellResults(msgspec.Struct, frozen=True):
+    """The part of a finished cell's manifest that tables show. engine: of the cell's target."""
+
+    parity: Parity
+    artifact_bytes: int
+    engine: EngineEntry | None
+
+
+class CellRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """record.json of a cell: its last attempt, with the fields of the attempt's `Outcome`.
+
+    log: of a failed attempt; a finished cell has log.txt. results: of a finished cell.
+    """
+
+    format_version: int = FORMAT_VERSION
+    id: str
+    digest: str
+    cell: dict[str, Any]
+    attempt: int
+    ended: str
+    status: Literal["finished", "failed"]
+    reason: str
+    stage: str
+    log: str | msgspec.UnsetType = msgspec.UNSET
+    seconds: float
+    peak_bytes: int | None
+    where: str
+    versions: Mapping[str, str | None]
+    results: CellResults | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True)
@@ -45,12 +76,12 @@ class Store:
     def failed_folder(self, cell: Cell) -> Path:
         return self.path / FAILED / cell.id
 
-    def finished(self, cell: Cell) -> dict[str, Any] | None:
+    def finished(self, cell: Cell) -> CellRecord | None:
         """The record of a finished cell; None if it is not finished, or its artifact is damaged."""
         record = read_record(self.cell_folder(cell), cell)
         return record if record is not None and not self.damage(cell) else None
 
-    def failed(self, cell: Cell) -> dict[str, Any] | None:
+    def failed(self, cell: Cell) -> CellRecord | None:
         """The record of the last failure of a cell that is not finished."""
         return read_record(self.failed_folder(cell), cell)
 
@@ -137,8 +168,7 @@ class Store:
         manifest = read_manifest(staged / ARTIFACT)
         for name, entry in manifest.files.items():
             check_file(staged / ARTIFACT, name, entry)
-        record = record_of(cell, attempt, outcome) | {"results": results_of_manifest(manifest, cell)}
-        write_file(staged / RECORD, json_text(record))
+        write_record(staged, record_of(cell, attempt, outcome, results_of_manifest(manifest, cell)))
         if not (staged / LOG).exists():
             write_file(staged / LOG, outcome.log + "\n")
         for path in list(staged.iterdir()):
@@ -152,7 +182,7 @@ class Store:
     def fail(self, cell: Cell, attempt: int, outcome: Outcome) -> None:
         """Record a failure, replacing an earlier one of the same cell."""
         staged = self.staging(cell)
-        write_file(staged / RECORD, json_text(record_of(cell, attempt, outcome)))
+        write_record(staged, record_of(cell, attempt, outcome))
         write_file(staged / LOG, outcome.log + "\n")
         shutil.rmtree(self.failed_folder(cell), ignore_errors=True)
         staged.rename(self.failed_folder(cell))
@@ -176,40 +206,41 @@ class Store:
             stream.write(json.dumps(line) + "\n")
 
 
-def record_of(cell: Cell, attempt: int, outcome: Outcome) -> dict[str, Any]:
-    left_out = ("files", "log") if outcome.status == "finished" else ("files",)
-    values = {name: value for name, value in outcome.to_dict().items() if name not in left_out}
-    return {
-        "format_version": FORMAT_VERSION,
-        "id": cell.id,
-        "digest": cell.digest,
-        "cell": cell.to_dict(),
-        "attempt": attempt,
-        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-        **values,
-    }
+def record_of(cell: Cell, attempt: int, outcome: Outcome, results: CellResults | None = None) -> CellRecord:
+    return CellRecord(
+        id=cell.id,
+        digest=cell.digest,
+        cell=cell.to_dict(),
+        attempt=attempt,
+        ended=datetime.now(UTC).isoformat(timespec="seconds"),
+        status=outcome.status,
+        reason=outcome.reason,
+        stage=outcome.stage,
+        log=outcome.log if outcome.status == "failed" else msgspec.UNSET,
+        seconds=outcome.seconds,
+        peak_bytes=outcome.peak_bytes,
+        where=outcome.where,
+        versions=outcome.versions,
+        results=results or msgspec.UNSET,
+    )
 
 
-def read_record(folder: Path, cell: Cell) -> dict[str, Any] | None:
+def write_record(folder: Path, record: CellRecord) -> None:
+    write_file(folder / RECORD, json_text(msgspec.to_builtins(record)))
+
+
+def read_record(folder: Path, cell: Cell) -> CellRecord | None:
     """The record of a cell; None if it is missing, damaged, or of another cell."""
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = msgspec.json.decode((folder / RECORD).read_bytes(), type=CellRecord)
+    except (OSError, msgspec.DecodeError):
         return None
-    return record if isinstance(record, dict) and record.get("digest") == cell.digest else None
+    return record if record.digest == cell.digest else None
 
 
-def results_of_manifest(manifest: Manifest, cell: Cell) -> dict[str, Any]:
-    """The results of a finished cell that tables show."""
+def results_of_manifest(manifest: Manifest, cell: Cell) -> CellResults:
     engine = next((engine for engine in manifest.engines if engine.target == cell.target), None)
-    results: dict[str, Any] = msgspec.to_builtins(
-        {
-            "parity": manifest.parity,
-            "artifact_bytes": sum(entry.bytes for entry in manifest.files.values()),
-            "engine": engine,
-        }
-    )
-    return results
+    return CellResults(manifest.parity, sum(entry.bytes for entry in manifest.files.values()), engine)
 
 
 def renamed(source: Path, target: Path) -> bool:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -68,7 +68,7 @@ def test_only_the_end_of_a_long_log_is_kept(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_artifact_beyond_the_limit_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finished = Outcome(status="finished", files={"model.onnx": 1001})
-    code = f"open(sys.argv[1] + '/outcome.json', 'w').write({json.dumps(finished.to_dict())!r})"
+    code = f"open(sys.argv[1] + '/outcome.json', 'w').write({json.dumps(asdict(finished))!r})"
     outcome = outcome_of(code, tmp_path, monkeypatch, Limits(artifact_bytes=1000))
     assert outcome.status == "failed"
     assert outcome.reason == "the artifact has 1,001 bytes; expected at most 1,000: raise --max-artifact"

@@ -187,7 +187,7 @@ def test_a_cell_that_kills_its_worker_fails_after_some_attempts_and_others_finis
     assert statuses(store)[good.id][-1] == "finished"
     record = store.failed(bad)
     assert record is not None
-    assert record["reason"].startswith(f"its node or worker was lost {MAX_LOSSES} times, most recently: ")
+    assert record.reason.startswith(f"its node or worker was lost {MAX_LOSSES} times, most recently: ")
 
 
 def test_what_a_node_raises_is_the_failure_of_one_cell(executor: Any, store: Store) -> None:
@@ -199,7 +199,7 @@ def test_what_a_node_raises_is_the_failure_of_one_cell(executor: Any, store: Sto
     Sweep(store, executor(work)).run([cell])
     record = store.failed(cell)
     assert record is not None
-    assert record["reason"] == "on its node: ModuleNotFoundError: No module named 'onnxscript'"
+    assert record.reason == "on its node: ModuleNotFoundError: No module named 'onnxscript'"
 
 
 @pytest.mark.requires("torch", "onnx", "ort")

@@ -19,6 +19,7 @@ from page_browser import (
     weak_colours,
 )
 
+from effexport.artifact import CheckSummary, EngineEntry
 from effexport.sweep.page import MAX_OPEN_ROWS, html_from_results
 from effexport.sweep.results import Row, SweepResults, engine_parity, engine_text, worst_of_summary
 
@@ -116,20 +117,31 @@ def test_a_long_table_is_folded_and_an_interrupted_sweep_says_so() -> None:
 
 
 def test_a_row_says_the_worst_of_all_checks_and_whether_the_engine_ran() -> None:
-    def entry(worst: float | None, metric: str = "max |error| / RMS", **counts: int) -> dict[str, Any]:
-        return {"passed": 0, "failed": 0, "not run": 0, "worst": worst, "limit": 1.0, "metric": metric, **counts}
+    def entry(worst: float | None, metric: str = "max |error| / RMS", **counts: int) -> CheckSummary:
+        return CheckSummary(**{"passed": 0, "failed": 0, "not_run": 0, **counts}, worst=worst, limit=1.0, metric=metric)
 
     summary = {
         "arithmetic": entry(1e-6, passed=2),
         "bodies": entry(2e-6, passed=1),
         "buckets": entry(5.0, metric="buckets that differ", passed=1),
-        "trt-rtx: arithmetic": entry(None, **{"not run": 3}),
+        "trt-rtx: arithmetic": entry(None, not_run=3),
     }
     assert worst_of_summary(summary) == (2e-6, 1.0)
     assert worst_of_summary({}) == (None, None)
     assert engine_parity(summary, "trt-rtx") == "not run"
     assert engine_parity({"trt: arithmetic": entry(1e-6, passed=1)}, "trt") == "passed"
-    engine = {"tensorrt_version": "1.7", "compute_capabilities": [], "bytes": 2.5e6, "layers": 7, "build_seconds": 1.9}
+    engine = EngineEntry(
+        target="trt-rtx",
+        file="engine/trt-rtx.engine",
+        tensorrt_version="1.7",
+        compute_capabilities=(),
+        profiles=(),
+        implementation={},
+        layers=7,
+        bytes=2_500_000,
+        build_seconds=1.9,
+        remarks=(),
+    )
     assert engine_text(engine) == "1.7, SM 80 and later, 2.5 MB, 7 layers, 1.9 s"
 
 

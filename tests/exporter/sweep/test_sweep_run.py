@@ -141,7 +141,7 @@ def test_of_two_attempts_at_once_the_first_stays_and_the_other_is_discarded(tmp_
         (winner,) = wins
         record = store.finished(cell)
         assert record is not None
-        assert record["where"] == f"node {winner}"
+        assert record.where == f"node {winner}"
         large = store.cell_folder(cell) / ARTIFACT / "engine" / "large.bin"
         assert large.stat().st_size == winner + 1, "record and artifact are those of one attempt"
         said = sorted(entry["status"] for entry in notes(store.path / ATTEMPTS))
@@ -274,7 +274,7 @@ def test_results_are_the_same_in_json_csv_and_page(machine: Machine) -> None:
     machine.fails = {17}
     results = machine.run(tiny_cells(16, 17))
     folder = machine.store.path
-    assert SweepResults.from_json((folder / "results.json").read_text()) == SweepResults.from_json(results.to_json())
+    assert (folder / "results.json").read_text() == results.to_json()
     values = json.loads((folder / "results.json").read_text())
     assert values["summary"] == {"finished": 1, "failed": 1, "not run": 0}
     lines = (folder / "results.csv").read_text().splitlines()
