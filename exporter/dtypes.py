@@ -1,4 +1,4 @@
-"""The table of element types: what each library calls them. Loads no framework."""
+"""The table of element types, what each library calls them, and the type of a tensor. Loads no framework."""
 
 from __future__ import annotations
 
@@ -61,3 +61,15 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     import numpy as np
 
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """An input or output of a graph. dtype: a name in DTYPES. dims: a size, or the name of a free dimension."""
+
+    name: str
+    dtype: str
+    dims: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} [{', '.join(map(str, self.dims))}]"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.dtypes import DTYPE_OF_PRECISION
+from effexport.dtypes import DTYPE_OF_PRECISION, TensorInfo
 from effexport.errors import UserError
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
-from effexport.models.model_spec import Dims, ModelSpec, Scope
+from effexport.models.model_spec import ModelSpec, Scope
 from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_from_dict, attention_spec, field_names
 from effexport.models.validation import SpecError, check_field_types, did_you_mean, require
 
@@ -28,18 +28,6 @@ INPUT_DEFAULTS: dict[str, int] = {MASK_NAME: 1, "token_type_ids": 0}
 NEXT_PREFIX = "next_"
 # protobuf cannot hold more than 2 GB; leave room for the graph itself
 EXTERNAL_DATA_THRESHOLD_BYTES = 1_800_000_000
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A graph input or output. dims: an integer, or the name of a dynamic dimension."""
-
-    name: str
-    dtype: str
-    dims: Dims
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.dtype} [{', '.join(map(str, self.dims))}]"
 
 
 @dataclass(frozen=True, kw_only=True)

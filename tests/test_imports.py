@@ -1,4 +1,4 @@
-"""Imports go one way, exporter → models → plugins; frameworks load late; no file names a host or a path."""
+"""Imports go one way and never in a circle; frameworks load late; no file names a host or a path of a machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,43 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+# From the top of the story to its foundations: a part imports its own row and the rows below it.
+ROWS: tuple[tuple[str, ...], ...] = (
+    ("__main__", "commands", "cli"),
+    ("__init__", "build", "bench", "sweep", "serving", "triton"),
+    ("report",),
+    ("proof",),
+    ("runners",),
+    ("engines",),
+    ("artifact",),
+    ("export",),
+    ("spec", "runtimes", "dtypes", "environment"),
+    ("plots", "errors", "files", "units", "version"),
+    ("models",),
+    ("plugins",),
+)
+ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
+# The longest way down from one module to the next: beyond it, nobody keeps the story in mind.
+DEEPEST_CHAIN = 13
+
+
+def module_of(path: Path) -> str:
+    """exporter/proof/cases.py → effexport.proof.cases; a package has the name of its folder."""
+    folder, *parts = path.relative_to(ROOT).with_suffix("").parts
+    package = next(package for package, name in FOLDER_OF_PACKAGE.items() if name == folder)
+    return ".".join([package, *(part for part in parts if part != "__init__")])
+
+
+MODULES = {module_of(path): path for path in python_files("exporter", "models", "plugins")}
+
+
+def part_of(module: str) -> str:
+    """effexport.proof.cases → proof; effexport itself → __init__."""
+    return [*module.split("."), "__init__"][1]
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of all imports of a module, the lazy ones and strings like "effexport.x.y" too."""
+    """(line, dotted name) of all imports of a module, those inside functions included."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -58,8 +94,30 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             assert node.level == 0, f"line {node.lineno}: relative import; write the full name"
             assert node.module is not None
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"effexport(\.\w+)+", str(node.value)):
-            yield node.lineno, str(node.value)
+
+
+def named_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of the strings that name one of our modules, to import it or to start it as a process."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in MODULES.keys() - FOLDER_OF_PACKAGE.keys():
+            yield node.lineno, node.value
+
+
+class WithoutTypes(ast.NodeTransformer):
+    """Removes `if TYPE_CHECKING:` blocks, which import nothing when the program runs."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        if ast.unparse(node.test) == "TYPE_CHECKING":
+            return node.orelse
+        return self.generic_visit(node)
+
+
+def imported_modules(module: str, tree: ast.AST) -> set[str]:
+    """Which of our modules a module imports when it runs, at its top or inside its functions."""
+    names = {name for _, name in imports(WithoutTypes().visit(tree))}
+    # `from package import name` imports a module of that name or the package that defines it
+    found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
+    return (found & MODULES.keys()) - {module}
 
 
 def package_of(name: str) -> str | None:
@@ -72,59 +130,97 @@ def package_of(name: str) -> str | None:
 
 
 def violations(path: Path, tree: ast.AST) -> list[str]:
-    """Imports of a file that the direction exporter → models → plugins forbids."""
+    """Imports of a file that the order of the folders forbids."""
     folder = relative(path).split("/")[0]
-    allowed = {
-        "exporter": {"effexport", "effexport.models", "effexport.plugins"},
-        "models": {"effexport.models", "effexport.plugins"},
-        "plugins": {"effexport.plugins"},
-    }.get(folder, set(FOLDER_OF_PACKAGE))
     found = []
-    for line, name in imports(tree):
+    for line, name in (*imports(tree), *named_modules(tree)):
         top = name.split(".")[0]
-        package = package_of(name)
         if top in FOLDER_OF_PACKAGE.values():
-            found.append(f"{relative(path)}:{line}: {name}: the folder {top}/ is no package; import effexport")
-        elif package is not None and package not in allowed:
-            found.append(f"{relative(path)}:{line}: {folder}/ must not import {name}")
+            found.append(f"{relative(path)}:{line}: {name}: {top}/ is not a package; import effexport")
         elif folder == "models" and top in RUNTIMES:
             found.append(f"{relative(path)}:{line}: models/ must not know {top}")
+        elif package_of(name) is not None and folder in FOLDER_OF_PACKAGE.values():
+            own, other = part_of(module_of(path)), part_of(name)
+            # a name that effexport/__init__.py defines, such as effexport.load
+            other = other if other in ROW_OF_PART else "__init__"
+            if ROW_OF_PART[other] < ROW_OF_PART[own]:
+                found.append(f"{relative(path)}:{line}: {own} must not import {name}, which is above it")
     return found
 
 
 def test_imports_go_one_way() -> None:
-    files = python_files("exporter", "models", "plugins", "tests", "scripts")
-    assert [found for path in files for found in violations(path, ast.parse(path.read_text(encoding="utf-8")))] == []
+    found = []
+    for path in python_files("exporter", "models", "plugins", "tests", "scripts"):
+        found += violations(path, ast.parse(path.read_text(encoding="utf-8")))
+    assert found == []
 
 
 @pytest.mark.parametrize(
-    ("folder", "source"),
+    ("file", "source"),
     [
-        ("models", "from effexport.spec import BuildSpec"),
-        ("models", "from effexport import artifact"),
-        ("models", "import onnx"),
-        ("models", "def f():\n    import onnxruntime.capi"),
-        ("plugins", "from effexport.models import attention_from_spec"),
-        ("plugins", "import effexport.errors"),
-        ("plugins", "import importlib\nimportlib.import_module('effexport.models.lsh')"),
-        ("exporter", "from models import spec"),
-        ("tests", "import plugins.lsh_sort.op"),
+        ("models/planted.py", "from effexport.spec import BuildSpec"),
+        ("models/planted.py", "from effexport import artifact"),
+        ("models/planted.py", "import onnx"),
+        ("models/planted.py", "def f():\n    import onnxruntime.capi"),
+        ("plugins/planted.py", "from effexport.models import attention_from_spec"),
+        ("plugins/planted.py", "import effexport.errors"),
+        ("plugins/planted.py", "import importlib\nimportlib.import_module('effexport.models.lsh')"),
+        ("exporter/proof/planted.py", "from models import spec"),
+        ("exporter/proof/planted.py", "from effexport.report.model import Report"),
+        ("exporter/export/planted.py", "def f():\n    from effexport.proof import cases"),
+        ("exporter/engines/planted.py", "from effexport import load"),
+        ("exporter/artifact.py", "from effexport.engines.sidecar import EngineInfo"),
+        ("tests/planted.py", "import plugins.lsh_sort.op"),
     ],
 )
-def test_a_forbidden_import_is_found(folder: str, source: str) -> None:
-    assert len(violations(ROOT / folder / "planted.py", ast.parse(source))) == 1
+def test_a_forbidden_import_is_found(file: str, source: str) -> None:
+    assert len(violations(ROOT / file, ast.parse(source))) == 1
 
 
 @pytest.mark.parametrize(
-    ("folder", "source"),
+    ("file", "source"),
     [
-        ("exporter", "from effexport.models.spec import AttentionSpec\nimport onnx"),
-        ("models", "from effexport.plugins.lsh_sort.op import lsh_sort\nimport torch"),
-        ("plugins", "import onnx\nfrom effexport.plugins import DOMAIN"),
+        ("exporter/export/planted.py", "from effexport.models.spec import AttentionSpec\nimport onnx"),
+        ("exporter/commands/planted.py", "from effexport.build import artifact_from_spec"),
+        ("models/planted.py", "from effexport.plugins.lsh_sort.op import lsh_sort\nimport torch"),
+        ("plugins/planted.py", "import onnx\nfrom effexport.plugins import DOMAIN"),
     ],
 )
-def test_an_allowed_import_is_not_reported(folder: str, source: str) -> None:
-    assert violations(ROOT / folder / "planted.py", ast.parse(source)) == []
+def test_an_allowed_import_is_not_reported(file: str, source: str) -> None:
+    assert violations(ROOT / file, ast.parse(source)) == []
+
+
+def chains(graph: dict[str, set[str]]) -> dict[str, tuple[str, ...]]:
+    """The longest import chain that begins at each module. Raises CycleError, which names the modules of a circle."""
+    longest: dict[str, tuple[str, ...]] = {}
+    for module in TopologicalSorter(graph).static_order():
+        below = max((longest[other] for other in graph.get(module, ())), key=len, default=())
+        longest[module] = (module, *below)
+    return longest
+
+
+def test_no_modules_import_each_other_in_a_circle_and_no_chain_is_long() -> None:
+    graph = {
+        module: imported_modules(module, ast.parse(path.read_text(encoding="utf-8")))
+        for module, path in MODULES.items()
+    }
+    deepest = max(chains(graph).values(), key=len)
+    assert len(deepest) <= DEEPEST_CHAIN, " → ".join(deepest)
+
+
+def test_a_circle_is_found_even_if_one_of_its_imports_is_inside_a_function() -> None:
+    first, second = "effexport.spec", "effexport.errors"
+    graph = {
+        first: imported_modules(first, ast.parse(f"import {second}")),
+        second: imported_modules(second, ast.parse("def f():\n    from effexport.spec import BuildSpec")),
+    }
+    with pytest.raises(CycleError):
+        chains(graph)
+
+
+def test_imports_for_type_checkers_make_no_circle() -> None:
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from effexport.spec import BuildSpec"
+    assert imported_modules("effexport.errors", ast.parse(source)) == set()
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from effexport.models.validation import SpecError, did_you_mean, require
 
 if TYPE_CHECKING:
+    from effexport.dtypes import TensorInfo
     from effexport.engines.sidecar import ShapeRange
-    from effexport.spec import BuildSpec, TensorInfo
+    from effexport.spec import BuildSpec
 
 # The dimensions that a profile sets; all others of a model are numbers.
 PROFILE_DIMS = ("batch", "seq", "choices")

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from effexport.dtypes import TensorInfo
 from effexport.engines.api import version_tuple
 from effexport.errors import UserError
 from effexport.files import file_digest, json_text, write_file
 from effexport.runtimes import ENGINE_RUNTIMES, ENGINE_SUFFIX, engine_name
-from effexport.spec import TensorInfo
 
 FORMAT_VERSION = 1
 SIDECAR_SUFFIX = ".json"

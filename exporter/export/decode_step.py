@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.dtypes import TensorInfo
 from effexport.export.onnx_from_module import at_precision, write_graph
 from effexport.export.onnx_graph import GraphPromise
-from effexport.spec import NEXT_PREFIX, BuildSpec, TensorInfo
+from effexport.spec import NEXT_PREFIX, BuildSpec
 
 if TYPE_CHECKING:
     from torch import nn

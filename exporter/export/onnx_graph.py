@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effexport.dtypes import TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.files import file_digest
 from effexport.plugins import DOMAIN, PLUGIN_NAMESPACE
-from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
     import onnx

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
-from effexport.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec, TensorInfo
+from effexport.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array

@@ -8,8 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
-    from effexport.spec import TensorInfo
+    from effexport.dtypes import Array, TensorInfo
 
 
 class Closeable:

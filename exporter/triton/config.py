@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from effexport.dtypes import DTYPES
+from effexport.dtypes import DTYPES, TensorInfo
 from effexport.plugins.building.library import LIBRARY_NAME
-from effexport.spec import INPUT_DEFAULTS, TensorInfo
+from effexport.spec import INPUT_DEFAULTS
 from effexport.triton.backends import Backend
 from effexport.triton.batching import Batching
 from effexport.triton.pbtxt import Message, Word, comment, text_from_message

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from effexport.artifact import Artifact
+from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
-from effexport.spec import TensorInfo
 from effexport.triton.backends import Backend
 from effexport.triton.batching import Batching, batching_of
 from effexport.triton.config import ModelConfig, text_from_config

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from effexport.dtypes import DTYPES
-from effexport.spec import TensorInfo
+from effexport.dtypes import DTYPES, TensorInfo
 from effexport.triton.record import ModelRecord
 from effexport.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG
 

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.files import json_text
-from effexport.spec import TensorInfo
 
 RECORD = "effexport.json"
 CONFIG = "config.pbtxt"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.spec import LSHSpec
 from effexport.models.validation import SpecError
-from effexport.spec import BuildSpec, TensorInfo, build_spec_from_options
+from effexport.spec import BuildSpec, build_spec_from_options
 
 
 @pytest.fixture

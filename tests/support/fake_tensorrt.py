@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from effexport.dtypes import numpy_dtype
+from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.engines.sidecar import ShapeRange
 from effexport.runners.cuda.device import CudaError, DeviceMemory, PinnedMemory
-from effexport.spec import TensorInfo
 
 POISON = 0xA5
 STREAM = 77

@@ -11,9 +11,8 @@ import numpy as np
 
 from effexport.bench.grid import spec_from_case
 from effexport.bench.results import Case
-from effexport.dtypes import numpy_dtype
+from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.models.model_spec import shape_of
-from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
     import torch

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.proof.case_label import ALL_CASES, CaseLabel
-from effexport.proof.tolerances import Limit
+
+if TYPE_CHECKING:
+    from effexport.proof.tolerances import Limit
 
 Status = Literal["passed", "failed", "not run"]
 METRIC = "max |error| / RMS"

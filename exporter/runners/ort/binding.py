@@ -7,10 +7,10 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from effexport.dtypes import TensorInfo
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runners.ort.values import array_from_value, value_from_array
-from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array

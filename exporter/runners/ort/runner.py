@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.dtypes import DTYPES
+from effexport.dtypes import DTYPES, TensorInfo
 from effexport.errors import EffexportError, RuntimeFailedError
 from effexport.runners.feeds import FeedLimits, checked_feeds
 from effexport.runners.ort.binding import NO_GRAPH, BoundModel, run_options
@@ -14,7 +14,6 @@ from effexport.runners.ort.session import session_from_model
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runners.ort.values import array_from_value, value_from_array
 from effexport.runners.runner import Closeable
-from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.dtypes import numpy_dtype
+from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.engines.sidecar import EngineInfo, Shape, ShapeRange
 from effexport.errors import EffexportError
 from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory, PinnedMemory
-from effexport.spec import TensorInfo
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array

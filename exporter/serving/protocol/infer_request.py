@@ -12,8 +12,7 @@ from effexport.serving.protocol.json_data import BINARY_ONLY, array_from_json
 from effexport.serving.protocol.signature import Signature, element_count, shown
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
-    from effexport.spec import TensorInfo
+    from effexport.dtypes import Array, TensorInfo
 
 
 @dataclass(frozen=True)

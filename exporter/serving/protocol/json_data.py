@@ -10,8 +10,7 @@ from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.signature import element_count, shown
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
-    from effexport.spec import TensorInfo
+    from effexport.dtypes import Array, TensorInfo
 
 # The protocol has no JSON for these: they travel as binary data only.
 BINARY_ONLY = ("FP16", "BF16")

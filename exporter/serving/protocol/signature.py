@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from effexport.dtypes import DTYPES
+from effexport.dtypes import DTYPES, TensorInfo
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
 from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
-from effexport.spec import INPUT_DEFAULTS, BuildSpec, TensorInfo
+from effexport.spec import INPUT_DEFAULTS, BuildSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

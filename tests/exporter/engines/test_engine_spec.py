@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from effexport.commands._engine_options import EngineRequest, numbers_from_text
+from effexport.dtypes import TensorInfo
 from effexport.engines.profile import (
     Profile,
     Range,
@@ -19,7 +20,7 @@ from effexport.engines.profile import (
 )
 from effexport.engines.spec import EngineSpec
 from effexport.models.validation import SpecError
-from effexport.spec import BuildSpec, TensorInfo, build_spec_from_options
+from effexport.spec import BuildSpec, build_spec_from_options
 
 Specs = Callable[..., BuildSpec]
 ANY = (Profile({"batch": Range(1, 1, 1), "seq": Range(1, 8, 8)}),)

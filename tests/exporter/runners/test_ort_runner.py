@@ -11,12 +11,12 @@ import pytest
 
 import effexport
 from effexport.artifact import Artifact
+from effexport.dtypes import TensorInfo
 from effexport.errors import EffexportError, MissingExtraError, UserError
 from effexport.proof.cases import load_reference
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.runner import Runner
-from effexport.spec import TensorInfo
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from fake_tensorrt import FakeContext, FakeCuda, FakeEngine, FakeModel, FakeRuntime, FakeTensorRT
 
-from effexport.dtypes import numpy_dtype
+from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.engines.api import ICudaEngine, IExecutionContext, Runtime
 from effexport.engines.sidecar import EngineInfo, sidecar_path, write_sidecar
 from effexport.errors import EffexportError, GraphWarning, MissingExtraError, RuntimeFailedError, UserError
@@ -27,7 +27,6 @@ from effexport.runners.feeds import FeedLimits
 from effexport.runners.runner import Runner
 from effexport.runners.trt.memory import EAGER_BYTES, Buffers
 from effexport.runners.trt.runner import TrtRunner, TrtSettings
-from effexport.spec import TensorInfo
 
 WIDTH = 3
 GRAPHS = TrtSettings(cuda_graph=True)

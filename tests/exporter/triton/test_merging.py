@@ -10,9 +10,9 @@ import pytest
 
 import effexport
 from effexport.artifact import Artifact
+from effexport.dtypes import TensorInfo
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.runners.feeds import FeedLimits
-from effexport.spec import TensorInfo
 from effexport.triton.merging import run_merged
 
 
