@@ -455,7 +455,7 @@ def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
     yield signature
     if signature.status != "passed":
         return
-    yield check_finite(case, outputs)
+    yield check_finite(case.label, outputs)
     if spec.attention.is_hashed:
         limit = free_run_limit(spec, case.seed_noise, case.precision_noise)
         yield judged(Kind.FREE_RUN, case.label, RMS_METRIC, rms_change(case, outputs), limit)

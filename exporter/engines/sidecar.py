@@ -138,8 +138,16 @@ def check_model(engine: Path, info: EngineInfo, onnx_sha256: str) -> None:
         )
 
 
+class EngineMismatchError(UserError):
+    """An engine that was built for another release of TensorRT or another GPU. problem: how, without the path."""
+
+    def __init__(self, engine: Path, problem: str, remedy: str) -> None:
+        super().__init__(f"{engine} {problem}; {remedy}")
+        self.problem = problem
+
+
 def check_runs_here(engine: Path, info: EngineInfo, tensorrt_version: str, compute_capability: int) -> None:
-    """Raises UserError if TensorRT would refuse the engine: another release, or another kind of GPU.
+    """Raises EngineMismatchError if TensorRT would refuse the engine: another release, or another kind of GPU.
 
     tensorrt_version: that of the installed bindings. compute_capability: that of this machine's GPU, such as 90.
     """
@@ -148,14 +156,17 @@ def check_runs_here(engine: Path, info: EngineInfo, tensorrt_version: str, compu
     same_release = tensorrt_version.split(".")[:3] == info.tensorrt_version.split(".")[:3]
     newer = version_tuple(tensorrt_version) >= version_tuple(info.tensorrt_version)
     if not (same_release or (info.version_compatible and newer)):
-        raise UserError(
-            f"{engine} was built with {product} {info.tensorrt_version}, and {tensorrt_version} is installed; expected "
-            f"the same release{' or a later one' if info.version_compatible else ''}: install it, or {rebuild}"
+        expected = "the same release or a later one" if info.version_compatible else "the same release"
+        raise EngineMismatchError(
+            engine,
+            f"was built with {product} {info.tensorrt_version}, and {tensorrt_version} is installed",
+            f"expected {expected}: install it, or {rebuild}",
         )
     if not covers(info, compute_capability):
-        raise UserError(
-            f"{engine} was built for {info.built_for}, and this GPU is SM {compute_capability}; expected one of those: "
-            f"{rebuild} on this machine"
+        raise EngineMismatchError(
+            engine,
+            f"was built for {info.built_for}, and this GPU is SM {compute_capability}",
+            f"expected one of those: {rebuild} on this machine",
         )
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's answers to the inputs of every case, the buckets of its hashes, and how far its own noise takes it."""
+"""PyTorch's answers to the inputs of every case, the buckets of its hashes, and the size of its own noise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOISE_SEED_OFFSET = 1_000_003
 
 
 def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int) -> list[Case]:
-    """What the float32 module answers to every case.
+    """The answers of the float32 module to every case.
 
     Inputs of lower precision are rounded first, so that the reference and the candidate see the same numbers.
     """
@@ -52,7 +52,8 @@ def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int) -> list
 
 
 def with_hash_noise(case: Case, module: nn.Module, rounded: nn.Module, spec: BuildSpec) -> Case:
-    """Change of the outputs under other rotations, and in `rounded`, the module in lower precision."""
+    """The case with its noise: how much the outputs change with other rotations, and in `rounded`, the module in lower
+    precision."""
     with other_rotations(module):
         by_seed = rms_change(case, run_module(module, spec, case.inputs))
     by_precision = 0.0 if rounded is module else rms_change(case, run_module(rounded, spec, case.inputs))
@@ -60,8 +61,8 @@ def with_hash_noise(case: Case, module: nn.Module, rounded: nn.Module, spec: Bui
 
 
 def change_by_rounding(case: Case, module: nn.Module, spec: BuildSpec) -> float:
-    """How far rounding takes PyTorch itself: the largest relative change of the outputs when every weight is off by one
-    rounding at the spec's precision, or when the module runs in that precision, whichever is larger."""
+    """How much rounding changes PyTorch's own answer: the largest relative change of the outputs if every weight is off
+    by one rounding at the spec's precision, or if the module runs in that precision, whichever is larger."""
     import torch
 
     other = copy.deepcopy(module)
@@ -77,7 +78,7 @@ def change_by_rounding(case: Case, module: nn.Module, spec: BuildSpec) -> float:
 
 
 def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """Float32 outputs by name."""
+    """The outputs of a module by name, float32."""
     import torch
 
     dtype = next(module.parameters()).dtype
@@ -93,7 +94,7 @@ def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) 
 
 
 def hash_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Every hash by the name that its buckets have in the graph."""
+    """Every hash of a module, by the name of its buckets in the graph."""
     from effexport.models.lsh import LSHHash
 
     return {

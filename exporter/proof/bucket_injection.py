@@ -1,4 +1,4 @@
-"""Graphs of hash-based models with their buckets laid open: as inputs, to give, and as outputs, to compare."""
+"""Exposes the buckets of a hash-based model as inputs, to prescribe them, and as outputs, to compare them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ GIVEN_SUFFIX = ".given"
 def hash_values(path: Path, expected: Sequence[str]) -> list[str]:
     """Graph values that hold buckets, in the order of `expected`.
 
-    Tools that optimise a graph inline the sort, or rename values: look for the name first, then for the sort itself.
-    Returns an empty list when neither is found for every layer.
+    Tools that optimise a graph inline the sort or rename values, so the names are tried first, then the sorts.
+    Returns an empty list if neither are found for every layer.
     """
+    if not expected:
+        return []
     model = load_graph(path)
     produced = {name for node in model.graph.node for name in node.output}
     if all(name in produced for name in expected):

@@ -1,4 +1,4 @@
-"""Models under the parity check: a runner, and a second one that takes the buckets of a model that hashes."""
+"""Models under test: a runner and, if the model hashes, a second one that reads the buckets as inputs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class RunnerCandidate:
-    """A runner; where the model hashes, `given` runs the same model with the buckets as inputs.
+    """A runner under test; if the model hashes, `given` runs the same model with the buckets as inputs.
 
-    hashes: names of the bucket values in the order of the layers, as the reference has them; values: their names in the
-    model. Both are empty for models that do not hash.
+    hashes: names of the bucket values in the reference, in the order of the layers; values: their names in the model.
+    Both are empty for models that do not hash.
     """
 
     def __init__(
@@ -60,26 +60,29 @@ class RunnerCandidate:
 
 
 class ModelCandidate(RunnerCandidate):
-    """A model file in a runtime; where the model hashes, it is opened a second time with the buckets as inputs.
-
-    hashes: names of the bucket values in the order of the layers, empty for models that do not hash.
-    """
+    """A model file in a runtime; if the model hashes, it is opened a second time with the buckets as inputs."""
 
     def __init__(self, path: Path, hashes: Sequence[str], limits: FeedLimits, open_model: OpenModel) -> None:
         load_graph(path)
         runner = open_model(path, limits, None)
-        values = hash_values(path, hashes) if hashes else []
+        values = hash_values(path, hashes)
         given = open_model(with_given_buckets(path, values), limits, path.parent.resolve()) if values else None
         super().__init__(runner, given, hashes, values)
 
 
 class OrtCandidate(ModelCandidate):
-    """A model file in ONNX Runtime, with settings of its own."""
+    """A model file in ONNX Runtime."""
 
     def __init__(
         self, path: Path, hashes: Sequence[str], limits: FeedLimits, settings: OrtSettings | None = None
     ) -> None:
-        def open_model(model: Path | bytes, limits: FeedLimits, external_folder: Path | None) -> OrtRunner:
-            return OrtRunner(model, settings, limits=limits, external_folder=external_folder)
+        super().__init__(path, hashes, limits, open_in_ort(settings))
 
-        super().__init__(path, hashes, limits, open_model)
+
+def open_in_ort(settings: OrtSettings | None) -> OpenModel:
+    """What opens a model file, or a serialised model, in ONNX Runtime."""
+
+    def open_model(model: Path | bytes, limits: FeedLimits, external_folder: Path | None) -> OrtRunner:
+        return OrtRunner(model, settings, limits=limits, external_folder=external_folder)
+
+    return open_model

@@ -26,10 +26,10 @@ class Case:
 
     buckets and margins: per hash (by the name of its graph value), int32 and float32 [batch · heads · rounds, padded
     seq]: the bucket of every token and how close it came to another one.
-    seed_noise: RMS-relative change of the output under other rotations; None without hashing.
-    precision_noise: likewise, when PyTorch itself runs at the precision of the spec; 0 in float32.
-    own_error: of an adversarial case, how far rounding at the precision of the spec takes PyTorch itself, which no
-    runtime can be expected to undercut: see `answers.change_by_rounding`. 0 elsewhere.
+    seed_noise: RMS-relative change of the output with other rotations; None without hashing.
+    precision_noise: the same if PyTorch itself runs at the precision of the spec; 0 in float32.
+    own_error: in an adversarial case, how much rounding at the precision of the spec changes PyTorch's own answer, see
+    `answers.change_by_rounding`; no runtime can be expected to do better. 0 in other cases.
     """
 
     name: str
@@ -51,7 +51,8 @@ class Case:
         return CaseLabel(self.name, self.keep.shape, not self.keep.all())
 
     def kept(self, array: Array, sample: int) -> Array:
-        """What counts of one sample of an output, [tokens, channels]: its kept tokens, or all of a pooled output."""
+        """The part of one sample of an output that is compared, [tokens, channels]: its kept tokens, or all of a pooled
+        output."""
         own, keep = np.asarray(array[sample]), self.keep[sample]
         if own.shape[: keep.ndim] != keep.shape:
             return own.reshape(1, -1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Elements that a comparison works on at once: its float64 temporaries are a few times 8 bytes each.
 SLICE_ELEMENTS = 2**20
-# Logits of hidden keys are −1e9 or −3e38: they must agree too, and say nothing about the scale of the others.
+# Logits of hidden keys are −1e9 or −3e38. They must agree too, but do not count for the scale of the others.
 MASK_CONSTANT = 1e8
 
 
@@ -27,9 +27,9 @@ def rms(x: Array) -> float:
 
 
 def relative_error(actual: Array, expected: Array) -> tuple[float, tuple[int, int]]:
-    """max |actual − expected| / scale over [tokens, channels], and where; NaN wins over every number.
+    """max |actual − expected| / scale over [tokens, channels], and its place; NaN counts as the largest.
 
-    The scale of a token is the RMS of its sample, or its own where that is larger: the first tokens of a causal model,
+    The scale of a token is the RMS of its sample, or its own RMS if that is larger: the first tokens of a causal model,
     which average over few keys, are ten times larger than the rest, and so is their rounding.
     """
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
@@ -40,14 +40,14 @@ def relative_error(actual: Array, expected: Array) -> tuple[float, tuple[int, in
 
 
 def scale_of(expected: Array) -> Array:
-    """What errors of each token are relative to, [tokens, 1]."""
+    """The scale of each token, to which its errors are relative, [tokens, 1]."""
     own = np.sqrt(np.mean(np.square(expected), axis=-1, keepdims=True))
     scale: Array = np.maximum(np.maximum(own, rms(expected)), np.finfo(np.float32).tiny)
     return scale
 
 
 def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
-    """Of any element, relative to the scale of its token."""
+    """The largest change of any element that is compared, relative to the scale of its token."""
     changes = [
         relative_error(case.kept(outputs[name], row), case.kept(expected, row))[0]
         for name, expected in case.outputs.items()
@@ -57,21 +57,21 @@ def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
 
 
 def rms_change(case: Case, outputs: Mapping[str, Array]) -> float:
-    """RMS(outputs − reference) / RMS(reference) over what counts, of the output where it is largest; NaN wins."""
+    """RMS(outputs − reference) / RMS(reference) of what is compared, for the output that changes most."""
     changes = []
     for name, expected in case.outputs.items():
         actual, wanted = (
             np.concatenate([case.kept(array, sample) for sample in range(len(array))])
             for array in (outputs[name].astype(np.float32), expected)
         )
-        # a reference of zeros, which a layer without biases makes of zero tokens, is to be met exactly
+        # a reference of zeros, as a layer without biases makes of zero tokens, must be met exactly
         changes.append(rms(actual - wanted) / max(rms(wanted), float(np.finfo(np.float32).tiny)))
     return float(np.max(changes))  # not the built-in max, which may drop NaN
 
 
 def value_error(actual: Array, expected: Array) -> float:
     """max |actual − expected| / RMS, as in `relative_error`: a row of the last axis that is larger than the
-    RMS of the whole has a scale of its own. Of integers and booleans, the share that differs."""
+    RMS of the whole has a scale of its own. For integers and booleans, the share that differs."""
     if actual.shape != expected.shape:
         return float("inf")
     if expected.size == 0:
@@ -89,7 +89,7 @@ def value_error(actual: Array, expected: Array) -> float:
 
 
 def magnitude(x: Array) -> tuple[float, float]:
-    """The largest absolute value and the RMS of the elements that are no mask constants; zeros where there are none."""
+    """The largest absolute value and the RMS of all elements except mask constants; zeros if there are no others."""
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     step = max(1, SLICE_ELEMENTS // max(1, rows.shape[1]))
     largest, sums = 0.0, np.zeros(2)
@@ -101,7 +101,7 @@ def magnitude(x: Array) -> tuple[float, float]:
 
 
 def square_sums(x: Array) -> Array:
-    """Sum of the squares and number of the elements that are no mask constants, float64 [2, rows]."""
+    """The sum of the squares and the number of all elements except mask constants, per row, float64 [2, rows]."""
     x = x.astype(np.float64)
     ordinary = np.abs(x) < MASK_CONSTANT  # NaN is not ordinary
     squares = np.square(x, where=ordinary, out=np.zeros(x.shape))

@@ -1,4 +1,4 @@
-"""Is an engine equal to its reference? It takes a GPU to ask; without one, that is what the report says."""
+"""Checks a TensorRT engine against the reference. That takes a GPU; a build without one reports it as not run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import Profile, Range
-from effexport.engines.sidecar import EngineInfo, read_sidecar
+from effexport.engines.sidecar import EngineInfo, EngineMismatchError, read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
 from effexport.export.onnx_graph import external_locations, load_graph, model_digest
@@ -35,27 +35,26 @@ if TYPE_CHECKING:
 def verify_engine_if_possible(
     engine: Path, model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str]
 ) -> Verification:
-    """As `verify_engine`, for a build: an engine that cannot run on this machine is not wrong, and not proven."""
-    target = read_sidecar(engine).target
+    """The checks of `verify_engine`, or one that was not run if the engine cannot run on this machine."""
     try:
-        verification = verify_engine(engine, model, cases, spec, hashes)
+        # without the implementation: the report shows that of model.onnx, and the sidecar that of the engine
+        return Verification(verify_engine(engine, model, cases, spec, hashes).checks)
+    except EngineMismatchError as error:
+        problem = f"it {error.problem}"
     except UserError as error:
-        missing = str(error).split(";")[0].replace(str(engine), "it")
-        reason = (
-            f"the engine was built and not run: {missing}. Prove it where it can run, with: effexport verify ARTIFACT "
-            f"--runtime {target}"
-        )
-        return Verification([not_run(Kind.PARITY, reason, target=target)])
-    # what ran the custom operators of the engine is in its sidecar; the report's is of model.onnx
-    return Verification(verification.checks)
+        problem = str(error)
+    target = read_sidecar(engine).target
+    remedy = f"Prove it where it can run, with: effexport verify ARTIFACT --runtime {target}"
+    reason = f"the engine was built and not run: {problem}. {remedy}"
+    return Verification([not_run(Kind.PARITY, reason, target=target)])
 
 
 def verify_engine(
     engine: Path, model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str]
 ) -> Verification:
-    """Check an engine against reference cases. Cases outside its profiles are said, not skipped.
+    """Check an engine against reference cases. A case outside its profiles is reported as not run.
 
-    Raises UserError where the engine cannot run: no GPU, another release, other GPUs than this one.
+    Raises UserError if the engine cannot run: no GPU, another release of TensorRT, or built for other GPUs.
     """
     info = read_sidecar(engine)
     with engine_candidate(engine, info, model, spec, hashes) as candidate:
@@ -64,7 +63,7 @@ def verify_engine(
 
 
 class EngineCandidate(RunnerCandidate):
-    """An engine under the parity check, which takes the shapes of its profiles."""
+    """An engine under test. It accepts the shapes of its profiles."""
 
     def __init__(
         self, info: EngineInfo, runner: Runner, given: Runner | None, hashes: Sequence[str], values: Sequence[str]
@@ -87,18 +86,18 @@ class EngineCandidate(RunnerCandidate):
 def engine_candidate(
     engine: Path, info: EngineInfo, model: Path, spec: BuildSpec, hashes: Sequence[str]
 ) -> Iterator[EngineCandidate]:
-    """An engine under the parity check; where the model hashes, with a second engine that takes the buckets.
+    """An engine under test; if the model hashes, with a second engine that reads the buckets as inputs.
 
-    The second one is built here, from the same model with the same options: one flipped bucket moves a third of all
-    outputs, so the arithmetic can be compared only when both sides have the same buckets.
+    The second engine is built here, from the same model with the same options. One flipped bucket changes a third of
+    all outputs, so the arithmetic can only be compared if both sides use the same buckets.
     """
     from effexport.runners.trt.runner import TrtRunner
 
     limits = limits_from_spec(spec)
-    # the temporary folder goes last, after the engine in it is closed
+    # the temporary folder is removed last, after the engine in it is closed
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(TrtRunner(engine, limits=limits, onnx_sha256=model_digest(model)))
-        values = hash_values(model, hashes) if hashes else []
+        values = hash_values(model, hashes)
         given = None
         if values:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-")))
@@ -123,11 +122,11 @@ def engine_with_given_buckets(
 
 
 def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec) -> EngineSpec:
-    """How an engine was built, with ranges for the buckets, int32 [rows, padded]: one row per sample, head and round,
-    and sequences padded to whole chunks."""
+    """The spec of an engine, with ranges for its buckets, int32 [rows, padded]: one row per sample, head and round, and
+    sequences padded to whole chunks."""
     attention = spec.attention
     assert isinstance(attention, LSHSpec)
-    # a checkpoint whose layers have different chunks pads to a multiple of all
+    # a checkpoint whose layers have different chunk lengths pads to a multiple of all of them
     chunk = getattr(spec.model, "pad_multiple", attention.chunk_length)
     rows = attention.heads * attention.num_hashes
     profiles = []

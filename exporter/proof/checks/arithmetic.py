@@ -1,4 +1,4 @@
-"""One answer against the reference's: shape and dtype, finite values, the same again, and the numbers."""
+"""Compares one answer with the reference's: names, dtypes, shapes, finite values, repeatability, and the numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from effexport.proof.case_label import CaseLabel
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import HISTOGRAM_EDGES, METRIC, RMS_METRIC, Check, Kind, Worst, judged
 from effexport.proof.metrics import relative_error, scale_of
@@ -16,6 +17,8 @@ from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+
+FINITE_METRIC = "NaN or Inf elements"
 
 
 def check_signature(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
@@ -26,12 +29,14 @@ def check_signature(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -
     return Check(Kind.SIGNATURE, case.label, "names, dtypes, shapes", "failed" if detail else "passed", detail=detail)
 
 
-def check_finite(case: Case, outputs: Mapping[str, Array]) -> Check:
+def check_finite(case: CaseLabel, outputs: Mapping[str, Array], kind: str = Kind.FINITE) -> Check:
+    """Every element of the outputs is a finite number."""
     bad = sum(int(np.count_nonzero(~np.isfinite(array.astype(np.float32)))) for array in outputs.values())
-    return judged(Kind.FINITE, case.label, "NaN or Inf elements", bad, Limit(0, "no output may be NaN or infinite"))
+    return judged(kind, case, FINITE_METRIC, bad, Limit(0, "no output may be NaN or infinite"))
 
 
 def check_repeatable(case: Case, first: Mapping[str, Array], second: Mapping[str, Array]) -> Check:
+    """The same input twice gives the same bits."""
     different = sum(
         first[name].size if first[name].shape != second[name].shape else differing_bits(first[name], second[name])
         for name in first
@@ -47,7 +52,7 @@ def differing_bits(a: Array, b: Array) -> int:
 
 
 def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, kind: str = Kind.ARITHMETIC) -> Check:
-    """Largest error of the kept tokens, relative to the scale of the reference; the other measures beside it."""
+    """The largest error of the kept tokens, relative to the scale of the reference, beside other measures."""
     value, worst = -1.0, None
     figures = Figures()
     for output, expected in case.outputs.items():
@@ -70,13 +75,13 @@ def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, kin
 
 
 def check_overall(case: Case, check: Check, limit: Limit | None) -> Iterator[Check]:
-    """The RMS error that an arithmetic check has found, against a limit much sharper than that of one element."""
+    """The RMS error found by `check_arithmetic`, against a limit much tighter than that of one element."""
     if limit is not None:
         yield judged(Kind.OVERALL_ERROR, case.label, RMS_METRIC, check.measures["rms_error"], limit)
 
 
 class Figures:
-    """Sums over samples, from which the measures of a whole case follow."""
+    """Sums over the samples of a case, from which its measures follow."""
 
     def __init__(self) -> None:
         self._max_abs = 0.0
@@ -87,7 +92,7 @@ class Figures:
     def add(self, actual: Array, expected: Array) -> None:
         """actual, expected: [tokens, channels] of one sample."""
         actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite makes the measures so too
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN makes the measures NaN
             error = np.abs(actual - expected)
             self._max_abs = float(np.maximum(self._max_abs, error.max(initial=0.0)))
             self._squares += [np.sum(np.square(x)) for x in (error, expected, actual)]
@@ -98,11 +103,11 @@ class Figures:
     def measures(self) -> dict[str, float]:
         """max_abs, in the units of the output; rms_error, relative to the RMS of the reference; cosine similarity.
 
-        Two answers of zeros have the cosine 1.
+        The cosine of two answers of zeros is 1.
         """
         errors, reference, answer = self._squares
         tiny = np.finfo(np.float64).tiny
-        with np.errstate(invalid="ignore", over="ignore"):  # as above, and any answer where zeros are right
+        with np.errstate(invalid="ignore", over="ignore"):  # as above; and the reference may be all zeros
             rms_error = np.sqrt(errors / np.maximum(reference, tiny))
             cosine = self._product / np.maximum(np.sqrt(reference) * np.sqrt(answer), tiny)
         if reference == answer == 0:

@@ -1,4 +1,4 @@
-"""What is under test."""
+"""The interface of a model under test."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ RunWithBuckets = Callable[[Arrays, Arrays], tuple[dict[str, "Array"], dict[str, 
 
 
 class Candidate(Protocol):
-    """A model under test. `run` is free; `run_with_buckets` takes the buckets of every hash by value name and also
-    returns the buckets it would have chosen; it is None when the model does not show them. `accepts` tells whether the
-    model takes inputs of these shapes: an engine is built for a range of them."""
+    """A model under test, which chooses its own buckets in `run`."""
 
-    def accepts(self, inputs: Mapping[str, Array]) -> bool: ...
+    def accepts(self, inputs: Arrays) -> bool:
+        """Whether the model takes inputs of these shapes: an engine is built for a range of them."""
+        ...
 
-    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]: ...
+    def run(self, inputs: Arrays) -> dict[str, Array]: ...
 
     @property
-    def run_with_buckets(
-        self,
-    ) -> RunWithBuckets | None: ...
+    def run_with_buckets(self) -> RunWithBuckets | None:
+        """Runs the model on inputs and the buckets of every hash, by value name, and returns the outputs and the
+        buckets that the model would have chosen; None if the model does not show its buckets."""
+        ...

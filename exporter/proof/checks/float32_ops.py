@@ -1,7 +1,6 @@
-"""Half precision keeps float32 islands: the operators that overflow or cancel must read float32, whatever runs them.
+"""In half precision, operators that overflow or cancel are kept in float32: the file must say so.
 
-A CPU computes float16 in float32 anyway, so a lost island changes nothing there and everything on a GPU: it is looked
-for in the file.
+A CPU computes float16 in float32 anyway, so running the model there would not show a missing cast.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.spec import BuildSpec
 
-# Exponentials and sums over the sequence, and what iterates or hashes. Operators that compute in float32 whatever they
-# read are left out: EluLinearAttention casts inside its body.
-ISLANDS = ("Softmax", "Exp", "Log", "ReduceSum", "ArgMax", "IterativePinv")
+# Exponentials, sums over the sequence, iterations and hashes. Not operators that compute in float32 whatever they read:
+# EluLinearAttention casts inside its body.
+FLOAT32_OPS = ("Softmax", "Exp", "Log", "ReduceSum", "ArgMax", "IterativePinv")
 LISTED = 5
 
 
-def check_islands(model: Path, spec: BuildSpec) -> list[Check]:
-    """Empty for float32 models, and for somebody's own module, whose islands are its own."""
+def check_float32_ops(model: Path, spec: BuildSpec) -> list[Check]:
+    """Empty for float32 models, and for users' own modules, which choose themselves what stays in float32."""
     if spec.precision == "fp32" or isinstance(spec.model, ModuleSpec):
         return []
     kind, case, metric = Kind.FLOAT32_OPS, CaseLabel("the graph"), "operators that read half precision"
     proto = load_graph(model)
     types = value_types(proto)
-    inside = [node for node in proto.graph.node if node.op_type in ISLANDS and node.domain in ("", DOMAIN)]
+    inside = [node for node in proto.graph.node if node.op_type in FLOAT32_OPS and node.domain in ("", DOMAIN)]
     known = [(node, types[node.input[0]][0]) for node in inside if node.input[0] in types]
     lowered = [node for node, dtype in known if dtype in ("float16", "bfloat16")]
     if inside and not known:

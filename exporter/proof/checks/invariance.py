@@ -1,4 +1,4 @@
-"""What must not matter: batch mates, padding, what padding holds, and, for a causal model, what comes later."""
+"""What must not change a result: the rest of the batch, padding and its content and, if causal, later tokens."""
 
 from __future__ import annotations
 
@@ -20,23 +20,29 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 
+class Worst:
+    """The largest relative error of several comparisons, and which one it was; NaN counts as the largest."""
+
+    def __init__(self) -> None:
+        self.error, self.detail = 0.0, ""
+
+    def add(self, actual: Array, expected: Array, detail: str) -> None:
+        error, _ = relative_error(actual, expected)
+        if error > self.error or error != error:
+            self.error, self.detail = error, detail
+
+
 def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
     """Each sample alone, without its padding, equals its rows in the batch."""
     kind, metric = Kind.BATCH_INVARIANCE, "max |alone − in batch| / RMS"
-    reason = spec.model.why_not_invariant
-    if reason:
-        return not_run(kind, reason, case.label, metric)
-    limit = case_limit(spec, case.own_error)
-    reference_free = Limit(limit.value, f"{limit.reason}; neither batch mates nor padding may add to it")
-    worst, detail = 0.0, ""
-    run_with_buckets = candidate.run_with_buckets
+    if spec.model.why_not_invariant:
+        return not_run(kind, spec.model.why_not_invariant, case.label, metric)
+    worst, run_with_buckets = Worst(), candidate.run_with_buckets
     if run_with_buckets is not None:
         # the same buckets for both, or a near-tie could tell them apart
         outputs, _ = run_with_buckets(case.inputs, case.buckets)
     for row, keep in enumerate(case.keep):
-        length = int(np.flatnonzero(keep)[-1]) + 1
-        if spec.attention.fixed_seq_len is not None:
-            length = keep.size
+        length = int(np.flatnonzero(keep)[-1]) + 1 if spec.attention.fixed_seq_len is None else keep.size
         alone = {key: value[row : row + 1, :length] for key, value in case.inputs.items()}
         if not candidate.accepts(alone):
             return not_run(kind, f"sample {row} on its own {OUTSIDE}", case.label, metric)
@@ -46,29 +52,23 @@ def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[st
         else:
             result = candidate.run(alone)
         for output in case.outputs:
-            error, _ = relative_error(result[output][0], outputs[output][row, :length])
-            if error > worst or error != error:
-                worst, detail = error, f"worst in sample {row}"
-    return judged(kind, case.label, metric, worst, reference_free, detail)
+            worst.add(result[output][0], outputs[output][row, :length], f"worst in sample {row}")
+    limit = limit_without(case, spec, "neither batch mates nor padding may add to it")
+    return judged(kind, case.label, metric, worst.error, limit, worst.detail)
 
 
 def check_padding_content(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
-    """Kept tokens get the same answer whatever the padding holds."""
+    """Kept tokens get the same answer whatever the padding contains."""
     kind, metric = Kind.PADDING_CONTENT, "max |change| / RMS"
-    reason = spec.model.why_padding_counts
-    if reason:
-        return not_run(kind, reason, case.label, metric)
-    changed = candidate.run(padding_of_other_content(case, spec))
-    worst, detail = 0.0, ""
+    if spec.model.why_padding_counts:
+        return not_run(kind, spec.model.why_padding_counts, case.label, metric)
+    changed, worst = candidate.run(padding_of_other_content(case, spec)), Worst()
     for output in case.outputs:
         for row in range(len(case.keep)):
-            error, _ = relative_error(case.kept(changed[output], row), case.kept(outputs[output], row))
-            if error > worst or error != error:
-                worst, detail = error, f"worst in sample {row} of {output}"
-    limit = case_limit(spec, case.own_error)
-    return judged(
-        kind, case.label, metric, worst, Limit(limit.value, f"{limit.reason}; padding may not add to it"), detail
-    )
+            actual, expected = case.kept(changed[output], row), case.kept(outputs[output], row)
+            worst.add(actual, expected, f"worst in sample {row} of {output}")
+    limit = limit_without(case, spec, "padding may not add to it")
+    return judged(kind, case.label, metric, worst.error, limit, worst.detail)
 
 
 def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
@@ -81,14 +81,15 @@ def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array],
     prefix = {key: value[:, :length] for key, value in case.inputs.items()}
     if not candidate.accepts(prefix):
         return not_run(kind, f"a prefix of {length} tokens {OUTSIDE}", case.label, metric)
-    answer = candidate.run(prefix)
-    worst = 0.0
+    answer, worst = candidate.run(prefix), Worst()
     for output in case.outputs:
         for row in range(len(case.keep)):
-            error, _ = relative_error(answer[output][row], outputs[output][row, :length])
-            worst = float(np.maximum(worst, error))
+            worst.add(answer[output][row], outputs[output][row, :length], "")
+    limit = limit_without(case, spec, "later tokens may not add to it")
+    return judged(kind, case.label, metric, worst.error, limit, f"prefix of {length} tokens")
+
+
+def limit_without(case: Case, spec: BuildSpec, condition: str) -> Limit:
+    """The limit of the arithmetic, with the condition that nothing else may use it up."""
     limit = case_limit(spec, case.own_error)
-    detail = f"prefix of {length} tokens"
-    return judged(
-        kind, case.label, metric, worst, Limit(limit.value, f"{limit.reason}; later tokens may not add to it"), detail
-    )
+    return Limit(limit.value, f"{limit.reason}; {condition}")

@@ -31,7 +31,7 @@ def run_checks(candidate: Candidate, cases: Sequence[Case], spec: BuildSpec) -> 
         yield check_signature(case, outputs, spec)
         if set(outputs) != set(case.outputs) or any(outputs[n].shape != case.outputs[n].shape for n in outputs):
             continue  # nothing else can be compared
-        yield check_finite(case, outputs)
+        yield check_finite(case.label, outputs)
         yield check_repeatable(case, outputs, candidate.run(case.inputs))
         if spec.attention.is_hashed:
             yield from check_hashed(candidate, case, outputs, spec)

@@ -15,7 +15,7 @@ from effexport.artifact import Artifact
 from effexport.errors import EffexportError
 from effexport.proof.candidates import OrtCandidate
 from effexport.proof.cases import load_reference
-from effexport.proof.checks.float32_ops import check_islands
+from effexport.proof.checks.float32_ops import check_float32_ops
 from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.verify import verify_candidate
 from effexport.runners.feeds import limits_from_spec
@@ -50,7 +50,7 @@ def first_failure(artifact: Artifact, model: Path) -> str | None:
     settings = OrtSettings(threads=1, memory_arena=False)
     try:
         candidate = OrtCandidate(model, artifact.manifest.hash_values, limits_from_spec(artifact.spec), settings)
-        checks = itertools.chain(run_checks(candidate, cases, artifact.spec), check_islands(model, artifact.spec))
+        checks = itertools.chain(run_checks(candidate, cases, artifact.spec), check_float32_ops(model, artifact.spec))
         return next((check.name for check in checks if check.status == "failed"), None)
     except EffexportError:
         return REFUSED
