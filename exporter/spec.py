@@ -34,9 +34,9 @@ EXTERNAL_DATA_THRESHOLD_BYTES = 1_800_000_000
 class BuildSpec:
     """A model and how to export it.
 
-    batch: the batch size of the export case of the parity check.
-    fused: attention as one operator of ours where there is one; False exports it as standard operators, for tools that
-    have neither our kernels nor a use for function bodies.
+    batch: the batch size of the first case of the parity check.
+    fused: whether attention is exported as one custom operator if the variant has one, or as standard operators, for
+    tools that support neither our kernels nor function bodies.
     """
 
     model: ModelSpec
@@ -153,6 +153,12 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) ->
             groups["encoder"][name] = value
         else:
             known = known_attention + _BUILD_FIELDS + _ENCODER_FIELDS
+            label = f"--{name.replace('_', '-')}" if flags.get(name) is not None else name
+            elsewhere = [other for other, spec in ATTENTION_SPECS.items() if name in field_names(spec)]
+            require(
+                name in known_attention or not elsewhere,
+                f"{label} does not apply to {variant}, only to: {', '.join(elsewhere)}; leave it out",
+            )
             require(
                 name in known_attention,
                 f"{variant} has no field {name!r}{did_you_mean(name, known)} Fields: {', '.join(known)}",
@@ -185,7 +191,7 @@ def build_spec_from_checkpoint(flags: Mapping[str, Any], folder: Path) -> tuple[
 
 
 def build_spec_from_module(flags: Mapping[str, Any], model: ModuleSpec) -> BuildSpec:
-    """The spec of a user's own module, which `module_probe.spec_from_module` describes for the flag seq_len.
+    """The spec of a user's own module. model: from `module_probe.spec_from_module`, which reads the flag seq_len.
 
     Raises SpecError for flags that the module decides itself.
     """

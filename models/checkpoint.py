@@ -49,11 +49,11 @@ def fill_module(
     ignored: Iterable[str],
     source: Path,
 ) -> None:
-    """Copy weights into a module.
+    """Copy weights into a module, all of them or none.
 
     names: parameter or buffer of the module → names it may have in the checkpoint, the first one present wins.
-    ignored: patterns of checkpoint names that may be there and mean nothing.
-    Raises SpecError with everything that does not fit, before anything is copied.
+    ignored: patterns of names in the checkpoint that are skipped.
+    Raises SpecError with everything that does not fit.
     """
     import torch
 
@@ -75,16 +75,16 @@ def fill_module(
     patterns = [re.compile(pattern) for pattern in ignored]
     unknown = [name for name in found if name not in used and not any(p.fullmatch(name) for p in patterns)]
     kinds = {
-        "missing": missing,
-        "unknown": unknown,
-        "of the wrong shape": misshapen,
-        "with NaN or infinity": infinite,
+        "missing {}": missing,
+        "unexpected {}": unknown,
+        "{} of the wrong shape": misshapen,
+        "{} with NaN or infinity": infinite,
     }
     problems = [counted_list(kind, bad) for kind, bad in kinds.items() if bad]
     require(
         not problems,
-        f"the weights in {source} do not fit its config.json. Weights {'; '.join(problems)}. Expected the weights that "
-        "the configuration describes: check the task and the sizes in config.json",
+        f"the weights in {source} do not fit the model: {'; '.join(problems)}. Expected the tensors that its "
+        "configuration describes: check the task and the sizes",
     )
     with torch.no_grad():
         for name, value in chosen.items():
@@ -92,9 +92,10 @@ def fill_module(
 
 
 def counted_list(kind: str, names: Iterable[str]) -> str:
-    """How many there are, and the first of them; a tied weight counts once."""
+    """`2 unexpected tensors: a, b`: the number of tensors, and the first of them; a tied weight counts once."""
     distinct = list(dict.fromkeys(names))
-    return f"{len(distinct)} {kind}: {', '.join(distinct[:LISTED])}" + (", …" if len(distinct) > LISTED else "")
+    noun = kind.format("tensor" if len(distinct) == 1 else "tensors")
+    return f"{len(distinct)} {noun}: {', '.join(distinct[:LISTED])}" + (", …" if len(distinct) > LISTED else "")
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -146,6 +147,6 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise SpecError(f"{path} is not a readable weights file: {first_line}; copy it from the source") from error
     require(
         isinstance(value, dict) and all(isinstance(tensor, torch.Tensor) for tensor in value.values()),
-        f"{path} holds something else than named tensors; save the state_dict of the model",
+        f"{path} does not hold named tensors; save the state_dict of the model",
     )
     return dict(value)

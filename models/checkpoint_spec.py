@@ -1,4 +1,4 @@
-"""What checkpoint families have in common: a frozen description that the config.json of a checkpoint turns into.
+"""What checkpoint families have in common: a frozen spec, made from config.json.
 
 No torch here, so that the command line can describe and refuse a checkpoint before any framework is loaded.
 """
@@ -112,7 +112,7 @@ class PublishedSpec(CheckpointSpec):
     NOT_READ: ClassVar[tuple[str, ...]]
     POSITIVE: ClassVar[tuple[str, ...]]
     UNNAMED_TASK: ClassVar[str | None] = None
-    # the longest seq_len that is chosen by itself, in tokens
+    # the default seq_len is at most this, in tokens
     DEFAULT_SEQ_LEN_LIMIT: ClassVar[int] = 2**62
 
     layer_norm_eps: float
@@ -144,7 +144,7 @@ class PublishedSpec(CheckpointSpec):
         raise NotImplementedError
 
     def notes(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-        """What the published computation does that its users would not expect, and what is done about it."""
+        """Sentences on what users would not expect of the published computation, and what is done about it."""
         raise NotImplementedError
 
     @property

@@ -24,10 +24,10 @@ def spec_from_module(module: nn.Module, name: str, seq_len: int | None = None) -
 
     module: takes some of input_ids, hidden_states, attention_mask and token_type_ids, in any order, and returns a
     tensor or a tuple of tensors whose first axis is the batch. name: for reports.
-    Raises SpecError for a module without a layer of ours, with other arguments, or that fails.
+    Raises SpecError for a module without a layer of effexport.models, with other arguments, or that fails.
     """
     layers = attention_layers(module)
-    require(bool(layers), f"{name} has no layer of effexport.models; build it from attention_from_spec(…)")
+    require(bool(layers), f"{name} contains no layer of effexport.models; build it with attention_from_spec(…)")
     specs = [layer.spec for layer in layers]
     attention = next((spec for spec in specs if spec.is_hashed), specs[0])
     lengths = [spec.max_seq_len for spec in specs if spec.max_seq_len is not None]
@@ -74,17 +74,17 @@ def input_dims(module: nn.Module, name: str, dim: int) -> dict[str, Dims]:
 
 
 def vocabulary(module: nn.Module) -> int:
-    """Rows of the first embedding, which is taken for that of the tokens."""
+    """Rows of the first embedding, which is assumed to be that of the tokens."""
     from torch import nn
 
     for child in module.modules():
         if isinstance(child, nn.Embedding):
             return child.num_embeddings
-    raise SpecError("the module takes input_ids but has no nn.Embedding to tell how many tokens there are")
+    raise SpecError("the module takes input_ids but has no nn.Embedding, whose rows would be the number of tokens")
 
 
 def probe(module: nn.Module, name: str, inputs: dict[str, Dims], seq_len: int) -> dict[str, Dims]:
-    """Run once and read the axes of the outputs off their sizes."""
+    """Run the module once and infer the axes of the outputs from their sizes."""
     import torch
 
     sizes = {"batch": PROBE_BATCH, "seq": seq_len}
@@ -105,7 +105,7 @@ def probe(module: nn.Module, name: str, inputs: dict[str, Dims], seq_len: int) -
 def output_name(name: str, index: int, value: Any, count: int) -> str:
     import torch
 
-    require(isinstance(value, torch.Tensor), f"{name} returns a {type(value).__name__}; expected tensors")
+    require(isinstance(value, torch.Tensor), f"{name} returns {type(value).__name__}; expected tensors")
     return "output" if count == 1 else f"output{index}"
 
 

@@ -81,8 +81,8 @@ class NystromAttention(MultiHeadAttention):
         return (kernel_f @ inverse).to(v.dtype) @ (kernel_g.to(v.dtype) @ v)
 
     def landmarks(self, q: Tensor, k: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the queries and of the keys, float32 [batch, heads, landmarks, head_dim], and boolean [batch, landmarks]:
-        which of them stand for any token."""
+        """Landmarks of the queries and of the keys, float32 [batch, heads, landmarks, head_dim], and which of them
+        stand for any token, boolean [batch, landmarks]."""
         if self.spec.mask_landmarks:
             count = self.spec.num_landmarks
             if self.fused:
@@ -128,7 +128,7 @@ def landmark_kernel(q_landmarks: Tensor, k_landmarks: Tensor, present: Tensor) -
 def landmark_weights(keep: Tensor, num_landmarks: int) -> Tensor:
     """Which tokens each landmark averages over, as float32 weights [batch, landmarks, seq].
 
-    keep: boolean [batch, seq]. The weights of a landmark add up to one, or to zero where it has no kept token.
+    keep: boolean [batch, seq]. The weights of a landmark add up to one, or to zero if it has no kept token.
     """
     position = torch.arange(keep.shape[1], device=keep.device)
     length = (keep * (position + 1)).amax(dim=1, keepdim=True)

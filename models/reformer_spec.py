@@ -16,7 +16,7 @@ from effexport.models.spec import AttentionSpec, LocalSpec, LSHSpec, automatic_n
 from effexport.models.validation import require
 
 KINDS = ("lsh", "local")
-# transformers does not wrap a shift by more chunks than there are, and two chunks are its shortest chunked sequence.
+# transformers does not wrap a shift beyond the number of chunks, and its shortest chunked sequence has two.
 MAX_NEIGHBOURS = 2
 
 
@@ -115,8 +115,8 @@ class ReformerSpec(PublishedSpec):
                 name = f"{kind}_num_chunks_{side}"
                 require(
                     0 <= getattr(self, name) <= MAX_NEIGHBOURS,
-                    f"{name} is {getattr(self, name)}; expected 0 to {MAX_NEIGHBOURS}: transformers sees more "
-                    "neighbours than there are chunks in another way than a circle, so short sequences would differ",
+                    f"{name} is {getattr(self, name)}; expected 0 to {MAX_NEIGHBOURS}: transformers handles "
+                    "more neighbours than chunks in another way than a circle, so short sequences would differ",
                 )
 
     def check_axial(self) -> None:
@@ -133,7 +133,7 @@ class ReformerSpec(PublishedSpec):
         )
 
     def check_task(self) -> None:
-        """What transformers asserts about the heads."""
+        """Check what transformers asserts about the heads."""
         after = {kind: getattr(self, f"{kind}_num_chunks_after") for kind in sorted(set(self.attn_layers))}
         if self.task == "lm-head":
             require(
@@ -167,15 +167,15 @@ class ReformerSpec(PublishedSpec):
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens that have a position. transformers wants one for its own padding too, and so takes fewer where this
-        is no multiple of `pad_multiple`."""
+        """Tokens that have a position. transformers needs positions for its own padding too, so it accepts fewer if
+        this is not a multiple of `pad_multiple`."""
         if not self.axial_pos_embds:
             return self.max_position_embeddings
         return min(math.prod(self.axial_pos_shape), self.max_position_embeddings)
 
     @property
     def chunk_lengths(self) -> tuple[int, ...]:
-        """Of the kinds of layers that the model has."""
+        """Chunk lengths of the kinds of layers that the model has."""
         return tuple(getattr(self, f"{kind}_chunk_length") for kind in KINDS if kind in self.attn_layers)
 
     @property
@@ -185,7 +185,7 @@ class ReformerSpec(PublishedSpec):
 
     @property
     def plain_lsh_len(self) -> int:
-        """Up to this many tokens LSH layers are plain attention in transformers, because one chunk holds them all."""
+        """Up to this many tokens, LSH layers are plain attention in transformers, as one chunk holds all of them."""
         whole = self.pad_multiple == self.lsh_chunk_length
         return self.lsh_chunk_length if whole else min(self.chunk_lengths)
 
@@ -220,7 +220,7 @@ class ReformerSpec(PublishedSpec):
         )
 
     def attention_of_layer(self, layer: int) -> LSHSpec | LocalSpec:
-        """With the seed that draws the rotations of this layer."""
+        """The spec of a layer, with the seed that draws its rotations."""
         spec = self.attention_of_kind(self.attn_layers[layer])
         return spec if self.shared_rotations else spec.of_layer(layer)
 

@@ -63,7 +63,7 @@ def test_rows_without_a_timing_say_why_below_the_table() -> None:
     assert "* failed: parity failed; max \\|error\\| / RMS 0.003, limit 0.0002" in text
     assert "* not run: there is no GPU. 1 row (linear on trt)" in text
     assert "❌ 1 of 1 candidate failed parity: linear on ort. 1 row was not run." in text
-    assert "Interrupted: 2 rows were finished by then" in text
+    assert "Interrupted: 2 rows were finished" in text
 
 
 def test_the_length_at_which_softmax_is_overtaken_is_in_a_table() -> None:

@@ -230,7 +230,7 @@ def test_our_own_weights_come_from_a_file(cli: Callable[..., Any], tmp_path: Pat
         given = runner.run({"input_ids": ids.numpy()})["last_hidden_state"]
         assert worst_error(given, module(ids), torch.ones_like(ids)) <= LIMIT
     save_file({"nothing": torch.zeros(1)}, tmp_path / "trained.safetensors")
-    assert "1 unknown: nothing" in cli(*command, tmp_path / "again").error()
+    assert "1 unexpected tensor: nothing" in cli(*command, tmp_path / "again").error()
 
 
 FACTORY = """

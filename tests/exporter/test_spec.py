@@ -85,7 +85,7 @@ def test_variant_and_scope_may_come_from_the_file(toml: Callable[[str], Path]) -
     ("text", "message"),
     [
         ('variant = "lsh"\nnum_hashs = 4', r"lsh has no field 'num_hashs'; did you mean 'num_hashes'\?"),
-        ('variant = "softmax"\nnum_hashes = 4', "softmax has no field 'num_hashes'"),
+        ('variant = "softmax"\nnum_hashes = 4', "num_hashes does not apply to softmax, only to: lsh; leave it out"),
         ('variant = "lsh"\nscope = "attention"\nlayers = 2', "layers belongs to the encoder"),
         ('variant = "lsh"\nseq_len = 64\nseq-len = 64', "sets seq_len twice"),
         ('variant = "lsh"\ndim = 64\n[attention]\ndim = 32', "sets dim twice"),

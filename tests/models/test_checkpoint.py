@@ -115,24 +115,24 @@ def an_attention_weight(tensors: dict[str, Tensor]) -> str:
 def damage_missing(tensors: dict[str, Tensor]) -> str:
     name = an_attention_weight(tensors)
     del tensors[name]
-    return rf"1 missing: {name}"
+    return rf"1 missing tensor: {name}"
 
 
 def damage_unknown(tensors: dict[str, Tensor]) -> str:
     tensors["encoder.extra.weight"] = torch.zeros(2)
-    return r"1 unknown: encoder\.extra\.weight"
+    return r"1 unexpected tensor: encoder\.extra\.weight"
 
 
 def damage_shape(tensors: dict[str, Tensor]) -> str:
     name = an_attention_weight(tensors)
     tensors[name] = torch.zeros(3, 1)
-    return rf"1 of the wrong shape: {name} \[3, 1\], expected \["
+    return rf"1 tensor of the wrong shape: {name} \[3, 1\], expected \["
 
 
 def damage_nan(tensors: dict[str, Tensor]) -> str:
     name = an_attention_weight(tensors)
     tensors[name].flatten()[-1] = float("nan")
-    return f"1 with NaN or infinity: {name}"
+    return f"1 tensor with NaN or infinity: {name}"
 
 
 @pytest.mark.parametrize("damage", [damage_missing, damage_unknown, damage_shape, damage_nan])
@@ -151,8 +151,8 @@ def test_an_error_lists_ten_names_of_each_kind_and_counts_all(tmp_path: Path) ->
     with pytest.raises(SpecError) as failure:
         fill_module(module, found, {"weight": ("w", "alias"), "bias": ("b",)}, (), tmp_path)
     message = str(failure.value)
-    assert "2 missing: w, b" in message
-    assert "12 unknown: extra0, extra1" in message
+    assert "2 missing tensors: w, b" in message
+    assert "12 unexpected tensors: extra0, extra1" in message
     assert "extra9, …" in message
     assert "extra10" not in message
     before = module.weight.clone()
@@ -222,7 +222,7 @@ def test_a_pickle_is_never_executed(folder: Path) -> None:
 
 def test_a_file_of_something_else_is_refused(folder: Path) -> None:
     torch.save([torch.zeros(1)], folder / "pytorch_model.bin")
-    with pytest.raises(SpecError, match="holds something else than named tensors"):
+    with pytest.raises(SpecError, match="does not hold named tensors"):
         read_weights(folder)
 
 

@@ -27,7 +27,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Line:
-    """begins: whether it stands for something else than the line above it."""
+    """A line of a table. begins: whether it starts a new group of lines."""
 
     name: str
     source: str
@@ -37,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table. lines: with a source each where published and measured ones alternate. note: what its cells are."""
+    """A table. lines: each with its source, if published and measured lines alternate. note: what its cells are."""
 
     title: str
     columns: tuple[str, ...]

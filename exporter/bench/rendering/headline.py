@@ -34,9 +34,7 @@ def interruption(results: BenchResults) -> str:
     """A sentence for an interrupted benchmark; "" for a complete one."""
     if results.complete:
         return ""
-    return (
-        f"Interrupted: {counted(len(results.rows), 'row was', 'rows were')} finished by then, and the rest is missing."
-    )
+    return f"Interrupted: {counted(len(results.rows), 'row was', 'rows were')} finished; the rest is missing."
 
 
 def parity_sentence(results: BenchResults) -> str:

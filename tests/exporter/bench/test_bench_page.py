@@ -137,7 +137,7 @@ def test_the_speed_of_a_wrong_answer_is_no_speed() -> None:
 def test_an_interrupted_benchmark_says_so_and_does_not_pass() -> None:
     found = results(complete=False)
     assert verdict(found) == "not run"
-    assert interruption(found) == "Interrupted: 60 rows were finished by then, and the rest is missing."
+    assert interruption(found) == "Interrupted: 60 rows were finished; the rest is missing."
     assert interruption(found) in html_from_results(found)
     assert interruption(results()) == ""
 

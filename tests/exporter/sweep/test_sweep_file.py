@@ -165,7 +165,10 @@ def test_cells_survive_the_way_to_another_machine() -> None:
         ),
         (PLAIN + "[[exclude]]", "an [[exclude]] is empty"),
         (PLAIN + "[[include]]\nseq_len = 64", "an [[include]] has no variant"),
-        (PLAIN + '[[include]]\nvariant = "lsh"\nwindow = 3', "lsh has no field 'window'"),
+        (
+            PLAIN + '[[include]]\nvariant = "lsh"\nwindow = 3',
+            "window does not apply to lsh, only to: aft-local; leave it out",
+        ),
         (PLAIN + '[exclude]\nvariant = "lsh"', "each under [[exclude]]"),
         (
             PLAIN + 'targets = ["trt-rtx"]\ngpus = ["sm_90"]',
