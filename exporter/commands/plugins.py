@@ -62,7 +62,7 @@ def path_command(as_json: bool) -> None:
 
     library = find_library()
     if library is None:
-        raise EffexportError(f"there is no kernel library; build it with: {BUILD_COMMAND}")
+        raise EffexportError(f"the kernel library is not built; build it with: {BUILD_COMMAND}")
     if as_json:
         print_json({"path": str(library.path), "outdated": library.outdated})
     else:

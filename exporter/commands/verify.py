@@ -150,7 +150,7 @@ class Candidate:
         spec, hashes = self.artifact.spec, self.artifact.manifest.hash_values
         if self.is_engine:
             return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
-        # every case has a shape of its own, and up to two sessions are open: memory is given back after each run
+        # cases have different shapes and up to two sessions are open, so memory is released after each run
         open_model = model_opener(self.runtime, ModelOptions(self.implementation, memory_arena=False))
         return verify_in_runtime(self.path, cases, spec, hashes, open_model)
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE / "effexport.zip"))
 
 
 class TritonPythonModel:
-    """One instance of the model, in a process of its own."""
+    """An instance of the model; Triton starts a process for each."""
 
     def initialize(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])

@@ -23,7 +23,7 @@ from effexport.triton.warmup import WarmUp, warm_ups
 # added: a new version. configured: the version exists, only the configuration changes. unchanged: nothing is written.
 Status = Literal["added", "configured", "unchanged"]
 EXAMPLE_LENGTH = 8
-# What a Python model imports in the server, beside NumPy.
+# Packages that a Python model imports in the server, besides NumPy.
 PYTHON_PACKAGES = ("msgspec", "onnx", "onnxruntime")
 
 

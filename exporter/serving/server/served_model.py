@@ -104,7 +104,7 @@ def served_model(
 
 
 def platform_of(runtime: str) -> str:
-    """What the protocol calls a runtime and its format."""
+    """The protocol's name for a runtime and its model format."""
     return RUNTIMES[runtime].platform
 
 

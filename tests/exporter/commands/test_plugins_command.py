@@ -78,7 +78,7 @@ def test_a_cuda_build_names_its_architectures(cli: Cli, machine: Machine, nvcc: 
 def test_without_a_library_path_fails_and_info_does_not(cli: Cli, machine: Machine) -> None:
     path = cli("plugins", "path")
     assert path.out == ""
-    assert path.error(1) == "there is no kernel library; build it with: effexport plugins build"
+    assert path.error(1) == "the kernel library is not built; build it with: effexport plugins build"
     info = cli("plugins", "info", "--json")
     assert info.code == 0
     assert info.json["library"] is None

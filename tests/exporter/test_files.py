@@ -1,0 +1,59 @@
+"""Files and folders that are written completely or not at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from effexport.errors import UserError
+from effexport.files import FolderKind, abandoned, csv_text, json_text, replacing, write_file
+
+BOX = FolderKind("a box", "mark.txt")
+
+
+def test_a_failure_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    write_file(path, "old")
+
+    def write_half() -> None:
+        with replacing(path) as partial:
+            partial.write_text("half")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write_half()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    write_file(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_a_failure_keeps_the_old_folder_and_removes_parents_that_were_made_for_it(tmp_path: Path) -> None:
+    for output in (tmp_path / "box", tmp_path / "deep" / "er" / "box"):
+        with pytest.raises(OSError, match="full"), BOX.new(output, force=False):
+            raise OSError("full")
+    assert list(tmp_path.iterdir()) == []
+    with BOX.new(tmp_path / "deep" / "box", force=False) as folder:
+        (folder / BOX.mark).touch()
+    with pytest.raises(UserError, match="exists; choose another folder with -o, or replace it with --force"):
+        BOX.check(tmp_path / "deep" / "box", force=False)
+    with pytest.raises(UserError, match="is not a box, so --force does not replace it"):
+        BOX.check(tmp_path / "deep", force=True)
+
+
+def test_only_entries_of_ended_processes_are_abandoned(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    names = [f"a-{ended.pid}", f"a-{ended.pid}-more", f"a-{os.getpid()}", f"a-{os.getppid()}", "a-x", f"b-{ended.pid}"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    assert sorted(path.name for path in abandoned(tmp_path, "a-")) == sorted(names[:3])
+
+
+def test_text_of_numbers_that_json_and_csv_do_not_have() -> None:
+    assert json_text({"x": [float("nan"), float("-inf")]}) == '{\n  "x": [\n    "nan",\n    "-inf"\n  ]\n}\n'
+    assert csv_text(["a", "b"], [[1, None], ["x,y", 2.5]]) == 'a,b\n1,\n"x,y",2.5\n'
