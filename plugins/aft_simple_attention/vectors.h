@@ -1,5 +1,5 @@
-// The three steps of the CPU kernel. kernel_cpu.cc includes this file once for every instruction set, each time inside
-// a namespace of its own and with the macro REGISTER_BYTES (of a vector register); hence no include guard.
+// The three steps of the CPU kernel.
+// Compiled once for every instruction set (see native/instruction_sets.h), hence without an include guard.
 //
 // Channels never meet, so a vector register holds neighbouring channels of one row, and what happens in a lane does not
 // depend on how many there are: AVX2 and AVX-512 give the same bits.

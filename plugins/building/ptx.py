@@ -1,6 +1,6 @@
-"""PTX of an operator's CUDA kernels, which TensorRT's plugins are made of. From kernel_cuda.cu, into the user's cache.
+"""Compiles an operator's kernel_cuda.cu to PTX for its TensorRT plugin, and keeps the PTX in the user's cache.
 
-Compiled by nvcc, or where there is none by NVRTC, which pip installs and which needs neither a GPU nor a driver.
+By nvcc if installed, otherwise by NVRTC, which pip installs and which needs neither a GPU nor a driver.
 
 <cache>/ptx/<key>.ptx       the key covers sources, compiler and options; the last line is the SHA-256 of the others
 """
@@ -26,8 +26,8 @@ from effexport.plugins.building.programs import Run, run_program
 from effexport.plugins.building.records import write_whole
 from effexport.plugins.building.toolchain import choose_nvcc
 
-# Turing, the oldest GPU that the kernel library and TensorRT 11 serve. Drivers translate the PTX of an architecture for
-# every later one, and the kernels use nothing that came after it.
+# Turing, the oldest GPU that the kernel library and TensorRT 11 support. Drivers translate the PTX of an architecture
+# for every later one, and the kernels use nothing newer.
 ARCHITECTURE = "compute_75"
 # The PTX of CUDA 13.0. A driver refuses PTX that is newer than itself, and the kernels need nothing newer.
 MAX_ISA = (9, 0)
@@ -38,7 +38,7 @@ TIMEOUT_S = 600
 SHOWN_LINES = 20
 CHECK_LINE = "// sha256 "
 
-# What the kernels use of the headers that NVRTC lacks.
+# The parts that kernels use of headers that NVRTC lacks.
 STANDARD_HEADERS = {
     "cstddef": "#pragma once\nnamespace std { using size_t = unsigned long; }\n",
     "cstdint": """#pragma once
@@ -56,9 +56,9 @@ using uintptr_t = unsigned long long;
 
 @dataclass(frozen=True)
 class PtxCompiler:
-    """What makes PTX here. identity: everything about it that may change the result.
+    """A compiler of PTX. identity: everything about it that may change the result.
 
-    compile takes a source file and returns PTX, or raises LibraryError; ptxas assembles PTX, None where there is none.
+    compile takes a source file and returns PTX, or raises LibraryError. ptxas assembles PTX; None if not installed.
     """
 
     name: str
@@ -70,7 +70,7 @@ class PtxCompiler:
 def ptx_from_source(op: Op) -> str:
     """PTX of the operator's kernels: target sm_75, ISA 9.0 at most. From the cache, or compiled now (about a second).
 
-    Raises LibraryError where nothing can compile it, where it does not compile, or where the cache cannot be written.
+    Raises LibraryError without a compiler, if compilation fails, or if the cache cannot be written.
     """
     compiler = find_ptx_compiler()
     key = _key(op, compiler)
@@ -92,7 +92,7 @@ def ptx_from_source(op: Op) -> str:
 
 
 def find_ptx_compiler() -> PtxCompiler:
-    """nvcc where there is one, else NVRTC. Raises LibraryError where there is neither."""
+    """nvcc if installed, otherwise NVRTC. Raises LibraryError without both."""
     if path := choose_nvcc():
         return _nvcc(path)
     found = _nvrtc()
@@ -125,7 +125,7 @@ def kernel_sources(op: Op) -> dict[str, bytes]:
 
 
 def isa_of(ptx: str) -> tuple[int, int]:
-    """The version of the instruction set that PTX says it needs. Raises LibraryError where it says none."""
+    """The version of the instruction set that PTX declares. Raises LibraryError if it declares none."""
     version = re.search(r"^\.version\s+(\d+)\.(\d+)\s*$", ptx, re.MULTILINE)
     if version is None:
         raise LibraryError("the CUDA compiler made PTX without a .version; expected one. Try another CUDA toolkit")
@@ -241,7 +241,7 @@ def _key(op: Op, compiler: PtxCompiler) -> str:
 
 
 def _read(path: Path) -> str | None:
-    """What was written; None for a missing or a damaged file, which is made again."""
+    """The PTX of a cache entry; None if it is missing or damaged."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

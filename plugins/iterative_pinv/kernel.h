@@ -23,7 +23,7 @@ std::size_t cpu_workspace_bytes(std::int64_t m);
 bool select_cpu_instructions(const char* name);
 
 // On the GPU: enqueues one launch on `stream` (a cudaStream_t) and returns at once. All pointers are to device memory;
-// `scratch` has cuda_scratch_bytes(count, m) bytes and may be null where that is 0, which it is up to m = 64.
+// `scratch` has cuda_scratch_bytes(count, m) bytes and may be null where that is 0, that is, up to m = 64.
 // Returns a cudaError_t, 0 for success.
 template <class T>
 int launch_cuda(const T* a, const T* scale, std::int64_t count, std::int64_t m, std::int64_t iterations, void* scratch,

@@ -1,6 +1,5 @@
-// The matrix products of iterate_cpu. kernel_cpu.cc includes this file once for every instruction set, each time inside
-// a namespace of its own and with the macros REGISTER_BYTES (of a vector register) and REGISTERS (in a row of a tile);
-// hence no include guard.
+// The matrix products of iterate_cpu.
+// Compiled once for every instruction set (see native/instruction_sets.h), hence without an include guard.
 //
 // Matrices are m × m; their rows are `stride` elements apart, a multiple of every register's lanes; factors and results
 // have whole tiles of rows. Every element is summed in the order of k with one multiply-add at a time, so AVX2 and

@@ -55,7 +55,8 @@ def linear_attention(
     """Linear attention with φ(x) = elu(x) + 1 (arXiv 2006.16236, eq. 4 to 12), of values that are not mapped yet.
 
     q, k [batch, heads, seq, head_dim]; v [batch, heads, seq, value_dim]; one float dtype; keep boolean [batch, seq].
-    chunk_length says how the function body cuts a causal sequence. Returns the shape and dtype of v. No gradient.
+    chunk_length is the length of the blocks into which the function body cuts a causal sequence. Returns the shape and
+    dtype of v. No gradient.
     Raises ValueError for other shapes, dtypes or attributes.
     """
     SIGNATURE.check(q, k, v, keep, eps=eps, chunk_length=chunk_length)

@@ -1,6 +1,5 @@
-// What the CPU kernels do with one block of positions. kernel_cpu.cc includes this file once for every instruction set,
-// each time inside a namespace of its own and with the macros REGISTER_BYTES (of a vector register) and REGISTERS (in a
-// row of a tile); hence no include guard.
+// The steps of the CPU kernel on one block of positions.
+// Compiled once for every instruction set (see native/instruction_sets.h), hence without an include guard.
 //
 // Rows of all buffers are padded to multiples of kRowStep floats with zeros, and so are the rows of S below head_dim.
 

@@ -117,7 +117,7 @@ struct Window {
   }
 };
 
-// Fills key places [first, first + kTile) of the window. Those beyond its end belong to nobody and are hidden.
+// Fills key places [first, first + kTile) of the window. Those beyond its end have no token and are hidden.
 __device__ void load_keys_places(const Sizes& s, const std::int32_t* order, int kept, const Window& window, int first,
                                  const Shared& shared) {
   const int i = static_cast<int>(threadIdx.x);
@@ -205,7 +205,7 @@ __device__ void mask(const Sizes& s, const Shared& shared, float (&scores)[kPerT
       const int own = shared.own[first_query + i];
       float logit = scores[i][j] / length;
       if (hidden || (s.causal && seen > own)) logit = kHiddenLogit;
-      // places beyond the window belong to nobody, and so do queries beyond the chunk: they are not a pair
+      // places beyond the window have no token, and neither have queries beyond the chunk: they are not a pair
       if (own == seen && seen != kNobody) logit = kSelfLogit;
       scores[i][j] = logit;
     }

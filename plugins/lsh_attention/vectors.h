@@ -1,6 +1,5 @@
-// The arithmetic of one chunk over its window. kernel_cpu.cc includes this file once for every instruction set, each time
-// inside a namespace of its own and with the macros REGISTER_BYTES (of a vector register) and REGISTERS (in a row of a
-// tile); hence no include guard.
+// The arithmetic of one chunk over its window.
+// Compiled once for every instruction set (see native/instruction_sets.h), hence without an include guard.
 //
 // Rows of all matrices are multiples of 16 floats and begin on cache lines; the number of rows is a multiple of kTileRows.
 

@@ -1,6 +1,5 @@
-// The arithmetic of a tile of queries over a tile of keys. kernel_cpu.cc includes this file once for every instruction
-// set, each time inside a namespace of its own and with the macros REGISTER_BYTES (of a vector register) and REGISTERS (in
-// a row of a tile); hence no include guard.
+// The arithmetic of a tile of queries over a tile of keys.
+// Compiled once for every instruction set (see native/instruction_sets.h), hence without an include guard.
 
 #include "native/products.h"
 

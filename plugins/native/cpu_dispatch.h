@@ -6,7 +6,7 @@
 
 namespace effexport {
 
-// What a kernel compiles once for every instruction set, its `Functions`, and the choice among them.
+// The functions of a kernel for every instruction set, and the set that is used.
 template <class Functions>
 class CpuDispatch {
  public:

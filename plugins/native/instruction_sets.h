@@ -1,8 +1,8 @@
-// Compiles the file EFFEXPORT_PER_INSTRUCTION_SET once for every instruction set: in the namespaces baseline, avx2 and
-// avx512 of the including place, with the macros REGISTER_BYTES (of a vector register) and REGISTERS (of a row in a tile
-// of a product). Hence no include guard.
+// Includes the file EFFEXPORT_PER_INSTRUCTION_SET once for every instruction set, in the namespaces baseline, avx2 and
+// avx512 within the current one. It sees the macros REGISTER_BYTES (size of a vector register) and REGISTERS (registers in
+// a row of a tile of a product). No include guard, because several kernels of one file may use it.
 //
-// Everything around it is compiled for the plainest processor; cpu_dispatch.h chooses when the library runs.
+// The rest of the file is compiled for the oldest processors; cpu_dispatch.h chooses among the sets at run time.
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define EFFEXPORT_X86 1

@@ -1,5 +1,5 @@
-// What the operators' ort.cc have in common: a custom operator whose exceptions become statuses, shape inference, and
-// the sharing out of work among ONNX Runtime's threads.
+// Shared by the operators' ort.cc: custom operators whose exceptions become statuses, shape inference, scratch memory, and
+// the distribution of work among ONNX Runtime's threads.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 #include <type_traits>
 #include <vector>
 
-// The runtime hands its functions over in RegisterCustomOps; nothing of it is linked.
+// The runtime passes its functions to RegisterCustomOps; the library does not link against it.
 #define ORT_API_MANUAL_INIT
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
@@ -107,21 +107,19 @@ T* output(const Ort::KernelContext& context, std::size_t index, const Shape& sha
   return context.GetOutput(index, shape).GetTensorMutableData<T>();
 }
 
-// A name for a dimension of which nothing is known: one that no other dimension has, or the runtime would take the two
-// for equal.
+// A unique name for an unknown dimension: dimensions of the same name count as equal.
 inline std::string fresh_symbol() {
   static std::atomic<unsigned> count{0};
   return "effexport_dim_" + std::to_string(count++);
 }
 
-// A dimension of the outputs, counted from the first, that an integer attribute gives; no name, no such dimension.
+// A dimension of the outputs whose size is an integer attribute; without a name there is none.
 struct AttributeDim {
   std::size_t dim;
   const char* attribute;
 };
 
-// The value of an integer attribute during shape inference; -1 where the node does not carry it, which is for the kernel
-// to complain about.
+// The value of an integer attribute during shape inference; -1 if the node lacks it, which the kernel reports.
 inline std::int64_t inferred_attribute(OrtShapeInferContext* context, const char* name) {
   const OrtApi& api = Ort::GetApi();
   const OrtOpAttr* attribute = nullptr;  // stays the property of the context

@@ -1,6 +1,5 @@
 // Matrix products of the CPU kernels, by tiles of kTileRows rows and a few registers of columns whose sums stay in
-// registers. Included like simd.h: once for every instruction set, in a namespace of its own, hence without an include
-// guard. REGISTERS is how many registers a row of a tile has.
+// registers. Compiled once for every instruction set (see instruction_sets.h), hence without an include guard.
 //
 // Every element is summed in the order of k, with one multiply-add at a time, so AVX2 and AVX-512 give the same bits.
 

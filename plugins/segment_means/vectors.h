@@ -1,5 +1,5 @@
-// The mean of some rows. kernel_cpu.cc includes this file once for every instruction set, each time inside a namespace of
-// its own and with the macros REGISTER_BYTES (of a vector register) and REGISTERS; hence no include guard.
+// The mean of some rows.
+// Compiled once for every instruction set (see native/instruction_sets.h), hence without an include guard.
 
 #include "native/simd.h"
 

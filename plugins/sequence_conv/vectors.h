@@ -1,6 +1,5 @@
-// The sums of the convolution for some tokens. kernel_cpu.cc includes this file once for every instruction set, each time
-// inside a namespace of its own and with the macros REGISTER_BYTES (of a vector register) and REGISTERS; hence no include
-// guard.
+// The sums of the convolution for some tokens.
+// Compiled once for every instruction set (see native/instruction_sets.h), hence without an include guard.
 
 #include "native/simd.h"
 
