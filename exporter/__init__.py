@@ -17,7 +17,7 @@ __all__ = ["OrtSettings", "__version__", "load", "load_decoder"]
 
 
 def __getattr__(name: str) -> type[OrtSettings]:
-    """Imported when asked for, so that `import effexport` stays quick."""
+    """Import OrtSettings on first use, so that `import effexport` stays quick."""
     if name != "OrtSettings":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from effexport.runners.ort.settings import OrtSettings
@@ -34,17 +34,17 @@ def load(path: str | Path, *, runtime: str) -> Runner: ...
 
 
 def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str | None = None) -> Runner:
-    """A runner for an artifact folder, with every file checked against the manifest first.
+    """Open an artifact folder in a runner, after checking every file against the manifest.
 
     Use it as a context manager or call `close`; `run` is thread-safe:
 
         with effexport.load("artifacts/lsh") as runner:
             outputs = runner.run({"input_ids": ids, "attention_mask": mask})
 
-    settings: ONNX Runtime's provider, threads, kernels or function bodies; see `effexport.OrtSettings`.
-    runtime: instead of settings, the name of a runtime as in --runtime: "ort", "ort-cuda", or "trt" or "trt-rtx" for an
-    engine of the artifact.
-    Raises effexport.errors.UserError for a missing or damaged artifact, or a missing runtime.
+    settings: how ONNX Runtime runs the model; see `effexport.OrtSettings`.
+    runtime: instead of settings, the name of a runtime as in --runtime: "ort-cuda", or "trt-rtx" for the engine of that
+    target.
+    Raises effexport.errors.UserError for a missing or damaged artifact, or a runtime that is not available.
     """
     from effexport.artifact import open_artifact
     from effexport.errors import UserError
@@ -55,15 +55,15 @@ def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str 
     artifact = open_artifact(Path(path))
     if runtime is not None:
         if settings is not None:
-            raise UserError("give either settings, which are ONNX Runtime's, or runtime; both were given")
+            raise UserError("settings and runtime were both given; settings are for ONNX Runtime, so give one of them")
         return runner_from_artifact(artifact, runtime)
     return OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
 
 
 def load_decoder(path: str | Path) -> DecodeRunner:
-    """Token by token: the decode step of a causal `linear` or `aft-simple` artifact, with the state carried along.
+    """Open the decode step of a causal `linear` or `aft-simple` artifact, which keeps its state from token to token.
 
-    Raises effexport.errors.UserError for an artifact that has none.
+    Raises effexport.errors.UserError for an artifact without a decode step.
     """
     from effexport.artifact import open_artifact
     from effexport.errors import UserError

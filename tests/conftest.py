@@ -22,6 +22,8 @@ from typing import Protocol
 
 import pytest
 
+from effexport.runtimes import RUNTIMES
+
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = "EFFEXPORT_REQUIRE"
 
@@ -180,10 +182,11 @@ class TritonServer:
         return found[1] if found else "of unknown version"
 
 
+ORT, RTX = RUNTIMES["ort"].package, RUNTIMES["trt-rtx"].package
 PARTS: dict[str, Part] = {
     "torch": Package("torch", ("torch",)),
     "onnx": Package("onnx", ("onnx",)),
-    "ort": Package("onnxruntime", ("onnxruntime", "onnxruntime-gpu")),
+    "ort": Package(ORT.module, ORT.distributions),
     "transformers": Package("transformers", ("transformers",)),
     "native": KernelLibrary(),
     "ray": Package("ray", ("ray",)),
@@ -202,9 +205,7 @@ PARTS: dict[str, Part] = {
     "browser": Browser(),
     "tensorrt": TensorRTBindings(),
     "triton": TritonServer(),
-    "rtx": Packages(
-        (Package("tensorrt_rtx", ("tensorrt-rtx-cu13",)), Package("cuda.bindings.runtime", ("cuda-bindings",)))
-    ),
+    "rtx": Packages((Package(RTX.module, RTX.distributions), Package("cuda.bindings.runtime", ("cuda-bindings",)))),
 }
 # What takes long to install, to start or to run: the fast part of the suite does without.
 SLOW_PARTS = {"ray", "ray-serve", "nvcc", "browser", "tensorrt", "triton"}

@@ -1,10 +1,10 @@
-"""Checks of what a runner is given, before a runtime sees it."""
+"""Checks of the inputs of a runner, before a runtime sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FeedLimits:
-    """What the names and types of a graph do not say: the longest sequence, and how many values indices may take."""
+    """Limits that are not in a graph: the longest sequence, and per input of indices, how many values there are."""
 
     max_seq_len: int | None = None
     indices: Mapping[str, int] = field(default_factory=dict)
@@ -28,9 +28,9 @@ def limits_from_spec(spec: BuildSpec) -> FeedLimits:
 
 
 def checked_feeds(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:
-    """The feeds, complete and of the right types; a missing attention mask becomes all ones.
+    """The feeds with all inputs and the right types; an absent attention mask becomes all ones.
 
-    Raises UserError that says what was given and what was expected.
+    Raises UserError for an unknown or missing input, and for a wrong type, shape or value.
     """
     import numpy as np
 
@@ -54,7 +54,7 @@ def checked_feeds(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], li
 
 
 def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, str]]) -> None:
-    """dtype, rank and dims of one input; `sizes` collects the named dimensions seen so far."""
+    """Check dtype, rank and dims of one input. `sizes` collects the named dimensions seen so far."""
     given = f"input {tensor.name!r} is {value.dtype} {list(value.shape)}"
     if value.dtype.name != tensor.dtype:
         raise UserError(f"{given}; expected {tensor}: convert it with .astype({tensor.dtype!r})")
@@ -89,4 +89,25 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
         if name in feeds:
             low, high = int(feeds[name].min()), int(feeds[name].max())
             if low < 0 or high >= limit:
-                raise UserError(f"{name} run from {low} to {high}; expected 0 to {limit - 1}")
+                raise UserError(f"{name} contains {low if low < 0 else high}; expected 0 to {limit - 1}")
+
+
+# dtype and shape per input.
+Signature = Mapping[str, tuple[Any, tuple[int, ...]]]
+
+
+def signature_of(feeds: Mapping[str, Array]) -> Signature:
+    return {name: (array.dtype, array.shape) for name, array in feeds.items()}
+
+
+def check_bound_feeds(feeds: Mapping[str, Array], bound: Signature) -> None:
+    """Raises UserError for an input that is not bound, or that is bound with another dtype or shape."""
+    for name, given in signature_of(feeds).items():
+        if name not in bound:
+            raise UserError(f"input {name!r} is not bound; expected one of: {', '.join(bound)}")
+        if given != bound[name]:
+            (dtype, shape), (bound_dtype, bound_shape) = given, bound[name]
+            raise UserError(
+                f"input {name!r} is {dtype} {list(shape)}, but {bound_dtype} {list(bound_shape)} is bound; "
+                "bind the runner again for another shape"
+            )

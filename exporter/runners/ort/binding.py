@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import TensorInfo
-from effexport.errors import RuntimeFailedError, UserError
+from effexport.errors import RuntimeFailedError
+from effexport.runners.feeds import check_bound_feeds, signature_of
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runners.ort.values import array_from_value, value_from_array
 
@@ -43,7 +44,7 @@ class BoundModel:
         self._outputs = outputs
         self._lock = threading.Lock()
         self._inputs = {name: value_from_array(ort, array.copy(), settings.device) for name, array in feeds.items()}
-        self._signature = {name: (array.dtype, array.shape) for name, array in feeds.items()}
+        self._signature = signature_of(feeds)
         self._binding = session.io_binding()
         for name, value in self._inputs.items():
             self._binding.bind_ortvalue_input(name, value)
@@ -58,15 +59,7 @@ class BoundModel:
 
     def update(self, feeds: Mapping[str, Array]) -> None:
         """Copy new values, unchecked, into bound inputs. Raises UserError for another name, dtype or shape."""
-        for name, array in feeds.items():
-            if name not in self._signature:
-                raise UserError(f"input {name!r} is not bound; expected one of: {', '.join(self._signature)}")
-            if (array.dtype, array.shape) != self._signature[name]:
-                dtype, shape = self._signature[name]
-                raise UserError(
-                    f"input {name!r} is {array.dtype} {list(array.shape)}, but {dtype} {list(shape)} is bound; "
-                    "bind the runner again for another shape"
-                )
+        check_bound_feeds(feeds, self._signature)
         with self._lock:
             for name, array in feeds.items():
                 self._inputs[name].update_inplace(array)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from effexport.engines.api import Api
 from effexport.errors import UserError
 from effexport.runners.cuda.device import Cuda
-from effexport.runners.feeds import FeedLimits, checked_feeds
+from effexport.runners.feeds import FeedLimits, check_bound_feeds, checked_feeds, signature_of
 from effexport.runners.runner import Closeable
 from effexport.runners.trt.context import shapes_of
 from effexport.runners.trt.execution import Execution
@@ -123,7 +123,7 @@ class BoundEngine:
         """feeds: complete and checked."""
         self._runner = runner  # a runner without references would be closed
         self._execution = execution
-        self._feeds_signature = {name: (array.dtype, array.shape) for name, array in feeds.items()}
+        self._signature = signature_of(feeds)
         with execution.turn(feeds):
             work = self._work = execution.new_work(max_graphs=1)
             try:
@@ -141,15 +141,7 @@ class BoundEngine:
 
     def update(self, feeds: Mapping[str, Array]) -> None:
         """Copy new values, unchecked, into bound inputs. Raises UserError for another name, dtype or shape."""
-        for name, array in feeds.items():
-            if name not in self._feeds_signature:
-                raise UserError(f"input {name!r} is not bound; expected one of: {', '.join(self._feeds_signature)}")
-            if (array.dtype, array.shape) != self._feeds_signature[name]:
-                dtype, shape = self._feeds_signature[name]
-                raise UserError(
-                    f"input {name!r} is {array.dtype} {list(array.shape)}, but {dtype} {list(shape)} is bound; "
-                    "bind the runner again for another shape"
-                )
+        check_bound_feeds(feeds, self._signature)
         with self._execution.turn(feeds):
             self._work.write(feeds)
             self._execution.cuda.synchronize()
