@@ -1,4 +1,4 @@
-"""What can go wrong, by who has to act. Anything else that escapes is a bug and keeps its traceback."""
+"""Expected errors, by who has to act. Any other exception is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 
 class EffexportError(Exception):
-    """Base of the errors that are shown as one message. `exit_code` is the process's."""
+    """Base class of the errors that are shown as one message. `exit_code` is the process's."""
 
     exit_code = 1
 
 
 class KernelWarning(UserWarning):
-    """Custom operators run as function bodies, or as outdated kernels: worth a remedy, but no error."""
+    """Custom operators run as function bodies, or as outdated kernels, which is slower but not an error."""
 
 
 class GraphWarning(UserWarning):
-    """A CUDA graph could not be captured: runs are launched one by one, which is slower and as right."""
+    """A CUDA graph could not be captured, so kernels are launched one by one, which is slower but equally correct."""
 
 
 class RuntimeUnsupportedError(EffexportError):
@@ -34,7 +34,7 @@ class UserError(EffexportError):
 
 
 class StageError(EffexportError):
-    """A stage of the pipeline failed its own promise."""
+    """A stage of the pipeline failed, or its result is not what it must be."""
 
     def __init__(self, stage: str, message: str) -> None:
         super().__init__(f"{stage}: {message}")
@@ -51,7 +51,7 @@ class MissingExtraError(UserError):
 
 @dataclass(frozen=True)
 class Unavailable:
-    """The reason why a result is not available here. It is returned in the place of the result: it is not an error."""
+    """The reason why a result is not available here. It is returned instead of the result and is not an error."""
 
     reason: str
 

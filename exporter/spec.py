@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "fp16", "bf16"]
 OPSETS = range(18, 25)
 MASK_NAME = "attention_mask"
-# What an absent input stands for: every token is kept, and belongs to the first segment.
+# Values of missing inputs: every token is kept and belongs to the first segment.
 INPUT_DEFAULTS: dict[str, int] = {MASK_NAME: 1, "token_type_ids": 0}
 # The graph of a decode step returns each state under the name of its input with this prefix.
 NEXT_PREFIX = "next_"
-# protobuf cannot hold more than 2 GB; leave room for the graph itself
+# protobuf is limited to 2 GB; this leaves room for the graph itself
 EXTERNAL_DATA_THRESHOLD_BYTES = 1_800_000_000
 
 
@@ -71,7 +71,7 @@ class BuildSpec:
 
     @property
     def has_decode_step(self) -> bool:
-        """Whether a decode step is exported beside the model."""
+        """Whether a decode step is exported with the model."""
         return self.model.has_decode_step
 
     @property
@@ -169,7 +169,7 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) ->
     return BuildSpec(model=model, **groups["build"])
 
 
-# What may be chosen for a checkpoint; everything else is in its config.json.
+# Fields that flags may set for a checkpoint; config.json decides all others.
 _CHECKPOINT_OPTIONS = ("task", "seq_len", "num_hashes", "pinv_init")
 
 

@@ -1,4 +1,4 @@
-"""Where the module of a build comes from: the seed, a file of weights, a checkpoint folder, or somebody's own code."""
+"""Where the module of a build comes from: the seed, a file of weights, a checkpoint folder, or the user's own code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ SEED = "seed"
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """make: the module of a spec, float32, in evaluation mode. origin: for the manifest, without the path."""
+    """Where a module comes from.
+
+    make: returns the module of a spec, float32, in evaluation mode. origin: text for the manifest, without the path.
+    """
 
     origin: str
     make: Callable[[BuildSpec], nn.Module]
@@ -35,7 +38,7 @@ def source_from_seed() -> ModuleSource:
 
 
 def source_from_path(path: Path | None) -> ModuleSource:
-    """A checkpoint folder, or a safetensors file with the weights of a model of our own; None: the seed."""
+    """The source for --weights: a checkpoint folder, or a safetensors file for a model of ours; None for the seed."""
     if path is None:
         return source_from_seed()
     return ModuleSource(path.resolve().name, lambda spec: module_from_path(spec, path))
@@ -53,7 +56,7 @@ def module_from_seed(spec: BuildSpec) -> nn.Module:
 
 
 def module_from_path(spec: BuildSpec, path: Path) -> nn.Module:
-    """Raises SpecError for weights that do not fit."""
+    """The module with its weights. Raises SpecError for weights that do not fit."""
     from effexport.models import checkpoint
 
     if isinstance(spec.model, CheckpointSpec):
@@ -70,7 +73,8 @@ def module_from_path(spec: BuildSpec, path: Path) -> nn.Module:
 def module_from_factory(name: str) -> nn.Module:
     """Call `package.module:factory` and take the module that it returns, float32, in evaluation mode.
 
-    The current folder is searched too, as by `python -m`. Raises UserError when it is not there or returns no module.
+    The current folder is searched too, as by `python -m`. Raises UserError if it does not exist or returns something
+    else.
     """
     from torch import nn
 
@@ -90,7 +94,7 @@ def module_from_factory(name: str) -> nn.Module:
 
 
 def weights_digest(module: nn.Module) -> str:
-    """Checksum of all parameters and buffers, to recognise the module when it is made again."""
+    """Checksum of all parameters and buffers, to recognise the module when it is rebuilt."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(name.encode())

@@ -1,4 +1,4 @@
-"""module → onnx: one file with one node per custom operator, its function bodies attached, and its promises checked."""
+"""module → onnx: one file with one node per custom operator, function bodies attached, and its signature checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import StageError
-from effexport.export.onnx_graph import GraphPromise, check_graph
+from effexport.export.onnx_graph import GraphSignature, check_graph
 from effexport.models.model_spec import shape_of
 from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
@@ -35,28 +35,28 @@ def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path) -> None:
 
     Lower precision is reached in a copy of the module. Weights go to `<path>.data` beside the file when
     they exceed EXTERNAL_DATA_THRESHOLD_BYTES or the spec asks for it.
-    Raises StageError when the exporter fails or the graph breaks a promise of the spec.
+    Raises StageError if the exporter fails or the graph does not have the signature of the spec.
     """
-    promise = GraphPromise(spec.inputs, spec.outputs, spec.custom_ops)
-    write_graph(at_precision(module, spec.precision), example_inputs(spec), promise, spec, path)
+    signature = GraphSignature(spec.inputs, spec.outputs, spec.custom_ops)
+    write_graph(at_precision(module, spec.precision), example_inputs(spec), signature, spec, path)
 
 
 def write_graph(
-    module: nn.Module, example: tuple[torch.Tensor, ...], promise: GraphPromise, spec: BuildSpec, path: Path
+    module: nn.Module, example: tuple[torch.Tensor, ...], signature: GraphSignature, spec: BuildSpec, path: Path
 ) -> None:
-    """Trace `module` on `example`, finish the graph, save it and check what it promises."""
-    model = program_from_module(module, example, promise, spec).model
+    """Trace `module` on `example`, complete the graph, save it and check its signature."""
+    model = program_from_module(module, example, signature, spec).model
     mark_custom_nodes(model)
     attach_function_bodies(model, spec.opset)
     strip_metadata(model)
     save(model, spec, path)
-    check_graph(path, promise)
+    check_graph(path, signature)
 
 
 def at_precision(module: nn.Module, precision: str) -> nn.Module:
     """A float32 module in the given precision, as a copy unless it is float32.
 
-    What must stay float32 looks after itself.
+    Layers keep what must stay float32 in float32.
     """
     import torch
 
@@ -66,14 +66,14 @@ def at_precision(module: nn.Module, precision: str) -> nn.Module:
 
 
 def program_from_module(
-    module: nn.Module, example: tuple[torch.Tensor, ...], promise: GraphPromise, spec: BuildSpec
+    module: nn.Module, example: tuple[torch.Tensor, ...], signature: GraphSignature, spec: BuildSpec
 ) -> torch.onnx.ONNXProgram:
-    """The traced graph, with the names and dynamic dimensions of the promise: for ONNX, and as PyTorch's program."""
+    """The traced graph, as ONNX and as PyTorch's program, with the names and dynamic dimensions of the signature."""
     import torch
 
     from effexport.models.layers import fused_operators
 
-    dynamic = [{i: dim for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in promise.inputs]
+    dynamic = [{i: dim for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in signature.inputs]
     register_schemas()
     table: dict[Any, Any] = {
         getattr(torch.ops.effexport, op.torch_name).default: op.load().onnx_translation for op in OPS.values()
@@ -85,17 +85,17 @@ def program_from_module(
                 example,
                 dynamo=True,
                 opset_version=spec.opset,
-                input_names=[tensor.name for tensor in promise.inputs],
-                output_names=[tensor.name for tensor in promise.outputs],
-                # torch.export sees *inputs as one nested argument
+                input_names=[tensor.name for tensor in signature.inputs],
+                output_names=[tensor.name for tensor in signature.outputs],
+                # torch.export treats *inputs as one nested argument
                 dynamic_shapes=(tuple(dynamic),) if takes_star_args(module) else tuple(dynamic),
                 custom_translation_table=table,
                 verbose=False,
             )
         except torch.onnx.OnnxExporterError as error:
-            # its own message is a page of advice; the cause says what went wrong
+            # its own message is a page of general advice; the cause has the reason
             cause = str(error.__cause__ or error).strip().splitlines()[0]
-            message = f"torch.onnx could not export the module: {cause}; --debug shows the whole trace"
+            message = f"torch.onnx could not export the module: {cause}; --debug shows the traceback"
             raise StageError(STAGE, message) from error
     if program is None:
         raise StageError(STAGE, "torch.onnx returned no program")
@@ -108,14 +108,14 @@ def takes_star_args(module: nn.Module) -> bool:
 
 
 def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
-    """Small inputs for tracing; their sizes leave no mark on the graph.
+    """Small inputs for tracing, whose sizes do not become constants in the graph.
 
-    torch.export takes a size of 1 for a constant, and so it does with a chunk count of 1: the example spans several
-    chunks where the model allows it.
+    torch.export treats a size of 1 as a constant, and also a chunk count of 1, so the example spans several chunks if
+    the model allows it.
     """
     import torch
 
-    # a model that pads by itself pads to a multiple of all its chunk lengths
+    # a model that pads its input pads to a multiple of all its chunk lengths
     chunk_length: int = getattr(spec.model, "pad_multiple", getattr(spec.attention, "chunk_length", 64))
     several_chunks = 3 * chunk_length + 8
     longest = spec.max_seq_len or several_chunks
@@ -132,7 +132,7 @@ def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
 
 @contextlib.contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """The exporter's own notices say nothing to our users; its errors are exceptions."""
+    """Silence the exporter's own messages, which do not help users; its errors are exceptions."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -145,7 +145,7 @@ def quiet_exporter() -> Iterator[None]:
 
 
 def register_schemas() -> None:
-    """Make onnx know the custom operators. The registry belongs to the process, so a second call is a no-op."""
+    """Register the custom operators with onnx. The registry is global, so a second call does nothing."""
     import onnx.defs
 
     for op in OPS.values():
@@ -163,7 +163,7 @@ def mark_custom_nodes(model: ir.Model) -> None:
             continue
         owner = module_path(node)
         name = f"{owner}/{node.op_type}" if owner else node.op_type
-        # a module may hold several of one operator
+        # a module may contain several nodes of one operator
         node.name = f"{name}_{seen[name]}" if seen[name] else name
         seen[name] += 1
         node.attributes[PLUGIN_NAMESPACE] = ir.AttrString(PLUGIN_NAMESPACE, DOMAIN)
@@ -194,7 +194,7 @@ def attach_function_bodies(model: ir.Model, opset: int) -> None:
 
 
 def strip_metadata(model: ir.Model) -> None:
-    """Drop the exporter's notes, which carry stack traces with the paths of this machine; keep the module path."""
+    """Remove the exporter's metadata, stack traces with paths of this machine, except the module path."""
     for node in model.graph.all_nodes():
         scopes = node.metadata_props.get(_SCOPES_KEY)
         path = module_path(node) if scopes else ""

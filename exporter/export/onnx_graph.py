@@ -1,4 +1,4 @@
-"""What a graph promises, checked on the file that was written; and a summary of any graph for `inspect`."""
+"""The signature of a graph, checked in the written file, and a summary of any graph for `inspect`."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ ValueType = tuple[str, tuple[int | str | None, ...]]
 
 
 @dataclass(frozen=True)
-class GraphPromise:
-    """What a graph must look like from outside. custom_ops: how many nodes of each custom operator it holds."""
+class GraphSignature:
+    """What a graph must have: inputs, outputs, and this number of nodes of each custom operator."""
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     custom_ops: Mapping[str, int]
 
 
-def check_graph(path: Path, promise: GraphPromise) -> None:
-    """Raise StageError unless the file is valid ONNX and keeps the promise."""
+def check_graph(path: Path, signature: GraphSignature) -> None:
+    """Raise StageError unless the file is valid ONNX and has the signature."""
     import onnx
 
     try:
@@ -59,8 +59,8 @@ def check_graph(path: Path, promise: GraphPromise) -> None:
     model = onnx.load(str(path), load_external_data=False)
 
     found = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
-    if found != Counter(promise.custom_ops):
-        raise StageError(STAGE, f"custom operators are {dict(found)}; declared are {dict(promise.custom_ops)}")
+    if found != Counter(signature.custom_ops):
+        raise StageError(STAGE, f"custom operators are {dict(found)}; declared are {dict(signature.custom_ops)}")
     bodies = {function.name for function in model.functions if function.domain == DOMAIN}
     if bodies != set(found):
         raise StageError(STAGE, f"function bodies are {sorted(bodies)}; expected {sorted(found)}")
@@ -70,8 +70,8 @@ def check_graph(path: Path, promise: GraphPromise) -> None:
         if node.domain == DOMAIN and (PLUGIN_NAMESPACE, DOMAIN.encode()) not in [(a.name, a.s) for a in node.attribute]:
             raise StageError(STAGE, f"node {node.name!r} does not carry {PLUGIN_NAMESPACE}={DOMAIN!r}")
     for what, actual, expected in (
-        ("inputs", graph_tensors(model.graph.input), promise.inputs),
-        ("outputs", graph_tensors(model.graph.output), promise.outputs),
+        ("inputs", graph_tensors(model.graph.input), signature.inputs),
+        ("outputs", graph_tensors(model.graph.output), signature.outputs),
     ):
         if actual != expected:
             raise StageError(
@@ -117,7 +117,7 @@ def value_types(model: onnx.ModelProto) -> dict[str, ValueType]:
     for value in (*graph.value_info, *graph.input, *graph.output):
         tensor = value.type.tensor_type
         if not tensor.elem_type:
-            continue  # a sequence, say
+            continue  # for example a sequence
         dims = tuple(d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim)
         values[value.name] = (onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name, dims)
     return values
@@ -150,7 +150,7 @@ def load_graph(path: Path) -> onnx.ModelProto:
 
 
 def custom_ops_of_model(model: Path | bytes) -> tuple[str, ...]:
-    """Names of our operators in a model, which may be serialised. Raises UserError for a file that is no model."""
+    """Names of our operators in a model, which may be serialised. Raises UserError for a file that is not a model."""
     import onnx
 
     proto = onnx.ModelProto.FromString(model) if isinstance(model, bytes) else load_graph(model)
@@ -158,7 +158,7 @@ def custom_ops_of_model(model: Path | bytes) -> tuple[str, ...]:
 
 
 def external_files(model: Path | bytes, folder: Path | None = None) -> list[Path]:
-    """Files with weights of a model: beside its file, or, for a serialised one, in the folder."""
+    """Files with external weights of a model, next to its file or, for a serialised model, in the folder."""
     import onnx
 
     if isinstance(model, Path):
@@ -174,7 +174,7 @@ def model_digest(model: Path) -> str:
 
 
 def external_locations(model: onnx.ModelProto) -> set[str]:
-    """Files that a model's tensors refer to, as written in it."""
+    """Files that a model's tensors refer to, as named in the model."""
     import onnx
 
     tensors = list(model.graph.initializer)
@@ -193,9 +193,9 @@ def external_locations(model: onnx.ModelProto) -> set[str]:
 
 
 def graph_summary(model: onnx.ModelProto, path: Path, *, has_kernels: bool) -> dict[str, Any]:
-    """What `inspect` shows: inputs, outputs, operators by frequency, custom operators, size, parameters.
+    """The summary for `inspect`: inputs, outputs, operators by frequency, custom operators, size, parameters.
 
-    has_kernels: whether ONNX Runtime will be given kernels for custom operators, which it prefers to their bodies.
+    has_kernels: whether ONNX Runtime gets kernels for custom operators, which it prefers to their bodies.
     """
 
     def plain(values: object) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import effexport
 from effexport.artifact import open_artifact
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
-# What a checkpoint promises to its users.
+# The limit that docs/checkpoints.md states.
 LIMIT = 1e-4
 NYSTROM: dict[str, Any] = {
     "vocab_size": 60,

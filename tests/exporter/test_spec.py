@@ -162,7 +162,7 @@ def test_bucket_factors_survive_json(small_spec: Callable[..., BuildSpec]) -> No
     assert BuildSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
-def test_inputs_and_outputs_have_the_promised_names(small_spec: Callable[..., BuildSpec]) -> None:
+def test_inputs_and_outputs_have_their_documented_names(small_spec: Callable[..., BuildSpec]) -> None:
     mask = TensorInfo("attention_mask", "int64", ("batch", "seq"))
     encoder = small_spec("softmax", "encoder")
     assert encoder.inputs == (TensorInfo("input_ids", "int64", ("batch", "seq")), mask)

@@ -242,7 +242,7 @@ def test_a_wrong_index_is_refused(folder: Path, index: str, message: str) -> Non
         read_weights(folder)
 
 
-def test_an_index_that_promises_more_than_its_shards_hold(folder: Path) -> None:
+def test_an_index_that_lists_more_than_its_shards_contain(folder: Path) -> None:
     save_shards(folder, weights_of(folder))
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Local attention against a loop over queries, against transformers, and its promise about padding."""
+"""Local attention against a loop over queries, against transformers, and its rule for padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LSH attention against loops over rounds and chunks, transformers, and its promises about padding."""
+"""LSH attention against loops over rounds and chunks, transformers, and its rules for padding."""
 
 from __future__ import annotations
 

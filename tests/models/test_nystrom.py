@@ -1,4 +1,4 @@
-"""Nyströmformer attention against its formula, transformers, and its promises about padding and batches."""
+"""Nyströmformer attention against its formula, transformers, and its rules for padding and batches."""
 
 from __future__ import annotations
 

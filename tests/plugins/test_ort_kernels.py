@@ -16,9 +16,9 @@ from effexport.plugins.building.library import get_library_path
 
 pytestmark = pytest.mark.requires("native", "onnx", "ort")
 
-# What the kernel promises, as a share of the largest element of Z. Rounding of float32 sums of 128 terms is about 1e-6
-# of it; along singular vectors with small singular values rounding of Z grows by 13/4 per step, 1178 in all, which is
-# why the kernel keeps Z in float64 (the torch operator and the body do not: up to 7e-4 for nearly uniform matrices).
+# The limit of the kernel's contract, as a share of the largest element of Z. Rounding of float32 sums of 128 terms is
+# about 1e-6 of it; along singular vectors with small singular values rounding of Z grows by 13/4 per step, 1178 in all,
+# so the kernel keeps Z in float64 (the torch operator and the body do not: up to 7e-4 for nearly uniform matrices).
 PINV_FP32 = 1e-5
 # The result is rounded to 11 or 8 bits, of an element that is at most the largest; the rest is float32.
 PINV_LIMITS = {"float32": PINV_FP32, "float16": 2**-11 + PINV_FP32, "bfloat16": 2**-8 + PINV_FP32}

@@ -98,15 +98,15 @@ def onnx_from_case(case: Case, path: Path) -> None:
     Raises StageError when the exporter fails or the graph does not have the expected signature.
     """
     from effexport.export.onnx_from_module import at_precision, onnx_from_module, write_graph
-    from effexport.export.onnx_graph import GraphPromise
+    from effexport.export.onnx_graph import GraphSignature
 
     spec, module = spec_from_case(case), module_from_case(case)
     if case.scope != "core":
         onnx_from_module(module, spec, path)
         return
     signature = signature_of_case(case)
-    promise = GraphPromise(signature.inputs, signature.outputs, spec.custom_ops)
-    write_graph(at_precision(module, spec.precision), example_of_case(case), promise, spec, path)
+    declared = GraphSignature(signature.inputs, signature.outputs, spec.custom_ops)
+    write_graph(at_precision(module, spec.precision), example_of_case(case), declared, spec, path)
 
 
 def example_of_case(case: Case) -> tuple[torch.Tensor, ...]:

@@ -16,7 +16,7 @@ from effexport.export.onnx_from_module import (
     module_path,
     program_from_module,
 )
-from effexport.export.onnx_graph import GraphPromise
+from effexport.export.onnx_graph import GraphSignature
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class TracedModule:
     """
 
     def __init__(self, module: nn.Module, spec: BuildSpec) -> None:
-        promise = GraphPromise(spec.inputs, spec.outputs, spec.custom_ops)
-        exported = program_from_module(at_precision(module, spec.precision), example_inputs(spec), promise, spec)
+        signature = GraphSignature(spec.inputs, spec.outputs, spec.custom_ops)
+        exported = program_from_module(at_precision(module, spec.precision), example_inputs(spec), signature, spec)
         program = exported.exported_program
         assert program is not None
         mark_custom_nodes(exported.model)

@@ -16,7 +16,7 @@ from small_builds import exported
 from effexport.artifact import Artifact
 from effexport.errors import StageError
 from effexport.export.onnx_from_module import onnx_from_module
-from effexport.export.onnx_graph import FORBIDDEN_OPS, GraphPromise, all_nodes, check_graph, graph_tensors
+from effexport.export.onnx_graph import FORBIDDEN_OPS, GraphSignature, all_nodes, check_graph, graph_tensors
 from effexport.models.encoder import module_from_spec
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.plugins import DOMAIN, PLUGIN_NAMESPACE
@@ -35,8 +35,8 @@ CAUSAL = [name for name, spec in ATTENTION_SPECS.items() if spec.supports_causal
 SEQ_LENS = (1, 7, 50, 63, 64)
 
 
-def promise_of(spec: BuildSpec) -> GraphPromise:
-    return GraphPromise(spec.inputs, spec.outputs, spec.custom_ops)
+def signature_of(spec: BuildSpec) -> GraphSignature:
+    return GraphSignature(spec.inputs, spec.outputs, spec.custom_ops)
 
 
 def worst_error(path: Path, spec: BuildSpec, seq_lens: tuple[int, ...] = SEQ_LENS) -> float:
@@ -57,10 +57,10 @@ def worst_error(path: Path, spec: BuildSpec, seq_lens: tuple[int, ...] = SEQ_LEN
     return worst
 
 
-def test_the_file_keeps_every_promise_of_the_spec(built: Built, variant: str, scope: str) -> None:
+def test_the_file_has_the_signature_of_the_spec(built: Built, variant: str, scope: str) -> None:
     artifact = built(variant, scope)
     spec = artifact.spec
-    check_graph(artifact.model_path, promise_of(spec))
+    check_graph(artifact.model_path, signature_of(spec))
     model = onnx.load(str(artifact.model_path))
     assert graph_tensors(model.graph.input) == spec.inputs
     assert graph_tensors(model.graph.output) == spec.outputs
@@ -326,7 +326,7 @@ def test_planted_damage_is_found(
     path = tmp_path / "model.onnx"
     onnx.save(model, str(path))
     with pytest.raises(StageError, match=message) as failure:
-        check_graph(path, promise_of(artifact.spec))
+        check_graph(path, signature_of(artifact.spec))
     assert failure.value.stage == "graph check"
 
 
@@ -334,7 +334,7 @@ def test_a_declared_operator_that_is_not_there_is_found(built: Built) -> None:
     artifact = built("aft-full", "attention")
     spec = artifact.spec
     with pytest.raises(StageError, match=r"custom operators are \{\}; declared are \{'LSHSort': 1\}"):
-        check_graph(artifact.model_path, GraphPromise(spec.inputs, spec.outputs, {"LSHSort": 1}))
+        check_graph(artifact.model_path, GraphSignature(spec.inputs, spec.outputs, {"LSHSort": 1}))
 
 
 def test_an_exporter_failure_names_its_stage(small_spec: Specs, tmp_path: Path) -> None:

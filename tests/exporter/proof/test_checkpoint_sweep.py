@@ -19,7 +19,7 @@ from effexport.runners.ort.runner import OrtRunner
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
-# What a checkpoint promises to its users.
+# The limit that docs/checkpoints.md states.
 LIMIT = 1e-4
 SEEDS = [*slow_after(2, range(8)), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 40))]
 
