@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from effexport.models.model_spec import Dims, Scope, counted
 from effexport.models.products import Product, banded_products, convolution
 from effexport.models.validation import (
-    check_conv_kernel_size,
     check_field_types,
+    check_kernel_size,
     did_you_mean,
     nearest_divisors,
     nearest_multiples,
@@ -227,7 +227,7 @@ class SoftmaxSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_conv_kernel_size(self.conv_kernel_size)
+        check_kernel_size("conv_kernel_size", self.conv_kernel_size)
         require(
             not self.causal or self.conv_kernel_size is None,
             "a causal layer cannot have a convolution, whose centred filter looks ahead; leave conv_kernel_size out",
@@ -309,7 +309,7 @@ class NystromSpec(AttentionSpec):
         super().__post_init__()
         require(self.num_landmarks >= 1, f"num_landmarks is {self.num_landmarks}; expected at least 1")
         require(self.pinv_iterations >= 1, f"pinv_iterations is {self.pinv_iterations}; expected at least 1")
-        check_conv_kernel_size(self.conv_kernel_size)
+        check_kernel_size("conv_kernel_size", self.conv_kernel_size)
         segment_means = self.segment_means_seq_len
         if segment_means is None:
             require(
@@ -626,11 +626,7 @@ class AFTConvSpec(AFTSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.kernel_size >= 1 and self.kernel_size % 2 == 1,
-            f"kernel_size is {self.kernel_size}; the filter is centred, so it must be odd; "
-            f"the nearest that work: {max(1, self.kernel_size - 1)} or {max(1, self.kernel_size + 1)}",
-        )
+        check_kernel_size("kernel_size", self.kernel_size)
         require(self.std_eps > 0, f"std_eps is {self.std_eps}; expected a number > 0")
 
     @property

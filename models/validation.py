@@ -38,10 +38,11 @@ def nearest_divisors(value: int, total: int) -> str:
     return " or ".join(str(d) for d in below + above)
 
 
-def check_conv_kernel_size(size: int | None) -> None:
+def check_kernel_size(name: str, size: int | None) -> None:
+    """The filter of a convolution along seq is centred, so its number of taps is odd; None for no convolution."""
     require(
         size is None or (size >= 1 and size % 2 == 1),
-        f"conv_kernel_size is {size}; an even or empty kernel changes the length, so it must be odd; "
+        f"{name} is {size}; the filter is centred, so it must be odd; "
         f"the nearest that work: {max(1, (size or 0) - 1)} or {max(1, (size or 0) + 1)}",
     )
 

@@ -134,7 +134,7 @@ REFUSED: list[tuple[type[AttentionSpec], dict[str, object], str]] = [
     (SoftmaxSpec, {"dim": 100, "heads": 3}, "use dim 99 or 102, heads 2 or 4, or give head_dim"),
     (LinearSpec, {"dim": 2, "heads": 4}, "use dim 4, heads 2, or give head_dim"),
     (SoftmaxSpec, {"head_dim": 0}, "head_dim is 0; expected at least 1"),
-    (SoftmaxSpec, {"conv_kernel_size": 4}, "conv_kernel_size is 4; an even"),
+    (SoftmaxSpec, {"conv_kernel_size": 4}, "conv_kernel_size is 4; the filter is centred"),
     (SoftmaxSpec, {"conv_kernel_size": 4}, "the nearest that work: 3 or 5"),
     (SoftmaxSpec, {"causal": True, "conv_kernel_size": 3}, "a causal layer cannot have a convolution"),
     (NystromSpec, {"conv_kernel_size": 0}, "the nearest that work: 1 or 1"),

@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_said_with_both_sizes(monkeypatch: pytest.MonkeyPat
     case = case_of("softmax", 16384)
     monkeypatch.setattr(memory, "free_memory_bytes", lambda: 4_000_000_000)
     reason = memory.reason_too_large(case)
-    assert reason == "would need about 6.5 GB of memory, and this machine has 4.0 GB free"
+    assert reason == "would need about 6.48 GB of memory, and this machine has 4.00 GB free"
     assert memory.reason_too_large(case_of("linear", 16384)) is None
     assert not memory.arena_fits(case)
     monkeypatch.setattr(memory, "free_memory_bytes", lambda: None)
