@@ -32,6 +32,7 @@ from small_specs import spec_of  # noqa: E402
 from effexport.artifact import Artifact  # noqa: E402
 from effexport.build import artifact_from_spec  # noqa: E402
 from effexport.errors import EffexportError  # noqa: E402
+from effexport.models.spec import ATTENTION_SPECS  # noqa: E402
 from effexport.proof.candidates import OrtCandidate  # noqa: E402
 from effexport.proof.cases import Case, load_reference  # noqa: E402
 from effexport.proof.checks.result import Check  # noqa: E402
@@ -77,7 +78,7 @@ class Outcome:
 def outcomes(variants: Sequence[str], faults: Sequence[Fault], folder: Path) -> Iterator[Outcome]:
     for variant in variants:
         for configuration, (scope, fields) in CONFIGURATIONS.items():
-            if "causal" in configuration and variant == "nystrom":
+            if "causal" in configuration and not ATTENTION_SPECS[variant].supports_causal:
                 continue
             spec = spec_of(variant, scope, **fields)
             artifact, _ = artifact_from_spec(spec, folder / f"{variant}-{configuration}")

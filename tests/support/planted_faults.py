@@ -187,7 +187,7 @@ class Fault:
     no_ops: Mapping[str, str] = field(default_factory=dict)
 
     def applies(self, variant: str, configuration: str) -> bool:
-        if "causal" in configuration and variant == "nystrom":
+        if "causal" in configuration and not ATTENTION_SPECS[variant].supports_causal:
             return False
         return variant in self.variants and configuration in self.configurations
 
