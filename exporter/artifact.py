@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.export.onnx_graph import load_graph
 from effexport.files import Figure, FolderKind, file_digest, record_from_values
@@ -36,14 +37,6 @@ class FileEntry(msgspec.Struct, frozen=True):
 
     sha256: str
     bytes: Count
-
-
-class TensorEntry(msgspec.Struct, frozen=True):
-    """One input or output of the model."""
-
-    name: str
-    dtype: str
-    dims: tuple[int | str, ...]
 
 
 class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +90,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     spec: dict[str, Any]
     precision: str
     opset: int
-    inputs: tuple[TensorEntry, ...]
-    outputs: tuple[TensorEntry, ...]
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
     custom_ops: dict[str, Count]
     hash_values: tuple[str, ...]
     weights_sha256: str

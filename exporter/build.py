@@ -21,9 +21,6 @@ from effexport.artifact import (
     REPORT_JSON,
     Artifact,
     EngineEntry,
-    Manifest,
-    Parity,
-    TensorEntry,
     open_artifact,
     write_manifest,
 )
@@ -31,34 +28,27 @@ from effexport.engines.api import import_api
 from effexport.engines.builder_log import OnProgress
 from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import profile_remarks
-from effexport.engines.sidecar import EngineInfo, summary_of_engine
+from effexport.engines.sidecar import summary_of_engine
 from effexport.engines.spec import EngineSpec
-from effexport.environment import PACKAGES, examine, versions
-from effexport.errors import StageError, Unavailable, UserError
+from effexport.environment import require_core, versions
+from effexport.errors import StageError, Unavailable
 from effexport.export.decode_step import onnx_from_decode_step
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, hash_modules, reference_from_module
 from effexport.proof.cases import Case, load_reference, save_reference
-from effexport.proof.checks.result import passed
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
-from effexport.proof.verify import (
-    Verification,
-    case_to_trace,
-    verify_bodies,
-    verify_candidate,
-    verify_decode_step,
-)
+from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decode_step
 from effexport.proof.verify_engine import verify_engine_if_possible
-from effexport.report.model import LayerError, Report, json_from_report, summary_records
+from effexport.report.manifest import manifest_from_report
+from effexport.report.model import LayerError, Report, json_from_report
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_text, trace_text
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
-from effexport.version import __version__
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,12 +77,9 @@ class Build:
     module: nn.Module
     hashes: Sequence[str]
     folder: Path
+    model: Path
     settings: OrtSettings
     watch: Stopwatch
-
-    @property
-    def model(self) -> Path:
-        return self.folder / MODEL
 
 
 def artifact_from_spec(
@@ -125,10 +112,13 @@ def artifact_from_spec(
     source = source or source_from_seed()
     with ARTIFACT_FOLDER.new(output, force=force) as folder:
         with watch.stage("loading PyTorch and the ONNX exporter"):
-            require_packages(engines)
+            import_onnxruntime()
+            for engine in engines:
+                import_api(engine.target)
+            require_core()
         with watch.stage(f"making the {spec.model.title} module"):
             module = source.make(spec)
-            build = Build(spec, module, list(hash_modules(module)), folder, settings, watch)
+            build = Build(spec, module, list(hash_modules(module)), folder, folder / MODEL, settings, watch)
         with watch.stage("exporting to ONNX"):
             onnx_from_module(module, spec, build.model)
         with watch.stage("running the PyTorch reference"):
@@ -137,7 +127,7 @@ def artifact_from_spec(
         # as written and read back: what is checked is what users get
         cases = load_reference(folder / REFERENCE)
         verification = prove_model(build, cases)
-        infos = [prove_engine(build, engine, cases, verification, on_progress) for engine in engines]
+        entries = [prove_engine(build, engine, cases, verification, on_progress) for engine in engines]
         found = trace_model(build, verification, cases, wanted=trace)
         report = Report(
             title=spec.model.title,
@@ -149,7 +139,7 @@ def artifact_from_spec(
             runtime=settings.runtime,
             notes=list(notes),
             implementation=verification.implementation,
-            engines=[msgspec.convert(summary_of_engine(info), EngineEntry) for info in infos],
+            engines=entries,
             weights_from=source.origin,
             layers=[LayerError(**row) for row in found.layers()] if isinstance(found, Trace) else [],
         )
@@ -157,19 +147,8 @@ def artifact_from_spec(
             raise StageError("parity", f"{failure_text(report.checks)}\n  {'' if found is None else trace_text(found)}")
         (folder / REPORT_JSON).write_text(json_from_report(report), encoding="utf-8")
         (folder / REPORT_HTML).write_text(html_from_report(report), encoding="utf-8")
-        write_manifest(folder, manifest_from_report(build, report))
+        write_manifest(folder, manifest_from_report(report, spec, build.hashes, weights_digest(module)))
     return open_artifact(output), report
-
-
-def require_packages(engines: Sequence[EngineSpec]) -> None:
-    """Raise UserError unless everything is installed; a serving machine may lack what only builds need."""
-    import_onnxruntime()
-    for engine in engines:
-        import_api(engine.target)
-    for package in PACKAGES:
-        problem = None if package.extra else examine(package)["problem"]
-        if problem:
-            raise UserError(f"{package.module}, needed for {package.purpose}: {problem}; add it with: {package.remedy}")
 
 
 def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
@@ -191,24 +170,22 @@ def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
 
 def prove_engine(
     build: Build, engine: EngineSpec, cases: Sequence[Case], result: Verification, on_progress: OnProgress
-) -> EngineInfo:
+) -> EngineEntry:
     """Build an engine into the artifact, check it if this machine can run it, and add its checks to `result`."""
     path = build.folder / engine_name(engine.target)
     with build.watch.stage(f"building the {engine.target} engine"):
-        remarks = tuple(profile_remarks(engine.profiles, build.spec))
-        precision = build.spec.precision
         info = engine_from_onnx(
             build.model,
             engine,
             path,
             current_compute_capability,
-            precision=precision,
-            remarks=remarks,
+            precision=build.spec.precision,
+            remarks=tuple(profile_remarks(engine.profiles, build.spec)),
             on_progress=on_progress,
         )
     with build.watch.stage(f"checking parity of the {engine.target} engine"):
         result += verify_engine_if_possible(path, build.model, cases, build.spec, build.hashes)
-    return info
+    return msgspec.convert(summary_of_engine(info), EngineEntry)
 
 
 def trace_model(
@@ -220,29 +197,3 @@ def trace_model(
         return None
     with build.watch.stage("tracing the values of the graph"):
         return trace_if_it_runs(build.model, build.model, build.module, build.spec, case, build.settings)
-
-
-def manifest_from_report(build: Build, report: Report) -> Manifest:
-    """The manifest of a finished build, without the checksums of its files."""
-    spec = build.spec
-    inputs, outputs = (
-        tuple(TensorEntry(tensor.name, tensor.dtype, tensor.dims) for tensor in tensors)
-        for tensors in (spec.inputs, spec.outputs)
-    )
-    return Manifest(
-        effexport_version=__version__,
-        variant=spec.variant,
-        spec=report.spec,
-        precision=spec.precision,
-        opset=spec.opset,
-        inputs=inputs,
-        outputs=outputs,
-        custom_ops=spec.custom_ops,
-        hash_values=tuple(build.hashes),
-        weights_sha256=weights_digest(build.module),
-        weights_from=report.weights_from,
-        notes=tuple(report.notes),
-        engines=tuple(report.engines),
-        parity=Parity(passed(report.checks), summary_records(report.checks)),
-        environment=report.environment,
-    )

@@ -6,6 +6,7 @@ import importlib
 import platform
 from typing import Any
 
+from effexport.errors import UserError
 from effexport.runtimes import RUNTIMES, TORCH, Package
 from effexport.version import __version__
 
@@ -61,6 +62,14 @@ def kernel_library_version() -> str | None:
         return str(library.path)
     state = ", outdated" if library.outdated else ""
     return f"{library.info.key[:12]} for {'CPU and CUDA' if library.info.has_cuda else 'the CPU'}{state}"
+
+
+def require_core() -> None:
+    """Raise UserError unless everything is installed that a build needs; a machine that only serves may lack it."""
+    for package in PACKAGES:
+        problem = None if package.extra else examine(package)["problem"]
+        if problem:
+            raise UserError(f"{package.module}, needed for {package.purpose}: {problem}; add it with: {package.remedy}")
 
 
 def examine(package: Package) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from effexport.artifact import (
     ARTIFACT_FOLDER,
     Artifact,
     FileEntry,
-    TensorEntry,
     manifest_digest,
     manifest_text,
     open_artifact,
@@ -32,6 +31,7 @@ from effexport.artifact import (
     write_manifest,
 )
 from effexport.build import artifact_from_spec
+from effexport.dtypes import TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check
@@ -78,7 +78,7 @@ def test_the_manifest_describes_the_model(built: Built, variant: str, scope: str
     assert manifest.format_version == 1
     assert (manifest.variant, manifest.precision, manifest.opset) == (variant, "fp32", 20)
     assert [tensor.name for tensor in manifest.inputs] == [spec.inputs[0].name, "attention_mask"]
-    assert manifest.outputs == (TensorEntry("last_hidden_state", "float32", ("batch", "seq", 32)),)
+    assert manifest.outputs == (TensorInfo("last_hidden_state", "float32", ("batch", "seq", 32)),)
     operators: dict[str, dict[str, int]] = {
         "softmax": {"MaskedAttention": 1},
         "linear": {"EluLinearAttention": 1},
