@@ -28,7 +28,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def local(seed: int = 0, **fields: object) -> LocalAttention:
-    """`local` is no variant of its own, so its weights are drawn here, as in module_from_spec."""
+    """`local` is not a variant, so its weights are drawn here, as in module_from_spec."""
     layer = LocalAttention(LocalSpec(**({"dim": 32, "heads": 2, "chunk_length": 8} | fields))).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """The CUDA kernels: compiled for every GPU they are meant for, and run on the CPU by native/cuda_on_cpu.h.
 
-What an emulated run shows, and what only a GPU can (scripts/gpu_checks.py), is said at the head of that file. The
+The head of that file explains what an emulated run shows, and what only a GPU can (scripts/gpu_checks.py). The
 test_cuda_*.py beside this one compare results, operator by operator.
 """
 
@@ -113,7 +113,7 @@ def test_ptx_has_the_entries_and_parameters_that_tensorrt_is_told(kernel: str, t
     }
     prefix = "effexport_aft_simple" if kernel == "aft_simple_attention" else f"effexport_{kernel}"
     assert found == {entry: types for entry, types in ENTRIES.items() if entry.startswith(prefix)}
-    # TF32 would round the factors to 10 bits, and cooperative or cluster launches are not to be had in TensorRT
+    # TF32 would round the factors to 10 bits, and TensorRT does not support cooperative or cluster launches
     assert not re.search(r"\b(mma|wmma|wgmma|cluster|grid)\b|tf32", text)
 
 

@@ -185,7 +185,7 @@ class Enumeration:
 
 
 class FakeTensorRT:
-    """The module, as `Api` declares it. What tests change is said in the attributes.
+    """The module, as `Api` declares it. Tests change it through the attributes.
 
     refuses_to_load, enqueue_fails, capture_fails, context_fails: what goes wrong. validity: for get_engine_validity.
     alive: how many engines and contexts there are.

@@ -129,7 +129,7 @@ def test_an_export_that_fails_says_what_failed(tmp_path: Path, monkeypatch: pyte
 
 
 class FakeCandidate:
-    """Answers what it was told to."""
+    """A candidate that returns the outputs it was given."""
 
     def __init__(self, outputs: dict[str, Any]) -> None:
         self._outputs = outputs

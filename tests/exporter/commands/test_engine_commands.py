@@ -63,10 +63,10 @@ def test_an_engine_is_covered_by_the_hashes_of_the_artifact(with_engine: Path, t
 
 def test_inspect_describes_an_engine_and_an_artifact_with_one(cli: Callable[..., Any], with_engine: Path) -> None:
     engine = with_engine / "engine" / "trt-rtx.engine"
-    told = cli("inspect", engine)
-    assert told.code == 0
+    result = cli("inspect", engine)
+    assert result.code == 0
     for words in ("TensorRT-RTX", "SM 80 and later", "IterativePinv is a body", "MATRIX_MULTIPLY", "compared with the"):
-        assert words in told.err
+        assert words in result.err
     described = cli("inspect", engine, "--json").json["engine"]
     assert described["target"] == "trt-rtx"
     assert len(described["layers"]) > 100

@@ -47,11 +47,11 @@ UNKNOWN = "IBuilder::buildSerializedNetwork: Error Code 2: Internal Error (Somet
     ],
 )
 def test_a_failure_is_told_as_node_reason_and_remedy_and_without_cpp(line: str, words: list[str]) -> None:
-    told = explain(["an earlier line that says nothing", line] if line is not UNKNOWN else [line])
+    text = explain(["an earlier line that says nothing", line] if line is not UNKNOWN else [line])
     for word in words:
-        assert word in told
+        assert word in text
     for cpp in ("::", "/_src/", ".cpp", "Error Code"):
-        assert cpp not in told.replace("effexport::", "")
+        assert cpp not in text.replace("effexport::", "")
 
 
 def test_a_failure_without_a_word_says_so() -> None:

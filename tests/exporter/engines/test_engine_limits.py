@@ -60,7 +60,7 @@ def in_branch(nodes: str) -> onnx.ModelProto:
     return model_of(f"{{ z = If (q) <{branches}> }}", head="float[b, 4] x, bool q", out="float[b, 4] z")
 
 
-# nodes that compute y from x, and what is said of the first of them
+# nodes that compute y from x, and the problem reported for the first of them
 FAULTS: dict[str, tuple[str, str]] = {
     "ellipsis": (
         'y = Einsum <equation = "...i,...i->...i"> (x, x)',

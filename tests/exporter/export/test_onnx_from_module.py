@@ -31,7 +31,7 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Specs = Callable[..., BuildSpec]
 Built = Callable[..., Artifact]
 CAUSAL = [name for name, spec in ATTENTION_SPECS.items() if spec.supports_causal]
-# 1: nothing to attend to but itself; 63 and 50 are no multiples of a chunk (16) or of the landmarks (16)
+# 1: nothing to attend to but itself; 63 and 50 are not multiples of a chunk (16) or of the landmarks (16)
 SEQ_LENS = (1, 7, 50, 63, 64)
 
 

@@ -249,7 +249,7 @@ def measured_check(seq_len: int, value: float, **fields: object) -> Check:
 
 def test_plots_are_made_of_what_is_there() -> None:
     assert error_figures(report_of(GOOD, BAD, NOT_RUN)) == []
-    # one length is no curve, and no error at all is no plot
+    # one length is not a curve, and without any error there is no plot
     assert error_figures(report_of(measured_check(64, 1e-6))) == []
     assert error_figures(report_of(measured_check(64, 0.0), measured_check(128, 0.0))) == []
     (figure,) = error_figures(report_of(measured_check(64, 1e-6), measured_check(128, math.nan)))

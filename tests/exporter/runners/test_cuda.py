@@ -212,7 +212,7 @@ def test_a_capture_that_fails_is_ended_all_the_same(end_fails: bool) -> None:
 
 
 class FakeGraph:
-    """torch.cuda.CUDAGraph. A capture runs what it captures, for want of a GPU."""
+    """torch.cuda.CUDAGraph. Without a GPU, a capture runs what it captures."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

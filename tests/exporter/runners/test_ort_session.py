@@ -1,4 +1,4 @@
-"""Which provider and which implementation a model gets in ONNX Runtime, and what is said when it is another one."""
+"""Which provider and which implementation a model gets in ONNX Runtime, and the warning if it is another one."""
 
 from __future__ import annotations
 

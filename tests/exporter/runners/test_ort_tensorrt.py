@@ -1,4 +1,4 @@
-"""ONNX Runtime's TensorRT provider: what it is told, where its engines go, and what is said when it cannot run.
+"""ONNX Runtime's TensorRT provider: its options, where its engines go, and its errors.
 
 There is no TensorRT here: a stand-in for onnxruntime records what it is given. What it does with it, a GPU has to show.
 """

@@ -95,13 +95,13 @@ def assert_exactly_once(store: Store, cells: list[Cell], journal: Path) -> None:
     for cell in cells:
         assert store.finished(cell) is not None
         assert (store.cell_folder(cell) / ARTIFACT / "model.onnx").read_text() == cell.id
-    said = statuses(store)
-    assert said.keys() == {cell.id for cell in cells}
+    recorded = statuses(store)
+    assert recorded.keys() == {cell.id for cell in cells}
     for cell in cells:
-        assert said[cell.id] == ["lost"] * (len(said[cell.id]) - 1) + ["finished"]
+        assert recorded[cell.id] == ["lost"] * (len(recorded[cell.id]) - 1) + ["finished"]
     # the nodes' own account: nothing ran that the sweep does not know of, and nothing twice without a loss
     began = collections.Counter(entry["cell"] for entry in notes(journal) if entry["event"] == "began")
-    assert all(1 <= began[name] <= len(attempts) for name, attempts in said.items())
+    assert all(1 <= began[name] <= len(attempts) for name, attempts in recorded.items())
 
 
 def kill_when(cluster: Any, node: Any, is_time: Callable[[], bool]) -> threading.Thread:
@@ -234,7 +234,7 @@ def test_without_a_cluster_a_sweep_has_a_ray_of_its_own(store: Store, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("ray://10.0.0.1:10001", r"--address is ray://10\.0\.0\.1:10001; .* --address auto"),
         ("127.0.0.1:1", r"no Ray cluster at --address 127\.0\.0\.1:1: .*refused; expected host:port"),
@@ -242,9 +242,9 @@ def test_without_a_cluster_a_sweep_has_a_ray_of_its_own(store: Store, tmp_path: 
         ("somewhere", r"no Ray cluster at --address somewhere: .*; expected host:port"),
     ],
 )
-def test_a_cluster_that_is_not_there_is_one_message_at_once(address: str, said: str) -> None:
+def test_a_cluster_that_is_not_there_is_one_message_at_once(address: str, message: str) -> None:
     started = time.monotonic()
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         cluster_executor(address, Limits(), cpus=1, wait_seconds=0)
     assert time.monotonic() - started < FOUND_DEAD_SECONDS
 

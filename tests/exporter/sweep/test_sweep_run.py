@@ -144,8 +144,8 @@ def test_of_two_attempts_at_once_the_first_stays_and_the_other_is_discarded(tmp_
         assert record.where == f"node {winner}"
         large = store.cell_folder(cell) / ARTIFACT / "engine" / "large.bin"
         assert large.stat().st_size == winner + 1, "record and artifact are those of one attempt"
-        said = sorted(entry["status"] for entry in notes(store.path / ATTEMPTS))
-        assert said == ["discarded"] * 7 + ["finished"]
+        recorded = sorted(entry["status"] for entry in notes(store.path / ATTEMPTS))
+        assert recorded == ["discarded"] * 7 + ["finished"]
     assert [*(store.path / STAGING).iterdir()] == []
 
 
@@ -217,7 +217,7 @@ class LosingExecutor:
         files = write_artifact(folder / ARTIFACT, cell)
         outcome = Outcome(status="finished", files=files)
         self.events.append(Event(kind="ended", cell=cell, outcome=outcome, folder=folder))
-        self.events.append(Event(kind="ended", cell=cell, outcome=outcome))  # said twice
+        self.events.append(Event(kind="ended", cell=cell, outcome=outcome))  # reported twice
 
     def wait(self, seconds: float) -> list[Event]:
         events, self.events = self.events, []
@@ -233,8 +233,8 @@ def test_a_cell_that_is_lost_begins_again_and_not_for_ever(tmp_path: Path, losse
     (cell,) = tiny_cells(16)
     with store.opened():
         Sweep(store, LosingExecutor(losses)).run([cell])
-        said = [entry["status"] for entry in notes(store.path / ATTEMPTS)]
-        assert said == ["lost"] * losses + ["finished" if losses < MAX_LOSSES else "failed"]
+        recorded = [entry["status"] for entry in notes(store.path / ATTEMPTS)]
+        assert recorded == ["lost"] * losses + ["finished" if losses < MAX_LOSSES else "failed"]
         assert (store.finished(cell) is not None) == (losses < MAX_LOSSES)
         assert [*(store.path / STAGING).iterdir()] == []
 
@@ -256,16 +256,16 @@ def test_a_folder_belongs_to_one_sweep_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("notes.txt", "mine", "is not the output of a sweep, and not empty"),
         ("sweep.json", '{"format_version": 99}', "format version 99; this effexport reads up to 1"),
         ("sweep.json", "[", "is damaged"),
     ],
 )
-def test_a_folder_of_something_else_is_refused(tmp_path: Path, name: str, content: str, said: str) -> None:
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         Store(tmp_path).check()
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -301,7 +301,7 @@ def test_pieces_make_the_same_folder_again(tmp_path: Path, piece_bytes: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("piece", "said"),
+    ("piece", "message"),
     [
         (Piece("../escaped", b"x"), "not part of the artifact"),
         (Piece("/etc/escaped", b"x"), "not part of the artifact"),
@@ -309,9 +309,9 @@ def test_pieces_make_the_same_folder_again(tmp_path: Path, piece_bytes: int) -> 
         (Piece("model.onnx", b"12345"), "sent 5 bytes of model.onnx; it announced 4"),
     ],
 )
-def test_pieces_that_were_not_announced_are_refused(tmp_path: Path, piece: Piece, said: str) -> None:
+def test_pieces_that_were_not_announced_are_refused(tmp_path: Path, piece: Piece, message: str) -> None:
     unpacking = Unpacking(tmp_path / "two", {"model.onnx": 4, "../escaped": 1, "/etc/escaped": 1})
-    with pytest.raises(EffexportError, match=said):
+    with pytest.raises(EffexportError, match=message):
         unpacking.add(piece)
     assert not (tmp_path / "escaped").exists()
     with pytest.raises(EffexportError, match=r"missing or incomplete: model\.onnx"):

@@ -46,7 +46,7 @@ def snapshot() -> Callable[[Path], dict[str, Any]]:
 
 @pytest.fixture
 def with_engine(copied: Callable[..., Path], rewrite_manifest: Callable[..., None]) -> Callable[..., Path]:
-    """(target, profiles) → an artifact with an engine file: its bytes are no engine, and its sidecar is a real one."""
+    """(target, profiles) → an artifact with an engine file: its bytes are not an engine, but its sidecar is real."""
 
     def make(target: str = "trt", batches: tuple[tuple[int, int, int], ...] = ((1, 4, 6),)) -> Path:
         folder = copied("softmax", "encoder")

@@ -77,11 +77,11 @@ def test_a_python_model_becomes_ready(running: Running, name: str) -> None:
 def test_kernels_run_in_the_server_and_pytorch_is_not_there(running: Running) -> None:
     assert "lsh-python: effexport 0.1.0, LSHAttention as kernel, LSHSort as kernel" in running.server.log.read_text()
     version = running.repository / "lsh-python" / "1"
-    said = ask_client("load", running.folder, {"version": str(version)})
-    assert said["inputs"] == ["input_ids", "attention_mask"]
-    assert said["effexport"].startswith(str(version / "effexport.zip"))
-    assert said["numpy"].startswith("1.26.")
-    assert not said["torch"]
+    result = ask_client("load", running.folder, {"version": str(version)})
+    assert result["inputs"] == ["input_ids", "attention_mask"]
+    assert result["effexport"].startswith(str(version / "effexport.zip"))
+    assert result["numpy"].startswith("1.26.")
+    assert not result["torch"]
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -121,7 +121,7 @@ def test_requests_that_arrive_together_are_run_together(running: Running) -> Non
     assert after[1] - before[1] <= 8
     for asked, answer in zip(requests[:3], together, strict=False):
         (alone,) = running.server.infer("lsh-python", [asked], running.folder / "alone", protocol="http")
-        # batch mates change nothing but the order of additions in a few products
+        # other samples in the batch only change the order of additions in a few products
         np.testing.assert_allclose(answer["last_hidden_state"], alone["last_hidden_state"], atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""PTX for the TensorRT plugins: what it declares, where it is kept, and what is said where it cannot be made."""
+"""PTX for the TensorRT plugins: what it declares, where it is kept, and the errors if it cannot be made."""
 
 from __future__ import annotations
 

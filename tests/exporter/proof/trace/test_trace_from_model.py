@@ -302,7 +302,7 @@ def test_a_batch_holds_one_value_at_least(monkeypatch: pytest.MonkeyPatch) -> No
         ([[1.1, 1.0]], [[1.0, 1.0]], 0.1),
         # a row of its own scale
         ([[1.0, 1.0], [110.0, 100.0]], [[1.0, 1.0], [100.0, 100.0]], 0.1),
-        # the constant of a masked logit is no scale
+        # the constant of a masked logit does not count for the scale
         ([[1.1, -1e9]], [[1.0, -1e9]], 0.1),
         ([[1.0, -1e9]], [[1.0, -5e8]], 1.0),
         ([[1.0, -np.inf]], [[1.0, -np.inf]], 0.0),
