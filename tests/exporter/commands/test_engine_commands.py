@@ -123,5 +123,5 @@ def test_runtime_and_implementation_that_contradict_each_other_are_refused(
     model = built("softmax", "encoder").model_path
     message = cli("verify", with_engine, "--runtime", "trt-rtx", "--model", model).error(2)
     assert "--model names an ONNX file" in message
-    with pytest.raises(UserError, match="give either settings"):
+    with pytest.raises(UserError, match="settings and runtime were both given"):
         effexport.load(with_engine, effexport.OrtSettings(), runtime="ort")  # type: ignore[call-overload]
