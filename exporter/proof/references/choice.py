@@ -62,7 +62,7 @@ class Reference:
 
 
 def parse_choice(text: str) -> ReferenceChoice:
-    """Raises UserError for what is no reference, and for files that are not there."""
+    """Parse --reference. Raises UserError for an unknown reference and for missing files."""
     if text in NAMED:
         return ReferenceChoice(text)
     path, at, runtime = text.rpartition("@")

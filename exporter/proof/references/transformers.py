@@ -28,7 +28,7 @@ VERSION = "4.57.1"
 
 def import_transformers() -> Any:
     """Raises UserError where it is missing, or of a release that computes something else."""
-    remedy = f"it is no part of effexport, install it with: pip install transformers=={VERSION}"
+    remedy = f"it is not part of effexport; install it with: pip install transformers=={VERSION}"
     try:
         import transformers
     except ImportError as error:
