@@ -11,6 +11,7 @@ import onnx
 import onnx.parser
 import pytest
 from onnx import numpy_helper
+from slow_cases import slow_after
 from small_builds import exported
 from transformers_models import saved
 
@@ -247,9 +248,10 @@ def test_exports_that_are_faithful_to_checkpoints_obey_the_limits(small_spec: Sp
     check_limits(onnx.load(exported(small_spec(variant, "attention", **fields))))
 
 
-# with a decode step where memory is constant; those of the other variants take as long as all of these
+# the two whose memory is constant also have a decode step; the others take as long as all of these
+MARKS = {"linear": (), "aft-simple": pytest.mark.slow}
 CAUSAL = [
-    name if spec.causal_state_is_constant else pytest.param(name, marks=pytest.mark.soak)
+    pytest.param(name, marks=MARKS.get(name, pytest.mark.soak))
     for name, spec in ATTENTION_SPECS.items()
     if spec.supports_causal
 ]
@@ -297,7 +299,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.requires("transformers")
-@pytest.mark.parametrize("family", CHECKPOINTS)
+@pytest.mark.parametrize("family", slow_after(1, CHECKPOINTS))
 def test_exported_checkpoints_obey_the_limits(tmp_path: Path, family: str) -> None:
     kind, config = CHECKPOINTS[family]
     saved(tmp_path / "checkpoint", kind, SHARED | config)
