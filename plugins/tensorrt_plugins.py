@@ -12,8 +12,8 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from effexport.plugins import OPS
 from effexport.plugins.building.library import LibraryError
+from effexport.plugins.ops import OPS
 
 # the oldest version with ahead-of-time plugins; the oldest that was tested is 10.16
 MIN_TENSORRT = (10, 13)

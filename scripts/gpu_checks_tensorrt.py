@@ -532,7 +532,7 @@ def require_no_registrar(modules: Mapping[str, Any]) -> None:
 
 def creators_of_ours(modules: Mapping[str, Any]) -> list[str]:
     """Plugins in TensorRT's registry with our namespace. TensorRT-RTX has no plugins."""
-    from effexport.plugins import DOMAIN
+    from effexport.plugins.ops import DOMAIN
 
     if "tensorrt" not in modules:
         return []

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 import effexport
-from effexport.plugins import OPS
 from effexport.plugins.building.headers import find_headers
 from effexport.plugins.building.sources import all_sources
+from effexport.plugins.ops import OPS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -116,7 +116,7 @@ def describe(library: Library) -> dict[str, Any]:
 
 def operators(library: Library | None) -> list[dict[str, Any]]:
     """Operators with the element types and the providers that have kernels; providers: None if unknown."""
-    from effexport.plugins import OPS
+    from effexport.plugins.ops import OPS
 
     if library is None:
         return []

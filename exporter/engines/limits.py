@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from effexport.dtypes import DTYPES
 from effexport.errors import UserError
 from effexport.export.onnx_graph import FORBIDDEN_OPS, all_nodes
-from effexport.plugins import DOMAIN
+from effexport.plugins.ops import DOMAIN
 
 if TYPE_CHECKING:
     import onnx

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from effexport.engines.limits import check_limits
 from effexport.engines.spec import EngineSpec
 from effexport.export.onnx_graph import value_types
-from effexport.plugins import DOMAIN, OPS
 from effexport.plugins.building.library import LibraryError
+from effexport.plugins.ops import DOMAIN, OPS
 
 if TYPE_CHECKING:
     import onnx

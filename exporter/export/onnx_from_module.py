@@ -16,7 +16,7 @@ from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import StageError
 from effexport.export.onnx_graph import GraphSignature, check_graph
 from effexport.models.model_spec import shape_of
-from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
 
 if TYPE_CHECKING:

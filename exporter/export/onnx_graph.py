@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.dtypes import TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.files import file_digest
-from effexport.plugins import DOMAIN, PLUGIN_NAMESPACE
+from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 
 if TYPE_CHECKING:
     import onnx

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from effexport.export.onnx_graph import all_nodes, load_graph
-from effexport.plugins import DOMAIN
+from effexport.plugins.ops import DOMAIN
 
 GIVEN_SUFFIX = ".given"
 

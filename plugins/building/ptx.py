@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from effexport.plugins import Op
 from effexport.plugins.building import sources
 from effexport.plugins.building.library import CACHE_VARIABLE, LibraryError, cache_folder
 from effexport.plugins.building.programs import Run, run_program
 from effexport.plugins.building.records import write_whole
 from effexport.plugins.building.toolchain import choose_nvcc
+from effexport.plugins.ops import Op
 
 # Turing, the oldest GPU that the kernel library and TensorRT 11 support. Drivers translate the PTX of an architecture
 # for every later one, and the kernels use nothing newer.

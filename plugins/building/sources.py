@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from effexport.plugins import OPS
+from effexport.plugins.ops import OPS
 
 # where this installation keeps them; builds are remembered by it
 FOLDER = Path(__file__).resolve().parents[1]
 
-# CMakeLists.txt reads the list of operators from __init__.py
+# CMakeLists.txt reads the list of operators from ops.py
 SHARED_FILES = (
     "CMakeLists.txt",
-    "__init__.py",
+    "ops.py",
     "native/cpu_dispatch.h",
     "native/cuda.h",
     "native/element_types.h",

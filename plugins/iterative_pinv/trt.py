@@ -7,8 +7,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from effexport.plugins import DOMAIN, OPS
 from effexport.plugins.building.ptx import ptx_from_source
+from effexport.plugins.ops import DOMAIN, OPS
 
 OP = OPS["IterativePinv"]
 ELEMENT_TYPES = ("float32", "float16")

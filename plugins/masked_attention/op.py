@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION
+from effexport.plugins.ops import DOMAIN, OPSET_VERSION
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION
+from effexport.plugins.ops import DOMAIN, OPSET_VERSION
 from effexport.plugins.signature import Parameter, Signature
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from torch import Tensor
 from effexport.models.aft_simple import AFTSimpleAttention
 from effexport.models.layers import fused_operators
 from effexport.models.spec import AFTSimpleSpec
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE, tensorrt_plugins
+from effexport.plugins import tensorrt_plugins
 from effexport.plugins.aft_simple_attention.op import aft_simple_attention, onnx_function_body, reference
+from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
 # As a share of the largest |v|, which no average exceeds. The kernel adds 8 rows, then 32 of those sums, then the
 # slices: 44 roundings of 6e-8 for 1000 tokens, and a few more of e^x, the quotient and σ.

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from cuda_kernels import ENTRIES, PLUGINS, SANITIZERS, THREADS, build, run
 
-from effexport.plugins import OPS
 from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc
+from effexport.plugins.ops import OPS
 
 KERNELS = tuple(sorted(op.torch_name for op in OPS.values()))
 # the others run under the sanitizers in test_cuda_attention.py

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.iterative_pinv.op import iterative_pinv, onnx_function_body
+from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
 # fp32 unit roundoff 6e-8 times the largest gain of six steps from the start value, (13/4)^6 = 1178.
 AGAINST_FLOAT64 = 1e-4

@@ -15,8 +15,8 @@ from torch import Tensor
 from effexport.models.layers import fused_operators
 from effexport.models.linear import LinearAttention
 from effexport.models.spec import LinearSpec
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.linear_attention.op import linear_attention, onnx_function_body, reference
+from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
 # As a share of the largest value: outputs are means of values with positive weights, so nothing cancels. Sums have 64
 # or 128 terms in a row, with 6e-8 of rounding each and of either sign; 4e-7 was seen.

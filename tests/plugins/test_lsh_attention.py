@@ -27,9 +27,9 @@ from torch import Tensor
 from effexport.models.layers import fused_operators
 from effexport.models.lsh import LSHAttention
 from effexport.models.spec import LSHSpec
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.lsh_attention.op import lsh_attention, onnx_function_body
 from effexport.plugins.lsh_sort.op import lsh_sort
+from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
 FORBIDDEN = {"TopK", "Loop", "CumSum", "Scan", "Sort", "If", "ReduceLogSumExp", "Unique", "NonZero"}
 Arrays = dict[str, np.ndarray]

@@ -10,8 +10,8 @@ import torch
 from bucket_patterns import bucket_rows
 from torch import Tensor
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.lsh_sort.op import BLOCK, MAX_RADIX, lsh_sort, onnx_function_body, radices
+from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
 FORBIDDEN = {"TopK", "Loop", "CumSum", "Scan", "Sort", "If", "ReduceLogSumExp", "Unique", "NonZero"}
 # one less, equal to and one more than a block of the body's prefix sums, and several blocks

@@ -11,8 +11,8 @@ import torch
 from kernel_sessions import session
 from one_node import one_node_model, run_body, run_kernel, run_poisoned
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.masked_attention.op import masked_attention, onnx_function_body
+from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
 OP = "MaskedAttention"
 SCALE = 0.37

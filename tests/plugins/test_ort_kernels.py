@@ -11,8 +11,8 @@ import torch
 from bucket_patterns import bucket_rows
 from kernel_sessions import ort_value, run_poisoned, session
 
-from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.building.library import get_library_path
+from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 
 pytestmark = pytest.mark.requires("native", "onnx", "ort")
 

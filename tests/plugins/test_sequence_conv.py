@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kernel_sessions import session
 from one_node import one_node_model, run_body, run_kernel
 
-from effexport.plugins import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.plugins.sequence_conv.op import sequence_conv
 
 OP = "SequenceConv"

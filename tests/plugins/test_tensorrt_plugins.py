@@ -19,11 +19,12 @@ from typing import Any
 
 import pytest
 
-from effexport.plugins import DOMAIN, OPS, PLUGIN_NAMESPACE, tensorrt_plugins
+from effexport.plugins import tensorrt_plugins
 from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.toolchain import find_nvcc
 from effexport.plugins.iterative_pinv import trt as pinv
 from effexport.plugins.lsh_sort import trt as sort
+from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "tensorrt"

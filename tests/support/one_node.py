@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from kernel_sessions import ort_value, session
 
-from effexport.plugins import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 
 
 def one_node_model(

@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from effexport.artifact import Artifact
 from effexport.models.spec import ATTENTION_SPECS
-from effexport.plugins import OPS
+from effexport.plugins.ops import OPS
 from effexport.spec import BuildSpec
 
 VARIANTS = tuple(ATTENTION_SPECS)

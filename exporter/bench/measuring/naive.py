@@ -10,7 +10,7 @@ from effexport.bench.grid import spec_from_case
 from effexport.bench.measuring.models import example_of_case, module_from_case, signature_of_case
 from effexport.bench.results import Case
 from effexport.errors import StageError
-from effexport.plugins import DOMAIN, OPS
+from effexport.plugins.ops import DOMAIN, OPS
 
 if TYPE_CHECKING:
     import torch

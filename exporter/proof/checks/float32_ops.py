@@ -9,7 +9,7 @@ from pathlib import Path
 
 from effexport.export.onnx_graph import load_graph, value_types
 from effexport.models.module_spec import ModuleSpec
-from effexport.plugins import DOMAIN
+from effexport.plugins.ops import DOMAIN
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.spec import BuildSpec

@@ -24,7 +24,7 @@ from effexport.bench.measuring.naive import naive_onnx_from_case
 from effexport.bench.results import Case
 from effexport.errors import StageError
 from effexport.export.onnx_graph import all_nodes
-from effexport.plugins import DOMAIN
+from effexport.plugins.ops import DOMAIN
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 # Chunks, landmarks and windows shorter than the sequence, or most of the algorithm would be idle.

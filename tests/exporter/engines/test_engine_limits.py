@@ -25,7 +25,7 @@ from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.onnx_graph import FORBIDDEN_OPS
 from effexport.models.encoder import module_from_spec
 from effexport.models.spec import ATTENTION_SPECS
-from effexport.plugins import OPS
+from effexport.plugins.ops import OPS
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
 
 pytestmark = pytest.mark.requires("torch", "onnx")

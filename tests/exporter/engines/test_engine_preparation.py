@@ -21,8 +21,8 @@ from effexport.engines.profile import Profile, Range
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
 from effexport.export.onnx_graph import load_graph
-from effexport.plugins import DOMAIN
 from effexport.plugins.building.library import LibraryError
+from effexport.plugins.ops import DOMAIN
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]

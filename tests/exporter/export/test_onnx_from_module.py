@@ -19,7 +19,7 @@ from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.onnx_graph import FORBIDDEN_OPS, GraphSignature, all_nodes, check_graph, graph_tensors
 from effexport.models.encoder import module_from_spec
 from effexport.models.spec import ATTENTION_SPECS
-from effexport.plugins import DOMAIN, PLUGIN_NAMESPACE
+from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 from effexport.proof.answers import run_module
 from effexport.proof.inputs.random import random_inputs
 from effexport.proof.metrics import relative_error

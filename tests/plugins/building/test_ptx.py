@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from effexport.plugins import OPS
 from effexport.plugins.building import ptx
 from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.toolchain import find_nvcc
+from effexport.plugins.ops import OPS
 
 OP = OPS["LSHSort"]
 SOME_PTX = ".version 8.0\n.target sm_75\n.address_size 64\n"

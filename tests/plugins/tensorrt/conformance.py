@@ -26,8 +26,9 @@ import tensorrt as trt
 import tensorrt.plugin as trtp
 from tensorrt_bindings.plugin import _tensor
 
-from effexport.plugins import OPS, tensorrt_plugins
+from effexport.plugins import tensorrt_plugins
 from effexport.plugins.building import ptx, sources
+from effexport.plugins.ops import OPS
 
 OPERATIONS: dict[Any, Callable[[int, int], int]] = {
     trt.DimensionOperation.SUM: operator.add,

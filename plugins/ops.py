@@ -1,0 +1,62 @@
+"""The table of operators: domain, version and one row per operator, written here, once."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+DOMAIN = "effexport"
+OPSET_VERSION = 1
+
+# TensorRT takes a plugin rather than the function body for a node that carries this attribute.
+PLUGIN_NAMESPACE = "plugin_namespace"
+
+FLOAT_TYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator: a folder with its contract, torch operator, kernels and adapters, all under these names.
+
+    torch_name names the folder and `torch.ops.effexport.<torch_name>`; onnx_name is the node's type in graphs.
+    element_types are those of its kernels and its schema. has_trt_plugin says whether there is a TensorRT plugin,
+    `trt.py`; otherwise TensorRT runs the function body.
+    """
+
+    torch_name: str
+    onnx_name: str
+    element_types: tuple[str, ...] = FLOAT_TYPES
+    has_trt_plugin: bool = False
+
+    @property
+    def cuda_source(self) -> str:
+        """Its CUDA kernels, a path below the folder of this file."""
+        return f"{self.torch_name}/kernel_cuda.cu"
+
+    def load(self) -> ModuleType:
+        """The operator's `op.py`: torch operator, signature, translation and function body."""
+        return importlib.import_module(f"effexport.plugins.{self.torch_name}.op")
+
+    def load_trt(self) -> ModuleType:
+        """The operator's `trt.py`: the TensorRT plugin. Loads no framework; its `register` loads tensorrt."""
+        assert self.has_trt_plugin, f"{self.onnx_name} has no TensorRT plugin"
+        return importlib.import_module(f"effexport.plugins.{self.torch_name}.trt")
+
+
+def _by_onnx_name(*ops: Op) -> dict[str, Op]:
+    assert len({op.onnx_name for op in ops}) == len({op.torch_name for op in ops}) == len(ops), "a name occurs twice"
+    return {op.onnx_name: op for op in ops}
+
+
+# CMakeLists.txt reads the folders from these rows: one operator per line, the folder first.
+OPS: dict[str, Op] = _by_onnx_name(
+    Op("aft_simple_attention", "AFTSimpleAttention"),
+    Op("iterative_pinv", "IterativePinv", has_trt_plugin=True),
+    Op("linear_attention", "EluLinearAttention"),
+    Op("lsh_attention", "LSHAttention"),
+    Op("lsh_sort", "LSHSort", element_types=("int32",), has_trt_plugin=True),
+    Op("masked_attention", "MaskedAttention"),
+    Op("segment_means", "SegmentMeans"),
+    Op("sequence_conv", "SequenceConv"),
+)
