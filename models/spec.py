@@ -53,7 +53,8 @@ class AttentionSpec(ABC):
     Facts about a variant are class variables. layer: module and class of its `nn.Module`. formula, cost: for people,
     with n tokens, d channels, m landmarks, c chunk length, r rounds, s window. is_quadratic: whether memory grows with
     the square of the length. is_length_free: whether one ONNX file of the layer serves every length; others depend on
-    learned positions or on a number of buckets. option_labels: names for a variant with one option set.
+    learned positions or on a number of buckets. why_not_causal: why there is no causal form, as half a sentence;
+    "" if there is one. option_labels: names for a variant with one option set.
     """
 
     scope: ClassVar[Scope] = "attention"
@@ -67,7 +68,7 @@ class AttentionSpec(ABC):
     is_hashed: ClassVar[bool] = False
     is_quadratic: ClassVar[bool] = False
     is_length_free: ClassVar[bool] = False
-    supports_causal: ClassVar[bool] = True
+    why_not_causal: ClassVar[str] = ""
     has_heads: ClassVar[bool] = True
     max_seq_len_is_seq_len: ClassVar[bool] = False
     causal_state_is_constant: ClassVar[bool] = False
@@ -94,10 +95,10 @@ class AttentionSpec(ABC):
                 f"{nearest_multiples(self.dim, self.heads)}, heads {nearest_divisors(self.heads, self.dim)}, "
                 "or give head_dim",
             )
-        causal = ", ".join(name for name, spec in ATTENTION_SPECS.items() if spec.supports_causal)
+        causal = ", ".join(name for name, spec in ATTENTION_SPECS.items() if not spec.why_not_causal)
         require(
-            self.supports_causal or not self.causal,
-            f"{self.variant} attention has no causal form; use one of: {causal}",
+            not (self.causal and self.why_not_causal),
+            f"{self.variant} attention has no causal form, because {self.why_not_causal}; use one of: {causal}",
         )
 
     @property
@@ -296,7 +297,7 @@ class NystromSpec(AttentionSpec):
     formula: ClassVar[str] = "softmax(QK̃ᵀ) Z(softmax(Q̃K̃ᵀ)) (softmax(Q̃Kᵀ) V) + conv(V)"
     cost: ClassVar[str] = "n·m·d"
     option_labels: ClassVar[Mapping[str, Callable[[Any], str]]] = {"num_landmarks": "nystrom-{}".format}
-    supports_causal: ClassVar[bool] = False
+    why_not_causal: ClassVar[str] = "its landmarks average over the whole sequence"
 
     num_landmarks: int = 64
     pinv_iterations: int = 6

@@ -35,7 +35,7 @@ class Op:
         return f"{self.torch_name}/kernel_cuda.cu"
 
     def load(self) -> ModuleType:
-        """The operator's `op.py`: torch operator, signature, translation and function body."""
+        """The operator's `op.py`: torch operator, signature and function body."""
         return importlib.import_module(f"effexport.plugins.{self.torch_name}.op")
 
     def load_trt(self) -> ModuleType:

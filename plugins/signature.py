@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +160,31 @@ class Signature:
                 if attribute := context.get_attribute(dim):
                     inferred[i].dim_value = attribute.i
         return result
+
+    def onnx_translation(self) -> Callable[..., Any]:
+        """What torch.onnx.export calls for a call of the torch operator, with the same arguments: it emits one node."""
+        arguments = getattr(torch.ops.effexport, OPS[self.onnx_name].torch_name).default._schema.arguments
+
+        def translate(*given: Any, **named: Any) -> Any:
+            from onnxscript import values
+
+            call = {argument.name: argument.default_value for argument in arguments}
+            call |= dict(zip(call, given, strict=False)) | named
+            attributes = {attribute.name: attribute.type(call.pop(attribute.name)) for attribute in self.attributes}
+            return getattr(values.Opset(DOMAIN, OPSET_VERSION), self.onnx_name)(*call.values(), **attributes)
+
+        return translate
+
+    def function_body(self, opset: int, nodes: str) -> onnx.FunctionProto:
+        """The operator as a function of standard operators. nodes: in the syntax of onnx.parser, one on each line."""
+        import onnx.parser
+
+        inputs, outputs = (", ".join(item.name for item in items) for items in (self.inputs, self.outputs))
+        attributes = f"<{', '.join(attribute.name for attribute in self.attributes)}>" if self.attributes else ""
+        return onnx.parser.parse_function(f"""
+        <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
+        {self.onnx_name} {attributes} ({inputs}) => ({outputs}) {{{nodes}}}
+        """)
 
     def common_attributes(self, nodes: Sequence[onnx.NodeProto], *names: str) -> dict[str, Any]:
         """The values of the named attributes, by default of all, which the nodes have in common.

@@ -78,7 +78,7 @@ class Outcome:
 def outcomes(variants: Sequence[str], faults: Sequence[Fault], folder: Path) -> Iterator[Outcome]:
     for variant in variants:
         for configuration, (scope, fields) in CONFIGURATIONS.items():
-            if "causal" in configuration and not ATTENTION_SPECS[variant].supports_causal:
+            if "causal" in configuration and ATTENTION_SPECS[variant].why_not_causal:
                 continue
             spec = spec_of(variant, scope, **fields)
             artifact, _ = artifact_from_spec(spec, folder / f"{variant}-{configuration}")

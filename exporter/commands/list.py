@@ -20,7 +20,7 @@ def command(as_json: bool) -> None:
                 "name": name,
                 "formula": spec.formula,
                 "cost": f"O({spec.cost})",
-                "causal": spec.supports_causal,
+                "causal": not spec.why_not_causal,
                 "defaults": spec().to_dict(),
             }
             for name, spec in ATTENTION_SPECS.items()
@@ -31,5 +31,5 @@ def command(as_json: bool) -> None:
 
     table = Table("variant", "formula", "time per layer", "causal", box=None, pad_edge=False)
     for name, spec in ATTENTION_SPECS.items():
-        table.add_row(name, spec.formula, f"O({spec.cost})", "yes" if spec.supports_causal else "no")
+        table.add_row(name, spec.formula, f"O({spec.cost})", "no" if spec.why_not_causal else "yes")
     stderr_console().print(table)

@@ -76,7 +76,8 @@ def program_from_module(
     dynamic = [{i: dim for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in signature.inputs]
     register_schemas()
     table: dict[Any, Any] = {
-        getattr(torch.ops.effexport, op.torch_name).default: op.load().onnx_translation for op in OPS.values()
+        getattr(torch.ops.effexport, op.torch_name).default: op.load().SIGNATURE.onnx_translation()
+        for op in OPS.values()
     }
     with quiet_exporter(), fused_operators(module, spec.fused):
         try:

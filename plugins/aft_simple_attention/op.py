@@ -1,18 +1,16 @@
-"""`effexport::AFTSimpleAttention`: signature, obvious reference, torch operator, ONNX translation and function body.
+"""`effexport::AFTSimpleAttention`: signature, obvious reference, torch operator and function body.
 
-The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
-them, so that models can use the torch operator without either.
+The contract is in README.md beside this file. Models can use the torch operator without onnx.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from effexport.plugins.ops import DOMAIN, OPSET_VERSION
 from effexport.plugins.signature import Parameter, Signature
 
 if TYPE_CHECKING:
@@ -59,23 +57,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-def onnx_translation(q: Any, k: Any, v: Any, keep: Any) -> Any:
-    """What torch.onnx.export emits for one call: one node."""
-    from onnxscript import values
-
-    return values.Opset(DOMAIN, OPSET_VERSION).AFTSimpleAttention(q, k, v, keep)
-
-
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators, any number of nodes.
 
     Absent keys are −1e30 and a maximum is at least −1e29: finite, and so far apart that e^(difference) is 0.
     """
-    import onnx.parser
-
-    return onnx.parser.parse_function(f"""
-    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
-    AFTSimpleAttention (q, k, v, keep) => (out) {{
+    body = """
         zero = Constant <value_float = 0.0> ()
         one = Constant <value_float = 1.0> ()
         absent = Constant <value_float = -1e30> ()
@@ -101,5 +88,5 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         gate = Sigmoid (q_exact)
         out_exact = Mul (gate, context)
         out = CastLike (out_exact, v)
-    }}
-    """)
+    """
+    return SIGNATURE.function_body(opset, body)

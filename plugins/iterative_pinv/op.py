@@ -1,7 +1,6 @@
-"""`effexport::IterativePinv`: signature, obvious reference, torch operator, ONNX translation and function body.
+"""`effexport::IterativePinv`: signature, obvious reference, torch operator and function body.
 
-The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
-them, so that models can use the torch operator without either.
+The contract is in README.md beside this file. Models can use the torch operator without onnx.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from effexport.plugins.ops import DOMAIN, OPSET_VERSION
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
@@ -74,20 +72,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
 iterative_pinv.register_autograd(_backward, setup_context=_save_inputs)
 
 
-def onnx_translation(a: Any, scale: Any, iterations: int = 6) -> Any:
-    """What torch.onnx.export emits for one call: one node."""
-    from onnxscript import values
-
-    return values.Opset(DOMAIN, OPSET_VERSION).IterativePinv(a, scale, iterations=iterations)
-
-
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators, iterations unrolled.
 
     One body serves all nodes of a model. Raises ValueError when they differ in `iterations`.
     """
-    import onnx.parser
-
     step = """
         P{i} = MatMul (A, Z{i})
         Inner{i} = Sub (I7, P{i})
@@ -100,9 +89,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     """
     iterations = SIGNATURE.common_attributes(nodes)["iterations"]
     steps = "".join(step.format(i=i, z_next="Z" if i == iterations - 1 else f"Z{i + 1}") for i in range(iterations))
-    return onnx.parser.parse_function(f"""
-    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
-    IterativePinv <iterations> (A, scale) => (Z) {{
+    body = f"""
         size = Shape <start = 1, end = 2> (A)
         zero = Constant <value_int = 0> ()
         one = Constant <value_int = 1> ()
@@ -129,5 +116,5 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         inverse_scale = Reciprocal (scale)
         Z0 = Mul (inverse_scale, At)
         {steps}
-    }}
-    """)
+    """
+    return SIGNATURE.function_body(opset, body)

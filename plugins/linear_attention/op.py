@@ -1,18 +1,16 @@
-"""`effexport::EluLinearAttention`: signature, obvious reference, torch operator, ONNX translation and function body.
+"""`effexport::EluLinearAttention`: signature, obvious reference, torch operator and function body.
 
-The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
-them, so that models can use the torch operator without either.
+The contract is in README.md beside this file. Models can use the torch operator without onnx.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from effexport.plugins.ops import DOMAIN, OPSET_VERSION
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
@@ -71,16 +69,6 @@ def _(
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-def onnx_translation(
-    q: Any, k: Any, v: Any, keep: Any, eps: float, causal: bool = False, chunk_length: int = 128
-) -> Any:
-    """What torch.onnx.export emits for one call: one node."""
-    from onnxscript import values
-
-    opset = values.Opset(DOMAIN, OPSET_VERSION)
-    return opset.EluLinearAttention(q, k, v, keep, eps=eps, causal=int(causal), chunk_length=chunk_length)
-
-
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators.
 
@@ -88,14 +76,10 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     they differ in `causal` or, if causal, in `chunk_length`. Axes count from the front: in an empty tensor, ONNX
     Runtime ignores axes that count from the back.
     """
-    import onnx.parser
-
     sums = _SUMS
     if SIGNATURE.common_attributes(nodes, "causal")["causal"]:
         sums = _causal_sums(**SIGNATURE.common_attributes(nodes, "chunk_length"))
-    return onnx.parser.parse_function(f"""
-    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
-    EluLinearAttention <eps, causal, chunk_length> (q, k, v, keep) => (out) {{
+    body = f"""
         zero = Constant <value_float = 0.0> ()
         eps_float = Constant <value_float: float = @eps> ()
         keep_axes = Constant <value_ints = [1, 3]> ()
@@ -115,8 +99,8 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         k_features = Mul (k_mapped, keep_column)
         {sums}
         out = CastLike (result, v)
-    }}
-    """)
+    """
+    return SIGNATURE.function_body(opset, body)
 
 
 _SUMS = """

@@ -1,19 +1,17 @@
-"""`effexport::LSHAttention`: signature, obvious reference, torch operator, ONNX translation and function body.
+"""`effexport::LSHAttention`: signature, obvious reference, torch operator and function body.
 
-The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
-them, so that models can use the torch operator without either.
+The contract is in README.md beside this file. Models can use the torch operator without onnx.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from effexport.plugins.ops import DOMAIN, OPSET_VERSION
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
@@ -162,51 +160,15 @@ def check_rows(qk: Tensor, order: Tensor, chunk_length: int) -> None:
         )
 
 
-def onnx_translation(
-    qk: Any,
-    v: Any,
-    order: Any,
-    rank: Any,
-    keep: Any,
-    chunk_length: int,
-    chunks_before: int = 1,
-    chunks_after: int = 0,
-    causal: bool = False,
-    circular: bool = False,
-    rounded: bool = False,
-) -> Any:
-    """What torch.onnx.export emits for one call: one node."""
-    from onnxscript import values
-
-    return values.Opset(DOMAIN, OPSET_VERSION).LSHAttention(
-        qk,
-        v,
-        order,
-        rank,
-        keep,
-        chunk_length=chunk_length,
-        chunks_before=chunks_before,
-        chunks_after=chunks_after,
-        causal=int(causal),
-        circular=int(circular),
-        rounded=int(rounded),
-    )
-
-
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators: rows of every window are gathered, and one product serves all chunks.
 
     One body serves all nodes of a model. Raises ValueError when they differ in an attribute.
     """
-    import onnx.parser
-
     chunk_length, before, after, causal, circular, rounded = SIGNATURE.common_attributes(nodes).values()
     window = (before + 1 + after) * chunk_length
     around = _look_around_circular if circular else _look_around
-    return onnx.parser.parse_function(f"""
-    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
-    LSHAttention <chunk_length, chunks_before, chunks_after, causal, circular, rounded>
-    (qk, v, order, rank, keep) => (out) {{
+    body = f"""
         zero = Constant <value_int = 0> ()
         one = Constant <value_int = 1> ()
         zero_1d = Constant <value_ints = [0]> ()
@@ -326,8 +288,8 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         out_shape = Shape (v)
         out_float = Reshape (combined, out_shape)
         out = CastLike (out_float, v)
-    }}
-    """)
+    """
+    return SIGNATURE.function_body(opset, body)
 
 
 def _look_around(x: str, out: str, fill: int, before: int, after: int) -> str:

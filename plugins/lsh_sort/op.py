@@ -1,18 +1,16 @@
-"""`effexport::LSHSort`: signature, obvious reference, torch operator, ONNX translation and function body.
+"""`effexport::LSHSort`: signature, obvious reference, torch operator and function body.
 
-The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
-them, so that models can use the torch operator without either.
+The contract is in README.md beside this file. Models can use the torch operator without onnx.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from effexport.plugins.ops import DOMAIN, OPSET_VERSION
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
@@ -66,13 +64,6 @@ def _(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def onnx_translation(buckets: Any, num_buckets: int) -> Any:
-    """What torch.onnx.export emits for one call: one node with two outputs."""
-    from onnxscript import values
-
-    return values.Opset(DOMAIN, OPSET_VERSION).LSHSort(buckets, num_buckets=num_buckets)
-
-
 def radices(num_buckets: int) -> list[int]:
     """Radix of every pass, equal and as few as MAX_RADIX allows; least significant digit first."""
     passes = 1
@@ -91,7 +82,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     are products with triangular matrices, exact in float32 up to 2^24 tokens. A function is found by name alone, so
     one body serves every node of a model; it is unrolled for the largest bucket count among them.
     """
-    import onnx.parser
+    import onnx
 
     num_buckets = max(onnx.helper.get_node_attr_value(node, "num_buckets") for node in nodes)
     passes = radices(num_buckets)
@@ -101,9 +92,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     for i, radix in enumerate(passes):
         lines.append(_counting_pass(i, radix, divisor, first=i == 0, last=i == last))
         divisor *= radix
-    return onnx.parser.parse_function(f"""
-    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
-    LSHSort <num_buckets> (buckets) => (order, rank) {{
+    body = f"""
         zero = Constant <value_int = 0> ()
         one = Constant <value_int = 1> ()
         block = Constant <value_int = {BLOCK}> ()
@@ -146,8 +135,8 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         {"".join(lines)}
         order = Cast <to = 6> (order{last})
         rank = Cast <to = 6> (rank_final)
-    }}
-    """)
+    """
+    return SIGNATURE.function_body(opset, body)
 
 
 def _counting_pass(i: int, radix: int, divisor: int, *, first: bool, last: bool) -> str:

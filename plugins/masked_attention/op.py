@@ -1,18 +1,16 @@
-"""`effexport::MaskedAttention`: signature, obvious reference, torch operator, ONNX translation and function body.
+"""`effexport::MaskedAttention`: signature, obvious reference, torch operator and function body.
 
-The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
-them, so that models can use the torch operator without either.
+The contract is in README.md beside this file. Models can use the torch operator without onnx.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from effexport.plugins.ops import DOMAIN, OPSET_VERSION
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
@@ -62,24 +60,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
-def onnx_translation(q: Any, k: Any, v: Any, keep: Any, scale: float) -> Any:
-    """What torch.onnx.export emits for one call: one node."""
-    from onnxscript import values
-
-    return values.Opset(DOMAIN, OPSET_VERSION).MaskedAttention(q, k, v, keep, scale=scale)
-
-
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators. Products are in T, the softmax in float32.
 
     One body serves all nodes of a model. Raises ValueError when they differ in `scale`.
     """
-    import onnx.parser
-
     scale = SIGNATURE.common_attributes(nodes)["scale"]
-    return onnx.parser.parse_function(f"""
-    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
-    MaskedAttention <scale> (q, k, v, keep) => (out) {{
+    body = f"""
         scale_float = Constant <value_float = {scale:.9e}> ()
         hidden_logit = Constant <value_float = {HIDDEN_LOGIT:.9e}> ()
         axes12 = Constant <value_ints = [1, 2]> ()
@@ -93,5 +80,5 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         weights = Softmax <axis = -1> (masked)
         weights_like = CastLike (weights, v)
         out = MatMul (weights_like, v)
-    }}
-    """)
+    """
+    return SIGNATURE.function_body(opset, body)

@@ -1,18 +1,16 @@
-"""`effexport::SegmentMeans`: signature, obvious reference, torch operator, ONNX translation and function body.
+"""`effexport::SegmentMeans`: signature, obvious reference, torch operator and function body.
 
-The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
-them, so that models can use the torch operator without either.
+The contract is in README.md beside this file. Models can use the torch operator without onnx.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from effexport.plugins.ops import DOMAIN, OPSET_VERSION
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
@@ -62,27 +60,16 @@ def _(x: Tensor, keep: Tensor, num_segments: int) -> Tensor:
     return x.new_empty((*x.shape[:2], num_segments, x.shape[3]))
 
 
-def onnx_translation(x: Any, keep: Any, num_segments: int) -> Any:
-    """What torch.onnx.export emits for one call: one node."""
-    from onnxscript import values
-
-    return values.Opset(DOMAIN, OPSET_VERSION).SegmentMeans(x, keep, num_segments=num_segments)
-
-
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators: one product with the weights of the tokens, in float32.
 
     One body serves all nodes of a model. Raises ValueError when they differ in `num_segments`.
     """
-    import onnx.parser
-
     count = SIGNATURE.common_attributes(nodes)["num_segments"]
     # Integers are not negative, so Div rounds down. A sample without any kept token has segments of no length; the
     # leading zero is for sequences of no tokens, which have no largest one, and the last Expand for empty products, of
     # which ONNX Runtime forgets the number of heads.
-    return onnx.parser.parse_function(f"""
-    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
-    SegmentMeans <num_segments> (x, keep) => (means) {{
+    body = f"""
         zero = Constant <value_int = 0> ()
         one = Constant <value_int = 1> ()
         count = Constant <value_int = {count}> ()
@@ -126,5 +113,5 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         heads_shape = Concat <axis = 0> (heads_1d, one_1d, one_1d)
         means_heads = Expand (means_float, heads_shape)
         means = CastLike (means_heads, x)
-    }}
-    """)
+    """
+    return SIGNATURE.function_body(opset, body)

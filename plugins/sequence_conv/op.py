@@ -1,19 +1,17 @@
-"""`effexport::SequenceConv`: signature, obvious reference, torch operator, ONNX translation and function body.
+"""`effexport::SequenceConv`: signature, obvious reference, torch operator and function body.
 
-The contract is in README.md beside this file. onnx and onnxscript are imported only by the functions that need
-them, so that models can use the torch operator without either.
+The contract is in README.md beside this file. Models can use the torch operator without onnx.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.plugins.ops import DOMAIN, OPSET_VERSION
 from effexport.plugins.signature import Parameter, Signature
 
 if TYPE_CHECKING:
@@ -73,24 +71,13 @@ def check(x: Tensor, weight: Tensor, keep: Tensor, residual: Tensor) -> None:
         raise ValueError(f"sequence_conv: weight has {weight.shape[2]} taps; expected an odd number")
 
 
-def onnx_translation(x: Any, weight: Any, keep: Any, residual: Any) -> Any:
-    """What torch.onnx.export emits for one call: one node."""
-    from onnxscript import values
-
-    return values.Opset(DOMAIN, OPSET_VERSION).SequenceConv(x, weight, keep, residual)
-
-
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators: one product of a banded Toeplitz matrix with blocks of tokens.
 
     A block has at least as many tokens as the filter reaches beyond one, so its sums depend on itself and the next one.
     Products are in T, their sum with `residual` in float32.
     """
-    import onnx.parser
-
-    return onnx.parser.parse_function(f"""
-    <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
-    SequenceConv (x, weight, keep, residual) => (out) {{
+    body = f"""
         zero = Constant <value_int = 0> ()
         one = Constant <value_int = 1> ()
         zero_1d = Constant <value_ints = [0]> ()
@@ -158,5 +145,5 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         residual_float = Cast <to = 1> (residual)
         total = Add (residual_float, convolved_float)
         out = CastLike (total, x)
-    }}
-    """)
+    """
+    return SIGNATURE.function_body(opset, body)

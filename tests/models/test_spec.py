@@ -140,7 +140,11 @@ REFUSED: list[tuple[type[AttentionSpec], dict[str, object], str]] = [
     (NystromSpec, {"conv_kernel_size": 0}, "the nearest that work: 1 or 1"),
     (LinearSpec, {"eps": -1.0}, "eps is -1.0; expected a number >= 0"),
     (LinearSpec, {"chunk_length": 0}, "chunk_length is 0; expected at least 1"),
-    (NystromSpec, {"causal": True}, "nystrom attention has no causal form"),
+    (
+        NystromSpec,
+        {"causal": True},
+        "nystrom attention has no causal form, because its landmarks average over the whole sequence; use",
+    ),
     (NystromSpec, {"causal": True}, "use one of: softmax, linear, lsh, aft-full"),
     (NystromSpec, {"num_landmarks": 0}, "num_landmarks is 0; expected at least 1"),
     (NystromSpec, {"pinv_iterations": 0}, "pinv_iterations is 0; expected at least 1"),

@@ -187,7 +187,7 @@ class Fault:
     no_ops: Mapping[str, str] = field(default_factory=dict)
 
     def applies(self, variant: str, configuration: str) -> bool:
-        if "causal" in configuration and not ATTENTION_SPECS[variant].supports_causal:
+        if "causal" in configuration and ATTENTION_SPECS[variant].why_not_causal:
             return False
         return variant in self.variants and configuration in self.configurations
 
@@ -711,7 +711,7 @@ def residual_lost(graph: Graph) -> bool:
 # Types, shapes and runs
 
 
-def islands_removed(graph: Graph) -> bool:
+def float32_ops_lost(graph: Graph) -> bool:
     """All of a float16 model in float16, as a converter without a list of exceptions makes it."""
     largest = np.finfo(np.float16).max
     casts = [n for n in graph.nodes("Cast") if attribute(n, "to") == TensorProto.FLOAT]
@@ -959,9 +959,9 @@ FAULTS: tuple[Fault, ...] = (
     fault("GELU kind", "tanh approximation instead of the exact function", gelu_kind, configurations=ENCODER),
     fault("residual lost", "attention without its residual", residual_lost, configurations=ENCODER),
     fault(
-        "fp16 island removed",
+        "ops kept in float32 lost",
         "sums, softmax and exponentials in float16",
-        islands_removed,
+        float32_ops_lost,
         configurations=("fp16",),
     ),
     fault("dtype changed", "the output has another element type", dtype_changed),

@@ -38,7 +38,7 @@ class Kind(StrEnum):
     PADDING_CONTENT = "padding content"
     CAUSAL_PREFIX = "causal prefix"
     LONG_SEQUENCE = "long sequence"
-    FLOAT32_OPS = "float32 islands"
+    FLOAT32_OPS = "ops kept in float32"
     FUNCTION_BODIES = "function bodies"
     DECODE_STEP = "decode step"
     # what could not run as a whole

@@ -108,7 +108,7 @@ def test_progress_is_reported_for_the_outer_phases_and_an_interrupt_cancels_the_
 
 LAYERS = [
     {"name": "matmul", "type": "MATRIX_MULTIPLY", "outputs": [{"name": "y", "dtype": "float16"}]},
-    {"name": "island", "type": "ELEMENTWISE", "outputs": [{"name": "z", "dtype": "float32"}]},
+    {"name": "kept", "type": "ELEMENTWISE", "outputs": [{"name": "z", "dtype": "float32"}]},
     {"name": "shape", "type": "SHAPE", "outputs": [{"name": "n", "dtype": "int64"}]},
 ]
 
@@ -122,10 +122,10 @@ def test_types_that_the_model_asks_for_pass_and_are_counted() -> None:
     ("expected", "words"),
     [
         ({"y": "float32"}, "y of layer matmul is float16; the model says float32"),
-        ({"z": "float16"}, "z of layer island is float32; the model says float16"),
+        ({"z": "float16"}, "z of layer kept is float32; the model says float16"),
     ],
 )
-def test_a_float32_island_that_became_fp16_fails_and_so_does_the_reverse(expected: dict[str, str], words: str) -> None:
+def test_a_float32_tensor_that_became_fp16_fails_and_so_does_the_reverse(expected: dict[str, str], words: str) -> None:
     with pytest.raises(StageError, match=words):
         check_dtypes(LAYERS, expected)
 

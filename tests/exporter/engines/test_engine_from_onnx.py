@@ -97,7 +97,7 @@ def test_every_variant_becomes_an_engine_at_16384_tokens_with_two_dynamic_profil
     assert info.tensors_compared >= 20
 
 
-def test_an_engine_of_the_usual_size_keeps_its_float32_islands(built: Built, build: Callable[..., EngineInfo]) -> None:
+def test_an_engine_of_the_usual_size_keeps_its_ops_in_float32(built: Built, build: Callable[..., EngineInfo]) -> None:
     artifact = built("nystrom", "encoder", precision="fp16")
     info = build(artifact.model_path, profiles=profiles_from_texts([], artifact.spec), precision="fp16")
     dtype_of = {t["name"]: t["dtype"] for layer in info.layers for t in layer["outputs"]}
@@ -106,7 +106,7 @@ def test_an_engine_of_the_usual_size_keeps_its_float32_islands(built: Built, bui
     assert "float16" in dtype_of.values()
 
 
-def test_the_same_model_with_a_lowered_island_is_another_engine_and_a_wrong_one_is_refused(
+def test_the_same_model_with_a_lowered_op_is_another_engine_and_a_wrong_one_is_refused(
     built: Built, build: Callable[..., EngineInfo], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     artifact = built("softmax", "encoder", precision="fp16")

@@ -253,7 +253,7 @@ MARKS = {"linear": (), "aft-simple": pytest.mark.slow}
 CAUSAL = [
     pytest.param(name, marks=MARKS.get(name, pytest.mark.soak))
     for name, spec in ATTENTION_SPECS.items()
-    if spec.supports_causal
+    if not spec.why_not_causal
 ]
 
 
