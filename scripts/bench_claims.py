@@ -28,12 +28,12 @@ import torch
 
 from effexport import load_decoder
 from effexport.bench.grid import Grid, Model
-from effexport.bench.measuring.machine import describe_machine, usable_cores
 from effexport.bench.measuring.models import inputs_of_case, onnx_from_case
 from effexport.bench.measuring.run import Settings, bench
 from effexport.bench.measuring.timing import Rotation, TimedCall
 from effexport.bench.results import BenchResults, Case, Row
 from effexport.build import artifact_from_spec
+from effexport.environment import describe_machine, usable_cores
 from effexport.plugins.building.library import find_library
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.settings import OrtSettings

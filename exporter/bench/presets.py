@@ -9,11 +9,9 @@ from effexport.bench.grid import Grid, Model
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A published experiment to repeat. title: its question. note: differences from the original."""
+    """A published experiment to repeat."""
 
     name: str
-    title: str
-    note: str
     grid: Grid
     rounds: int
     max_seconds: float
@@ -23,8 +21,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 LINEAR_BLOG = Preset(
     name="linear-blog",
-    title="Softmax against linear attention: one layer, d = 64, batch 32",
-    note="The original timed a GPU (T4); a row that would take longer than --max-seconds gets fewer than its 100 runs.",
+    # The original timed a GPU (T4); a row that would take longer than --max-seconds gets fewer than its 100 runs.
     grid=Grid(
         models=(Model("softmax"), Model("linear")),
         seq_lens=(128, 256, 512, 1024, 2048, 4096, 6000),
@@ -38,8 +35,7 @@ LINEAR_BLOG = Preset(
 
 NYSTROM_TABLE1 = Preset(
     name="nystrom-table1",
-    title="Memory and time of softmax and Nyström attention by length",
-    note="The paper does not say how many heads its instance had; here 8 heads of 64, and its convolution is included.",
+    # The paper does not say how many heads its instance had; here 8 heads of 64, and its convolution is included.
     grid=Grid(
         models=(
             Model("softmax"),
@@ -55,8 +51,7 @@ NYSTROM_TABLE1 = Preset(
 
 REFORMER_ROUNDS = Preset(
     name="reformer-rounds",
-    title="LSH attention with 1, 2, 4 and 8 hash rounds by length",
-    note="The paper keeps the tokens of a batch constant; here the batch is 1, so compare tokens per second.",
+    # The paper keeps the tokens of a batch constant; here the batch is 1, so compare tokens per second.
     grid=Grid(
         models=(Model("softmax"), *(Model("lsh", {"num_hashes": rounds}) for rounds in (1, 2, 4, 8))),
         seq_lens=(1024, 2048, 4096, 8192, 16384),
@@ -67,8 +62,7 @@ REFORMER_ROUNDS = Preset(
 
 AFT_TABLE = Preset(
     name="aft-table",
-    title="Speed and memory of the attention-free transformers against softmax",
-    note="The paper times whole models, most of them in training; here it is one layer with its projections, forward.",
+    # The paper times whole models, most of them in training; here it is one layer with its projections, forward.
     grid=Grid(
         models=tuple(Model(name) for name in ("softmax", "aft-full", "aft-simple", "aft-local", "aft-conv")),
         seq_lens=(197, 1024, 2048, 4096),

@@ -56,8 +56,9 @@ class Cell:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything that decides the result."""
-        return hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()
+        """SHA-256 of everything that decides the result, which the label does not."""
+        values = {name: value for name, value in self.to_dict().items() if name != "label"}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def id(self) -> str:
@@ -65,11 +66,6 @@ class Cell:
         spec = self.spec
         words = [spec.variant, str(spec.seq_len), spec.precision, self.target, *([self.gpu] if self.gpu else [])]
         return "-".join([*words, self.digest[:_DIGITS]])
-
-    def _identity(self) -> dict[str, Any]:
-        values = self.to_dict()
-        # names do not change the result
-        return {name: value for name, value in values.items() if name not in ("id", "label")}
 
     def to_dict(self) -> dict[str, Any]:
         """The cell as JSON values, for `from_dict`."""

@@ -76,10 +76,6 @@ class RayExecutor:
         self._looked = 0.0
         self.title = title
 
-    @property
-    def slots(self) -> int:
-        return max(1, int(self._ray.cluster_resources().get("CPU", 1) / max(self._cpus, 0.01)))
-
     def demands(self, cell: Cell) -> dict[str, float]:
         """The resources that a node must have, by Ray's names."""
         gpu = {"GPU": 1.0} if cell.needs_gpu else {}

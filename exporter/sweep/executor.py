@@ -28,13 +28,10 @@ class Event:
 
 
 class Executor(Protocol):
-    """Something that runs cells. title: its name in words. slots: about how many cells run at a time."""
+    """Something that runs cells. title: its name in words."""
 
     @property
     def title(self) -> str: ...
-
-    @property
-    def slots(self) -> int: ...
 
     def submit(self, cell: Cell, folder: Path) -> None:
         """Start or queue an attempt; its artifact goes into `folder`, which is empty."""

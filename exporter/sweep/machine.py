@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from effexport.bench.measuring.machine import memory_info, usable_cores
+from effexport.environment import memory_info, usable_cores
 
 # Memory for building the default encoder, with room to spare.
 CELL_BYTES = 2 * 2**30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -13,14 +12,6 @@ from effexport.units import duration, memory, moment, number
 
 # A longer table is folded, so that the sections below it are easy to find.
 MAX_OPEN_ROWS = 60
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows of one variant with its options."""
-
-    label: str
-    rows: tuple[Row, ...]
 
 
 def html_from_results(results: SweepResults) -> str:
@@ -50,9 +41,9 @@ def css_of(status: str) -> str:
     return {"finished": "passed"}.get(status, status).replace(" ", "-")
 
 
-def groups_of(rows: Sequence[Row]) -> list[Group]:
-    labels = dict.fromkeys(row.label for row in rows)
-    return [Group(label, tuple(row for row in rows if row.label == label)) for label in labels]
+def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each variant with its options, by label."""
+    return {label: [row for row in rows if row.label == label] for label in dict.fromkeys(row.label for row in rows)}
 
 
 def shared_fields(rows: Sequence[Row]) -> dict[str, Any]:

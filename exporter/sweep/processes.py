@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from effexport.bench.measuring.machine import usable_cores
+from effexport.environment import usable_cores
 from effexport.sweep.attempt import Attempt, Limits, Work, run_attempt
 from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event
@@ -42,10 +42,6 @@ class ProcessExecutor:
     @property
     def title(self) -> str:
         return f"this machine, {self.jobs} {'cell' if self.jobs == 1 else 'cells'} at a time"
-
-    @property
-    def slots(self) -> int:
-        return self.jobs
 
     def submit(self, cell: Cell, folder: Path) -> None:
         if cell.needs_gpu and not any(fits(gpu, cell) for gpu in self.gpus):

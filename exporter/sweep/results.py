@@ -100,20 +100,9 @@ class SweepResults:
 
 
 def row_of_cell(cell: Cell, status: Status, command: str, **known: Any) -> Row:
-    return Row(
-        id=cell.id,
-        label=cell.label,
-        variant=cell.spec.variant,
-        scope=cell.spec.scope,
-        seq_len=cell.spec.seq_len,
-        batch=cell.spec.batch,
-        precision=cell.spec.precision,
-        target=cell.target,
-        gpu=cell.gpu,
-        status=status,
-        command=command,
-        **known,
-    )
+    known |= {name: getattr(cell, name) for name in ("id", "label", "target", "gpu")}
+    known |= {name: getattr(cell.spec, name) for name in ("variant", "scope", "seq_len", "batch", "precision")}
+    return Row(status=status, command=command, **known)
 
 
 def fields_of_record(record: CellRecord) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Sweep:
 
     def _submit(self, cell: Cell) -> None:
         if self.store.damage(cell):
-            self.store.remove_damaged(cell)
+            shutil.rmtree(self.store.cell_folder(cell), ignore_errors=True)
         self.attempts[cell.id] = self.attempts.get(cell.id, 0) + 1
         self.executor.submit(cell, self.store.staging(cell))
 

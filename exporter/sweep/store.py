@@ -188,9 +188,6 @@ class Store:
         staged.rename(self.failed_folder(cell))
         self.log_attempt(cell, attempt, "failed", outcome)
 
-    def remove_damaged(self, cell: Cell) -> None:
-        shutil.rmtree(self.cell_folder(cell), ignore_errors=True)
-
     def log_attempt(self, cell: Cell, attempt: int, status: str, outcome: Outcome) -> None:
         """status: finished, discarded (another attempt was first), failed, or lost with its node."""
         line = {
@@ -207,21 +204,16 @@ class Store:
 
 
 def record_of(cell: Cell, attempt: int, outcome: Outcome, results: CellResults | None = None) -> CellRecord:
+    kept = ("status", "reason", "stage", "seconds", "peak_bytes", "where", "versions")
     return CellRecord(
         id=cell.id,
         digest=cell.digest,
         cell=cell.to_dict(),
         attempt=attempt,
         ended=datetime.now(UTC).isoformat(timespec="seconds"),
-        status=outcome.status,
-        reason=outcome.reason,
-        stage=outcome.stage,
         log=outcome.log if outcome.status == "failed" else msgspec.UNSET,
-        seconds=outcome.seconds,
-        peak_bytes=outcome.peak_bytes,
-        where=outcome.where,
-        versions=outcome.versions,
         results=results or msgspec.UNSET,
+        **{name: getattr(outcome, name) for name in kept},
     )
 
 

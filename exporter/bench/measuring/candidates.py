@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,30 +30,6 @@ if TYPE_CHECKING:
 LONGEST_MESSAGE = 300
 
 
-class Candidate(Protocol):
-    """A loaded model. bind: put inputs in place, once, before the first run. run: one call, finished when it returns.
-
-    outputs: those of the last call, by name, on the host. implementation: per custom operator, what runs it.
-    with_buckets: for a model that hashes, the outputs with these buckets, and the buckets that it would have chosen;
-    None if its buckets cannot be set.
-    """
-
-    @property
-    def implementation(self) -> Mapping[str, str]: ...
-
-    def bind(self, feeds: Mapping[str, Array]) -> None: ...
-
-    def run(self) -> None: ...
-
-    def outputs(self) -> dict[str, Array]: ...
-
-    def with_buckets(
-        self, feeds: Mapping[str, Array], buckets: Mapping[str, Array]
-    ) -> tuple[dict[str, Array], dict[str, Array]] | None: ...
-
-    def close(self) -> None: ...
-
-
 class NotRunnableError(Exception):
     """A case cannot run on this machine; the message says why. This is not a failure of the model."""
 
@@ -64,7 +40,7 @@ class TorchCandidate:
     def __init__(self, case: Case, *, compiled: bool = False, device: str = "cpu") -> None:
         import torch
 
-        from effexport.bench.measuring.machine import has_compiler
+        from effexport.environment import has_compiler
         from effexport.export.onnx_from_module import at_precision
 
         module = at_precision(module_from_case(case), case.precision).to(device)
@@ -140,6 +116,13 @@ class RunnerCandidate:
     def close(self) -> None:
         self._bound = None
         self._runner.close()
+
+
+# A loaded model. bind: put inputs in place, once, before the first run. run: one call, finished when it returns.
+# outputs: those of the last call, by name, on the host. implementation: per custom operator, what runs it.
+# with_buckets: for a model that hashes, the outputs with these buckets, and the buckets that it would have chosen; None
+# if its buckets cannot be set.
+Candidate = TorchCandidate | RunnerCandidate
 
 
 def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_arena: bool = True) -> Candidate:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from effexport.bench.grid import logits_bytes
 from effexport.bench.measuring.floor import traffic_bytes
-from effexport.bench.measuring.machine import free_memory_bytes
 from effexport.bench.results import Case
+from effexport.environment import free_memory_bytes
 from effexport.units import memory
 
 CHILD = "effexport.bench.measuring.memory_child"

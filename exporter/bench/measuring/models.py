@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ import numpy as np
 from effexport.bench.grid import spec_from_case
 from effexport.bench.results import Case
 from effexport.dtypes import TensorInfo, numpy_dtype
+from effexport.export.onnx_graph import GraphSignature
 from effexport.models.model_spec import shape_of
 
 if TYPE_CHECKING:
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 
 INPUT_SEED = 20_240_101
 OUTPUT = "context"
-
-
-@dataclass(frozen=True)
-class Signature:
-    """Inputs and outputs of what is timed, in the order of the module's arguments."""
-
-    inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...]
 
 
 def module_from_case(case: Case) -> nn.Module:
@@ -48,17 +40,21 @@ def module_from_case(case: Case) -> nn.Module:
     return AttentionCore(module).eval()
 
 
-def signature_of_case(case: Case) -> Signature:
-    """Names, types and dimensions, found without the module, so that measuring memory need not load PyTorch."""
+def signature_of_case(case: Case) -> GraphSignature:
+    """Inputs and outputs of what is timed, in the order of the module's arguments.
+
+    They are found without the module, so that measuring memory need not load PyTorch.
+    """
     spec = spec_from_case(case)
     if case.scope != "core":
-        return Signature(spec.inputs, spec.outputs)
+        return GraphSignature(spec.inputs, spec.outputs, spec.custom_ops)
     heads, channels = spec.attention.projected
 
     def tensor(name: str, width: int) -> TensorInfo:
         return TensorInfo(name, spec.dtype, ("batch", heads, spec.fixed_seq_len or "seq", width))
 
-    return Signature(tuple(map(tensor, channels, channels.values())), (tensor(OUTPUT, channels["v"]),))
+    inputs, output = tuple(map(tensor, channels, channels.values())), tensor(OUTPUT, channels["v"])
+    return GraphSignature(inputs, (output,), spec.custom_ops)
 
 
 def inputs_of_case(case: Case) -> dict[str, Array]:
@@ -98,15 +94,12 @@ def onnx_from_case(case: Case, path: Path) -> None:
     Raises StageError when the exporter fails or the graph does not have the expected signature.
     """
     from effexport.export.onnx_from_module import at_precision, onnx_from_module, write_graph
-    from effexport.export.onnx_graph import GraphSignature
 
     spec, module = spec_from_case(case), module_from_case(case)
     if case.scope != "core":
         onnx_from_module(module, spec, path)
         return
-    signature = signature_of_case(case)
-    declared = GraphSignature(signature.inputs, signature.outputs, spec.custom_ops)
-    write_graph(at_precision(module, spec.precision), example_of_case(case), declared, spec, path)
+    write_graph(at_precision(module, spec.precision), example_of_case(case), signature_of_case(case), spec, path)
 
 
 def example_of_case(case: Case) -> tuple[torch.Tensor, ...]:

@@ -25,14 +25,13 @@ from effexport.bench.measuring.candidates import (
     short,
 )
 from effexport.bench.measuring.floor import run_pass, run_products, traffic_bytes
-from effexport.bench.measuring.machine import describe_machine, usable_cores
 from effexport.bench.measuring.memory import MemoryUnknownError, arena_fits, peak_memory, reason_too_large
 from effexport.bench.measuring.models import inputs_of_case, onnx_from_case
 from effexport.bench.measuring.naive import naive_onnx_from_case
 from effexport.bench.measuring.progress import CHILD_SECONDS, PREPARE_SECONDS, OnStep, Pace, timing_cost
 from effexport.bench.measuring.timing import FEWEST_ROUNDS, Rotation, TimedCall, times_faster, timing_from_samples
 from effexport.bench.results import BenchResults, Case, Floor, Row
-from effexport.environment import versions
+from effexport.environment import describe_machine, usable_cores, versions
 from effexport.errors import EffexportError
 from effexport.models.validation import SpecError
 from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
@@ -187,16 +186,13 @@ class Bench:
             return None
         length = "any" if case.scope != "encoder" and model_of_case(case).attention.is_length_free else case.seq_len
         name = f"{case.label}-{length}-{case.precision}-{runtime.graph}".replace(" ", "_").replace("/", "_")
-        path = self.made(f"{name}.onnx", lambda path: self.export(case, path))
+        export = naive_onnx_from_case if runtime.graph == "naive" else onnx_from_case
+        path = self.made(f"{name}.onnx", lambda path: export(case, path))
         if runtime.engine:
             model = path
             engine = f"{name}-{case.batch}-{case.runtime}.engine"
             return self.made(engine, lambda path: engine_from_case(case, model, path))
         return path
-
-    def export(self, case: Case, path: Path) -> None:
-        export = naive_onnx_from_case if RUNTIMES[case.runtime].graph == "naive" else onnx_from_case
-        export(case, path)
 
     def made(self, name: str, make: Callable[[Path], None]) -> Path:
         if name not in self._models:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from effexport.bench.rendering.advise import advice_from_results
-from effexport.bench.rendering.csv_text import COLUMNS, csv_from_results
-from effexport.bench.rendering.output import BENCH_FOLDER, write_results
+from effexport.bench.rendering.output import BENCH_FOLDER, COLUMNS, csv_from_results, write_results
 from effexport.bench.results import BenchResults, Case, Floor, Parity, Row, Timing, results_from_json
 from effexport.errors import UserError
 
