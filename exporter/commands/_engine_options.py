@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -68,72 +67,46 @@ _OPTIONS = (
 )
 
 
+# The options as click names them; most are fields of EngineSpec.
+ENGINE_FLAGS = (
+    *("targets", "profiles", "optimization_level", "workspace", "tf32", "compute_capabilities", "timing_cache"),
+    *("version_compatible", "hardware_compatibility", "weight_streaming", "refittable"),
+)
+
+
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add all engine options to a command; `EngineRequest.taken_from` reads their values."""
+    """Add all engine options to a command; `engines_from_flags` reads their values."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
-@dataclass(frozen=True)
-class EngineRequest:
-    """The engine options of a command."""
+def engines_from_flags(flags: dict[str, Any], spec: BuildSpec) -> tuple[EngineSpec, ...]:
+    """One engine for each target. flags: the values of ENGINE_FLAGS.
 
-    targets: tuple[str, ...]
-    profiles: tuple[str, ...]
-    optimization_level: int | None
-    workspace: str | None
-    tf32: bool
-    compute_capabilities: str | None
-    timing_cache: Path | None
-    version_compatible: bool
-    hardware_compatibility: str
-    weight_streaming: bool
-    refittable: bool
+    Raises SpecError for what cannot be built, and for options without a target.
+    """
+    from effexport.engines.profile import profiles_from_texts
+    from effexport.engines.spec import EngineSpec, check_target
+    from effexport.models.validation import require
 
-    @classmethod
-    def taken_from(cls, flags: dict[str, Any]) -> Self:
-        """The engine's share of a command's options, which are removed from `flags`."""
-        return cls(**{field.name: flags.pop(field.name) for field in fields(cls)})
-
-    def resolve(self, spec: BuildSpec) -> tuple[EngineSpec, ...]:
-        """One spec for each target. Raises SpecError for what cannot be built, and for options without a target."""
-        from effexport.engines.profile import profiles_from_texts
-        from effexport.engines.spec import EngineSpec, check_target
-        from effexport.models.validation import require
-
-        targets = [target for target in dict.fromkeys(self.targets) if target != "none"]
-        for target in targets:
-            check_target(target)
-        given = [name for name, value in self._options().items() if value not in (None, False, (), "none")]
-        require(
-            bool(targets) or not given,
-            f"{', '.join(given)}: only for engines, and none was requested; add --target trt-rtx or --target trt",
-        )
-        return tuple(
-            EngineSpec(
-                target=target,
-                profiles=profiles_from_texts(self.profiles, spec),
-                optimization_level=self.optimization_level,
-                workspace_bytes=None if self.workspace is None else bytes_from_text(self.workspace, "--workspace"),
-                tf32=self.tf32,
-                compute_capabilities=numbers_from_text(self.compute_capabilities),
-                timing_cache=self.timing_cache,
-                version_compatible=self.version_compatible,
-                hardware_compatibility=self.hardware_compatibility,  # type: ignore[arg-type]  # checked by the spec
-                weight_streaming=self.weight_streaming,
-                refittable=self.refittable,
-            )
-            for target in targets
-        )
-
-    def _options(self) -> dict[str, Any]:
-        names = {"profiles": "--profile"}
-        return {
-            names.get(field.name, f"--{field.name.replace('_', '-')}"): getattr(self, field.name)
-            for field in fields(self)
-            if field.name != "targets"
-        }
+    options = {name: value for name, value in flags.items() if name != "targets"}
+    targets = [target for target in dict.fromkeys(flags["targets"]) if target != "none"]
+    for target in targets:
+        check_target(target)
+    given = [name for name, value in options.items() if value not in (None, False, (), "none")]
+    words = ["--profile" if name == "profiles" else f"--{name.replace('_', '-')}" for name in given]
+    require(
+        bool(targets) or not given,
+        f"{', '.join(words)}: only for engines, and none was requested; add --target trt-rtx or --target trt",
+    )
+    if not targets:
+        return ()
+    options["profiles"] = profiles_from_texts(options["profiles"], spec)
+    workspace = options.pop("workspace")
+    options["workspace_bytes"] = None if workspace is None else bytes_from_text(workspace, "--workspace")
+    options["compute_capabilities"] = numbers_from_text(options["compute_capabilities"])
+    return tuple(EngineSpec(target=target, **options) for target in targets)
 
 
 def numbers_from_text(text: str | None) -> tuple[int, ...]:

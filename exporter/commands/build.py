@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._engine_options import EngineRequest, engine_options
+from effexport.commands._engine_options import ENGINE_FLAGS, engine_options, engines_from_flags
 from effexport.commands._options import (
     ORT_HELP,
     common_options,
@@ -95,11 +95,11 @@ def command(
     from effexport.artifact import ARTIFACT_FOLDER
     from effexport.cli import print_json
 
-    engine_request = EngineRequest.taken_from(flags)
+    engine_flags = {name: flags.pop(name) for name in ENGINE_FLAGS}
     request = Request(flags, spec_file, checkpoint, weights, factory)
     settings = settings_from_options(runtime, implementation)
     spec, source, notes, name = request.resolve()
-    engines = engine_request.resolve(spec)
+    engines = engines_from_flags(engine_flags, spec)
     output = output or Path("artifacts") / name
     ARTIFACT_FOLDER.check(output, force=force)
     from effexport.build import artifact_from_spec

@@ -25,46 +25,43 @@ def command(path: Path, as_json: bool) -> None:
     Shows inputs, outputs, operators, size and parameters; for a checkpoint, what it computes and its known defects; for
     an engine, its GPUs, its source model and its layers.
     """
-    from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
-    from effexport.export.onnx_graph import graph_summary, load_graph
     from effexport.models.families import is_checkpoint
-    from effexport.runners.ort.session import kernel_library
 
     if is_engine(path):
         info = read_sidecar(path)
         check_engine_file(path, info)
-        if as_json:
-            print_json({"path": str(path), "engine": info.to_dict()})
-        else:
-            print_pairs(pairs_of_engine(path, info))
-        return
-    if is_checkpoint(path):
+        described: dict[str, Any] = {"path": str(path), "engine": info.to_dict()}
+        pairs: Iterator[tuple[str, object]] = pairs_of_engine(path, info)
+    elif is_checkpoint(path):
         described = describe_checkpoint(path)
-        if as_json:
-            print_json(described)
-        else:
-            print_pairs(pairs_of_checkpoint(described))
-        return
-    result: dict[str, Any] = {}
+        pairs = pairs_of_checkpoint(described)
+    else:
+        described = describe_model(path)
+        pairs = pairs_of_summary(described)
+    if as_json:
+        print_json(described)
+    else:
+        print_pairs(pairs)
+
+
+def describe_model(path: Path) -> dict[str, Any]:
+    """A description of an artifact folder or an ONNX file."""
+    from effexport.artifact import open_artifact
+    from effexport.export.onnx_graph import graph_summary, load_graph
+    from effexport.runners.ort.session import kernel_library
+
+    described: dict[str, Any] = {"path": str(path)}
     file = path
     if path.is_dir() or not path.exists():
-        artifact = open_artifact(path)
-        file = artifact.model_path
         import msgspec
 
+        artifact = open_artifact(path)
+        file = artifact.model_path
         keys = ("variant", "spec", "precision", "effexport_version", "parity", "engines", "notes")
-        result = {key: msgspec.to_builtins(getattr(artifact.manifest, key)) for key in keys}
-    result = {
-        "path": str(path),
-        **result,
-        "graph": graph_summary(load_graph(file), file, has_kernels=kernel_library() is not None),
-    }
-    if as_json:
-        print_json(result)
-    else:
-        print_pairs(pairs_of_summary(result))
+        described |= {key: msgspec.to_builtins(getattr(artifact.manifest, key)) for key in keys}
+    return described | {"graph": graph_summary(load_graph(file), file, has_kernels=kernel_library() is not None)}
 
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:
@@ -115,7 +112,7 @@ def pairs_of_checkpoint(described: dict[str, Any]) -> Iterator[tuple[str, object
     yield "to export it", described["build"]
 
 
-def pairs_of_summary(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def pairs_of_summary(result: dict[str, Any]) -> Iterator[tuple[str, object]]:
     """Names and values that describe an artifact or an ONNX file."""
     from effexport.report.rendering.text import flat_fields, sizes
 

@@ -89,10 +89,12 @@ def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[st
     from effexport.report.compare import Comparison
     from effexport.report.reading import side_of_artifact
 
-    sides = [side_of_artifact(open_artifact(path), name) for path, name in named(first, second)]
+    # tables call an artifact by its path, as it was given
+    names = [str(path) for path in (first, second) if path is not None]
+    sides = [side_of_artifact(open_artifact(Path(name)), name) for name in names]
     about: dict[str, Any] = {
         "format": form,
-        "artifacts": [str(path) for path in (first, second) if path is not None],
+        "artifacts": names,
         "verdicts": [side.report.verdict for side in sides],
     }
     if form == "junit":
@@ -102,11 +104,6 @@ def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[st
     if len(sides) == 1:
         return one_report(sides[0], form), about
     return comparison_text(Comparison(*sides), form), about
-
-
-def named(first: Path, second: Path | None) -> list[tuple[Path, str]]:
-    """Each artifact with its name in tables: the path as it was given."""
-    return [(path, str(path)) for path in (first, second) if path is not None]
 
 
 def one_report(side: Side, form: str) -> str:

@@ -20,12 +20,19 @@ from effexport.commands._options import (
 from effexport.serving.settings import ServingSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from effexport.serving.server.served_model import ServedModel
     from effexport.serving.server.target import ServingTarget
 
-DEFAULTS = ServingSettings()
 TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def setting(option: str, field: str, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option for a field of ServingSettings, with its type and its default."""
+    default = getattr(ServingSettings(), field)
+    return click.option(option, field, type=type(default), default=default, show_default=True, help=help)
 
 
 @click.command("serve")
@@ -38,41 +45,14 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 picks a free one."
 )
 @runtime_options(ENGINE_HELP)
-@click.option(
-    "--max-batch", type=int, default=DEFAULTS.max_batch, show_default=True, help="Largest batch of a run, in rows."
-)
-@click.option(
-    "--batch-delay-ms",
-    type=float,
-    default=DEFAULTS.batch_delay_ms,
-    show_default=True,
-    help="How long a run waits for more requests to fill its batch.",
-)
-@click.option(
-    "--queue-size",
-    type=int,
-    default=DEFAULTS.queue_size,
-    show_default=True,
-    help="Requests that may wait; further ones are answered with 503.",
-)
-@click.option(
-    "--max-request-bytes",
-    type=int,
-    default=DEFAULTS.max_request_bytes,
-    show_default=True,
-    help="Largest request body, before and after decompression.",
-)
+@setting("--max-batch", "max_batch", "Largest batch of a run, in rows.")
+@setting("--batch-delay-ms", "batch_delay_ms", "How long a run waits for more requests to fill its batch.")
+@setting("--queue-size", "queue_size", "Requests that may wait; further ones are answered with 503.")
+@setting("--max-request-bytes", "max_request_bytes", "Largest request body, before and after decompression.")
 @click.option(
     "--max-seq-len", type=int, help="Longest sequence, in tokens.  [default: the model's own limit, or 16384]"
 )
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=float,
-    default=DEFAULTS.timeout_s,
-    show_default=True,
-    help="Seconds that a request may wait for its run, and that its body may take to arrive.",
-)
+@setting("--timeout", "timeout_s", "Seconds that a request may wait for its run, and that its body may take to arrive.")
 @click.option(
     "--token",
     envvar=TOKEN_VARIABLE,

@@ -60,7 +60,10 @@ def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backen
 def onnxruntime_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
     model = artifact.model_path
     kind = spec.kind or "cpu"
-    refuse_bfloat16_on_cpu(artifact, kind)
+    if artifact.spec.precision == "bf16" and kind == "cpu":
+        raise UserError(
+            "ONNX Runtime does not support bfloat16 on the CPU; expected --kind gpu, or a build with fp32 or fp16"
+        )
     library = kernel_library(artifact, spec, kind)
     files: dict[str, bytes | Path] = {path.name: path for path in (model, *external_files(model))}
     return Backend("onnxruntime", kind, files | library, bool(library))
@@ -100,13 +103,6 @@ MAKERS: dict[str, Callable[[Artifact, PackageSpec], Backend]] = {
     "python": python_backend,
     "tensorrt": tensorrt_backend,
 }
-
-
-def refuse_bfloat16_on_cpu(artifact: Artifact, kind: str) -> None:
-    if artifact.spec.precision == "bf16" and kind == "cpu":
-        raise UserError(
-            "ONNX Runtime does not support bfloat16 on the CPU; expected --kind gpu, or a build with fp32 or fp16"
-        )
 
 
 def kernel_library(artifact: Artifact, spec: PackageSpec, kind: str) -> dict[str, bytes | Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,26 +46,19 @@ def batching_of(build: BuildSpec, spec: PackageSpec, engine: EngineInfo | None =
         largest = batch_of_engine(engine, spec, largest)
         if largest == 0:
             return Batching(0, reason="the engine does not accept a batch of one, which Triton may send")
-    preferred = spec.preferred_batch or default_preferred(largest)
+    # by default full batches, and half of one: waiting for the last request of a batch costs more than it gains
+    preferred = spec.preferred_batch or sorted({size for size in (largest // 2, largest) if size > 1})
     return Batching(largest, tuple(size for size in preferred if size <= largest))
 
 
 def batch_of_engine(engine: EngineInfo, spec: PackageSpec, largest: int) -> int:
     """The largest batch that a profile of the engine allows; 0 if none accepts a single sample."""
-    limit = max((sizes[1] for sizes in batch_ranges(engine) if sizes[0] == 1), default=0)
+    # smallest, optimal and largest shape of the first input, by profile
+    shapes = [next(iter(profile.values())) for profile in engine.profiles]
+    limit = max((largest_shape[0] for smallest, _, largest_shape in shapes if smallest[0] == 1), default=0)
     if limit and (spec.max_batch or 0) > limit:
         raise UserError(
             f"--max-batch is {spec.max_batch}, and the engine was built for batches of at most {limit}; lower it, or "
             f"build the engine with --profile batch=1:{spec.max_batch}:{spec.max_batch}"
         )
     return min(largest, limit)
-
-
-def batch_ranges(engine: EngineInfo) -> Sequence[tuple[int, int]]:
-    """Smallest and largest batch of each profile."""
-    return [(shapes[0][0], shapes[2][0]) for profile in engine.profiles for shapes in [next(iter(profile.values()))]]
-
-
-def default_preferred(largest: int) -> tuple[int, ...]:
-    """Full batches, and half of one: waiting for the last request of a batch costs more than it gains."""
-    return tuple(sorted({size for size in (largest // 2, largest) if size > 1}))

@@ -18,7 +18,7 @@ from effexport.triton.config import ModelConfig, text_from_config
 from effexport.triton.content import Content, digest_of_content, digest_of_folder
 from effexport.triton.record import CONFIG, RECORD, ModelRecord, config_digest, read_record
 from effexport.triton.spec import LARGEST_VERSION, PackageSpec
-from effexport.triton.warmup import WarmUp, warm_ups
+from effexport.triton.warmup import warm_ups
 
 # added: a new version. configured: the version exists, only the configuration changes. unchanged: nothing is written.
 Status = Literal["added", "configured", "unchanged"]
@@ -61,7 +61,8 @@ def model_change(
     is_new = version not in versions
     batching = batching_of(artifact.spec, spec, backend.engine)
     warm = warm_ups(artifact, warm_up_sizes(backend, batching), backend.engine) if spec.warm_up else ()
-    config = model_config(artifact, name, backend, spec, batching, warm, version)
+    build, title = artifact.spec, f"{artifact.spec.model.title}, {artifact.spec.precision}"
+    config = ModelConfig(name, title, backend, build.inputs, build.outputs, batching, warm, spec, version)
     text = text_from_config(config).encode()
     record = model_record(artifact, config, text, old)
     if old is not None:
@@ -75,7 +76,8 @@ def model_change(
         # the configuration belongs to the newest version
         record = replace(old, versions=record.versions if is_new else old.versions)
     files[RECORD] = record.text().encode()
-    files = {path: data for path, data in files.items() if not holds(folder / path, data)}
+    present = {path for path in files if (folder / path).is_file()}
+    files = {path: data for path, data in files.items() if path not in present or (folder / path).read_bytes() != data}
     status: Status = "added" if is_new else "configured" if files else "unchanged"
     return ModelChange(record, version, status, content if is_new else None, files)
 
@@ -118,20 +120,6 @@ def warm_up_sizes(backend: Backend, batching: Batching) -> tuple[int, ...]:
         return (0,)
     preferred = batching.preferred if backend.kind == "gpu" else ()
     return tuple(sorted({1, *preferred}))
-
-
-def model_config(
-    artifact: Artifact,
-    name: str,
-    backend: Backend,
-    spec: PackageSpec,
-    batching: Batching,
-    warm: tuple[WarmUp, ...],
-    version: int,
-) -> ModelConfig:
-    build = artifact.spec
-    title = f"{build.model.title}, {build.precision}"
-    return ModelConfig(name, title, backend, build.inputs, build.outputs, batching, warm, spec, version)
 
 
 def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: ModelRecord | None) -> ModelRecord:
@@ -206,7 +194,3 @@ def check_unedited(folder: Path, old: ModelRecord | None, text: bytes, *, replac
             f"{path} was changed after effexport wrote it; keep a copy of your changes, then overwrite it with "
             "--replace-config"
         )
-
-
-def holds(path: Path, data: bytes) -> bool:
-    return path.is_file() and path.read_bytes() == data

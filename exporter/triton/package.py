@@ -26,10 +26,6 @@ class Package:
     serve: tuple[str, ...]
     remarks: tuple[str, ...]
 
-    @property
-    def is_unchanged(self) -> bool:
-        return all(change.status == "unchanged" for change in self.changes)
-
 
 def package_artifact(
     artifact: Artifact, repository: Path, spec: PackageSpec, *, replace_config: bool = False
@@ -98,14 +94,13 @@ def check_image(changes: Sequence[ModelChange], tag: str | None) -> None:
         return
     release = (int(found[1]), int(found[2]))
     for change in changes:
-        first, reason = FIRST_IMAGE_WITH_PYTHON_311, "Python 3.11 or later"
-        if change.record.backend == "onnxruntime":
+        backend, implementation = change.record.backend, change.record.versions[str(change.version)]["implementation"]
+        first, reason = (0, 0), ""
+        if backend == "python":
+            first, reason = FIRST_IMAGE_WITH_PYTHON_311, "Python 3.11 or later"
+        elif backend == "onnxruntime" and implementation == "kernel":
             first, reason = FIRST_IMAGE_WITH_ORT_121, "ONNX Runtime 1.21 or later"
-        needs = change.record.backend == "python" or (
-            change.record.backend == "onnxruntime"
-            and change.record.versions[str(change.version)]["implementation"] == "kernel"
-        )
-        if needs and release < first:
+        if release < first:
             raise UserError(
                 f"image tag {tag}: {change.name} needs {reason}, which images have from {first[0]}.{first[1]:02} on; "
                 "choose a later --image-tag"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,9 +121,7 @@ def json_request(record: ModelRecord) -> str | None:
     inputs = []
     for tensor in needed_inputs(record):
         shape = example_shape(record, tensor)
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if count > LARGEST_EXAMPLE:
             return None
         # token 1 is not padding; a mask of ones keeps every token

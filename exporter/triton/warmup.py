@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,9 +57,8 @@ def warm_ups(artifact: Artifact, sizes: tuple[int, ...], engine: EngineInfo | No
     return tuple(found)
 
 
-def accepts(profile: object, inputs: dict[str, Array]) -> bool:
+def accepts(profile: Mapping[str, Sequence[Sequence[int]]], inputs: dict[str, Array]) -> bool:
     """Whether every input is between the smallest and the largest shape of a profile."""
-    assert isinstance(profile, dict)
     return all(
         low <= size <= high
         for name, value in inputs.items()

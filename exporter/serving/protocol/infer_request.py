@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,30 +10,23 @@ from typing import TYPE_CHECKING, Any
 from effexport.dtypes import DTYPES, numpy_dtype
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.json_data import BINARY_ONLY, array_from_json
-from effexport.serving.protocol.signature import Signature, element_count, shown
+from effexport.serving.protocol.signature import Signature, named, shown
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array, TensorInfo
 
 
 @dataclass(frozen=True)
-class RequestedOutput:
-    """An output that the client wants. binary: as bytes after the JSON, not as numbers in it."""
-
-    name: str
-    binary: bool
-
-
-@dataclass(frozen=True)
 class InferRequest:
     """A request that the model can run. feeds: all inputs; those sent as binary data are views of the body.
 
+    outputs: for each that the client wants, whether as bytes after the JSON instead of as numbers in it.
     timeout_s: how long the client wants to wait for the runner, or None.
     """
 
     id: str | None
     feeds: Mapping[str, Array]
-    outputs: tuple[RequestedOutput, ...]
+    outputs: Mapping[str, bool]
     timeout_s: float | None
 
     @property
@@ -112,14 +106,14 @@ def objects_named(fields: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 def feeds_from_fields(fields: Mapping[str, Any], binary: memoryview, signature: Signature) -> dict[str, Array]:
     if "inputs" not in fields:
-        expected = ", ".join(map(str, signature.inputs))
-        raise RequestError(f"the request has no inputs; expected: {expected}")
-    given = objects_named(fields, "inputs")
+        raise RequestError(f"the request has no inputs; expected: {', '.join(map(str, signature.inputs))}")
     feeds: dict[str, Array] = {}
     offset = 0
-    for value in given:
-        tensor = signature.input_named(value["name"])
-        check_datatype(value, tensor)
+    for value in objects_named(fields, "inputs"):
+        tensor = named(signature.inputs, value["name"], "input")
+        datatype, expected = value.get("datatype"), DTYPES[tensor.dtype].protocol
+        if datatype != expected:
+            raise RequestError(f"input {tensor.name!r} has datatype {shown(datatype)}; expected {expected}")
         shape = signature.checked_shape(tensor, value.get("shape"))
         size = parameters_of(value, f"input {tensor.name!r}").get("binary_data_size")
         if size is None:
@@ -136,18 +130,12 @@ def feeds_from_fields(fields: Mapping[str, Any], binary: memoryview, signature: 
     return feeds
 
 
-def check_datatype(value: Mapping[str, Any], tensor: TensorInfo) -> None:
-    datatype, expected = value.get("datatype"), DTYPES[tensor.dtype].protocol
-    if datatype != expected:
-        raise RequestError(f"input {tensor.name!r} has datatype {shown(datatype)}; expected {expected}")
-
-
 def array_from_binary(data: memoryview, offset: int, size: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Array:
     """The input as a view of the body, or as a copy if its bytes are not aligned to the element size."""
     import numpy as np
 
     dtype = numpy_dtype(tensor.dtype)
-    expected = element_count(shape) * dtype.itemsize
+    expected = math.prod(shape) * dtype.itemsize
     if type(size) is not int or size != expected:
         raise RequestError(
             f"input {tensor.name!r} has binary_data_size {shown(size)}; expected {expected}, the bytes of "
@@ -167,25 +155,23 @@ def array_from_binary(data: memoryview, offset: int, size: Any, tensor: TensorIn
 
 def outputs_from_fields(
     fields: Mapping[str, Any], parameters: Mapping[str, Any], signature: Signature
-) -> tuple[RequestedOutput, ...]:
+) -> dict[str, bool]:
     """The outputs that the client names, in its order; all outputs if it names none."""
     default = flag(parameters, "binary_data_output", False, "the request")
     if fields.get("outputs") in (None, []):
-        wanted = [RequestedOutput(tensor.name, default) for tensor in signature.outputs]
+        wanted = {tensor.name: default for tensor in signature.outputs}
     else:
-        wanted = []
+        wanted = {}
         for value in objects_named(fields, "outputs"):
             owner = f"output {shown(value['name'])}"
-            wanted.append(
-                RequestedOutput(value["name"], flag(parameters_of(value, owner), "binary_data", default, owner))
-            )
-    for output in wanted:
-        datatype = DTYPES[signature.output_named(output.name).dtype].protocol
-        if datatype in BINARY_ONLY and not output.binary:
+            wanted[value["name"]] = flag(parameters_of(value, owner), "binary_data", default, owner)
+    for name, binary in wanted.items():
+        datatype = DTYPES[named(signature.outputs, name, "output").dtype].protocol
+        if datatype in BINARY_ONLY and not binary:
             raise RequestError(
-                f"output {output.name!r} is {datatype}, which JSON cannot represent; ask for it with binary_data: true"
+                f"output {name!r} is {datatype}, which JSON cannot represent; ask for it with binary_data: true"
             )
-    return tuple(wanted)
+    return wanted
 
 
 def flag(parameters: Mapping[str, Any], name: str, default: bool, owner: str) -> bool:

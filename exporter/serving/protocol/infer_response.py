@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,32 +29,23 @@ def answer_from_outputs(request: InferRequest, outputs: Mapping[str, Array], nam
 
     described: list[dict[str, Any]] = []
     binary: list[memoryview] = []
-    for wanted in request.outputs:
-        array = outputs[wanted.name]
-        entry: dict[str, Any] = {
-            "name": wanted.name,
-            "datatype": DTYPES[array.dtype.name].protocol,
-            "shape": list(array.shape),
-        }
-        if wanted.binary:
+    for output, is_binary in request.outputs.items():
+        array = outputs[output]
+        datatype = DTYPES[array.dtype.name].protocol
+        entry: dict[str, Any] = {"name": output, "datatype": datatype, "shape": list(array.shape)}
+        if is_binary:
             entry["parameters"] = {"binary_data_size": array.nbytes}
             # views, so that the only copy is into the body; view as uint8, because memoryview lacks some types
             binary.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         else:
-            check_finite(wanted.name, array)
+            check_finite(output, array)
             entry["data"] = array.reshape(-1)
         described.append(entry)
     fields: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": described}
     if request.id is not None:
         fields["id"] = request.id
     text = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
-    return joined(text, binary)
-
-
-def joined(text: bytes, binary: Sequence[memoryview]) -> Answer:
-    if not binary:
-        return Answer(text, None)
-    return Answer(b"".join([text, *binary]), len(text))
+    return Answer(b"".join([text, *binary]), len(text) if binary else None)
 
 
 def check_finite(name: str, array: Array) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPES
 from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.signature import element_count, shown
+from effexport.serving.protocol.signature import shown
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array, TensorInfo
@@ -51,7 +52,7 @@ def flat_elements(data: Any, name: str, shape: tuple[int, ...]) -> list[Any]:
     """The elements in row-major order. Raises RequestError if they do not match the shape."""
     if not isinstance(data, list):
         raise RequestError(f"data of input {name!r} is {shown(data)}; expected a list")
-    count = element_count(shape)
+    count = math.prod(shape)
     if not any(type(item) is list for item in data):
         if len(data) != count:
             raise RequestError(f"data of input {name!r} has {len(data)} elements; its shape {list(shape)} has {count}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from effexport.models.validation import did_you_mean
 from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
-from effexport.spec import INPUT_DEFAULTS, BuildSpec
+from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,12 +27,6 @@ class Signature:
     outputs: tuple[TensorInfo, ...]
     limits: FeedLimits
     max_sizes: Mapping[str, int]
-
-    def input_named(self, name: str) -> TensorInfo:
-        return named(self.inputs, name, "input")
-
-    def output_named(self, name: str) -> TensorInfo:
-        return named(self.outputs, name, "output")
 
     def checked_shape(self, tensor: TensorInfo, shape: Any) -> tuple[int, ...]:
         """The shape in a request. Raises RequestError if it does not fit the dims and limits of the input."""
@@ -66,10 +59,6 @@ class Signature:
             "outputs": [tensor_metadata(t) for t in self.outputs],
         }
 
-    @property
-    def optional_inputs(self) -> tuple[str, ...]:
-        return tuple(tensor.name for tensor in self.inputs if tensor.name in INPUT_DEFAULTS)
-
 
 # Remedies for a dimension that is too large.
 _REMEDY = {
@@ -88,6 +77,7 @@ def signature_from_spec(spec: BuildSpec, settings: ServingSettings) -> Signature
 
 
 def named(tensors: tuple[TensorInfo, ...], name: str, kind: str) -> TensorInfo:
+    """The tensor of this name. Raises RequestError, which calls it `kind`."""
     for tensor in tensors:
         if tensor.name == name:
             return tensor
@@ -98,10 +88,6 @@ def named(tensors: tuple[TensorInfo, ...], name: str, kind: str) -> TensorInfo:
 def tensor_metadata(tensor: TensorInfo) -> dict[str, Any]:
     shape = [dim if isinstance(dim, int) else -1 for dim in tensor.dims]
     return {"name": tensor.name, "datatype": DTYPES[tensor.dtype].protocol, "shape": shape}
-
-
-def element_count(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
 
 
 def shown(value: object, longest: int = 80) -> str:

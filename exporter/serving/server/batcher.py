@@ -59,10 +59,6 @@ class Batcher:
         self._thread.start()
 
     @property
-    def is_full(self) -> bool:
-        return len(self._waiting) >= self._settings.queue_size
-
-    @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
@@ -72,7 +68,7 @@ class Batcher:
         return max(1, round(len(self._waiting) * self._busy_s))
 
     def refuse_if_full(self) -> None:
-        if self.is_full:
+        if len(self._waiting) >= self._settings.queue_size:
             raise RequestError(f"{self._settings.queue_size} requests are waiting; try again later", QUEUE_FULL)
 
     def submit(self, feeds: Mapping[str, Array], rows: int, timeout_s: float) -> Job:

@@ -9,14 +9,8 @@ from effexport.errors import MissingExtraError
 
 def require_serving() -> None:
     """Raises MissingExtraError."""
-    for module, package in (
-        ("starlette", "starlette"),
-        ("uvicorn", "uvicorn"),
-        ("httptools", "httptools"),
-        ("orjson", "orjson"),
-        ("prometheus_client", "prometheus-client"),
-    ):
-        _require(module, package, "serve")
+    for module in ("starlette", "uvicorn", "httptools", "orjson", "prometheus_client"):
+        _require(module, module.replace("_", "-"), "serve")
 
 
 def require_ray() -> None:

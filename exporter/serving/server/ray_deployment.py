@@ -12,7 +12,6 @@ from typing import Any
 
 from effexport.errors import EffexportError, UserError
 from effexport.runtimes import RUNTIMES
-from effexport.serving.server.served_model import checked_name, folder_name
 from effexport.serving.server.target import ServingTarget
 
 # Each attempt takes up to a minute, in which Ray waits for its proxies.
@@ -88,7 +87,8 @@ def deploy_until_stopped(
     import ray
     from ray import serve
 
-    name = checked_artifact_name(target)
+    # what cannot be served would otherwise fail in the log of a replica
+    _, name = target.checked()
     check_port(host, port, replicas)
     connect(replicas.address)
     try:
@@ -127,18 +127,6 @@ def wait_for_signal() -> None:
         pass
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def checked_artifact_name(target: ServingTarget) -> str:
-    """The model's name. Raises UserError here for what would otherwise fail in the log of a replica."""
-    from effexport.artifact import open_artifact
-    from effexport.runners.artifact_runner import check_runtime
-    from effexport.serving.protocol.signature import signature_from_spec
-
-    check_runtime(target.runtime, target.implementation)
-    artifact = open_artifact(target.artifact)
-    signature_from_spec(artifact.spec, target.settings)
-    return checked_name(target.name if target.name is not None else folder_name(artifact.path))
 
 
 def check_port(host: str, port: int, replicas: ReplicaSettings) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import UserError
-from effexport.runtimes import RUNTIMES
 from effexport.serving.protocol.signature import Signature, signature_from_spec
 from effexport.serving.server.batcher import Batcher
 from effexport.serving.server.metrics import Metrics
 from effexport.serving.settings import ServingSettings
+from effexport.spec import INPUT_DEFAULTS
 
 if TYPE_CHECKING:
-    from effexport.artifact import Artifact
     from effexport.dtypes import Array
     from effexport.runners.runner import Runner
     from effexport.spec import BuildSpec
@@ -73,7 +71,7 @@ class ServedModel:
         sizes = {"batch": rows, "seq": seq_len}
         feeds = {}
         for tensor in self.signature.inputs:
-            if tensor.name not in self.signature.optional_inputs:
+            if tensor.name not in INPUT_DEFAULTS:
                 shape = [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
                 feeds[tensor.name] = np.zeros(shape, numpy_dtype(tensor.dtype))
         return feeds
@@ -84,30 +82,6 @@ class ServedModel:
         self._runner.close()
 
 
-def served_model(
-    artifact: Artifact, settings: ServingSettings, name: str | None, load_runner: Callable[[], Runner], platform: str
-) -> ServedModel:
-    """Open an artifact with `load_runner` and warm it up. name: None for the name of its folder.
-
-    Raises UserError for a name that does not fit into a URL, and what the runner raises.
-    """
-    name = checked_name(name if name is not None else folder_name(artifact.path))
-    # checked before the model is loaded
-    signature_from_spec(artifact.spec, settings)
-    model = ServedModel(load_runner(), artifact.spec, name, settings, platform)
-    try:
-        model.warm_up()
-    except BaseException:
-        model.close()
-        raise
-    return model
-
-
-def platform_of(runtime: str) -> str:
-    """The protocol's name for a runtime and its model format."""
-    return RUNTIMES[runtime].platform
-
-
 def why_not_joined(spec: BuildSpec) -> str:
     """Why requests must not share a run; "" if the parity check has shown that samples do not affect each other."""
     has_batch_axes = all(tensor.dims[:1] == ("batch",) for tensor in (*spec.inputs, *spec.outputs))
@@ -116,12 +90,8 @@ def why_not_joined(spec: BuildSpec) -> str:
     )
 
 
-def folder_name(path: Path) -> str:
-    """The name of a folder, also for `.` and for a path that ends in `..`."""
-    return path.resolve().name
-
-
 def checked_name(name: str) -> str:
+    """Raises UserError for a name that does not fit into a URL."""
     if not NAME_PATTERN.fullmatch(name):
         raise UserError(
             f"the model's name is {name!r}; expected at most 128 letters, digits, '.', '_' and '-', the first a letter "

@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -104,15 +103,12 @@ class Server(uvicorn.Server):
             yield
             return
         signals = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._handle_signal) for number in signals}
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        self.handle_exit(number, frame)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.runtimes import RUNTIMES
 from effexport.serving.settings import ServingSettings
 
 if TYPE_CHECKING:
+    from effexport.artifact import Artifact
     from effexport.serving.server.served_model import ServedModel
 
 
@@ -29,11 +30,28 @@ class ServingTarget:
 
     def load(self) -> ServedModel:
         """Open the artifact and warm it up in this process. Raises UserError if it cannot be served."""
+        from effexport.runners.artifact_runner import runner_from_artifact
+        from effexport.serving.server.served_model import ServedModel
+
+        artifact, name = self.checked()
+        runner = runner_from_artifact(artifact, self.runtime, self.implementation, self.threads)
+        model = ServedModel(runner, artifact.spec, name, self.settings, RUNTIMES[self.runtime].platform)
+        try:
+            model.warm_up()
+        except BaseException:
+            model.close()
+            raise
+        return model
+
+    def checked(self) -> tuple[Artifact, str]:
+        """The artifact and the model's name. Raises UserError for what cannot be served; does not load the model."""
         from effexport.artifact import open_artifact
-        from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
-        from effexport.serving.server.served_model import platform_of, served_model
+        from effexport.runners.artifact_runner import check_runtime
+        from effexport.serving.protocol.signature import signature_from_spec
+        from effexport.serving.server.served_model import checked_name
 
         check_runtime(self.runtime, self.implementation)
         artifact = open_artifact(self.artifact)
-        runner = partial(runner_from_artifact, artifact, self.runtime, self.implementation, self.threads)
-        return served_model(artifact, self.settings, self.name, runner, platform_of(self.runtime))
+        name = checked_name(self.name if self.name is not None else artifact.path.resolve().name)
+        signature_from_spec(artifact.spec, self.settings)
+        return artifact, name

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from effexport.commands._engine_options import EngineRequest, numbers_from_text
+from effexport.commands._engine_options import ENGINE_FLAGS, engines_from_flags, numbers_from_text
 from effexport.dtypes import TensorInfo
 from effexport.engines.profile import (
     Profile,
@@ -134,7 +134,7 @@ def test_compute_capabilities_may_be_written_in_any_usual_way() -> None:
         numbers_from_text("ampere")
 
 
-def request(**given: Any) -> EngineRequest:
+def engines(spec: BuildSpec, **given: Any) -> tuple[EngineSpec, ...]:
     nothing: dict[str, Any] = {
         "targets": (),
         "profiles": (),
@@ -148,18 +148,18 @@ def request(**given: Any) -> EngineRequest:
         "weight_streaming": False,
         "refittable": False,
     }
-    assert given.keys() <= nothing.keys()
-    return EngineRequest(**nothing | given)
+    assert tuple(nothing) == ENGINE_FLAGS
+    return engines_from_flags(nothing | given, spec)
 
 
 def test_each_target_is_built_once_and_none_is_none(small_spec: Specs) -> None:
     spec = small_spec("softmax")
-    assert request(targets=("none",)).resolve(spec) == ()
-    targets = request(targets=("trt-rtx", "none", "trt", "trt-rtx")).resolve(spec)
+    assert engines(spec, targets=("none",)) == ()
+    targets = engines(spec, targets=("trt-rtx", "none", "trt", "trt-rtx"))
     assert [engine.target for engine in targets] == ["trt-rtx", "trt"]
 
 
 @pytest.mark.parametrize("given", [{"profiles": ("seq=8",)}, {"workspace": "1G"}, {"tf32": True}])
 def test_options_of_an_engine_without_a_target_are_an_error(small_spec: Specs, given: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=r"^--\w+: only for engines, and none was requested; add --target trt-rtx"):
-        request(**given).resolve(small_spec("softmax"))
+        engines(small_spec("softmax"), **given)
