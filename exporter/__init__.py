@@ -71,6 +71,6 @@ def load_decoder(path: str | Path) -> DecodeRunner:
     from effexport.runners.ort.decode import DecodeRunner
 
     artifact = open_artifact(Path(path))
-    if not artifact.spec.has_decode_step:
+    if not artifact.spec.model.has_decode_step:
         raise UserError(f"{path} has no decode step; only causal linear and aft-simple models have one")
     return DecodeRunner(artifact.decode_step_path, limits=limits_from_spec(artifact.spec))

@@ -41,8 +41,7 @@ from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
 from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decode_step
 from effexport.proof.verify_engine import verify_engine_if_possible
-from effexport.report.manifest import manifest_from_report
-from effexport.report.model import LayerError, Report, json_from_report
+from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_text, trace_text
 from effexport.runners.cuda.opening import current_compute_capability
@@ -161,7 +160,7 @@ def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
             # a short, padded case: bodies are slow, and the kernels have passed the long ones
             case = next(case for case in cases if case.name == "padded batch")
             result += verify_bodies(build.model, case, spec, build.hashes, settings)
-    if spec.has_decode_step:
+    if spec.model.has_decode_step:
         with watch.stage("exporting and checking the decode step"):
             onnx_from_decode_step(build.module, spec, build.folder / DECODE_STEP)
             result += verify_decode_step(build.folder / DECODE_STEP, cases, spec, settings)

@@ -70,11 +70,6 @@ class BuildSpec:
         return self.attention.variant
 
     @property
-    def has_decode_step(self) -> bool:
-        """Whether a decode step is exported with the model."""
-        return self.model.has_decode_step
-
-    @property
     def dtype(self) -> str:
         """Element type of the float inputs and outputs."""
         return DTYPE_OF_PRECISION[self.precision]

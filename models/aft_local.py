@@ -27,9 +27,6 @@ class AFTLocalAttention(AFTPositionLayer):
 
     spec: AFTLocalSpec
 
-    def __init__(self, spec: AFTLocalSpec) -> None:
-        super().__init__(spec)
-
     def sums(self, keys: ExpSums) -> ExpSums:
         causal, window = self.spec.causal, self.spec.window
         if window == 0:

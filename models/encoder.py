@@ -103,16 +103,23 @@ class FeedForward(nn.Module):
         return down
 
 
-class ResidualBlock(nn.Module):
-    """Pre-norm: h = x + A(LN x), y = h + F(LN h). Post-norm: h = LN(x + A x), y = LN(h + F h)."""
+class AttentionBlock(nn.Module):
+    """The parts of a block: attention, the feed-forward layer, and a normalisation of each."""
 
     def __init__(self, spec: EncoderSpec, attention: AttentionLayer) -> None:
         super().__init__()
-        self.pre_norm = spec.block == "pre-norm"
         self.attention_norm = LayerNorm(spec.attention.dim, eps=spec.layer_norm_eps)
         self.attention = attention
         self.feed_forward_norm = LayerNorm(spec.attention.dim, eps=spec.layer_norm_eps)
         self.feed_forward = FeedForward(spec)
+
+
+class ResidualBlock(AttentionBlock):
+    """Pre-norm: h = x + A(LN x), y = h + F(LN h). Post-norm: h = LN(x + A x), y = LN(h + F h)."""
+
+    def __init__(self, spec: EncoderSpec, attention: AttentionLayer) -> None:
+        super().__init__(spec, attention)
+        self.pre_norm = spec.block == "pre-norm"
 
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> tuple[Tensor]:
         return self.mix(x, lambda h: self.attention(h, attention_mask))
@@ -129,15 +136,8 @@ class ResidualBlock(nn.Module):
         return (self.feed_forward_norm(x + self.feed_forward(x)),)
 
 
-class ReversibleBlock(nn.Module):
+class ReversibleBlock(AttentionBlock):
     """y1 = x1 + A(LN x2), y2 = x2 + F(LN y1) (Reformer, eq. 9): the inputs can be recomputed from the outputs."""
-
-    def __init__(self, spec: EncoderSpec, attention: AttentionLayer) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(spec.attention.dim, eps=spec.layer_norm_eps)
-        self.attention = attention
-        self.feed_forward_norm = LayerNorm(spec.attention.dim, eps=spec.layer_norm_eps)
-        self.feed_forward = FeedForward(spec)
 
     def forward(self, x1: Tensor, x2: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.mix(x1, x2, lambda h: self.attention(h, attention_mask))

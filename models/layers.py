@@ -128,6 +128,20 @@ class AttentionLayer(nn.Module):
         raise SpecError(f"{self.spec.variant} attention keeps no state of constant size")
 
 
+class AttentionCore(nn.Module):
+    """`AttentionLayer.mix` as a module of its own, without padding: what benchmarks of attention itself time."""
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *projected: Tensor) -> Tensor:
+        """What the layer's `project` returns, each [batch, heads, seq, channels] → [batch, heads, seq, head_dim]."""
+        batch, _, seq_len, _ = projected[0].shape
+        keep = torch.ones(batch, seq_len, dtype=torch.bool, device=projected[0].device)
+        return self.layer.mix(projected, keep)
+
+
 @contextlib.contextmanager
 def fused_operators(module: nn.Module, enabled: bool) -> Iterator[None]:
     """Have the attention layers of a module call fused operators, or not, for the length of a `with` block."""

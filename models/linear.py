@@ -20,9 +20,6 @@ class LinearAttention(MultiHeadAttention):
 
     spec: LinearSpec
 
-    def __init__(self, spec: LinearSpec) -> None:
-        super().__init__(spec)
-
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
         if self.fused:
             spec = self.spec

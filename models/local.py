@@ -22,9 +22,6 @@ class LocalAttention(MultiHeadAttention):
 
     spec: LocalSpec
 
-    def __init__(self, spec: LocalSpec) -> None:
-        super().__init__(spec)
-
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
         spec = self.spec
         batch, seq_len = keep.shape

@@ -22,7 +22,7 @@ from effexport.bench.rendering.plots import QUANTITIES, figures_of
 from effexport.bench.rendering.table import parity_text
 from effexport.bench.results import BenchResults, Row, results_from_json
 from effexport.plots.axes import WIDTH
-from effexport.plots.figure import Figure
+from effexport.plots.svg import Figure
 from effexport.report.rendering.markdown import SIGNS, escaped, fenced, folded, table
 from effexport.report.rendering.templates import template_environment
 from effexport.units import NOTHING, duration_with, memory, moment, three_digits

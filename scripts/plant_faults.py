@@ -33,7 +33,7 @@ from effexport.artifact import Artifact  # noqa: E402
 from effexport.build import artifact_from_spec  # noqa: E402
 from effexport.errors import EffexportError  # noqa: E402
 from effexport.models.spec import ATTENTION_SPECS  # noqa: E402
-from effexport.proof.candidates import OrtCandidate  # noqa: E402
+from effexport.proof.candidates import ModelCandidate, open_in_ort  # noqa: E402
 from effexport.proof.cases import Case, load_reference  # noqa: E402
 from effexport.proof.checks.result import Check  # noqa: E402
 from effexport.proof.metrics import relative_error, rms  # noqa: E402
@@ -99,7 +99,7 @@ def examine(artifact: Artifact, model: Path, variant: str, configuration: str, f
     try:
         checks = verify_candidate(model, cases, artifact.spec, hashes, SETTINGS).checks
         failed = tuple(dict.fromkeys(check.name for check in checks if check.status == "failed"))
-        candidate = OrtCandidate(model, hashes, limits_from_spec(artifact.spec), SETTINGS)
+        candidate = ModelCandidate(model, hashes, limits_from_spec(artifact.spec), open_in_ort(SETTINGS))
         measures = None if "signature" in failed else measured(candidate, cases)
     except EffexportError:
         return Outcome(variant, configuration, fault, (REFUSED,), math.inf, None)
@@ -112,7 +112,7 @@ def share_of_limit(check: Check) -> float:
     return check.value / check.limit if check.value == check.value else math.inf
 
 
-def measured(candidate: OrtCandidate, cases: Sequence[Case]) -> tuple[float, ...]:
+def measured(candidate: ModelCandidate, cases: Sequence[Case]) -> tuple[float, ...]:
     """The worst of each of MEASURES over all samples; a model that hashes is given the buckets of the reference."""
     worst = np.zeros(len(MEASURES))
     for case in cases:

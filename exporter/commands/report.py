@@ -47,7 +47,7 @@ def command(
     if wants_schema:
         if artifact is not None or form is not None:
             raise UserError("--schema describes the reports of all artifacts; leave out the artifact and --format")
-        from effexport.report.schema import schema_text
+        from effexport.report.model import schema_text
 
         text, about = schema_text(), {"schema": "report.json"}
     else:

@@ -187,7 +187,7 @@ def verify_artifact(
             result += candidate.verify(reference.cases)
             cases += reference.cases
         result.checks += reference.missing
-        if reference.kind == "golden" and candidate.path == artifact.model_path and spec.has_decode_step:
+        if reference.kind == "golden" and candidate.path == artifact.model_path and spec.model.has_decode_step:
             if candidate.runtime in ORT_RUNTIMES:
                 settings = settings_from_options(candidate.runtime, candidate.implementation)
                 result += verify_decode_step(artifact.decode_step_path, reference.cases, spec, settings)

@@ -94,8 +94,6 @@ class ComputeCapabilityValues(Protocol):
 
 
 class EngineValidityValues(Protocol):
-    VALID: Any
-    SUBOPTIMAL: Any
     INVALID: Any
 
 
@@ -122,38 +120,25 @@ class IProgressMonitor(Protocol):
 class IHostMemory(Protocol):
     """A buffer of the library; see `bytes_of`."""
 
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: int
 
 
 class ITensor(Protocol):
     name: str
     dtype: Any
-    shape: Sequence[int]
 
 
 class ILayer(Protocol):
     name: str
     type: Any
-    metadata: str
-
-    @property
-    def num_outputs(self) -> int: ...
+    num_outputs: int
 
     def get_output(self, index: int) -> ITensor: ...
 
 
 class INetworkDefinition(Protocol):
-    @property
-    def num_inputs(self) -> int: ...
-
-    @property
-    def num_outputs(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    def get_input(self, index: int) -> ITensor: ...
+    num_outputs: int
+    num_layers: int
 
     def get_output(self, index: int) -> ITensor: ...
 
@@ -169,8 +154,7 @@ class ParserError(Protocol):
 
 
 class OnnxParser(Protocol):
-    @property
-    def num_errors(self) -> int: ...
+    num_errors: int
 
     def get_error(self, index: int) -> ParserError: ...
 
@@ -247,23 +231,11 @@ class IRuntimeConfig(Protocol):
 
 class ICudaEngine(Protocol):
     weight_streaming_budget_v2: int
-
-    @property
-    def num_io_tensors(self) -> int: ...
-
-    @property
-    def num_optimization_profiles(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def device_memory_size_v2(self) -> int: ...
-
-    @property
-    def streamable_weights_size(self) -> int: ...
-
-    def get_weight_streaming_automatic_budget(self) -> int: ...
+    num_io_tensors: int
+    num_optimization_profiles: int
+    num_layers: int
+    device_memory_size_v2: int
+    streamable_weights_size: int
 
     def get_tensor_name(self, index: int) -> str: ...
 
@@ -272,8 +244,6 @@ class ICudaEngine(Protocol):
     def get_tensor_dtype(self, name: str) -> Any: ...
 
     def get_tensor_shape(self, name: str) -> Sequence[int]: ...
-
-    def get_tensor_profile_shape(self, name: str, profile_index: int) -> Sequence[Sequence[int]]: ...
 
     def get_tensor_location(self, name: str) -> Any: ...
 
@@ -286,9 +256,7 @@ class ICudaEngine(Protocol):
 
 class Runtime(Protocol):
     engine_host_code_allowed: bool
-
-    @property
-    def engine_header_size(self) -> int: ...
+    engine_header_size: int
 
     def deserialize_cuda_engine(self, serialized_engine: bytes) -> ICudaEngine | None: ...
 

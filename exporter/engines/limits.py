@@ -10,7 +10,7 @@ Operators that TensorRT rejects with a clear message of its own are not listed h
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -248,12 +248,7 @@ def _made_type_problems(node: onnx.NodeProto) -> Iterator[Problem]:
 
 
 def _problem(node: onnx.NodeProto, problem: str, remedy: str) -> Problem:
-    return Problem(node.name or _maker(node.output), node.op_type, problem, remedy)
-
-
-def _maker(outputs: Iterable[str]) -> str:
-    """The name of a node without one."""
-    return f"maker of {', '.join(outputs)}"
+    return Problem(node.name or f"maker of {', '.join(node.output)}", node.op_type, problem, remedy)
 
 
 def _attributes(node: onnx.NodeProto) -> dict[str, onnx.AttributeProto]:

@@ -43,6 +43,15 @@ DASHES = ("", "7 3", "2 3", "9 3 2 3", "14 4", "9 3 2 3 2 3")
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A plot as SVG text, with its heading and a caption that says what to see in it."""
+
+    title: str
+    caption: str
+    svg: str
+
+
+@dataclass(frozen=True)
 class Point:
     """A point. label: its tooltip."""
 

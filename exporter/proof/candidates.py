@@ -70,15 +70,6 @@ class ModelCandidate(RunnerCandidate):
         super().__init__(runner, given, hashes, values)
 
 
-class OrtCandidate(ModelCandidate):
-    """A model file in ONNX Runtime."""
-
-    def __init__(
-        self, path: Path, hashes: Sequence[str], limits: FeedLimits, settings: OrtSettings | None = None
-    ) -> None:
-        super().__init__(path, hashes, limits, open_in_ort(settings))
-
-
 def open_in_ort(settings: OrtSettings | None) -> OpenModel:
     """What opens a model file, or a serialised model, in ONNX Runtime."""
 

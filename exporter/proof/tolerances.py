@@ -66,8 +66,12 @@ OWN_ERROR_FACTOR = 4
 
 
 def arithmetic_limit(spec: BuildSpec) -> Limit:
-    """The limit of one precision and scope; beyond two layers, rounding adds up like a random walk."""
-    limit = ARITHMETIC[spec.precision, spec.scope]
+    """The limit of one precision and scope."""
+    return deepened(ARITHMETIC[spec.precision, spec.scope], spec)
+
+
+def deepened(limit: Limit, spec: BuildSpec) -> Limit:
+    """Beyond two layers, rounding adds up like a random walk."""
     if spec.model.layers <= 2:
         return limit
     return Limit(limit.value * (spec.model.layers / 2) ** 0.5, f"{limit.reason}; × √(layers / 2)")
@@ -86,12 +90,8 @@ def overall_limit(spec: BuildSpec, own_error: float) -> Limit | None:
     """The limit of the RMS error in one case; None in half precision, whose own rounding is larger than most damage."""
     if spec.precision != "fp32":
         return None
-    limit = OVERALL[spec.scope]
-    value, reason = limit.value, limit.reason
-    if spec.model.layers > 2:
-        value, reason = value * (spec.model.layers / 2) ** 0.5, f"{reason}; × √(layers / 2)"
-    own = OWN_ERROR_FACTOR * own_error
-    return Limit(value, reason) if own <= value else Limit(own, case_limit(spec, own_error).reason)
+    limit, own = deepened(OVERALL[spec.scope], spec), OWN_ERROR_FACTOR * own_error
+    return limit if own <= limit.value else Limit(own, case_limit(spec, own_error).reason)
 
 
 def bucket_flip_limit(spec: BuildSpec, tokens: int) -> Limit:

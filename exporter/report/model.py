@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from effexport.artifact import CheckSummary, Count, EngineEntry
+from effexport.artifact import CheckSummary, Count, EngineEntry, Manifest, Parity
 from effexport.files import Figure, figure, json_text
 from effexport.models.model_spec import Scope
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Status, Worst, passed, summary
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES
-from effexport.spec import Precision
+from effexport.spec import BuildSpec, Precision
+from effexport.version import __version__
 
 if TYPE_CHECKING:
     RuntimeName = str
@@ -226,3 +228,36 @@ def counted(passed: int, failed: int, not_run: int) -> str:
     total = passed + failed + not_run
     text = f"{failed} of {total} checks failed" if failed else f"{total} {'check' if total == 1 else 'checks'}"
     return f"{text}, {not_run} not run" if not_run else text
+
+
+def manifest_from_report(report: Report, spec: BuildSpec, hashes: Sequence[str], weights_sha256: str) -> Manifest:
+    """The manifest without the checksums of the files. hashes: graph values that hold buckets."""
+    return Manifest(
+        effexport_version=__version__,
+        variant=spec.variant,
+        spec=report.spec,
+        precision=spec.precision,
+        opset=spec.opset,
+        inputs=spec.inputs,
+        outputs=spec.outputs,
+        custom_ops=spec.custom_ops,
+        hash_values=tuple(hashes),
+        weights_sha256=weights_sha256,
+        weights_from=report.weights_from,
+        notes=tuple(report.notes),
+        engines=tuple(report.engines),
+        parity=Parity(passed(report.checks), summary_records(report.checks)),
+        environment=report.environment,
+    )
+
+
+def schema_text() -> str:
+    """The published JSON Schema of report.json, generated from the types above, as report.schema.json holds it."""
+    _, types = msgspec.json.schema_components((ReportFile, SpecFields), ref_template="#/$defs/{name}")
+    report = types.pop(ReportFile.__name__)
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:effexport:report:{REPORT_VERSION}",
+        "title": f"effexport report, version {REPORT_VERSION}",
+    }
+    return json.dumps({**head, **(report | head), "$defs": types}, indent=2, ensure_ascii=False) + "\n"

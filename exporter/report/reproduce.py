@@ -64,7 +64,8 @@ def build_command(report: Report, output: str) -> str:
     command = " ".join(map(quoted, [*words, *_targets(report), "-o", output]))
     if not rest:
         return command
-    return "\n".join(["cat > spec.toml <<'END'", *(f"{n} = {_toml(v)}" for n, v in rest.items()), "END", command])
+    # JSON's booleans, numbers, strings and lists are TOML's too
+    return "\n".join(["cat > spec.toml <<'END'", *(f"{n} = {json.dumps(v)}" for n, v in rest.items()), "END", command])
 
 
 def _checkpoint_command(report: Report, output: str) -> str:
@@ -132,11 +133,6 @@ def _targets(report: Report) -> list[str]:
 def _listed(value: Any) -> Any:
     """JSON has lists where Python had tuples."""
     return list(value) if isinstance(value, tuple) else value
-
-
-def _toml(value: Any) -> str:
-    # JSON's booleans, numbers, strings and lists are TOML's too
-    return json.dumps(value)
 
 
 def quoted(word: str) -> str:

@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array, TensorInfo
 
 
-class Closeable:
-    """Base class of what a `with` block closes at its end."""
+class Closeable(Protocol):
+    """What a `with` block closes at its end."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self
@@ -39,7 +38,7 @@ class ModelOptions:
     memory_arena: bool = True
 
 
-class Runner(Protocol):
+class Runner(Closeable, Protocol):
     """An open model. Thread-safe. `run` maps input names to arrays, and returns output names with arrays.
 
     implementation: per custom operator of the model, what runs it: "body", "kernel" or "plugin".
@@ -55,11 +54,3 @@ class Runner(Protocol):
     def implementation(self) -> Mapping[str, str]: ...
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]: ...
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None: ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -16,6 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from effexport.plugins.building import sources
 from effexport.plugins.building.build_folder import clear_leftovers, lock, publish, temporary_folder
@@ -232,7 +233,7 @@ def _write_record(plan: Plan, result: Path, seconds: float) -> None:
         sha256=sha256_of(library),
         bytes=library.stat().st_size,
     )
-    (result / RECORD_NAME).write_text(json.dumps(dataclasses.asdict(info), indent=2) + "\n", encoding="utf-8")
+    (result / RECORD_NAME).write_text(json.dumps(msgspec.structs.asdict(info), indent=2) + "\n", encoding="utf-8")
 
 
 def _is_intact(folder: Path) -> bool:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -15,12 +14,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from effexport.plugins.building import sources
 from effexport.plugins.building.records import (
     BuildInfo,
     Selection,
-    parse_build_info,
-    parse_selection,
     read_record,
     write_whole,
 )
@@ -108,7 +107,7 @@ def kernels_folder() -> Path:
 
 def read_build(folder: Path) -> BuildInfo:
     """The record of one build. Raises ValueError when it or its library is damaged; the library is not read."""
-    info = read_record(folder / RECORD_NAME, parse_build_info)
+    info = read_record(folder / RECORD_NAME, BuildInfo)
     if info.key != folder.name:
         raise ValueError(f"{RECORD_NAME} belongs to another build, {info.key}")
     try:
@@ -141,7 +140,7 @@ def select_build(key: str) -> None:
     folder = kernels_folder() / "selected"
     folder.mkdir(exist_ok=True)
     name = f"{hashlib.sha256(installation.encode()).hexdigest()[:16]}-{key}.json"
-    write_whole(folder / name, json.dumps(dataclasses.asdict(selection)))
+    write_whole(folder / name, json.dumps(msgspec.structs.asdict(selection)))
 
 
 def sha256_of(path: Path) -> str:
@@ -154,7 +153,7 @@ def _selected_builds(folder: Path) -> list[BuildInfo]:
     selections = []
     for name in _names(folder / "selected"):
         try:
-            selection = read_record(folder / "selected" / name, parse_selection)
+            selection = read_record(folder / "selected" / name, Selection)
         except ValueError:
             continue  # a damaged record selects nothing
         if selection.installation == str(sources.FOLDER):

@@ -114,19 +114,14 @@ def examine_nvcc() -> Nvcc | None:
     return Nvcc(path, release[0].strip() if release else first_line(version, UNKNOWN_VERSION), architectures)
 
 
-def find_cmake() -> Path | None:
-    """A cmake that is new enough: on PATH, or beside this Python, where pip puts it."""
-    for path, version in _cmakes():
+def require_cmake() -> Path:
+    """A cmake that is new enough: on PATH, or beside this Python, where pip puts it. Raises LibraryError without."""
+    found = _cmakes()
+    for path, version in found:
         if version >= OLDEST_CMAKE:
             return path
-    return None
-
-
-def require_cmake() -> Path:
-    if found := find_cmake():
-        return found
     wanted = ".".join(map(str, OLDEST_CMAKE))
-    old = [f"{path} is {'.'.join(map(str, version))}" for path, version in _cmakes()]
+    old = [f"{path} is {'.'.join(map(str, version))}" for path, version in found]
     problem = f"no cmake {wanted} or later found" + (f" ({'; '.join(old)})" if old else "")
     raise LibraryError(f"{problem}; add it with: pip install 'effexport[kernels]'")
 

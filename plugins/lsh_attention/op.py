@@ -131,19 +131,7 @@ def lsh_attention(
 
 
 @lsh_attention.register_fake
-def _(
-    qk: Tensor,
-    v: Tensor,
-    order: Tensor,
-    rank: Tensor,
-    keep: Tensor,
-    chunk_length: int,
-    chunks_before: int = 1,
-    chunks_after: int = 0,
-    causal: bool = False,
-    circular: bool = False,
-    rounded: bool = False,
-) -> Tensor:
+def _(qk: Tensor, v: Tensor, *others: object, **options: object) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 

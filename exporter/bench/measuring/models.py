@@ -30,8 +30,7 @@ def module_from_case(case: Case) -> nn.Module:
     Float32, in evaluation mode, not fused; the weights are drawn from a seed.
     """
     from effexport.export.module_source import module_from_seed
-    from effexport.models.attention_core import AttentionCore
-    from effexport.models.layers import AttentionLayer
+    from effexport.models.layers import AttentionCore, AttentionLayer
 
     module = module_from_seed(spec_from_case(case))
     if case.scope != "core":

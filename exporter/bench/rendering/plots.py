@@ -10,8 +10,7 @@ from typing import Literal
 from effexport.bench.rendering.curves import BASELINE, Curve, curves, median_ms
 from effexport.bench.results import BenchResults, Row
 from effexport.plots.axes import Axis
-from effexport.plots.figure import Figure
-from effexport.plots.svg import Look, Point, Series, scatter
+from effexport.plots.svg import Figure, Look, Point, Series, scatter
 from effexport.units import duration, memory, times
 
 What = Literal["latency", "memory", "ratio", "floor"]

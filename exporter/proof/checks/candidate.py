@@ -17,7 +17,6 @@ class Candidate(Protocol):
 
     def accepts(self, inputs: Arrays) -> bool:
         """Whether the model takes inputs of these shapes: an engine is built for a range of them."""
-        ...
 
     def run(self, inputs: Arrays) -> dict[str, Array]: ...
 
@@ -25,4 +24,3 @@ class Candidate(Protocol):
     def run_with_buckets(self) -> RunWithBuckets | None:
         """Runs the model on inputs and the buckets of every hash, by value name, and returns the outputs and the
         buckets that the model would have chosen; None if the model does not show its buckets."""
-        ...

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 
 from effexport.plots.axes import Axis, power
-from effexport.plots.figure import Figure
-from effexport.plots.svg import Point, Series, histogram, scatter
+from effexport.plots.svg import Figure, Point, Series, histogram, scatter
 from effexport.proof.checks.result import HISTOGRAM_EDGES, Check
 from effexport.report.model import LayerError, Report
 from effexport.units import number

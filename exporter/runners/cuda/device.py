@@ -55,7 +55,6 @@ class Cuda(Protocol):
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total memory of the device, in bytes."""
-        ...
 
     def allocate(self, nbytes: int) -> DeviceMemory: ...
 
@@ -67,26 +66,20 @@ class Cuda(Protocol):
 
     def copy_to_device(self, destination: DeviceMemory, source: PinnedMemory, nbytes: int) -> None:
         """Queue a copy of the first `nbytes`."""
-        ...
 
     def copy_to_host(self, destination: PinnedMemory, source: DeviceMemory, nbytes: int) -> None:
         """Queue a copy of the first `nbytes`."""
-        ...
 
     def synchronize(self) -> None:
         """Wait for all queued work. Raises CudaError if some of it failed."""
-        ...
 
     def capture(self, work: Callable[[], None]) -> Any:
         """A graph of what `work` queues on the stream, without running it. Exceptions of `work` pass through."""
-        ...
 
     def launch(self, graph: Any) -> None:
         """Queue the work of a graph."""
-        ...
 
     def destroy(self, graph: Any) -> None: ...
 
     def close(self) -> None:
         """Destroy the stream. Memory and graphs must be freed before."""
-        ...

@@ -52,17 +52,14 @@ class DecodeRunner(Closeable):
         state = self.state or {t.name: np.zeros((batch, *t.dims[1:]), dtype=np.float32) for t in self.states}
         complete = {**feeds, **state}
         if any(t.name == "position" for t in self._runner.inputs):
-            self._check_position()
+            longest = self._limits.max_seq_len
+            if longest is not None and self.position >= longest:
+                raise UserError(f"token {self.position + 1} is beyond the {longest} learned positions of this model")
             complete["position"] = np.full(batch, self.position, dtype=np.int64)
         results = self._runner.run(complete)
         self.state = {t.name: results.pop(NEXT_PREFIX + t.name) for t in self.states}
         self.position += 1
         return results
-
-    def _check_position(self) -> None:
-        longest = self._limits.max_seq_len
-        if longest is not None and self.position >= longest:
-            raise UserError(f"token {self.position + 1} is beyond the {longest} learned positions of this model")
 
     def close(self) -> None:
         self._runner.close()

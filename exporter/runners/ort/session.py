@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from effexport.errors import KernelWarning, RuntimeUnsupportedError, UserError
 from effexport.export.onnx_graph import custom_ops_of_model, external_files
@@ -16,9 +16,6 @@ from effexport.plugins.building.library import Library, LibraryError, find_libra
 from effexport.runners.ort import tensorrt_provider as ort_tensorrt
 from effexport.runners.ort.settings import PROVIDERS, OrtSettings, import_onnxruntime
 from effexport.runtimes import RUNTIMES
-
-if TYPE_CHECKING:
-    pass
 
 EXTERNAL_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 # From ONNX Runtime 1.24 on, a session reports which provider runs which node; earlier releases ignore the key.

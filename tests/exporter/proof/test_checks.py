@@ -13,7 +13,7 @@ import torch
 from effexport.artifact import Artifact
 from effexport.models.encoder import module_from_spec
 from effexport.models.spec import AFTSpec
-from effexport.proof.candidates import OrtCandidate
+from effexport.proof.candidates import ModelCandidate, open_in_ort
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.checks.arithmetic import Figures, check_arithmetic
 from effexport.proof.checks.invariance import check_padding_content, check_prefix
@@ -47,8 +47,10 @@ class Fake:
         return self.answer(inputs)
 
 
-def candidate_of(artifact: Artifact) -> OrtCandidate:
-    return OrtCandidate(artifact.model_path, artifact.manifest.hash_values, limits_from_spec(artifact.spec))
+def candidate_of(artifact: Artifact) -> ModelCandidate:
+    return ModelCandidate(
+        artifact.model_path, artifact.manifest.hash_values, limits_from_spec(artifact.spec), open_in_ort(None)
+    )
 
 
 def case_named(artifact: Artifact, name: str) -> Case:

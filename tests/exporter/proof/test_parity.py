@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from effexport.artifact import Artifact
 from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values, with_given_buckets
-from effexport.proof.candidates import OrtCandidate
+from effexport.proof.candidates import ModelCandidate, open_in_ort
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.checks.candidate import RunWithBuckets
@@ -32,16 +32,16 @@ Fault = Callable[[Arrays, dict[str, np.ndarray]], dict[str, np.ndarray]]
 OUTPUT = "last_hidden_state"
 
 
-def candidate_of(artifact: Artifact, path: Path | None = None) -> OrtCandidate:
+def candidate_of(artifact: Artifact, path: Path | None = None) -> ModelCandidate:
     hashes = artifact.manifest.hash_values
-    return OrtCandidate(path or artifact.model_path, hashes, limits_from_spec(artifact.spec))
+    return ModelCandidate(path or artifact.model_path, hashes, limits_from_spec(artifact.spec), open_in_ort(None))
 
 
 @dataclasses.dataclass
 class Faulty:
     """A healthy candidate whose answers go through `fault`."""
 
-    real: OrtCandidate
+    real: ModelCandidate
     fault: Fault
 
     def accepts(self, inputs: Arrays) -> bool:
@@ -345,7 +345,7 @@ def test_buckets_are_found_by_the_sort_when_values_were_renamed(built: Built, tm
 def test_buckets_out_of_sight_are_said_to_be_so(built: Built) -> None:
     artifact = built("lsh", "attention")
     case = lsh_case(artifact)
-    blind = OrtCandidate(artifact.model_path, [], limits_from_spec(artifact.spec))
+    blind = ModelCandidate(artifact.model_path, [], limits_from_spec(artifact.spec), open_in_ort(None))
     assert blind.run_with_buckets is None
     names = {check.name: check.status for check in run_checks(blind, [case], artifact.spec)}
     assert names["arithmetic (buckets not visible)"] == "passed"

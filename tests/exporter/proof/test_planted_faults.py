@@ -13,7 +13,7 @@ from planted_faults import CONFIGURATIONS, VARIANTS, Fault, Graph, plant
 
 from effexport.artifact import Artifact
 from effexport.errors import EffexportError
-from effexport.proof.candidates import OrtCandidate
+from effexport.proof.candidates import ModelCandidate, open_in_ort
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.float32_ops import check_float32_ops
 from effexport.proof.checks.run_checks import run_checks
@@ -49,7 +49,9 @@ def first_failure(artifact: Artifact, model: Path) -> str | None:
     cases = load_reference(artifact.reference_path)
     settings = OrtSettings(threads=1, memory_arena=False)
     try:
-        candidate = OrtCandidate(model, artifact.manifest.hash_values, limits_from_spec(artifact.spec), settings)
+        candidate = ModelCandidate(
+            model, artifact.manifest.hash_values, limits_from_spec(artifact.spec), open_in_ort(settings)
+        )
         checks = itertools.chain(run_checks(candidate, cases, artifact.spec), check_float32_ops(model, artifact.spec))
         return next((check.name for check in checks if check.status == "failed"), None)
     except EffexportError:

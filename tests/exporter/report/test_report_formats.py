@@ -25,12 +25,11 @@ from effexport.commands.build import command as build_cli
 from effexport.errors import UserError
 from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.checks.result import Check, Worst
-from effexport.report.model import REPORT_VERSION, LayerError, Report, json_from_report
+from effexport.report.model import REPORT_VERSION, LayerError, Report, json_from_report, schema_text
 from effexport.report.reading import report_from_values, report_of_artifact
 from effexport.report.rendering.junit import junit_from_reports
 from effexport.report.rendering.markdown import markdown_from_report
 from effexport.report.reproduce import build_command, quoted, verify_command
-from effexport.report.schema import schema_text
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
 

@@ -12,7 +12,7 @@ import pytest
 from effexport.plugins.building import sources
 from effexport.plugins.building.build import build_library
 from effexport.plugins.building.library import LibraryError, cache_folder, find_library, get_library_path, list_builds
-from effexport.plugins.building.records import parse_build_info
+from effexport.plugins.building.records import BuildInfo, read_record
 
 if TYPE_CHECKING:
     from fake_machine import Machine
@@ -149,7 +149,7 @@ def test_a_damaged_selection_selects_nothing(machine: Machine) -> None:
 
 def test_a_record_reads_back_as_it_was_written(machine: Machine, nvcc: Path) -> None:
     library = build_library()
-    assert parse_build_info((library.path.parent / "build.json").read_text()) == library.info
+    assert read_record(library.path.parent / "build.json", BuildInfo) == library.info
 
 
 def test_the_cache_is_where_it_is_told_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
