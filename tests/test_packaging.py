@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
 import os
@@ -178,10 +179,34 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert importlib.metadata.version("effexport") == effexport.__version__ == PROJECT["project"]["version"]
 
 
-def test_constraints_cover_every_direct_requirement() -> None:
-    def name_of(requirement: str) -> str:
-        return re.split(r"[=<>\[;]", requirement)[0].strip().lower().replace("_", "-")
+def name_of(requirement: str) -> str:
+    """The distribution that a requirement names, in the spelling of package indexes."""
+    return re.split(r"[=<>\[;]", requirement)[0].strip().lower().replace("_", "-")
 
+
+# Imported packages whose distribution has another name, or which the program at hand brings: Triton's Python backend,
+# a stub of type checkers, and transformers where the user compares with it.
+DISTRIBUTIONS = {"cuda": "cuda-bindings", "google": "protobuf"}
+NOT_OURS_TO_INSTALL = {"_typeshed", "transformers", "triton_python_backend_utils"}
+
+
+def test_every_imported_package_is_declared() -> None:
+    imported = set()
+    for folder in PACKAGE_OF_FOLDER:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    imported.add(node.module.split(".")[0])
+    foreign = imported - set(sys.stdlib_module_names) - NOT_OURS_TO_INSTALL - {"effexport"}
+    project = PROJECT["project"]
+    extras = (requirement for group in project["optional-dependencies"].values() for requirement in group)
+    declared = {name_of(requirement) for requirement in (*project["dependencies"], *extras)}
+    assert {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in foreign} <= declared
+
+
+def test_constraints_cover_every_direct_requirement() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {name_of(line) for line in lines if "==" in line and not line.startswith("#")}
     project = PROJECT["project"]
