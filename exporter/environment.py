@@ -6,6 +6,8 @@ import importlib
 import os
 import platform
 import shutil
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from effexport.version import __version__
 
 # The problem of a package that is not installed.
 MISSING = "missing"
+_NVIDIA_SMI_SECONDS = 20
 CPU_INFO, MEMORY_INFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
 # Limit and use of a container's memory, in versions 2 and 1 of control groups.
 CONTAINER_LIMITS = (
@@ -159,3 +162,38 @@ def gpu_name() -> str | None:
 def has_compiler() -> bool:
     """Whether a C++ compiler is installed, which torch.compile needs on the CPU."""
     return any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU. identifier: for CUDA_VISIBLE_DEVICES. architecture: such as "sm_90"."""
+
+    identifier: str
+    architecture: str
+
+
+def gpus_here() -> tuple[Gpu, ...]:
+    """The GPUs that this process may use, from nvidia-smi; none without a driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    command = [program, "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(text: str, visible: str | None) -> tuple[Gpu, ...]:
+    """text: lines of index, uuid, compute capability. visible: CUDA_VISIBLE_DEVICES, None if not set."""
+    found = []
+    chosen = None if visible is None else [word.strip() for word in visible.split(",")]
+    for line in text.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) != 3 or not parts[2].replace(".", "").isdecimal():
+            continue
+        index, identifier, capability = parts
+        if chosen is None or index in chosen or any(word and identifier.startswith(word) for word in chosen):
+            found.append(Gpu(identifier, f"sm_{capability.replace('.', '')}"))
+    return tuple(found)

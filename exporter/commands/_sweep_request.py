@@ -113,8 +113,7 @@ class SweepRequest:
         """Raises MissingExtraError and UserError."""
         import importlib.util
 
-        from effexport.sweep.machine import jobs_of_machine
-        from effexport.sweep.processes import ProcessExecutor
+        from effexport.sweep.processes import ProcessExecutor, jobs_of_machine
 
         limits, jobs = self.limits(), self.jobs or jobs_of_machine()
         if self.address is not None:

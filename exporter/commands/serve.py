@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from effexport.commands._options import (
     stage_progress,
     stderr_console,
 )
+from effexport.errors import MissingExtraError, UserError
 from effexport.serving.settings import ServingSettings
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from effexport.serving.server.target import ServingTarget
 
 TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
+SERVER_MODULES = ("starlette", "uvicorn", "httptools", "orjson", "prometheus_client")
+# Modules whose package has another name.
+PACKAGES = {"prometheus_client": "prometheus-client", "ray.serve": "ray[serve]"}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -83,7 +88,6 @@ def command(
     Requests of equal length run as one batch. When the server stops, it still answers accepted requests. With --json,
     it prints one object with its URL on stdout as soon as it is ready.
     """
-    from effexport.errors import UserError
     from effexport.serving.server.target import ServingTarget
 
     settings = ServingSettings(**{field.name: flags.pop(field.name) for field in fields(ServingSettings)})
@@ -100,11 +104,18 @@ def command(
     serve_here(target, host, port, as_json)
 
 
+def require(*modules: str, extra: str) -> None:
+    """Raises MissingExtraError unless every module is installed."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise MissingExtraError(PACKAGES.get(module, module), extra) from error
+
+
 def serve_here(target: ServingTarget, host: str, port: int, as_json: bool) -> None:
     """Serve one model in this process."""
-    from effexport.serving.server.extras import require_serving
-
-    require_serving()
+    require(*SERVER_MODULES, extra="serve")
     from effexport.cli import print_json
     from effexport.serving.server.app import create_app
     from effexport.serving.server.server import bound_socket, run_server, url_of
@@ -133,9 +144,9 @@ def serve_here(target: ServingTarget, host: str, port: int, as_json: bool) -> No
 def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, object], as_json: bool) -> None:
     """Serve the same application with Ray Serve."""
     from effexport.cli import print_json
-    from effexport.serving.server.extras import require_ray
 
-    require_ray()
+    require(*SERVER_MODULES, extra="serve")
+    require("ray.serve", extra="serve-ray")
     from effexport.serving.server.ray_deployment import ReplicaSettings, deploy_until_stopped
     from effexport.serving.server.served_model import VERSION
 

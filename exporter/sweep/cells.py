@@ -32,14 +32,14 @@ class Point:
 
     def matches(self, pattern: Mapping[str, Sequence[Any]]) -> bool:
         """Whether a pattern of [[exclude]] applies; a variant may be given with or without its options."""
-        own: dict[str, set[Any]] = {
-            "variant": {self.model.variant, self.model.label},
-            "seq_len": {self.seq_len},
-            "precision": {self.precision},
-            "target": {self.target},
-            "gpu": {self.gpu},
-        }
+        own = {name: {value} for name, value in self.named.items()}
+        own["variant"].add(self.model.label)
         return all(own[name] & set(values) for name, values in pattern.items())
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The values by the keys of [[exclude]]."""
+        return {"variant": self.model.variant} | {key: getattr(self, key) for key in CELL_KEYS if key != "variant"}
 
     def __str__(self) -> str:
         words = [self.model.label, self.seq_len and f"{self.seq_len} tokens", self.precision, self.target, self.gpu]
@@ -112,9 +112,7 @@ def tuples(value: Any) -> Any:
 
 def exclusion(point: Point) -> str:
     """The table that excludes a point, for an error message."""
-    named = {"variant": point.model.variant, "seq_len": point.seq_len, "precision": point.precision}
-    named |= {"target": point.target, "gpu": point.gpu}
-    texts = ", ".join(f"{name} = {value!r}".replace("'", '"') for name, value in named.items() if value)
+    texts = ", ".join(f"{name} = {value!r}".replace("'", '"') for name, value in point.named.items() if value)
     return f"[[exclude]] with some of {texts}"
 
 

@@ -53,16 +53,12 @@ def outcome_of_request(request: dict[str, Any], output: Path) -> Outcome:
         check_versions(cell, here)
         check_gpu(cell)
         build(cell, output)
-    except StageError as error:
-        return Outcome(status="failed", reason=str(error), stage=error.stage, peak_bytes=peak_bytes(), **known)
     except (EffexportError, SpecError) as error:
-        return Outcome(status="failed", reason=str(error), peak_bytes=peak_bytes(), **known)
-    except MemoryError:
-        traceback.print_exc()
-        return Outcome(status="failed", reason="out of memory", peak_bytes=peak_bytes(), **known)
+        stage = error.stage if isinstance(error, StageError) else ""
+        return Outcome(status="failed", reason=str(error), stage=stage, peak_bytes=peak_bytes(), **known)
     except Exception as error:  # libraries may raise anything, and other cells must go on
         traceback.print_exc()
-        reason = f"{type(error).__name__}: {error}"
+        reason = "out of memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
         return Outcome(status="failed", reason=reason, peak_bytes=peak_bytes(), **known)
     files = {str(path.relative_to(output)): path.stat().st_size for path in output.rglob("*") if path.is_file()}
     return Outcome(status="finished", files=files, peak_bytes=peak_bytes(), **known)

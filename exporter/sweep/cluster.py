@@ -158,7 +158,7 @@ class RayExecutor:
         now = time.monotonic()
         for task in [task for task in self._running.values() if not task.is_started]:
             demands = self.demands(task.cell)
-            if any(can_hold(node, demands) for node in nodes):
+            if any(all(node.get(name, 0.0) >= amount for name, amount in demands.items()) for node in nodes):
                 task.unplaceable_since = None
                 continue
             task.unplaceable_since = task.unplaceable_since or now
@@ -174,10 +174,6 @@ class RayExecutor:
             self._ray.cancel(stream)
         self._running.clear()
         self._ray.shutdown()
-
-
-def can_hold(node: Mapping[str, float], demands: Mapping[str, float]) -> bool:
-    return all(node.get(name, 0.0) >= amount for name, amount in demands.items())
 
 
 def demanded(demands: Mapping[str, float]) -> str:

@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from effexport.environment import usable_cores
+from effexport.environment import Gpu, gpus_here, memory_info, usable_cores
 from effexport.sweep.attempt import Attempt, Limits, Work, run_attempt
 from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event
-from effexport.sweep.machine import Gpu, gpus_here
 from effexport.sweep.outcome import Outcome
+
+# Memory for building the default encoder, with room to spare.
+CELL_BYTES = 2 * 2**30
 
 
 class ClosedError(Exception):
@@ -102,3 +104,9 @@ class ProcessExecutor:
 
 def fits(gpu: Gpu, cell: Cell) -> bool:
     return not cell.gpu or gpu.architecture == cell.gpu
+
+
+def jobs_of_machine() -> int:
+    """One cell per core, but no more than fit into the free memory."""
+    free = memory_info().get("MemAvailable")
+    return max(1, usable_cores() if free is None else min(usable_cores(), free // CELL_BYTES))

@@ -6,10 +6,10 @@ import os
 import socket
 from typing import Any
 
+from effexport.environment import gpus_here
 from effexport.errors import MissingExtraError, UserError
 from effexport.sweep.attempt import Limits, Work, run_attempt
 from effexport.sweep.cluster import RayExecutor, short
-from effexport.sweep.machine import gpus_here
 
 LOCAL_STORE_BYTES = 512 * 2**20
 CONNECT_SECONDS = 10.0

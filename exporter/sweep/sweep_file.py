@@ -18,13 +18,9 @@ from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.spec import BuildSpec
 from effexport.sweep.cell import ONNX_ONLY
 from effexport.sweep.values import (
+    CHECKS,
     check_keys,
-    checked,
     distinct_list,
-    is_gpu,
-    is_length,
-    is_precision,
-    is_target,
     model_of,
     require_distinct,
     table,
@@ -99,12 +95,13 @@ def sweep_file_from_document(document: Mapping[str, Any]) -> SweepFile:
     variants = tuple(model_of(entry, "variants") for entry in axes.get("variants", ()))
     require_distinct("variants", [model.label for model in variants])
     engine = engine_tables(table("engine", document))
+    for name, check in CHECKS.items():
+        for value in axes.get(f"{name}s", ()):
+            check(f"{name}s", value)
+    lists: dict[str, Any] = {f"{name}s": tuple(axes.get(f"{name}s", ())) for name in CHECKS}
     found = SweepFile(
         variants=variants,
-        seq_lens=tuple(checked("seq_lens", value, is_length) for value in axes.get("seq_lens", ())),
-        precisions=tuple(checked("precisions", value, is_precision) for value in axes.get("precisions", ())),
-        targets=tuple(checked("targets", value, is_target) for value in axes.get("targets", ())),
-        gpus=tuple(checked("gpus", value, is_gpu) for value in axes.get("gpus", ())),
+        **lists,
         build=build_table(table("build", document)),
         options=option_tables(table("options", document)),
         engine=engine,
@@ -173,8 +170,7 @@ def check_engine_options(where: str, given: Mapping[str, Any], known: Collection
 
 def include_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
     require("variant" in given, f"an [[include]] has no variant; expected one of: {', '.join(ATTENTION_SPECS)}")
-    checks = {"seq_len": is_length, "precision": is_precision, "target": is_target, "gpu": is_gpu}
-    for name, check in checks.items():
+    for name, check in CHECKS.items():
         if name in given:
             check(f"{name} of [[include]]", given[name])
     return {**given, "variant": model_of(given["variant"], "variant of [[include]]")}
@@ -183,7 +179,6 @@ def include_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
 def exclude_of(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
     """The values that match, by key."""
     check_keys("an [[exclude]]", given, CELL_KEYS)
-    checks = {"seq_len": is_length, "precision": is_precision, "target": is_target, "gpu": is_gpu}
     found: dict[str, tuple[Any, ...]] = {}
     for name, value in given.items():
         values = value if isinstance(value, list) else [value]
@@ -192,7 +187,7 @@ def exclude_of(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
             if name == "variant":
                 model_of(entry, "variant of [[exclude]]")
             else:
-                checks[name](f"{name} of [[exclude]]", entry)
+                CHECKS[name](f"{name} of [[exclude]]", entry)
         found[name] = tuple(model_of(entry, name).label if name == "variant" else entry for entry in values)
     return found
 

@@ -54,11 +54,6 @@ def require_distinct(name: str, values: Sequence[Any]) -> None:
         seen.add(key)
 
 
-def checked(name: str, value: Any, check: Callable[[str, Any], None]) -> Any:
-    check(name, value)
-    return value
-
-
 def is_length(name: str, value: Any) -> None:
     require(type(value) is int and value >= 1, f"{name} has {value!r}; expected lengths in tokens, integers from 1")
 
@@ -83,6 +78,15 @@ def is_gpu(name: str, value: Any) -> None:
         isinstance(value, str) and _GPU.fullmatch(value) is not None,
         f'{name} has {value!r}; expected architectures by their compute capability, such as "sm_90" for 9.0',
     )
+
+
+# Checks of the values of one cell, by key; the axes are their plurals.
+CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "seq_len": is_length,
+    "precision": is_precision,
+    "target": is_target,
+    "gpu": is_gpu,
+}
 
 
 def model_of(value: Any, name: str) -> Model:

@@ -35,21 +35,14 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Group:
-    """The rows of one length."""
-
-    title: str
-    lines: tuple[Line, ...]
-
-
-@dataclass(frozen=True)
 class Table:
-    """The table. columns: those after the name, in the order of the cells. shared: values that all rows have, by the
-    title of their column.
+    """The table. columns: those after the name, in the order of the cells. groups: the rows of each length, by title.
+
+    shared: values that all rows have, by the title of their column.
     """
 
     columns: tuple[Column, ...]
-    groups: tuple[Group, ...]
+    groups: dict[str, list[Line]]
     shared: dict[str, str]
 
     @property
@@ -128,11 +121,10 @@ def table_of(rows: Sequence[Row]) -> Table:
         elif known:
             columns.append(column)
     lengths = sorted({row.case.seq_len for row in rows})
-    groups = [
-        Group(f"{length:,} tokens", tuple(_line(row, columns) for row in rows if row.case.seq_len == length))
-        for length in lengths
-    ]
-    return Table(tuple(columns), tuple(groups), shared)
+    groups = {
+        f"{length:,} tokens": [_line(row, columns) for row in rows if row.case.seq_len == length] for length in lengths
+    }
+    return Table(tuple(columns), groups, shared)
 
 
 def differing_options(rows: Iterable[Row]) -> dict[str, str]:

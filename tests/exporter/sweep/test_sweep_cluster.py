@@ -19,11 +19,11 @@ import sweep_cells
 from sweep_cells import notes, pretend, tiny_cells
 
 from effexport.artifact import open_artifact
+from effexport.environment import gpus_here
 from effexport.errors import MissingExtraError, UserError
 from effexport.sweep.attempt import Attempt, Limits
 from effexport.sweep.cell import Cell
 from effexport.sweep.cluster import RayExecutor
-from effexport.sweep.machine import gpus_here
 from effexport.sweep.outcome import ARTIFACT, Outcome
 from effexport.sweep.packing import PIECE_BYTES
 from effexport.sweep.ray_start import cluster_executor, import_ray, local_executor

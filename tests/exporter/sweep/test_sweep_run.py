@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from sweep_cells import note, notes, pretend, tiny_cells, write_artifact
 
+from effexport.environment import Gpu, parse_gpus
 from effexport.errors import EffexportError, UserError
 from effexport.sweep.attempt import Attempt, Limits
 from effexport.sweep.cell import Cell
 from effexport.sweep.executor import Event
-from effexport.sweep.machine import Gpu, parse_gpus
 from effexport.sweep.outcome import ARTIFACT, Outcome
 from effexport.sweep.output import results_of_sweep, write_results
 from effexport.sweep.packing import Piece, Unpacking, pieces_of_folder
