@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from effexport.bench.rendering.advise import ranking
 from effexport.commands._options import say
 from effexport.units import NOTHING, memory, three_digits
 
@@ -104,9 +103,9 @@ def print_advice(console: Console, advice: Advice) -> None:
     table: Any = Table("rank", "model", "runtime", box=None, pad_edge=False)
     for title in ("median ms", "peak"):
         table.add_column(title, justify="right")
-    for rank, row in ranking(advice):
+    for rank, row in enumerate((*advice.ranked, *advice.beyond), start=1):
         peak = "unknown" if row.peak_bytes is None else memory(row.peak_bytes)
-        place = "over the limit" if rank is None else str(rank)
+        place = str(rank) if rank <= len(advice.ranked) else "over the limit"
         median = None if row.timing is None else row.timing.median_ms
         table.add_row(place, row.case.label, row.case.runtime, three_digits(median), peak)
     if table.rows:

@@ -82,12 +82,10 @@ class SweepRequest:
         from effexport.sweep.attempt import Limits
         from effexport.units import bytes_from_text
 
-        limits = Limits()
-        if self.timeout is not None:
-            limits = replace(limits, seconds=self.timeout)
-        if self.max_artifact is not None:
-            limits = replace(limits, artifact_bytes=bytes_from_text(self.max_artifact, "--max-artifact"))
-        return limits
+        limits = Limits() if self.timeout is None else Limits(seconds=self.timeout)
+        if self.max_artifact is None:
+            return limits
+        return replace(limits, artifact_bytes=bytes_from_text(self.max_artifact, "--max-artifact"))
 
     def chosen(self, cells: Any) -> list[Cell]:
         """The cells that --only names, or all cells. Raises UserError for a name that does not match one cell."""

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from effexport.artifact import EngineEntry, Manifest, Parity, check_file, read_manifest
+from effexport.artifact import EngineEntry, Parity, check_file, read_manifest
 from effexport.errors import UserError
 from effexport.files import json_text, write_file
 from effexport.sweep.cell import Cell
@@ -168,7 +168,9 @@ class Store:
         manifest = read_manifest(staged / ARTIFACT)
         for name, entry in manifest.files.items():
             check_file(staged / ARTIFACT, name, entry)
-        write_record(staged, record_of(cell, attempt, outcome, results_of_manifest(manifest, cell)))
+        engine = next((engine for engine in manifest.engines if engine.target == cell.target), None)
+        results = CellResults(manifest.parity, sum(entry.bytes for entry in manifest.files.values()), engine)
+        write_record(staged, record_of(cell, attempt, outcome, results))
         if not (staged / LOG).exists():
             write_file(staged / LOG, outcome.log + "\n")
         for path in list(staged.iterdir()):
@@ -228,11 +230,6 @@ def read_record(folder: Path, cell: Cell) -> CellRecord | None:
     except (OSError, msgspec.DecodeError):
         return None
     return record if record.digest == cell.digest else None
-
-
-def results_of_manifest(manifest: Manifest, cell: Cell) -> CellResults:
-    engine = next((engine for engine in manifest.engines if engine.target == cell.target), None)
-    return CellResults(manifest.parity, sum(entry.bytes for entry in manifest.files.values()), engine)
 
 
 def renamed(source: Path, target: Path) -> bool:

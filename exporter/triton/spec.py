@@ -58,7 +58,11 @@ class PackageSpec:
     image_tag: str | None = None
 
     def __post_init__(self) -> None:
-        check_name(self.name)
+        if not NAME.fullmatch(self.name):
+            raise SpecError(
+                f"{self.name!r} cannot be the name of a model; expected letters, digits, '-', '_' and '.', at most "
+                "128, and a letter or digit first: choose one with --name"
+            )
         for backend in self.backends:
             check_word("backend", backend, BACKENDS)
         require(len(set(self.backends)) == len(self.backends), f"a backend was given twice: {', '.join(self.backends)}")
@@ -98,15 +102,6 @@ class PackageSpec:
     def model_name(self, backend: str, backends: tuple[str, ...]) -> str:
         """The model's name in one of the chosen backends."""
         return self.name if len(backends) == 1 and self.backends else f"{self.name}-{backend}"
-
-
-def check_name(name: str) -> None:
-    """Raises SpecError for a name that does not work in Triton or in a URL."""
-    if not NAME.fullmatch(name):
-        raise SpecError(
-            f"{name!r} cannot be the name of a model; expected letters, digits, '-', '_' and '.', at most 128, and a "
-            "letter or digit first: choose one with --name"
-        )
 
 
 def check_word(option: str, value: str, known: tuple[str, ...]) -> None:

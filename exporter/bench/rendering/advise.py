@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from effexport.bench.rendering.curves import median_ms
@@ -55,8 +54,3 @@ def advice_from_results(results: BenchResults, limit_bytes: int | None = None) -
         return Advice(tuple(measured), (), None)
     fits = [row for row in measured if row.peak_bytes is not None and row.peak_bytes <= limit_bytes]
     return Advice(tuple(fits), tuple(row for row in measured if row not in fits), limit_bytes)
-
-
-def ranking(advice: Advice) -> Sequence[tuple[int | None, Row]]:
-    """Pairs of rank and row; rows beyond the limit have no rank."""
-    return [*enumerate(advice.ranked, start=1), *((None, row) for row in advice.beyond)]
