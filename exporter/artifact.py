@@ -40,7 +40,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A TensorRT engine of an artifact, as far as reports show it; its sidecar has the rest."""
+    """A TensorRT engine of an artifact in short; its sidecar has all details."""
 
     target: str
     file: str

@@ -144,7 +144,7 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) ->
         if name in _BUILD_FIELDS:
             groups["build"][name] = value
         elif name in _ENCODER_FIELDS:
-            require(scope == "encoder", f"{name} belongs to the encoder; it has no meaning with scope attention")
+            require(scope == "encoder", f"{name} belongs to the encoder; it does not apply to scope attention")
             groups["encoder"][name] = value
         else:
             known = known_attention + _BUILD_FIELDS + _ENCODER_FIELDS

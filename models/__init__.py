@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.model_spec import load
+from effexport.models.spec import ATTENTION_SPECS, AttentionSpec
 
 if TYPE_CHECKING:
     from effexport.models.layers import AttentionLayer
-    from effexport.models.spec import AttentionSpec
 
-
-def load(path: str) -> Any:
-    """What is at `module.name` within this package, or the module itself for `module`."""
-    module, _, name = path.partition(".")
-    found = importlib.import_module(f"{__name__}.{module}")
-    return getattr(found, name) if name else found
+__all__ = ["ATTENTION_SPECS", "AttentionSpec", "EncoderSpec", "attention_from_spec"]
 
 
 def attention_from_spec(spec: AttentionSpec) -> AttentionLayer:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.models import load
 from effexport.models.families import FAMILIES, read_json
+from effexport.models.model_spec import load
 from effexport.models.validation import SpecError, require
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     import torch
     from safetensors.torch import load_file
 
+    require(not path.is_dir(), f"{path} is a folder; expected a weights file")
     require(path.is_file(), f"no weights file at {path}")
     try:
         if path.suffix == ".safetensors":

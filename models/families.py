@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.models import load
+from effexport.models.model_spec import load
 from effexport.models.validation import SpecError, did_you_mean, require
 
 if TYPE_CHECKING:

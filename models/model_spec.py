@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -97,3 +98,10 @@ def shape_of(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
 def counted(layers: Iterable[AttentionSpec], fused: bool) -> dict[str, int]:
     """How many nodes of each custom operator a model of these layers becomes."""
     return dict(Counter(op for spec in layers for op in spec.operators(fused)))
+
+
+def load(path: str) -> Any:
+    """The object that a table names: `module.name` within effexport.models, or the module itself for `module`."""
+    module, _, name = path.partition(".")
+    found = importlib.import_module(f"effexport.models.{module}")
+    return getattr(found, name) if name else found

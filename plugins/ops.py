@@ -49,13 +49,14 @@ def _by_onnx_name(*ops: Op) -> dict[str, Op]:
     return {op.onnx_name: op for op in ops}
 
 
-# CMakeLists.txt reads the folders from these rows: one operator per line, the folder first.
+# CMakeLists.txt reads the folders from these rows: one operator per line, the folder first. Function bodies stand in
+# exported files in this order, so a new operator is added at the end.
 OPS: dict[str, Op] = _by_onnx_name(
-    Op("aft_simple_attention", "AFTSimpleAttention"),
     Op("iterative_pinv", "IterativePinv", has_trt_plugin=True),
     Op("linear_attention", "EluLinearAttention"),
-    Op("lsh_attention", "LSHAttention"),
     Op("lsh_sort", "LSHSort", element_types=("int32",), has_trt_plugin=True),
+    Op("lsh_attention", "LSHAttention"),
+    Op("aft_simple_attention", "AFTSimpleAttention"),
     Op("masked_attention", "MaskedAttention"),
     Op("segment_means", "SegmentMeans"),
     Op("sequence_conv", "SequenceConv"),

@@ -52,7 +52,9 @@ EXPECTED = {"rounds": "at least 1", "threads": "at least 1", "max_seconds": "a n
 @click.option("--advise", is_flag=True, help="Recommend the fastest variant and runtime on this machine for --seq-len.")
 @click.option("--seq-len", type=int, help="With --advise: the length in tokens.")
 @click.option(
-    "--memory-limit", help="With --advise: the most memory a run may use, such as 500MB (10^6 bytes) or 2GiB (2^30)."
+    "--memory-limit",
+    metavar="SIZE",
+    help="With --advise: the most memory a run may use, such as 500MB (10^6 bytes) or 2GiB (2^30).",
 )
 @click.option("--no-memory", is_flag=True, help="Do not measure peak memory, which takes one more run per row.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default: bench.")

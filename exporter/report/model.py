@@ -168,7 +168,7 @@ class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     summary: Annotated[dict[str, CheckSummary], described("By the name of a check.")]
     checks: list[CheckRecord]
     layers: Annotated[list[LayerError], described("In the order of the model.")]
-    bench: Annotated[list[Any], described("Always empty; kept for readers of version 2.")]
+    bench: Annotated[list[Any], msgspec.Meta(max_length=0, description="Always empty; kept for readers of version 2.")]
     seconds: Annotated[dict[str, float], described("By the stage of the build.")]
     environment: Annotated[dict[str, str | None], described("Versions; null for what is not installed.")]
 

@@ -33,7 +33,7 @@ def report_of_artifact(artifact: Artifact) -> Report:
 def report_from_values(values: dict[str, Any], file: Path) -> Report:
     """The report of the plain values of a file, of the newest version. Raises UserError for values of another type."""
     report = record_from_values(values, ReportFile, str(file), REMEDY)
-    record_from_values(report.spec, SpecFields, f"{file}, spec", REMEDY)
+    record_from_values(report.spec, SpecFields, f"the spec in {file}", REMEDY)
     return report_from_file(report)
 
 

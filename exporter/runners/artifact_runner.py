@@ -31,7 +31,7 @@ def check_runtime(runtime: str, implementation: str) -> None:
             raise UserError(f"unknown {option} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
     if ARTIFACT_RUNTIMES[runtime].engine and implementation != "auto":
         raise UserError(
-            f"--implementation {implementation} has no meaning with --runtime {runtime}: whether plugins or bodies run "
+            f"--implementation {implementation} does not apply to --runtime {runtime}: whether plugins or bodies run "
             "was decided when the engine was built; leave it out"
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 from effexport.dtypes import DTYPES, TensorInfo
 from effexport.triton.record import ModelRecord
 from effexport.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG
+from effexport.units import listed
 
 # Part of the first line of each page that effexport wrote; other pages are not changed.
 MARK = "written by effexport package"
@@ -142,4 +143,5 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["listed"] = listed
     return environment.get_template(template).render(values)

@@ -148,9 +148,7 @@ def damaged_reports() -> dict[str, dict[str, Any]]:
     change("got `int` - at `$.environment[...]`", lambda v: v["environment"].update(torch=2))
     change("enum value 'tpu' - at `$.runtime`", lambda v: v.update(runtime="tpu"))
     change("Expected `object`, got `array` - at `$.spec`", lambda v: v.update(spec=[]))
-    change(
-        "spec is damaged: Invalid enum value 'int8' - at `$.precision`", lambda v: v["spec"].update(precision="int8")
-    )
+    change("is damaged: Invalid enum value 'int8' - at `$.precision`", lambda v: v["spec"].update(precision="int8"))
     change("got `null` - at `$.notes[0]`", lambda v: v.update(notes=[None]))
     return reports
 
