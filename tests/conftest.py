@@ -16,16 +16,19 @@ import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import page_browser
 import pytest
 
 from effexport.runtimes import RUNTIMES
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = "EFFEXPORT_REQUIRE"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Part(Protocol):
@@ -126,7 +129,7 @@ class Browser:
 
     @staticmethod
     def path() -> str | None:
-        found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+        found = map(shutil.which, BROWSERS)
         return next((path for path in found if path), None)
 
     def is_present(self) -> bool:
@@ -289,3 +292,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line("slowest files, in seconds of all workers together:")
         for name, seconds in config.stash[SECONDS].most_common(10):
             terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[page_browser.Browser]:
+    """For tests that require "browser"."""
+    program = next(path for path in map(shutil.which, BROWSERS) if path)
+    running = page_browser.Browser(program, tmp_path_factory.mktemp("profile"))
+    yield running
+    running.close()

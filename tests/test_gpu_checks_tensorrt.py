@@ -398,7 +398,7 @@ def test_the_long_model_is_the_same_with_more_positions() -> None:
     for spec in checks.specs_from_options(options("--precisions", "fp16")):
         longer = checks.long_spec(spec, 16384)
         assert longer.seq_len == longer.max_seq_len == 16384
-        assert (longer.variant, longer.precision, longer.layers) == (spec.variant, "fp16", 2)
+        assert (longer.variant, longer.precision, longer.model.layers) == (spec.variant, "fp16", 2)
 
 
 # Steps, results and errors

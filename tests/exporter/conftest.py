@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from page_browser import Browser
 from small_builds import built_artifact
 from small_specs import spec_of
 
@@ -147,13 +146,3 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         return Result(code if isinstance(code, int) else 0 if code is None else 1, out, err)
 
     return run
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """For tests that require "browser"."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    program = next(path for path in map(shutil.which, names) if path)
-    running = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield running
-    running.close()

@@ -24,7 +24,7 @@ PARAMETERS = {
 @pytest.mark.requires("native")
 def test_emulated_kernels_give_the_results_of_the_cpu_kernels_within_their_arrays() -> None:
     cpu_kernels = [PLUGINS / op / "kernel_cpu.cc" for op in OPS]
-    assert run(build("emulated_attention", *SANITIZERS, sources=cpu_kernels)).splitlines()[-1] == "0 failures"
+    assert "0 failures" in run(build("emulated_attention", *SANITIZERS, sources=cpu_kernels)).splitlines()
 
 
 @pytest.mark.requires("nvcc")

@@ -72,11 +72,11 @@ SERVED = [name for name, case in CASES.items() if name.split()[1] not in ("of", 
 
 
 def run_in(major: str, script: str, request: dict[str, Any], cache: Path, folder: Path) -> dict[str, Any]:
-    """What a script answers in one of the environments, where `effexport` has its plugins and nothing else."""
+    """What a script answers in one of the environments, with no more of `effexport` than its plugins."""
     environment = ENVIRONMENTS / major
     (folder / "effexport").mkdir(exist_ok=True)
-    for name, target in (("__init__.py", ROOT / "exporter" / "__init__.py"), ("plugins", ROOT / "plugins")):
-        link = folder / "effexport" / name
+    for target in (ROOT / "exporter" / "__init__.py", ROOT / "exporter" / "version.py", ROOT / "plugins"):
+        link = folder / "effexport" / target.name
         if not link.is_symlink():
             link.symlink_to(target)
     variables = {

@@ -261,7 +261,7 @@ CAUSAL = [
 def test_causal_exports_and_their_decode_steps_obey_the_limits(small_spec: Specs, tmp_path: Path, name: str) -> None:
     spec = small_spec(name, "encoder", causal=True)
     check_limits(onnx.load(exported(spec)))
-    if spec.has_decode_step:
+    if spec.model.has_decode_step:
         onnx_from_decode_step(module_from_spec(spec.model, spec.seed), spec, tmp_path / "step.onnx")
         check_limits(onnx.load(str(tmp_path / "step.onnx")))
 

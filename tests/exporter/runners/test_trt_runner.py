@@ -543,7 +543,8 @@ def test_the_fake_answers_no_call_that_our_view_of_tensorrt_lacks(fake: type, re
 
 
 def public(kind: type) -> set[str]:
-    return {name for name in vars(kind) if not name.startswith("_")}
+    """Methods, properties, and attributes that are only declared."""
+    return {name for name in (*vars(kind), *vars(kind).get("__annotations__", {})) if not name.startswith("_")}
 
 
 # Refusals, in the order in which they are looked for.
