@@ -19,12 +19,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import page_browser
 import pytest
 
 from effexport.runtimes import RUNTIMES
+
+if TYPE_CHECKING:
+    import page_browser
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = "EFFEXPORT_REQUIRE"
@@ -297,6 +299,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[page_browser.Browser]:
     """For tests that require "browser"."""
+    import page_browser
+
     program = next(path for path in map(shutil.which, BROWSERS) if path)
     running = page_browser.Browser(program, tmp_path_factory.mktemp("profile"))
     yield running
