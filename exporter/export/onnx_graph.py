@@ -157,6 +157,12 @@ def custom_ops_of_model(model: Path | bytes) -> tuple[str, ...]:
     return tuple(sorted({node.op_type for node in all_nodes(proto) if node.domain == DOMAIN}))
 
 
+def ops_without_body(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Names of our operators in a model that have no function body in it, so that only our kernels can run them."""
+    bodies = {function.name for function in model.functions if function.domain == DOMAIN}
+    return tuple(sorted({node.op_type for node in all_nodes(model) if node.domain == DOMAIN} - bodies))
+
+
 def external_files(model: Path | bytes, folder: Path | None = None) -> list[Path]:
     """Files with external weights of a model, next to its file or, for a serialised model, in the folder."""
     import onnx
