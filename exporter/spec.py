@@ -37,6 +37,8 @@ class BuildSpec:
     batch: the batch size of the first case of the parity check.
     fused: whether attention is exported as one custom operator if the variant has one, or as standard operators, for
     tools that support neither our kernels nor function bodies.
+    inline: whether the file has the bodies of custom operators in place of the operators, so that it contains standard
+    operators only.
     """
 
     model: ModelSpec
@@ -46,6 +48,7 @@ class BuildSpec:
     seed: int = 0
     external_data: bool = False
     fused: bool = True
+    inline: bool = False
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -88,8 +91,8 @@ class BuildSpec:
 
     @property
     def custom_ops(self) -> dict[str, int]:
-        """How many nodes of each custom operator the graph contains."""
-        return self.model.custom_ops(self.fused)
+        """How many nodes of each custom operator the file contains."""
+        return {} if self.inline else self.model.custom_ops(self.fused)
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:

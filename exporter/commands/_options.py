@@ -13,6 +13,8 @@ from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_RUNTIMES, described
 from effexport.units import rough_duration
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
     from rich.progress import Progress, Task
 
@@ -60,6 +62,22 @@ def check_choice(option: str, value: str, known: Collection[str]) -> None:
 
     if value not in known:
         raise UserError(f"unknown {option} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
+
+
+def check_output_file(output: Path, *, force: bool) -> None:
+    """Refuse an output that exists, or that lies inside an artifact, which it would damage. Raises UserError."""
+    from effexport.artifact import MANIFEST
+    from effexport.errors import UserError
+
+    if output.is_dir():
+        raise UserError(f"{output} is a folder; expected the path of a file to write")
+    for folder in output.resolve().parents:
+        if (folder / MANIFEST).is_file():
+            raise UserError(f"{output} would change the artifact {folder}; choose a file outside it with -o")
+    if output.exists() and not output.is_file():
+        raise UserError(f"{output} is not a regular file; choose another file with -o")
+    if output.exists() and not force:
+        raise UserError(f"{output} exists; choose another file with -o, or replace it with --force")
 
 
 def implementation_text(implementation: Mapping[str, str], verb: str = "ran as") -> str:

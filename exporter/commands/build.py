@@ -53,6 +53,11 @@ if TYPE_CHECKING:
     help="Export attention as one fused operator where available (default), or as standard operators.",
 )
 @click.option(
+    "--inline/--no-inline",
+    default=None,
+    help="Write standard operators only, for tools that know no model-local functions; kernels then do not apply.",
+)
+@click.option(
     "--checkpoint", type=click.Path(path_type=Path), help="Checkpoint folder to export: config.json and weights."
 )
 @click.option("--task", help="With --checkpoint: the head to export, if not the one in config.json.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_choice, common_options, say, stderr_console
+from effexport.commands._options import check_choice, check_output_file, common_options, say, stderr_console
 
 if TYPE_CHECKING:
     from effexport.report.compare import Comparison, Side
@@ -126,16 +126,3 @@ def comparison_text(comparison: Comparison, form: str) -> str:
     if form == "json":
         return json_text(comparison.to_dict())
     return html_from_comparison(comparison) if form == "html" else markdown_from_comparison(comparison)
-
-
-def check_output_file(output: Path, *, force: bool) -> None:
-    """Refuse an output that exists, or that lies inside an artifact, which it would damage. Raises UserError."""
-    from effexport.artifact import MANIFEST
-    from effexport.errors import UserError
-
-    if output.is_dir():
-        raise UserError(f"{output} is a folder; expected the path of a file to write")
-    if (output.parent / MANIFEST).is_file():
-        raise UserError(f"{output} would change the artifact {output.parent}; choose a file outside it with -o")
-    if output.exists() and not force:
-        raise UserError(f"{output} exists; choose another file with -o, or replace it with --force")

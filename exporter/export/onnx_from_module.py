@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import StageError
+from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import GraphSignature, check_graph
 from effexport.models.model_spec import shape_of
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
@@ -49,6 +50,8 @@ def write_graph(
     mark_custom_nodes(model)
     attach_function_bodies(model, spec.opset)
     strip_metadata(model)
+    if spec.inline:
+        inline_functions(model)
     save(model, spec, path)
     check_graph(path, signature)
 

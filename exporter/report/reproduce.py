@@ -17,7 +17,12 @@ from effexport.spec import BuildSpec
 
 # What `effexport build` has a flag for; other fields go into a file for --spec.
 _FLAGS = ("dim", "heads", "layers", "seq_len", "batch", "precision", "opset", "seed", "num_hashes", "pinv_init")
-_SWITCHES = ("causal", "external_data")
+_SWITCHES = {
+    "causal": ("--causal", "--no-causal"),
+    "external_data": ("--external-data", "--no-external-data"),
+    "fused": ("--fused", "--unfused"),
+    "inline": ("--inline", "--no-inline"),
+}
 # They are the subjects of other flags.
 _IDENTITY = ("scope", "variant")
 # Checks of inputs that are made on the spot, or of another model than model.onnx.
@@ -58,7 +63,7 @@ def build_command(report: Report, output: str) -> str:
     if report.weights_from not in ("", SEED):
         words += ["--weights", report.weights_from]
     words += _flags(changed)
-    rest = {name: value for name, value in changed.items() if name not in _FLAGS + _SWITCHES}
+    rest = {name: value for name, value in changed.items() if name not in (*_FLAGS, *_SWITCHES)}
     if rest:
         words += ["--spec", "spec.toml"]
     command = " ".join(map(quoted, [*words, *_targets(report), "-o", output]))
@@ -118,11 +123,10 @@ def _variant(spec: dict[str, Any]) -> str:
 def _flags(changed: dict[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in changed.items():
-        flag = name.replace("_", "-")
         if name in _SWITCHES:
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            words.append(_SWITCHES[name][not value])
         elif name in _FLAGS:
-            words += [f"--{flag}", str(value)]
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 
 

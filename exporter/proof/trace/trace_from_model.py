@@ -11,6 +11,7 @@ import numpy as np
 
 from effexport.errors import RuntimeFailedError, RuntimeUnsupportedError, StageError, Unavailable
 from effexport.export.onnx_graph import load_graph
+from effexport.plugins.ops import OPS
 from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values
 from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.proof.trace.trace import Suspect, Trace, TracedValue
@@ -71,7 +72,7 @@ def trace_from_model(
     Raises RuntimeUnsupportedError and RuntimeFailedError if the model does not run.
     """
     spec = traced.spec
-    pairable = same_origins(traced.origins, load_graph(exported))
+    pairable = same_origins(traced.origins, load_graph(exported), spec.custom_ops)
     proto = load_graph(model)
     nodes = [(node, value) for node in proto.graph.node for value in node.output if value]
     paired = {value: node for node, value in nodes if value in pairable}
@@ -91,17 +92,23 @@ def trace_from_model(
     return Trace(trace.model, trace.case, values, trace.pairable, trace.not_paired, suspects)
 
 
-def same_origins(origins: Mapping[str, Origin], model: onnx.ModelProto) -> dict[str, Origin]:
+def same_origins(
+    origins: Mapping[str, Origin], model: onnx.ModelProto, custom_ops: Collection[str]
+) -> dict[str, Origin]:
     """The values that the artifact's own model makes as this export does.
 
+    custom_ops: those in the file; where others were, the body of the operator makes its outputs.
     Names are numbered by the exporter: another release of PyTorch may give them to other values.
     """
+    inlined = set(OPS) - set(custom_ops)
     made = {value: (node.op_type, module_of_node(node)) for node in model.graph.node for value in node.output}
     return {
         value: origin
         for value, origin in origins.items()
         # the file keeps a path for every node that has one, and the exporter's word for those that have none
-        if value in made and made[value][0] == origin.op_type and origin.module in (made[value][1], "")
+        if value in made
+        and (made[value][0] == origin.op_type or origin.op_type in inlined)
+        and origin.module in (made[value][1], "")
     }
 
 

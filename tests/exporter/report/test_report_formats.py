@@ -245,14 +245,14 @@ def arguments_of(command: str, folder: Path) -> dict[str, Any]:
 
 
 SPEC_FLAGS = ("variant", "scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "precision", "opset", "seed")
-SPEC_FLAGS += ("external_data", "task", "num_hashes", "pinv_init")
+SPEC_FLAGS += ("external_data", "fused", "inline", "task", "num_hashes", "pinv_init")
 CHANGES: dict[str, dict[str, Any]] = {
     "softmax": {"causal": True},
-    "linear": {"eps": 1e-5, "chunk_length": 32},
+    "linear": {"eps": 1e-5, "chunk_length": 32, "inline": True},
     "nystrom": {"num_landmarks": 16, "pinv_init": "global", "precision": "fp16"},
     "lsh": {"num_buckets": (4, 8), "num_hashes": 4, "external_data": True},
     "aft-full": {"position_dim": 8},
-    "aft-simple": {"bias": False},
+    "aft-simple": {"bias": False, "fused": False},
     "aft-local": {"window": 9, "seed": 7},
     "aft-conv": {"kernel_size": 5, "opset": 21},
 }
@@ -312,7 +312,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("chosen", [{}, {"seq_len": 64, "precision": "fp16", "opset": 21, "seed": 5}])
+@pytest.mark.parametrize(
+    "chosen", [{}, {"seq_len": 64, "precision": "fp16", "opset": 21, "seed": 5, "fused": False, "inline": True}]
+)
 def test_the_build_command_of_a_checkpoint_builds_the_same_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, chosen: dict[str, Any]
 ) -> None:

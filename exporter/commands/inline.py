@@ -1,0 +1,149 @@
+"""`effexport inline`."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from effexport.commands._options import check_output_file, common_options, say, stage_progress, stderr_console
+from effexport.units import megabytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from effexport.artifact import Artifact
+    from effexport.proof.checks.result import Check
+
+STAGE = "inline"
+
+
+@click.command("inline")
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="ONNX file to write.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@common_options
+def command(artifact: Path, output: Path, force: bool, as_json: bool) -> None:
+    """Write the model of an artifact with standard operators only, for tools that know no model-local functions.
+
+    The definition of each custom operator takes the place of the operator. The file is compared with the stored answers
+    of PyTorch, as by effexport verify --model, and written only if every check passes. External weights go into a
+    second file, OUTPUT.data. To build such a model in the first place, use effexport build --inline.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.cli import print_json
+    from effexport.proof.checks.result import summary
+    from effexport.report.model import dict_of_check
+
+    opened = open_artifact(artifact)
+    check_outputs(opened, output, force=force)
+    console = stderr_console()
+    with stage_progress(console) as on_stage:
+        written = write_inlined(opened, output, on_stage)
+    if as_json:
+        print_json(
+            {
+                "artifact": str(artifact),
+                "output": str(output),
+                "files": list(map(str, written.files)),
+                "bytes": written.bytes,
+                "opset": opened.spec.opset,
+                "nodes": written.nodes,
+                "inlined": opened.manifest.custom_ops,
+                "passed": any(check.status == "passed" for check in written.checks),
+                "summary": summary(written.checks),
+                "checks": [dict_of_check(check) for check in written.checks],
+            }
+        )
+    say(console, written_text(written, opened, output))
+
+
+@dataclass(frozen=True)
+class Written:
+    """The result: files with their total size, the number of nodes, and the checks, none of which failed."""
+
+    files: tuple[Path, ...]
+    bytes: int
+    nodes: int
+    checks: list[Check]
+
+
+def check_outputs(artifact: Artifact, output: Path, *, force: bool) -> None:
+    """Refuse, before any work, files that exist or cannot be written. Raises UserError."""
+    from effexport.errors import UserError
+
+    if not output.parent.is_dir():
+        raise UserError(f"the folder {output.parent} does not exist; create it, or choose another file with -o")
+    check_output_file(output, force=force)
+    if f"{artifact.model_path.name}.data" in artifact.manifest.files:
+        check_output_file(data_file(output), force=force)
+
+
+def data_file(output: Path) -> Path:
+    return output.with_name(f"{output.name}.data")
+
+
+def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], None]) -> Written:
+    """Write the inlined model of an artifact, checked, or nothing.
+
+    Raises StageError if a check fails, and UserError if the files cannot be written.
+    """
+    from effexport.errors import StageError, UserError
+    from effexport.proof.cases import load_reference
+    from effexport.proof.verify import verify_candidate
+    from effexport.report.rendering.text import failure_text
+    from effexport.runners.ort.settings import OrtSettings
+
+    try:
+        # the model names the file of its weights, so both are made under their final names in a folder of their own
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.partial-") as folder:
+            model = Path(folder) / output.name
+            on_stage("inlining function bodies")
+            nodes = save_inlined(artifact, model)
+            on_stage("comparing with the golden file")
+            cases = load_reference(artifact.reference_path)
+            checks = verify_candidate(model, cases, artifact.spec, artifact.manifest.hash_values, OrtSettings()).checks
+            if any(check.status == "failed" for check in checks):
+                raise StageError(STAGE, failure_text(checks))
+            made = [file for file in (data_file(model), model) if file.is_file()]
+            size = sum(file.stat().st_size for file in made)
+            files = [file.replace(output.with_name(file.name)) for file in made]
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}; choose another file with -o") from error
+    return Written(tuple(reversed(files)), size, nodes, checks)
+
+
+def save_inlined(artifact: Artifact, path: Path) -> int:
+    """Write the inlined model, check its signature, and return how many nodes it has."""
+    import onnx_ir as ir
+
+    from effexport.export.inlined import inline_functions
+    from effexport.export.onnx_from_module import save
+    from effexport.export.onnx_graph import GraphSignature, check_graph
+
+    spec = artifact.spec
+    model = ir.load(artifact.model_path)
+    inline_functions(model)
+    save(model, spec, path)
+    check_graph(path, GraphSignature(spec.inputs, spec.outputs, {}))
+    return sum(1 for _ in model.graph.all_nodes())
+
+
+def written_text(written: Written, artifact: Artifact, output: Path) -> str:
+    """One line: what was written, whether it is proven, and what it is for."""
+    count = sum(check.status == "passed" for check in written.checks)
+    if count:
+        verdict = f"equal to PyTorch, {count} of {len(written.checks)} checks passed"
+    else:
+        verdict = f"NOT compared with PyTorch: {written.checks[0].reason}"
+    ops = ", ".join(f"effexport::{op}" for op in artifact.manifest.custom_ops)
+    content = f"{ops} inlined" if ops else "the model had no custom operators"
+    names = " and ".join(map(str, written.files))
+    return (
+        f"{names}: {written.nodes} nodes, all of them standard operators of opset {artifact.spec.opset} ({content}), "
+        f"{megabytes(written.bytes)}; {verdict}. It is for tools that know no model-local functions, such as OpenVINO; "
+        "kernels and plugins do not apply to it."
+    )
