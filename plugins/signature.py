@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from effexport.plugins.function_body import with_constants
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 
 if TYPE_CHECKING:
@@ -176,14 +177,14 @@ class Signature:
         return translate
 
     def function_body(self, opset: int, nodes: str) -> onnx.FunctionProto:
-        """The operator as a function of standard operators. nodes: in the syntax of onnx.parser, one on each line."""
+        """The operator as a function of standard operators. nodes: one per line, see `function_body.with_constants`."""
         import onnx.parser
 
         inputs, outputs = (", ".join(item.name for item in items) for items in (self.inputs, self.outputs))
         attributes = f"<{', '.join(attribute.name for attribute in self.attributes)}>" if self.attributes else ""
         return onnx.parser.parse_function(f"""
         <domain: "{DOMAIN}", opset_import: ["" : {opset}]>
-        {self.onnx_name} {attributes} ({inputs}) => ({outputs}) {{{nodes}}}
+        {self.onnx_name} {attributes} ({inputs}) => ({outputs}) {{{with_constants(nodes)}}}
         """)
 
     def common_attributes(self, nodes: Sequence[onnx.NodeProto], *names: str) -> dict[str, Any]:

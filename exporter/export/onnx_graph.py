@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.dtypes import TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.files import file_digest
+from effexport.plugins.function_body import traps
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def check_graph(path: Path, signature: GraphSignature) -> None:
             raise StageError(STAGE, f"node {node.name!r} is a {node.op_type}: {FORBIDDEN_OPS[node.op_type]}")
         if node.domain == DOMAIN and (PLUGIN_NAMESPACE, DOMAIN.encode()) not in [(a.name, a.s) for a in node.attribute]:
             raise StageError(STAGE, f"node {node.name!r} does not carry {PLUGIN_NAMESPACE}={DOMAIN!r}")
+    for trap in traps(model):
+        raise StageError(STAGE, f"other tools would misread the graph: {trap}; see docs/function_bodies.md")
     for what, actual, expected in (
         ("inputs", graph_tensors(model.graph.input), signature.inputs),
         ("outputs", graph_tensors(model.graph.output), signature.outputs),

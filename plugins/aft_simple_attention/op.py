@@ -63,12 +63,12 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     Absent keys are −1e30 and a maximum is at least −1e29: finite, and so far apart that e^(difference) is 0.
     """
     body = """
-        zero = Constant <value_float = 0.0> ()
-        one = Constant <value_float = 1.0> ()
-        absent = Constant <value_float = -1e30> ()
-        floor = Constant <value_float = -1e29> ()
-        seq_axis = Constant <value_ints = [2]> ()
-        other_axes = Constant <value_ints = [1, 3]> ()
+        zero = 0.0
+        one = 1.0
+        absent = -1e30
+        floor = -1e29
+        seq_axis = [2]
+        other_axes = [1, 3]
         q_exact = Cast <to = 1> (q)
         k_exact = Cast <to = 1> (k)
         v_exact = Cast <to = 1> (v)

@@ -73,48 +73,47 @@ iterative_pinv.register_autograd(_backward, setup_context=_save_inputs)
 
 
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
-    """The operator in standard operators, iterations unrolled.
+    """The operator in standard operators, in float32, iterations unrolled.
 
     One body serves all nodes of a model. Raises ValueError when they differ in `iterations`.
     """
     step = """
-        P{i} = MatMul (A, Z{i})
+        P{i} = MatMul (A_float, Z{i})
         Inner{i} = Sub (I7, P{i})
         PInner{i} = MatMul (P{i}, Inner{i})
         Middle{i} = Sub (I15, PInner{i})
         PMiddle{i} = MatMul (P{i}, Middle{i})
         Outer{i} = Sub (I13, PMiddle{i})
         Quarter{i} = Mul (quarter, Z{i})
-        {z_next} = MatMul (Quarter{i}, Outer{i})
+        Z{next} = MatMul (Quarter{i}, Outer{i})
     """
     iterations = SIGNATURE.common_attributes(nodes)["iterations"]
-    steps = "".join(step.format(i=i, z_next="Z" if i == iterations - 1 else f"Z{i + 1}") for i in range(iterations))
+    steps = "".join(step.format(i=i, next=i + 1) for i in range(iterations))
     body = f"""
         size = Shape <start = 1, end = 2> (A)
-        zero = Constant <value_int = 0> ()
-        one = Constant <value_int = 1> ()
-        axis0 = Constant <value_ints = [0]> ()
-        axis1 = Constant <value_ints = [1]> ()
+        zero = 0
+        one = 1
+        axis0 = [0]
+        axis1 = [1]
         size_scalar = Squeeze (size)
         index = Range (zero, size_scalar, one)
         column = Unsqueeze (index, axis1)
         row = Unsqueeze (index, axis0)
         diagonal = Equal (column, row)
-        I = CastLike (diagonal, A)
-        seven = Constant <value_float = 7.0> ()
-        fifteen = Constant <value_float = 15.0> ()
-        thirteen = Constant <value_float = 13.0> ()
-        quarter_float = Constant <value_float = 0.25> ()
-        seven_like = CastLike (seven, A)
-        fifteen_like = CastLike (fifteen, A)
-        thirteen_like = CastLike (thirteen, A)
-        quarter = CastLike (quarter_float, A)
-        I7 = Mul (seven_like, I)
-        I15 = Mul (fifteen_like, I)
-        I13 = Mul (thirteen_like, I)
-        At = Transpose <perm = [0, 2, 1]> (A)
-        inverse_scale = Reciprocal (scale)
+        I = Cast <to = 1> (diagonal)
+        seven = 7.0
+        fifteen = 15.0
+        thirteen = 13.0
+        quarter = 0.25
+        I7 = Mul (seven, I)
+        I15 = Mul (fifteen, I)
+        I13 = Mul (thirteen, I)
+        A_float = Cast <to = 1> (A)
+        At = Transpose <perm = [0, 2, 1]> (A_float)
+        scale_float = Cast <to = 1> (scale)
+        inverse_scale = Reciprocal (scale_float)
         Z0 = Mul (inverse_scale, At)
         {steps}
+        Z = CastLike (Z{iterations}, A)
     """
     return SIGNATURE.function_body(opset, body)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from effexport.plugins.function_body import rounded_down
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
@@ -72,17 +73,17 @@ def _(
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators.
 
-    One body serves all nodes of a model. They may differ in `eps`, to which the body refers. Raises ValueError when
-    they differ in `causal` or, if causal, in `chunk_length`. Axes count from the front: in an empty tensor, ONNX
-    Runtime ignores axes that count from the back.
+    One body serves all nodes of a model. Raises ValueError when they differ in `eps`, in `causal` or, if causal, in
+    `chunk_length`. Axes count from the front: in an empty tensor, ONNX Runtime ignores axes that count from the back.
     """
     sums = _SUMS
-    if SIGNATURE.common_attributes(nodes, "causal")["causal"]:
+    eps, causal = SIGNATURE.common_attributes(nodes, "eps", "causal").values()
+    if causal:
         sums = _causal_sums(**SIGNATURE.common_attributes(nodes, "chunk_length"))
     body = f"""
-        zero = Constant <value_float = 0.0> ()
-        eps_float = Constant <value_float: float = @eps> ()
-        keep_axes = Constant <value_ints = [1, 3]> ()
+        zero = 0.0
+        eps = {eps:.9e}
+        keep_axes = [1, 3]
         q_float = Cast <to = 1> (q)
         k_float = Cast <to = 1> (k)
         v_float = Cast <to = 1> (v)
@@ -106,13 +107,13 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
 _SUMS = """
         k_transposed = Transpose <perm = [0, 1, 3, 2]> (k_features)
         s = MatMul (k_transposed, v_float)
-        axis2 = Constant <value_ints = [2]> ()
-        axis3 = Constant <value_ints = [3]> ()
+        axis2 = [2]
+        axis3 = [3]
         z = ReduceSum <keepdims = 0> (k_features, axis2)
         z_column = Unsqueeze (z, axis3)
         numerator = MatMul (q_features, s)
         weight = MatMul (q_features, z_column)
-        denominator = Add (weight, eps_float)
+        denominator = Add (weight, eps)
         result = Div (numerator, denominator)
 """
 
@@ -125,39 +126,39 @@ def _causal_sums(chunk_length: int) -> str:
     Concat, whose last dimension it would replace by -1, which an empty batch leaves open.
     """
     return f"""
-        one = Constant <value_int = 1> ()
-        chunk = Constant <value_int = {chunk_length}> ()
-        chunk_1d = Constant <value_ints = [{chunk_length}]> ()
-        axis0 = Constant <value_ints = [0]> ()
-        axis1 = Constant <value_ints = [1]> ()
-        axis2 = Constant <value_ints = [2]> ()
-        axis3 = Constant <value_ints = [3]> ()
-        axis4 = Constant <value_ints = [4]> ()
-        zeros2 = Constant <value_ints = [0, 0]> ()
-        zeros5 = Constant <value_ints = [0, 0, 0, 0, 0]> ()
-        zeros3 = Constant <value_ints = [0, 0, 0]> ()
-        zero_int = Constant <value_int = 0> ()
-        one_1d = Constant <value_ints = [1]> ()
+        one = 1
+        chunk = {chunk_length}
+        chunk_1d = [{chunk_length}]
+        axis0 = [0]
+        axis1 = [1]
+        axis2 = [2]
+        axis3 = [3]
+        axis4 = [4]
+        zeros2 = [0, 0]
+        zeros5 = [0, 0, 0, 0, 0]
+        zeros3 = [0, 0, 0]
+        zero_int = 0
+        one_1d = [1]
         batch = Shape <start = 0, end = 1> (q)
         length_1d = Shape <start = 2, end = 3> (q)
         head_dim = Shape <start = 3, end = 4> (q)
         value_dim = Shape <start = 3, end = 4> (v)
         length = Squeeze (length_1d)
-        rounding = Constant <value_int = {chunk_length - 1}> ()
+        rounding = {chunk_length - 1}
         spread = Add (length, rounding)
-        blocks_or_none = Div (spread, chunk)
+        {rounded_down("blocks_or_none", "spread", "chunk")}
         blocks = Max (blocks_or_none, one)
         padded_length = Mul (blocks, chunk)
         pad_end = Sub (padded_length, length)
         pad_end_1d = Unsqueeze (pad_end, axis0)
         blocks_1d = Unsqueeze (blocks, axis0)
         padded_1d = Unsqueeze (padded_length, axis0)
-        zero_1d = Constant <value_ints = [0]> ()
+        zero_1d = [0]
         pads = Concat <axis = 0> (zeros5, zero_1d, pad_end_1d, zero_1d)
         key_shape = Concat <axis = 0> (zeros2, blocks_1d, chunk_1d, head_dim)
         value_shape = Concat <axis = 0> (zeros2, blocks_1d, chunk_1d, value_dim)
         state_size = Mul (head_dim, value_dim)
-        last_of_four = Constant <value_ints = [0, 0, 0, 1]> ()
+        last_of_four = [0, 0, 0, 1]
         flat_shape = Mul (last_of_four, state_size)
         state_shape = Concat <axis = 0> (zeros3, head_dim, value_dim)
         padded_shape = Concat <axis = 0> (zeros2, padded_1d, value_dim)
@@ -195,7 +196,7 @@ def _causal_sums(chunk_length: int) -> str:
         weight_inside = ReduceSum <keepdims = 1> (weights, axis4)
         weight_before = MatMul (q_blocks, z_column)
         weight = Add (weight_inside, weight_before)
-        denominator = Add (weight, eps_float)
+        denominator = Add (weight, eps)
         quotient = Div (numerator, denominator)
         joined = Reshape (quotient, padded_shape)
         result = Slice (joined, zero_1d, length_1d, axis2)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from effexport.plugins.function_body import LARGEST_FILL, rounded_down
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
@@ -157,18 +158,18 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     window = (before + 1 + after) * chunk_length
     around = _look_around_circular if circular else _look_around
     body = f"""
-        zero = Constant <value_int = 0> ()
-        one = Constant <value_int = 1> ()
-        zero_1d = Constant <value_ints = [0]> ()
-        one_1d = Constant <value_ints = [1]> ()
-        any_1d = Constant <value_ints = [-1]> ()
-        axis_last = Constant <value_ints = [-1]> ()
-        axis1 = Constant <value_ints = [1]> ()
-        axis2 = Constant <value_ints = [2]> ()
-        axis3 = Constant <value_ints = [3]> ()
-        axis4 = Constant <value_ints = [4]> ()
-        chunk_1d = Constant <value_ints = [{chunk_length}]> ()
-        window_1d = Constant <value_ints = [{window}]> ()
+        zero = 0
+        one = 1
+        zero_1d = [0]
+        one_1d = [1]
+        any_1d = [-1]
+        axis_last = [-1]
+        axis1 = [1]
+        axis2 = [2]
+        axis3 = [3]
+        axis4 = [4]
+        chunk_1d = [{chunk_length}]
+        window_1d = [{window}]
         batch_1d = Shape <start = 0, end = 1> (qk)
         heads_1d = Shape <start = 1, end = 2> (qk)
         length_1d = Shape <start = 2, end = 3> (qk)
@@ -176,13 +177,13 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         value_dim_1d = Shape <start = 3, end = 4> (v)
         padded_1d = Shape <start = 1, end = 2> (order)
         padded = Squeeze (padded_1d)
-        chunks_1d = Div (padded_1d, chunk_1d)
+        {rounded_down("chunks_1d", "padded_1d", "chunk_1d")}
         groups_1d = Mul (batch_1d, heads_1d)
         groups = Squeeze (groups_1d)
         rows_1d = Shape <start = 0, end = 1> (order)
-        rounds_1d = Div (rows_1d, groups_1d)
+        {rounded_down("rounds_1d", "rows_1d", "groups_1d")}
         missing_1d = Sub (padded_1d, length_1d)
-        six_zeros = Constant <value_ints = [0, 0, 0, 0, 0, 0]> ()
+        six_zeros = [0, 0, 0, 0, 0, 0]
         row_pads = Concat <axis = 0> (six_zeros, missing_1d, zero_1d)
         qk_padded = Pad (qk, row_pads)
         v_padded = Pad (v, row_pads)
@@ -194,7 +195,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         q_float = Cast <to = 1> (q_table)
         q_square = Mul (q_float, q_float)
         mean_square = ReduceMean <keepdims = 1> (q_square, axis_last)
-        key_eps = Constant <value_float = {KEY_EPS}> ()
+        key_eps = {KEY_EPS}
         mean_eps = Add (mean_square, key_eps)
         root = Sqrt (mean_eps)
         head_dim_float = Cast <to = 1> (head_dim_1d)
@@ -207,18 +208,18 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         positions = Reshape (order, positions_shape)
         group_index = Range (zero, groups, one)
         group_start = Mul (group_index, padded)
-        axes123 = Constant <value_ints = [1, 2, 3]> ()
+        axes123 = [1, 2, 3]
         group_starts = Unsqueeze (group_start, axes123)
         positions_long = Cast <to = 7> (positions)
         rows = Add (positions_long, group_starts)
-        {around("rows", "window_rows", 0, before, after)}
-        {around("positions", "window_positions", -1, before, after)}
+        {around("rows", "window_rows", "int64 {0}", before, after)}
+        {around("positions", "window_positions", "int32 {-1}", before, after)}
         place = Range (zero, padded, one)
         place_shape = Concat <axis = 0> (one_1d, one_1d, chunks_1d, chunk_1d)
         place_rows = Reshape (place, place_shape)
         places_shape = Concat <axis = 0> (one_1d, rounds_1d, chunks_1d, chunk_1d)
         places = Expand (place_rows, places_shape)
-        {around("places", "window_places", 2**31 - 1, before, after)}
+        {around("places", "window_places", f"int64 {{{LARGEST_FILL}}}", before, after)}
 
         q = Gather <axis = 0> (q_table, rows)
         k = Gather <axis = 0> (k_table, window_rows)
@@ -230,7 +231,7 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         kept_samples = ReduceSum <keepdims = 1> (keep_long, axis_last)
         kept_shape = Concat <axis = 0> (batch_1d, heads_1d)
         kept_heads = Expand (kept_samples, kept_shape)
-        kept_rows_shape = Constant <value_ints = [-1, 1, 1, 1]> ()
+        kept_rows_shape = [-1, 1, 1, 1]
         kept = Reshape (kept_heads, kept_rows_shape)
         in_sight = Less (window_places, kept)
         visible_keys = Unsqueeze (in_sight, axis3)
@@ -239,8 +240,8 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         {"not_later = GreaterOrEqual (own, other)" if causal else ""}
         visible = {"And (visible_keys, not_later)" if causal else "Identity (visible_keys)"}
         is_self = Equal (own, other)
-        hidden_logit = Constant <value_float = -1e9> ()
-        self_logit = Constant <value_float = {SELF_LOGIT}> ()
+        hidden_logit = -1e9
+        self_logit = {SELF_LOGIT}
         masked = Where (visible, logits, hidden_logit)
         scores = Where (is_self, self_logit, masked)
         highest = ReduceMax <keepdims = 1> (scores, axis_last)
@@ -280,39 +281,38 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     return SIGNATURE.function_body(opset, body)
 
 
-def _look_around(x: str, out: str, fill: int, before: int, after: int) -> str:
+def _look_around(x: str, out: str, fill: str, before: int, after: int) -> str:
     """Each chunk with its neighbours: [a, rounds, chunks, length] → [a, rounds, chunks, window]; `fill` past the ends
     of a round."""
     window = range(before + 1 + after)
     slices = "".join(
         f"""
-        {x}_start{i} = Constant <value_ints = [{i}]> ()
+        {x}_start{i} = [{i}]
         {x}_end{i} = Add (chunks_1d, {x}_start{i})
         {x}_part{i} = Slice ({x}_extended, {x}_start{i}, {x}_end{i}, axis2)"""
         for i in window
     )
     return f"""
-        {x}_ends = Constant <value_ints = [0, 0, {before}, 0, 0, 0, {after}, 0]> ()
-        {x}_fill_long = Constant <value_int = {fill}> ()
-        {x}_fill = CastLike ({x}_fill_long, {x})
+        {x}_ends = [0, 0, {before}, 0, 0, 0, {after}, 0]
+        {x}_fill = Constant <value = {fill}> ()
         {x}_extended = Pad ({x}, {x}_ends, {x}_fill){slices}
         {out} = Concat <axis = 3> ({", ".join(f"{x}_part{i}" for i in window)})
     """
 
 
-def _look_around_circular(x: str, out: str, fill: int, before: int, after: int) -> str:
+def _look_around_circular(x: str, out: str, fill: str, before: int, after: int) -> str:
     """The same, where the chunks of all rounds form one ring."""
     window = range(-before, after + 1)
     parts = "".join(
         f"""
-        {x}_by{i} = Constant <value_int = {by}> ()
+        {x}_by{i} = {by}
         {x}_shifted{i} = Add ({x}_index, {x}_by{i})
         {x}_ring_index{i} = Mod ({x}_shifted{i}, {x}_count)
         {x}_part{i} = Gather <axis = 1> ({x}_flat, {x}_ring_index{i})"""
         for i, by in enumerate(window)
     )
     return f"""
-        {x}_flat_shape = Constant <value_ints = [0, -1]> ()
+        {x}_flat_shape = [0, -1]
         {x}_chunk_shape = Concat <axis = 0> ({x}_flat_shape, chunk_1d)
         {x}_flat = Reshape ({x}, {x}_chunk_shape)
         {x}_count_1d = Shape <start = 1, end = 2> ({x}_flat)

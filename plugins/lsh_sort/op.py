@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from effexport.plugins.function_body import rounded_down
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
@@ -93,15 +94,15 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         lines.append(_counting_pass(i, radix, divisor, first=i == 0, last=i == last))
         divisor *= radix
     body = f"""
-        zero = Constant <value_int = 0> ()
-        one = Constant <value_int = 1> ()
-        block = Constant <value_int = {BLOCK}> ()
-        block_1d = Constant <value_ints = [{BLOCK}]> ()
-        axis0 = Constant <value_ints = [0]> ()
-        axis1 = Constant <value_ints = [1]> ()
-        axis2 = Constant <value_ints = [2]> ()
-        axis_last = Constant <value_ints = [-1]> ()
-        any_1d = Constant <value_ints = [-1]> ()
+        zero = 0
+        one = 1
+        block = {BLOCK}
+        block_1d = [{BLOCK}]
+        axis0 = [0]
+        axis1 = [1]
+        axis2 = [2]
+        axis_last = [-1]
+        any_1d = [-1]
         shape = Shape (buckets)
         rows_1d = Shape <start = 0, end = 1> (buckets)
         length_1d = Shape <start = 1, end = 2> (buckets)
@@ -109,15 +110,15 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         position_1d = Range (zero, length, one)
         position_row = Unsqueeze (position_1d, axis0)
         position = Expand (position_row, shape)
-        spread = Add (length, block)
-        spread_1 = Sub (spread, one)
-        blocks = Div (spread_1, block)
+        nearly_block = {BLOCK - 1}
+        spread = Add (length, nearly_block)
+        {rounded_down("blocks", "spread", "block")}
         padded = Mul (blocks, block)
         pad_end = Sub (padded, length)
         pad_end_1d = Unsqueeze (pad_end, axis0)
-        zeros3 = Constant <value_ints = [0, 0, 0]> ()
+        zeros3 = [0, 0, 0]
         pads = Concat <axis = 0> (zeros3, pad_end_1d)
-        no_digit = Constant <value_int = -1> ()
+        no_digit = -1
         blocks_1d = Unsqueeze (blocks, axis0)
         blocked_shape = Concat <axis = 0> (rows_1d, blocks_1d, block_1d)
         padded_shape = Concat <axis = 0> (rows_1d, any_1d)
@@ -140,9 +141,17 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
 
 
 def _counting_pass(i: int, radix: int, divisor: int, *, first: bool, last: bool) -> str:
-    """One stable counting sort by the digit (bucket // divisor) % radix of the tokens in the order so far."""
+    """One stable counting sort by the digit (bucket // divisor) % radix of the tokens in the order so far.
+
+    Digits are compared only, so they are left multiplied by the divisor, which takes no division.
+    """
     fetch = "" if first else f"current{i} = GatherElements <axis = 1> (bucket_long, order{i - 1})"
     current = "bucket_long" if first else f"current{i}"
+    lower = f"lower{i} = " + (f"Identity ({current})" if last else f"Mod ({current}, beyond{i})")
+    digit = f"digit{i} = Identity (lower{i})"
+    if not first:
+        digit = f"""lowest{i} = Mod (lower{i}, step{i})
+        digit{i} = Sub (lower{i}, lowest{i})"""
     compose = (
         f"order{i} = ScatterElements <axis = 1> (position, place{i}, position)"
         if first
@@ -157,14 +166,14 @@ def _counting_pass(i: int, radix: int, divisor: int, *, first: bool, last: bool)
         invert = f"rank_final = ScatterElements <axis = 1> (position, order{i}, position)"
     return f"""
         {fetch}
-        divisor{i} = Constant <value_int = {divisor}> ()
-        quotient{i} = Div ({current}, divisor{i})
-        radix{i} = Constant <value_int = {radix}> ()
-        digit{i} = Mod (quotient{i}, radix{i})
+        step{i} = {divisor}
+        beyond{i} = {divisor * radix}
+        {lower}
+        {digit}
         digit_padded{i} = Pad (digit{i}, pads, no_digit)
         digit_blocks{i} = Reshape (digit_padded{i}, blocked_shape)
         digit_column{i} = Unsqueeze (digit_blocks{i}, axis_last)
-        digits{i} = Range (zero, radix{i}, one)
+        digits{i} = Range (zero, beyond{i}, step{i})
         match{i} = Equal (digit_column{i}, digits{i})
         one_hot{i} = Cast <to = 1> (match{i})
         within{i} = MatMul (within_triangle, one_hot{i})

@@ -67,11 +67,12 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     """
     scale = SIGNATURE.common_attributes(nodes)["scale"]
     body = f"""
-        scale_float = Constant <value_float = {scale:.9e}> ()
-        hidden_logit = Constant <value_float = {HIDDEN_LOGIT:.9e}> ()
-        axes12 = Constant <value_ints = [1, 2]> ()
-        scale_like = CastLike (scale_float, q)
-        scaled = Mul (q, scale_like)
+        scale = {scale:.9e}
+        hidden_logit = {HIDDEN_LOGIT:.9e}
+        axes12 = [1, 2]
+        q_float = Cast <to = 1> (q)
+        scaled_float = Mul (q_float, scale)
+        scaled = CastLike (scaled_float, q)
         k_transposed = Transpose <perm = [0, 1, 3, 2]> (k)
         products = MatMul (scaled, k_transposed)
         logits = Cast <to = 1> (products)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from effexport.plugins.function_body import rounded_down
 from effexport.plugins.signature import Attribute, Parameter, Signature
 
 if TYPE_CHECKING:
@@ -66,20 +67,19 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     One body serves all nodes of a model. Raises ValueError when they differ in `num_segments`.
     """
     count = SIGNATURE.common_attributes(nodes)["num_segments"]
-    # Integers are not negative, so Div rounds down. A sample without any kept token has segments of no length; the
+    # A sample without any kept token has segments of no length; the
     # leading zero is for sequences of no tokens, which have no largest one, and the last Expand for empty products, of
     # which ONNX Runtime forgets the number of heads.
     body = f"""
-        zero = Constant <value_int = 0> ()
-        one = Constant <value_int = 1> ()
-        count = Constant <value_int = {count}> ()
-        nearly = Constant <value_int = {count - 1}> ()
-        one_1d = Constant <value_ints = [1]> ()
+        zero = 0
+        one = 1
+        count = {count}
+        nearly = {count - 1}
+        one_1d = [1]
         zero_2d = Constant <value = int64[1, 1] {{0}}> ()
-        axis1 = Constant <value_ints = [1]> ()
-        axis2 = Constant <value_ints = [2]> ()
-        axes02 = Constant <value_ints = [0, 2]> ()
-        one_float = Constant <value_float = 1.0> ()
+        axis1 = [1]
+        axis2 = [2]
+        one_float = 1.0
 
         batch_1d = Shape <start = 0, end = 1> (keep)
         length_1d = Shape <start = 1, end = 2> (keep)
@@ -93,12 +93,14 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         ends = Concat <axis = 1> (zeros, kept_ends)
         end = ReduceMax <keepdims = 1> (ends, axis1)
         rounding = Add (end, nearly)
-        segment = Div (rounding, count)
-        divisor = Max (segment, one)
-        owner = Div (position, divisor)
-        owner_row = Unsqueeze (owner, axis1)
+        {rounded_down("segment_or_none", "rounding", "count")}
+        segment = Max (segment_or_none, one)
+        within = Mod (position, segment)
+        owner_start = Sub (position, within)
+        owner_row = Unsqueeze (owner_start, axis1)
         segment_index = Range (zero, count, one)
-        segment_column = Unsqueeze (segment_index, axes02)
+        segment_start = Mul (segment_index, segment)
+        segment_column = Unsqueeze (segment_start, axis2)
         owned = Equal (owner_row, segment_column)
         keep_row = Unsqueeze (keep, axis1)
         used = And (owned, keep_row)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from effexport.plugins.function_body import rounded_down
 from effexport.plugins.signature import Parameter, Signature
 
 if TYPE_CHECKING:
@@ -78,18 +79,17 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     Products are in T, their sum with `residual` in float32.
     """
     body = f"""
-        zero = Constant <value_int = 0> ()
-        one = Constant <value_int = 1> ()
-        zero_1d = Constant <value_ints = [0]> ()
-        one_1d = Constant <value_ints = [1]> ()
-        two_1d = Constant <value_ints = [2]> ()
-        axis0 = Constant <value_ints = [0]> ()
-        axis1 = Constant <value_ints = [1]> ()
-        axis2 = Constant <value_ints = [2]> ()
-        axes13 = Constant <value_ints = [1, 3]> ()
-        least_block = Constant <value_ints = [{BLOCK}]> ()
-        zero_float = Constant <value_float = 0.0> ()
-        zero_like = CastLike (zero_float, x)
+        zero = 0
+        one = 1
+        zero_1d = [0]
+        one_1d = [1]
+        two_1d = [2]
+        axis0 = [0]
+        axis1 = [1]
+        axis2 = [2]
+        axes13 = [1, 3]
+        least_block = [{BLOCK}]
+        zero_float = 0.0
 
         batch_1d = Shape <start = 0, end = 1> (x)
         heads_1d = Shape <start = 1, end = 2> (x)
@@ -97,12 +97,12 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         channels_1d = Shape <start = 3, end = 4> (x)
         taps_1d = Shape <start = 2, end = 3> (weight)
         reach_1d = Sub (taps_1d, one_1d)
-        before_1d = Div (reach_1d, two_1d)
+        {rounded_down("before_1d", "reach_1d", "two_1d")}
         block_1d = Max (reach_1d, least_block)
         window_1d = Mul (block_1d, two_1d)
         nearly_1d = Sub (block_1d, one_1d)
         enough_1d = Add (length_1d, nearly_1d)
-        whole_1d = Div (enough_1d, block_1d)
+        {rounded_down("whole_1d", "enough_1d", "block_1d")}
         blocks_1d = Max (whole_1d, one_1d)
         blocks_next_1d = Add (blocks_1d, one_1d)
 
@@ -117,20 +117,24 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         not_after = Less (tap, taps_1d)
         in_band = And (not_before, not_after)
         nearest_tap = Where (in_band, tap, zero_1d)
-        filters = Squeeze (weight, axes13)
+        weight_float = Cast <to = 1> (weight)
+        filters = Squeeze (weight_float, axes13)
         band = Gather <axis = 1> (filters, nearest_tap)
-        toeplitz = Where (in_band, band, zero_like)
+        toeplitz_float = Where (in_band, band, zero_float)
+        toeplitz = CastLike (toeplitz_float, x)
         toeplitz_head = Unsqueeze (toeplitz, axis1)
         samples = Concat <axis = 0> (batch_1d, one_1d, one_1d, one_1d, one_1d)
         toeplitz_batch = Expand (toeplitz_head, samples)
 
         keep_column = Unsqueeze (keep, axes13)
-        kept = Where (keep_column, x, zero_like)
+        x_float = Cast <to = 1> (x)
+        kept_float = Where (keep_column, x_float, zero_float)
+        kept = CastLike (kept_float, x)
         padded_1d = Mul (blocks_next_1d, block_1d)
         beyond_1d = Sub (padded_1d, length_1d)
         after_1d = Sub (beyond_1d, before_1d)
         ends = Concat <axis = 0> (zero_1d, zero_1d, before_1d, zero_1d, zero_1d, zero_1d, after_1d, zero_1d)
-        padded = Pad (kept, ends, zero_like)
+        padded = Pad (kept, ends)
         blocks_shape = Concat <axis = 0> (batch_1d, heads_1d, blocks_next_1d, block_1d, channels_1d)
         all_blocks = Reshape <allowzero = 1> (padded, blocks_shape)
         these = Slice (all_blocks, zero_1d, blocks_1d, axis2)

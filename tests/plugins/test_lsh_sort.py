@@ -197,10 +197,8 @@ def integer_constants(body) -> Iterator[int]:
     import onnx
 
     for node in body.node:
-        for attribute in node.attribute:
-            value = onnx.helper.get_attribute_value(attribute)
-            if isinstance(value, int):
-                yield value
+        if node.op_type == "Constant":
+            yield from onnx.numpy_helper.to_array(node.attribute[0].t).flatten().tolist()
 
 
 @pytest.mark.requires("onnx")

@@ -1,0 +1,98 @@
+"""What function bodies are written with, and the constructs that they must avoid: see docs/function_bodies.md."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+# Every place and count below this is exact in float32, in which some tools compute with integers.
+LARGEST_FILL = 2**24
+
+_LITERAL = re.compile(r"^([ \t]*\w+) = (-?[\d.][-+.\de]*|\[[-\d, ]*\])[ \t]*$", re.MULTILINE)
+
+
+def with_constants(nodes: str) -> str:
+    """Nodes in the syntax of onnx.parser, with every line such as `eps = 1e-06`, `zero = 0` or `axes = [1, 3]` written
+    out as a Constant: a float32 scalar, an int64 scalar, or an int64 vector."""
+
+    def constant(match: re.Match[str]) -> str:
+        name, literal = match.groups()
+        if literal.startswith("["):
+            values = literal[1:-1]
+            tensor_type = f"int64[{len(values.split(','))}]"
+        else:
+            values = literal
+            tensor_type = "int64" if re.fullmatch(r"-?\d+", literal) else "float"
+        return f"{name} = Constant <value = {tensor_type} {{{values}}}> ()"
+
+    return _LITERAL.sub(constant, nodes)
+
+
+def rounded_down(quotient: str, dividend: str, divisor: str) -> str:
+    """Nodes that divide integers and round down: the dividend is made a multiple of the divisor first."""
+    return f"""
+        {quotient}_rest = Mod ({dividend}, {divisor})
+        {quotient}_whole = Sub ({dividend}, {quotient}_rest)
+        {quotient} = Div ({quotient}_whole, {divisor})"""
+
+
+def traps(model: onnx.ModelProto) -> Iterator[str]:
+    """Constructs of a graph and of its function bodies that a known tool misreads, each as a sentence.
+
+    The types of values decide what is a trap. They are inferred from those of the graph's inputs.
+    """
+    import onnx.inliner
+
+    inlined = onnx.inliner.inline_local_functions(_without_weights(model))
+    graph = onnx.shape_inference.infer_shapes(inlined).graph
+    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input, *graph.output)}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    producers = {output: node for node in graph.node for output in node.output}
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    constants |= {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}
+    for node in graph.node:
+        what = f"the {node.op_type} that computes {', '.join(node.output)}"
+        is_integer = bool(node.input) and types.get(node.input[0]) not in _float_types()
+        if node.op_type == "Constant" and node.attribute[0].name != "value":
+            yield f"{what} has {node.attribute[0].name}; expected `value`, a typed tensor"
+        elif node.op_type == "CastLike" and node.input[0] in constants:
+            yield f"{what} casts a constant; expected a constant of the right type, or a cast of a computed value"
+        elif node.op_type == "Div" and is_integer and not _is_exact(node, producers):
+            yield f"{what} rounds integers; expected the dividend to be Sub(x, Mod(x, d)), where d is the divisor"
+        elif node.op_type == "Pad" and is_integer and len(node.input) > 2:
+            fill = constants.get(node.input[2])
+            # an untyped constant has no tensor
+            if not fill or not fill.data_type or abs(onnx.numpy_helper.to_array(fill)).max() > LARGEST_FILL:
+                yield f"{what} has a fill that may be beyond 2^24; expected a constant up to {LARGEST_FILL}"
+
+
+def _float_types() -> frozenset[int]:
+    from onnx import TensorProto
+
+    return frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
+
+
+def _is_exact(division: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -> bool:
+    """Whether the dividend of an integer Div is x − x mod d."""
+    subtraction = producers.get(division.input[0])
+    if subtraction is None or subtraction.op_type != "Sub":
+        return False
+    rest = producers.get(subtraction.input[1])
+    return rest is not None and rest.op_type == "Mod" and list(rest.input) == [subtraction.input[0], division.input[1]]
+
+
+def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy without the contents of large initializers, which no trap depends on."""
+    import onnx
+
+    light = onnx.ModelProto()
+    light.CopyFrom(model)
+    for tensor in light.graph.initializer:
+        if math.prod(tensor.dims) > 1024:
+            tensor.ClearField("raw_data")
+    return light

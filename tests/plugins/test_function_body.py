@@ -1,0 +1,174 @@
+"""Function bodies hold no construct that a known tool misreads: docs/function_bodies.md."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from one_node import one_node_model
+
+from effexport.plugins.function_body import LARGEST_FILL, rounded_down, traps, with_constants
+from effexport.plugins.ops import DOMAIN, OPS
+
+pytestmark = pytest.mark.requires("torch", "onnx")
+
+# Values of every attribute of every operator: all ways in which a body is written differently.
+CHOICES: dict[str, list[float]] = {
+    "causal": [0, 1],
+    "chunk_length": [16],
+    "chunks_after": [0, 1],
+    "chunks_before": [0, 1, 2],
+    "circular": [0, 1],
+    "eps": [1e-6],
+    "iterations": [1, 6],
+    "num_buckets": [2, 33, 1025],
+    "num_segments": [1, 64],
+    "rounded": [0, 1],
+    "scale": [0.125],
+}
+
+
+def models_of_bodies(op: str, opset: int, **changed: float) -> Iterator[Any]:
+    """Models of one node with its body, for all options of the operator and all element types."""
+    import onnx
+
+    signature = OPS[op].load().SIGNATURE
+    names = [attribute.name for attribute in signature.attributes]
+    for values in itertools.product(*(CHOICES[name] for name in names)):
+        for element in OPS[op].element_types:
+            feeds = {
+                parameter.name: np.zeros(
+                    [int(dim) if dim.isdecimal() else 2 for dim in parameter.dims.split()],
+                    ml_dtypes.bfloat16
+                    if (element, parameter.dtype) == ("bfloat16", "T")
+                    else element
+                    if parameter.dtype == "T"
+                    else parameter.dtype,
+                )
+                for parameter in signature.inputs
+            }
+            attributes = dict(zip(names, values, strict=True)) | changed
+            yield onnx.ModelProto.FromString(one_node_model(op, feeds, body=True, opset=opset, **attributes))
+
+
+@pytest.mark.parametrize("opset", range(18, 25))
+@pytest.mark.parametrize("op", OPS)
+def test_no_body_of_any_options_element_type_or_opset_holds_a_trap(op: str, opset: int) -> None:
+    for model in models_of_bodies(op, opset):
+        assert list(traps(model)) == []
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_untyped_constant_is_found_in_any_body(op: str) -> None:
+    import onnx
+
+    model = next(models_of_bodies(op, 20))
+    constant = next(node for node in model.functions[0].node if node.op_type == "Constant")
+    constant.attribute[0].CopyFrom(onnx.helper.make_attribute("value_int", 0))
+    assert any(f"computes {constant.output[0]}" in trap and "has value_int" in trap for trap in traps(model))
+
+
+def traps_of(nodes: str) -> list[str]:
+    """Traps of a model of one call, out = Trap(x, y, f), whose body is made of these nodes; f is float16."""
+    import onnx.parser
+
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 10, opset_import: ["" : 20, "{DOMAIN}" : 1]>
+        main (int64[a, b] x, int64[1] y, float16[a, b] f) => (out) {{ out = {DOMAIN}.Trap (x, y, f) }}
+        <domain: "{DOMAIN}", opset_import: ["" : 20]>
+        Trap (x, y, f) => (out) {{ {with_constants(nodes)} }}
+    """)
+    return list(traps(model))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ("out = Constant <value_float = 1.0> ()", "the Constant that computes out has value_float; expected `value`"),
+        ("out = Constant <value_floats = [1.0]> ()", "has value_floats"),
+        ("out = Constant <value_int = 1> ()", "has value_int"),
+        ("out = Constant <value_ints = [1]> ()", "has value_ints"),
+        ("""
+        one = 1.0
+        out = CastLike (one, f)""", "the CastLike that computes out casts a constant"),
+        ("out = Div (x, y)", "the Div that computes out rounds integers"),
+        ("""
+        eight = 8
+        whole = Div (x, eight)
+        out = Add (whole, eight)""", "the Div that computes whole.* rounds integers"),
+        ("""
+        eight = 8
+        rest = Mod (x, y)
+        multiple = Sub (x, rest)
+        out = Div (multiple, eight)""", "rounds integers"),
+        ("""
+        rest = Mod (x, y)
+        multiple = Add (x, rest)
+        out = Div (multiple, y)""", "rounds integers"),
+        ("""
+        ends = [0, 0, 0, 1]
+        fill = 2147483647
+        out = Pad (x, ends, fill)""", "the Pad that computes out has a fill that may be beyond 2.24"),
+        (f"""
+        ends = [0, 0, 0, 1]
+        fill = {-LARGEST_FILL - 1}
+        out = Pad (x, ends, fill)""", "has a fill"),
+        ("""
+        ends = [0, 0, 0, 1]
+        out = Pad (x, ends, y)""", "has a fill"),
+        ("""
+        ends = [0, 0, 0, 1]
+        fill = Constant <value_int = 1> ()
+        out = Pad (x, ends, fill)""", "has value_int"),
+    ],
+)  # fmt: skip
+def test_every_trap_is_found(nodes: str, message: str) -> None:
+    (trap, *_) = traps_of(nodes)
+    assert re.search(message, trap)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        rounded_down("out", "x", "y"),
+        "out = Div (f, f)",
+        f"""
+        ends = [0, 0, 0, 1]
+        fill = {LARGEST_FILL}
+        out = Pad (x, ends, fill)""",
+        """
+        ends = [0, 0, 0, 1]
+        least = -1e30
+        fill = Cast <to = 10> (least)
+        out = Pad (f, ends, fill)""",
+        """
+        ends = [0, 0, 0, 1]
+        out = Pad (x, ends)""",
+        "out = CastLike (x, f)",
+    ],
+)
+def test_the_constructs_that_stand_for_traps_are_accepted(nodes: str) -> None:
+    assert traps_of(nodes) == []
+
+
+def test_lines_with_literals_become_typed_constants() -> None:
+    import onnx
+    import onnx.parser
+
+    nodes = with_constants("""
+        whole = -3
+        eps = 1e-06
+        big = -3.402823466e+38
+        axes = [0, -1]
+        out = Mul <to = 1> (whole, eps)
+    """)
+    function = onnx.parser.parse_function(f'<domain: "d", opset_import: ["" : 20]> F () => (out) {{ {nodes} }}')
+    arrays = [onnx.numpy_helper.to_array(node.attribute[0].t) for node in function.node[:4]]
+    assert [array.dtype.name for array in arrays] == ["int64", "float32", "float32", "int64"]
+    assert [array.tolist() for array in arrays] == [-3, np.float32(1e-6), np.finfo(np.float32).min, [0, -1]]
+    assert function.node[4].op_type == "Mul"
