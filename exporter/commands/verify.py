@@ -21,7 +21,7 @@ from effexport.errors import Unavailable
 from effexport.runtimes import ORT_RUNTIMES, RUNTIMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from effexport.artifact import Artifact
     from effexport.proof.cases import Case
@@ -154,6 +154,16 @@ class Candidate:
         open_model = model_opener(self.runtime, ModelOptions(self.implementation, memory_arena=False))
         return verify_in_runtime(self.path, cases, spec, hashes, open_model)
 
+    def verify_bodies(self, cases: Sequence[Case], ran: Mapping[str, str]) -> Verification:
+        """What the file computes without the kernel library."""
+        from effexport.proof.verify import verify_bodies
+        from effexport.runners.artifact_runner import model_opener
+        from effexport.runners.runner import ModelOptions
+
+        open_with_bodies = model_opener(self.runtime, ModelOptions("body", memory_arena=False))
+        spec, hashes = self.artifact.spec, self.artifact.manifest.hash_values
+        return verify_bodies(self.path, cases, spec, hashes, ran, open_with_bodies)
+
     def trace(self, weights: Path | None, case: Case) -> Trace | Unavailable:
         """The first values that differ from the module's on the inputs of one case."""
         from effexport.commands._options import settings_from_options
@@ -176,6 +186,7 @@ def verify_artifact(
 ) -> tuple[Verification, Trace | Unavailable | None]:
     """Checks against the chosen references; and a trace, if it is asked for or a check has failed."""
     from effexport.commands._options import settings_from_options
+    from effexport.export.onnx_graph import custom_ops_of_model
     from effexport.proof.checks.result import Kind, not_run
     from effexport.proof.references.choice import references_from_choice
     from effexport.proof.verify import Verification, case_to_trace, verify_decode_step
@@ -194,6 +205,10 @@ def verify_artifact(
             else:
                 reason = f"a decode step runs in ONNX Runtime only, not in {candidate.runtime}"
                 result.checks.append(not_run(Kind.DECODE_STEP, reason))
+    # an engine has no function bodies: TensorRT has compiled them
+    if not names and not candidate.is_engine and custom_ops_of_model(candidate.path):
+        on_stage("checking the function bodies of custom operators")
+        result += candidate.verify_bodies(cases, result.implementation)
     case = case_to_trace(result.checks, cases, wanted=trace)
     if case is None:
         return result, None

@@ -86,6 +86,12 @@ def case_limit(spec: BuildSpec, own_error: float) -> Limit:
     return Limit(own, f"{OWN_ERROR_FACTOR} × what rounding changes in PyTorch itself ({own_error:.2g})")
 
 
+def function_body_limit(precision: str, own_error: float) -> Limit:
+    """The limit of one function body by itself. own_error: what rounding its inputs anew changes."""
+    limit, own = ARITHMETIC[precision, "attention"], OWN_ERROR_FACTOR * own_error
+    return limit if own <= limit.value else Limit(own, f"{OWN_ERROR_FACTOR} × what rounding its inputs anew changes")
+
+
 def overall_limit(spec: BuildSpec, own_error: float) -> Limit | None:
     """The limit of the RMS error in one case; None in half precision, whose own rounding is larger than most damage."""
     if spec.precision != "fp32":

@@ -201,7 +201,29 @@ def test_verify_of_a_healthy_artifact(cli: Cli, built: Built) -> None:
     assert len(result.json["checks"]) > 10
     assert "equal to PyTorch" in result.err
     both = cli("verify", path, "--json")
-    assert len(both.json["checks"]) == 2 * len(result.json["checks"])
+    # each reference has checks of its own; function bodies are the file's, and checked once
+    bodies = [check["name"] for check in result.json["checks"] if check["name"].startswith("function bod")]
+    operators = ("IterativePinv", "MaskedAttention", "SegmentMeans", "SequenceConv")
+    assert bodies == [*(f"function body of {op}" for op in operators), "function bodies"]
+    assert len(both.json["checks"]) == 2 * len(result.json["checks"]) - len(bodies)
+    one = cli("verify", path, "--case", "short", "--json")
+    assert not [check for check in one.json["checks"] if check["name"].startswith("function bod")]
+
+
+@pytest.mark.requires("native")
+def test_verify_finds_a_broken_body_behind_a_good_kernel(cli: Cli, built: Built, tmp_path: Path) -> None:
+    artifact = built("nystrom", "attention", fused=False)
+    model = onnx.load(str(artifact.model_path))
+    (function,) = (function for function in model.functions if function.name == "IterativePinv")
+    node = next(node for node in function.node if node.op_type == "Sub")
+    node.input[0], node.input[1] = node.input[1], node.input[0]
+    onnx.save(model, str(tmp_path / "other.onnx"))
+    result = cli("verify", artifact.path, "--model", tmp_path / "other.onnx", "--json")
+    assert result.code == 1
+    assert set(result.json["implementation"].values()) == {"kernel"}
+    failed = {check["name"] for check in result.json["checks"] if check["status"] == "failed"}
+    assert failed == {"function body of IterativePinv", "function bodies"}
+    assert "failed: function body of IterativePinv" in result.err
 
 
 def test_verify_of_function_bodies(cli: Cli, built: Built) -> None:

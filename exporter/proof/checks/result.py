@@ -49,6 +49,19 @@ class Kind(StrEnum):
     TRANSFORMERS = "transformers"
 
 
+_FUNCTION_BODY_OF = "function body of "
+
+
+def function_body_of(op: str) -> str:
+    """The kind of the check of one operator's function body."""
+    return f"{_FUNCTION_BODY_OF}{op}"
+
+
+def is_about_bodies(check: Check) -> bool:
+    """Whether a check is about function bodies and not about what ran in the other checks."""
+    return check.kind == Kind.FUNCTION_BODIES or check.kind.startswith(_FUNCTION_BODY_OF)
+
+
 @dataclass(frozen=True)
 class Worst:
     """The element of an output that is furthest from what was expected, relative to the scale of its sample."""
@@ -63,7 +76,8 @@ class Worst:
 class Check:
     """The result of one check: what was compared (`kind`), on which inputs (`case`), by which metric, and its status.
 
-    kind: a `Kind`; a report of another release may hold others. value and limit are None if the metric is not a number.
+    kind: a `Kind`, or `function_body_of` an operator; a report of another release may hold others. value and limit are
+    None if the metric is not a number.
     reason: explains the limit, or why the check was not run. detail: what helps to find a failure.
     measures: other figures of the same comparison, by name: max_abs, rms_error (relative), cosine.
     seq_len: tokens of the case, if a value was measured on it. histogram: how many elements have a relative error in

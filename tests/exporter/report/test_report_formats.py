@@ -336,7 +336,8 @@ def test_the_build_command_of_a_checkpoint_builds_the_same_spec(
     [
         ("arithmetic", CaseLabel("padded batch", (3, 300), True), "ort", '. --case "padded batch"'),
         ("arithmetic", EXPORT, "ort-cuda", ". --case export --runtime ort-cuda"),
-        ("function bodies", EXPORT, "ort", ". --case export --implementation body"),
+        ("function bodies", EXPORT, "ort", ". --reference golden"),
+        ("function body of LSHSort", CaseLabel("300 tokens", (5, 300)), "ort", ". --reference golden"),
         ("trt-rtx: finite", CaseLabel("short", (2, 7)), "ort", ". --case short --runtime trt-rtx"),
         ("trt: parity", ALL_CASES, "ort", ". --reference golden --runtime trt"),
         ("long sequence", CaseLabel("long", (1, 8192)), "ort", ". --reference golden"),

@@ -1,0 +1,184 @@
+"""Inputs that show what a function body computes: for each operator, values at which its parts are told apart.
+
+Sizes differ from each other, so that exchanged axes do not fit. Samples see all tokens, some, one, and none. Lengths
+leave a last block that is not full, and fill all blocks. Magnitudes reach each constant: an eps counts, a maximum has
+to be subtracted, a hidden logit competes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from effexport.dtypes import numpy_dtype
+from effexport.proof.tolerances import UNIT_ROUNDOFF
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+
+Inputs = dict[str, "Array"]
+Attributes = Mapping[str, Any]
+SEED = 20_101
+HEADS = 3
+
+
+def operator_inputs(op: str, attributes: Attributes, dtype: str) -> Iterator[tuple[str, Inputs]]:
+    """Name and inputs of each case, in the order of the operator's inputs. dtype: of the operator's type T.
+
+    attributes: of the node. Raises KeyError for an operator without a row in the table.
+    """
+    rng = np.random.default_rng(SEED)
+    for name, inputs in _INPUTS[op](rng, attributes):
+        yield name, {key: x.astype(numpy_dtype(dtype)) if x.dtype.kind == "f" else x for key, x in inputs.items()}
+
+
+def rounded_anew(inputs: Mapping[str, Array], precision: str) -> Inputs:
+    """The inputs with each number off by at most one rounding."""
+    rng = np.random.default_rng(SEED)
+
+    def moved(x: Array) -> Array:
+        factors = 1 + UNIT_ROUNDOFF[precision] * rng.uniform(-1, 1, x.shape)
+        return (x.astype(np.float64) * factors).astype(x.dtype)
+
+    return {name: x if x.dtype.kind in "bi" else moved(x) for name, x in inputs.items()}
+
+
+def keeps(seq_len: int) -> Array:
+    """Masks of four samples, boolean [4, seq]: all tokens, two thirds with a gap, the first token only, none."""
+    keep = np.zeros((4, seq_len), dtype=bool)
+    keep[0] = True
+    keep[1, : -(-seq_len * 2 // 3)] = True
+    keep[1, 1 : seq_len // 2 : 5] = False
+    keep[2, 0] = True
+    return keep
+
+
+def aft_simple_attention(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
+    keep = keeps(37)
+    q, k, v = (rng.standard_normal((4, HEADS, 37, 5)) for _ in range(3))
+    yield "masks", {"q": q, "k": k, "v": v, "keep": keep}
+    # beyond ±88, where exp overflows or vanishes; and hidden tokens that hold anything
+    far = np.where(keep[:, None, :, None], k + rng.choice([-300.0, 0.0, 300.0], (4, HEADS, 1, 5)), np.nan)
+    far[:, 0, :, 1] = np.where(keep, -np.inf, np.nan)
+    yield "keys far apart", {"q": q, "k": far, "v": np.where(np.isnan(far), np.inf, v), "keep": keep}
+    yield "no tokens", {"q": q[:, :, :0], "k": k[:, :, :0], "v": v[:, :, :0], "keep": keep[:, :0]}
+
+
+def iterative_pinv(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
+    """A step multiplies the eigenvalues of A Z by 13/4 where they are small, and repairs what earlier steps did.
+
+    So start values are 1 to 3.25^iterations too small: the iteration is at its end, half way, and at its beginning.
+    Where an eigenvalue is a little below 3 it stays there for many steps, and shows what each of them does.
+    """
+    iterations = int(attributes.get("iterations", 6))
+    logits = rng.standard_normal((4, 12, 12)) + 4 * np.eye(12)
+    a = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    scale = a.sum(axis=1).max(axis=-1)[:, None, None]
+    late = 3.25 ** np.array([0, iterations / 2, max(0, iterations - 1.5), iterations])[:, None, None]
+    yield "matrices", {"A": a, "scale": scale * late}
+    single = rng.uniform(0.5, 1.0, (6, 1, 1))
+    eigenvalues = 3 - np.geomspace(0.02, 2.9, 6)[:, None, None]
+    yield "one by one", {"A": single, "scale": single * single / eigenvalues}
+    yield "no matrices", {"A": a[:0], "scale": scale[:0]}
+
+
+def elu_linear_attention(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
+    chunk = int(attributes.get("chunk_length", 128)) if attributes.get("causal") else 32
+    for name, seq_len in (("blocks", 3 * chunk), ("part of a block", 2 * chunk + max(1, chunk // 3)), ("one token", 1)):
+        q, k = (rng.standard_normal((4, HEADS, seq_len, 6)) for _ in range(2))
+        v = rng.standard_normal((4, HEADS, seq_len, 5))
+        # a sample without keys divides 0 by eps
+        yield name, {"q": q, "k": k, "v": v, "keep": keeps(seq_len) | (float(attributes["eps"]) == 0)}
+    seq_len = 2 * chunk + 1
+    q, k = (rng.standard_normal((3, HEADS, seq_len, 6)) for _ in range(2))
+    v = rng.standard_normal((3, HEADS, seq_len, 5))
+    # exp of ±100 overflows or vanishes; denominators are much larger than eps, near it, and below
+    q[0, :, ::3] += 100
+    k[0, :, ::4] += 100
+    eps = max(float(attributes["eps"]), 1e-12)
+    q[1:] += np.log(eps) / 2 - np.array([1.0, 4.0])[:, None, None, None]
+    k[1:] += np.log(eps) / 2 - np.log(6 * seq_len)
+    yield "small denominators", {"q": q, "k": k, "v": v, "keep": np.ones((3, seq_len), bool)}
+    yield "no tokens", {"q": q[:, :, :0], "k": k[:, :, :0], "v": v[:, :, :0], "keep": np.ones((3, 0), bool)}
+
+
+def lsh_sort(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
+    """More tokens than two of the body's blocks of 128, whole blocks, and one token."""
+    buckets = int(attributes["num_buckets"])
+    for seq_len in (300, 384, 1):
+        rows = rng.integers(0, buckets, (5, seq_len))
+        rows[1] = np.sort(rows[1])[::-1]
+        rows[2] = buckets - 1
+        rows[3] = np.where(rng.random(seq_len) < 0.5, 0, buckets - 1)
+        yield f"{seq_len} tokens", {"buckets": rows.astype(np.int32)}
+
+
+def lsh_attention(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
+    """Rounds of several chunks and of one; sorted by buckets, and all in one bucket, which is the tokens' own order."""
+    chunk, rounds = int(attributes["chunk_length"]), 3
+    window = int(attributes["chunks_before"]) + 1 + int(attributes["chunks_after"])
+    for name, chunks, buckets in (("chunks", window + 2, 4), ("one bucket", window + 1, 1), ("one chunk", 1, 2)):
+        padded = chunks * chunk
+        seq_len = max(1, padded - chunk // 3)
+        keep = keeps(seq_len)
+        # one vector far shorter than most, at the scale of the eps under its root, and long ones
+        qk = 3 * rng.standard_normal((4, HEADS, seq_len, 6))
+        qk *= rng.choice([1e-3, 1.0, 2.0], (4, HEADS, seq_len, 1), p=[0.3, 0.4, 0.3])
+        v = rng.standard_normal((4, HEADS, seq_len, 5))
+        bucket = np.where(keep[:, None], rng.integers(0, buckets, (4, HEADS * rounds, seq_len)), buckets)
+        bucket = np.pad(bucket, [(0, 0), (0, 0), (0, padded - seq_len)], constant_values=buckets)
+        order = np.argsort(bucket.reshape(-1, padded), axis=1, kind="stable").astype(np.int32)
+        rank = np.argsort(order, axis=1).astype(np.int32)
+        yield name, {"qk": qk, "v": v, "order": order, "rank": rank, "keep": keep}
+
+
+def masked_attention(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
+    queries, keys = 13, 37
+    spread = 1 / max(abs(float(attributes["scale"])), 1e-6)
+    q = spread * rng.standard_normal((4, HEADS, queries, 6))
+    k = rng.standard_normal((4, HEADS, keys, 6))
+    v = rng.standard_normal((4, HEADS, keys, 5))
+    yield "masks", {"q": q, "k": k, "v": v, "keep": keeps(keys)}
+    # logits of −6e4, all the same, so that no rounding tells them apart: what is hidden must be lower still
+    low = np.full_like(q, 100 * spread)
+    yield "low logits", {"q": low, "k": np.full_like(k, -100.0), "v": v, "keep": keeps(keys)}
+    yield "no queries", {"q": q[:, :, :0], "k": k, "v": v, "keep": keeps(keys)}
+
+
+def segment_means(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
+    """Whole segments, and one token or more beyond them; fewer tokens than segments; and none."""
+    count = int(attributes["num_segments"])
+    lengths = {
+        "whole segments": 2 * count,
+        "one token more": 2 * count + 1,
+        "more": 3 * count - 1,
+        "few": count // 2 + 1,
+    }
+    for name, seq_len in lengths.items():
+        yield name, {"x": rng.standard_normal((4, HEADS, seq_len, 5)), "keep": keeps(seq_len)}
+    yield "no tokens", {"x": np.zeros((4, HEADS, 0, 5)), "keep": np.zeros((4, 0), bool)}
+
+
+def sequence_conv(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
+    """Filters shorter and longer than a block of the body, which has 64 tokens or the filter's reach."""
+    for taps, seq_len in ((33, 150), (5, 128), (101, 230), (1, 3)):
+        keep = keeps(seq_len)
+        x, residual = (rng.standard_normal((4, HEADS, seq_len, 5)) for _ in range(2))
+        x = np.where(keep[:, None, :, None], x, np.nan)
+        weight = rng.standard_normal((HEADS, 1, taps, 1)) / np.sqrt(taps)
+        yield f"{taps} taps", {"x": x, "weight": weight, "keep": keep, "residual": residual}
+    yield "no tokens", {"x": x[:, :, :0], "weight": weight, "keep": keep[:, :0], "residual": residual[:, :, :0]}
+
+
+_INPUTS: dict[str, Callable[[np.random.Generator, Attributes], Iterator[tuple[str, Inputs]]]] = {
+    "AFTSimpleAttention": aft_simple_attention,
+    "EluLinearAttention": elu_linear_attention,
+    "IterativePinv": iterative_pinv,
+    "LSHAttention": lsh_attention,
+    "LSHSort": lsh_sort,
+    "MaskedAttention": masked_attention,
+    "SegmentMeans": segment_means,
+    "SequenceConv": sequence_conv,
+}

@@ -1,0 +1,154 @@
+"""Function bodies are proven by themselves: healthy ones pass, and every fault in one is caught, kernels or not."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from effexport.artifact import Artifact
+from effexport.export.onnx_graph import load_graph
+from effexport.plugins.ops import OPS
+from effexport.proof import operator_calls
+from effexport.proof.checks.function_bodies import check_function_bodies
+from effexport.proof.checks.result import Check, function_body_of
+from effexport.proof.inputs.operators import operator_inputs
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+Built = Callable[..., Artifact]
+# Variant and fields of small artifacts that have every body, in every form.
+PLACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("softmax", {}),
+    "linear": ("linear", {}),
+    "linear causal": ("linear", {"causal": True}),
+    "nystrom": ("nystrom", {}),
+    "lsh": ("lsh", {}),
+    "lsh causal": ("lsh", {"causal": True}),
+    "aft-simple": ("aft-simple", {}),
+    "softmax fp16": ("softmax", {"precision": "fp16"}),
+    "linear fp16": ("linear", {"precision": "fp16"}),
+    "nystrom fp16": ("nystrom", {"precision": "fp16"}),
+    "lsh fp16": ("lsh", {"precision": "fp16"}),
+    "aft-simple fp16": ("aft-simple", {"precision": "fp16"}),
+}
+
+
+def artifact_of(built: Built, place: str) -> Artifact:
+    variant, fields = PLACES[place]
+    return built(variant, "attention", **fields)
+
+
+def checks_of(model: onnx.ModelProto, artifact: Artifact, folder: Path) -> dict[str, Check]:
+    path = folder / "model.onnx"
+    onnx.save(model, str(path))
+    return {check.kind: check for check in check_function_bodies(path, artifact.spec)}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_healthy_bodies_pass_with_one_check_per_operator(built: Built, place: str) -> None:
+    artifact = artifact_of(built, place)
+    checks = check_function_bodies(artifact.model_path, artifact.spec)
+    assert [check.kind for check in checks] == [function_body_of(op) for op in sorted(artifact.manifest.custom_ops)]
+    for check in checks:
+        assert (check.status, check.detail) == ("passed", check.detail)
+        assert check.value is not None
+        assert check.limit is not None
+        # healthy bodies are far from their limit, so that other processors pass too
+        assert check.value <= 0.6 * check.limit
+        assert check.reason
+
+
+def test_every_operator_has_inputs_and_is_in_some_place(built: Built) -> None:
+    assert {op for place in PLACES for op in artifact_of(built, place).manifest.custom_ops} == set(OPS)
+
+
+def test_only_the_damaged_operator_is_named(built: Built, tmp_path: Path) -> None:
+    artifact = artifact_of(built, "nystrom")
+    model = load_graph(artifact.model_path)
+    (function,) = (function for function in model.functions if function.name == "IterativePinv")
+    node = next(node for node in function.node if node.op_type == "Sub")
+    node.input[0], node.input[1] = node.input[1], node.input[0]
+    checks = checks_of(model, artifact, tmp_path)
+    assert [kind for kind, check in checks.items() if check.status == "failed"] == [function_body_of("IterativePinv")]
+    assert "worst at" in checks[function_body_of("IterativePinv")].detail
+
+
+def test_a_body_that_onnx_runtime_refuses_is_a_failure_with_its_words(built: Built, tmp_path: Path) -> None:
+    artifact = artifact_of(built, "softmax")
+    model = load_graph(artifact.model_path)
+    model.functions[0].node[-1].op_type = "NoSuchOperator"
+    (check,) = checks_of(model, artifact, tmp_path).values()
+    assert check.status == "failed"
+    assert "NoSuchOperator" in check.detail
+
+
+def test_a_file_that_lost_a_body_fails(built: Built, tmp_path: Path) -> None:
+    artifact = artifact_of(built, "softmax")
+    model = load_graph(artifact.model_path)
+    del model.functions[:]
+    (check,) = checks_of(model, artifact, tmp_path).values()
+    assert check.status == "failed"
+    assert "no body" in check.detail
+
+
+def test_a_model_with_nothing_but_standard_operators_has_nothing_to_check(built: Built) -> None:
+    artifact = built("aft-full", "attention")
+    assert check_function_bodies(artifact.model_path, artifact.spec) == []
+
+
+def test_bodies_in_bfloat16_are_not_run_and_integer_ones_are(built: Built) -> None:
+    artifact = built("lsh", "attention", precision="bf16")
+    checks = {check.kind: check for check in check_function_bodies(artifact.model_path, artifact.spec)}
+    assert checks[function_body_of("LSHSort")].status == "passed"
+    attention = checks[function_body_of("LSHAttention")]
+    assert attention.status == "not run"
+    assert "bfloat16" in attention.reason
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("place", PLACES)
+def test_without_pytorch_bodies_are_compared_with_kernels(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        operator_calls.importlib.util, "find_spec", lambda name: None if name == "torch" else real(name)
+    )
+    monkeypatch.setattr(operator_calls, "call_in_torch", lambda use: pytest.fail("PyTorch is not installed"))
+    artifact = artifact_of(built, place)
+    assert {check.status for check in check_function_bodies(artifact.model_path, artifact.spec)} == {"passed"}
+
+
+def test_with_neither_pytorch_nor_kernels_the_check_is_not_run(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    from effexport.runners.ort import session
+
+    monkeypatch.setattr(session, "find_library", lambda: None)
+    monkeypatch.setattr(operator_calls.importlib.util, "find_spec", lambda name: None)
+    artifact = artifact_of(built, "softmax")
+    (check,) = check_function_bodies(artifact.model_path, artifact.spec)
+    assert check.status == "not run"
+    assert "PyTorch or the kernel library" in check.reason
+
+
+def test_inputs_are_the_same_in_every_run() -> None:
+    """Otherwise a fault might be caught today and not tomorrow."""
+    attributes = {"num_segments": 4}
+    first, second = (list(operator_inputs("SegmentMeans", attributes, "float32")) for _ in range(2))
+    for (name, inputs), (other, again) in zip(first, second, strict=True):
+        assert name == other
+        assert all(inputs[key].tobytes() == again[key].tobytes() for key in inputs)
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("place", ["softmax", "nystrom", "lsh", "aft-full"])
+def test_a_build_proves_kernels_and_bodies(built: Built, place: str) -> None:
+    artifact = built(place, "encoder")
+    summary = artifact.manifest.parity.summary
+    operators = artifact.manifest.custom_ops
+    assert {name for name in summary if name.startswith("function body of")} == set(map(function_body_of, operators))
+    assert ("function bodies" in summary) == bool(operators)
+    assert all(summary[function_body_of(op)].passed == 1 for op in operators)
