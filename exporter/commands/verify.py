@@ -77,10 +77,13 @@ def command(
     from effexport.commands._checks import print_checks
     from effexport.environment import versions
     from effexport.proof.checks.result import passed, summary
+    from effexport.proof.lost_parts import check_nothing_lost
     from effexport.report.model import dict_of_check
     from effexport.report.rendering.text import trace_text
 
     opened = open_artifact(artifact)
+    if model is not None and not RUNTIMES[runtime].engine:
+        check_nothing_lost(model, opened.spec)
     console = stderr_console()
     with stage_progress(console) as on_stage:
         candidate = Candidate(opened, runtime, implementation, model)

@@ -99,15 +99,17 @@ def all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def graph_tensors(values: object) -> tuple[TensorInfo, ...]:
-    """Names, dtypes and dims of graph inputs or outputs. Unnamed dynamic dimensions read "?"."""
+    """Names, dtypes and dims of graph inputs or outputs. Unnamed dynamic dimensions read "?", unknown types too."""
     import onnx
 
+    known = onnx.helper.get_all_tensor_dtypes()
     tensors = []
     for value in values:  # type: ignore[attr-defined]
         tensor = value.type.tensor_type
         dims = tuple(dim.dim_value if dim.HasField("dim_value") else (dim.dim_param or "?") for dim in tensor.shape.dim)
-        element = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-        tensors.append(TensorInfo(value.name, element.name, dims))
+        is_known = tensor.elem_type in known
+        element = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name if is_known else "?"
+        tensors.append(TensorInfo(value.name, element, dims))
     return tuple(tensors)
 
 
@@ -148,7 +150,10 @@ def load_graph(path: Path) -> onnx.ModelProto:
                 "Do not run this model unless you know where it comes from"
             )
         if not (path.parent / location).is_file():
-            raise UserError(f"{path} keeps weights in {location!r}, which is missing from {path.parent}")
+            raise UserError(
+                f"{path} keeps weights in {location!r}, which is missing from {path.parent}; copy that file too, or "
+                "save the model again with its weights: a model that was loaded with load_external_data=False has none"
+            )
     return model
 
 

@@ -1,0 +1,101 @@
+"""What other tools take away from our files: found before anything is compared, with the tools known to do it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.dtypes import TensorInfo
+from effexport.errors import UserError
+from effexport.export.onnx_graph import graph_tensors, load_graph, ops_without_body
+from effexport.plugins.ops import DOMAIN
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A part that a file can lose.
+
+    tools: what is known to take it away, with the releases that were seen to do it. remedy: what to do about it.
+    """
+
+    part: str
+    tools: str
+    remedy: str
+
+
+BODIES = Loss(
+    "function bodies",
+    "onnx.version_converter (onnx 1.23) drops them",
+    "let the tool change a file that has no functions, made by: effexport inline ARTIFACT -o FILE",
+)
+NAMES = Loss(
+    "inputs or outputs",
+    "onnxslim --inputs and --outputs (0.1.98) cut the graph, onnx.compose.add_prefix (onnx 1.23) renames them",
+    "leave out these options, or verify the file with the artifact that it was made from",
+)
+TYPES = Loss(
+    "element types",
+    "float16 of onnxconverter-common (1.16) and of onnxruntime.transformers (1.32) changes them without "
+    "keep_io_types=True, onnxruntime.transformers.optimizer (1.32) with --input_int32",
+    "let the tool keep the types of inputs and outputs; for float16 there, build an artifact with --precision fp16",
+)
+DIMS = Loss(
+    "dynamic dimensions",
+    "onnxslim --input-shapes (0.1.98), onnxsim's overwrite_input_shapes (0.8.1) and "
+    "onnxruntime.tools.make_dynamic_shape_fixed (1.32) replace them with numbers",
+    "run the tool without fixed shapes: the checks need inputs of several shapes",
+)
+
+
+def check_nothing_lost(path: Path, spec: BuildSpec) -> None:
+    """Raise UserError if a file lacks what every comparison with an artifact of this spec needs.
+
+    That is: a body of each custom operator, inputs and outputs with their names and element types, and dynamic
+    dimensions of the inputs. A file without bodies is refused even if kernels can run it here, because nothing else
+    can. Also raises what `load_graph` raises, for example for a missing file with weights.
+    """
+    lost = [
+        f"{loss.part}: {text}. Known: {loss.tools}. Remedy: {loss.remedy}"
+        for loss, text in losses(load_graph(path), spec)
+    ]
+    if lost:
+        raise UserError("\n  ".join([f"{path} cannot be compared with the artifact, because parts are lost", *lost]))
+
+
+def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[Loss, str]]:
+    """Each loss, and a text that names what is missing, or what is given and what was expected."""
+    if ops := ops_without_body(model):
+        yield (
+            BODIES,
+            f"{', '.join(f'{DOMAIN}::{op}' for op in ops)} have none, so only effexport's kernels could run the file",
+        )
+    weights = {tensor.name for tensor in model.graph.initializer}
+    # old files list their weights as inputs too
+    inputs = tuple(tensor for tensor in graph_tensors(model.graph.input) if tensor.name not in weights)
+    given = {tensor.name: tensor for tensor in (*inputs, *graph_tensors(model.graph.output))}
+    expected = (*spec.inputs, *spec.outputs)
+    both = f"the file has {listed(tuple(given.values()))}; expected {listed(expected)}"
+    if set(given) != {tensor.name for tensor in expected}:
+        yield NAMES, both
+        return
+    if any(given[tensor.name].dtype != tensor.dtype for tensor in expected):
+        yield TYPES, both
+    if any(is_fixed(given[tensor.name], tensor) for tensor in spec.inputs):
+        yield DIMS, both
+
+
+def is_fixed(given: TensorInfo, expected: TensorInfo) -> bool:
+    """Whether a dimension is a number that should be dynamic, or another number."""
+    if len(given.dims) != len(expected.dims):
+        return True
+    return any(isinstance(dim, int) and dim != wanted for dim, wanted in zip(given.dims, expected.dims, strict=True))
+
+
+def listed(tensors: Sequence[TensorInfo]) -> str:
+    return ", ".join(map(str, tensors))
