@@ -53,7 +53,8 @@ class Runtime:
     platform: its name in the V2 inference protocol.
     provider: the execution provider of ONNX Runtime, as in OrtSettings.
     engine: whether it runs an engine built for it, and not the ONNX file; it is then also a --target of `build`.
-    bench: whether `bench` offers it. The two fields below are for `bench`, too.
+    bench: whether `bench` offers it. The last three fields are for `bench`, too.
+    precision_hints: the values of --precision-hint, which has it compute in another precision than the model's.
     graph: the ONNX file it reads: "ours" with our operators, "naive" with none of them, or "" for PyTorch itself.
     implementation: of our operators in ONNX Runtime, as in OrtSettings. compiled: run by torch.compile.
     """
@@ -67,6 +68,7 @@ class Runtime:
     provider: str = ""
     engine: bool = False
     bench: bool = True
+    precision_hints: tuple[str, ...] = ()
     graph: Literal["ours", "naive", ""] = "ours"
     implementation: str = "auto"
     compiled: bool = False
@@ -77,7 +79,9 @@ _TORCH = partial(Runtime, package=TORCH, graph="")
 _ORT_CPU = partial(
     Runtime,
     device="cpu",
-    package=Package(("onnxruntime", "onnxruntime-gpu"), "onnxruntime", "run and verify on the CPU", "cpu"),
+    package=Package(
+        ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino"), "onnxruntime", "run and verify on the CPU", "cpu"
+    ),
     platform="onnxruntime_onnx",
     provider="cpu",
 )
@@ -98,6 +102,25 @@ RUNTIMES: dict[str, Runtime] = {
         _ORT_CPU(name="naive", label="ONNX Runtime on the CPU, exported without our operators", graph="naive"),
         _ORT_CPU(name="ort-body", label="ONNX Runtime on the CPU, function bodies only", implementation="body"),
         _ORT_CPU(name="ort", label="ONNX Runtime on the CPU", folder="ort"),
+        Runtime(
+            name="openvino",
+            label="OpenVINO on the CPU",
+            device="cpu",
+            package=Package(("openvino",), "openvino", "run and verify in OpenVINO", "openvino", optional=True),
+            folder="openvino",
+            platform="openvino_onnx",
+            precision_hints=("bf16",),
+        ),
+        Runtime(
+            name="ort-openvino",
+            label="ONNX Runtime with its OpenVINO provider",
+            device="cpu",
+            package=Package(("onnxruntime-openvino",), "onnxruntime", "run and verify in OpenVINO", "ort-openvino"),
+            folder="ort",
+            platform="onnxruntime_onnx",
+            provider="openvino",
+            bench=False,
+        ),
         _TORCH(name="torch-cuda", label="PyTorch on an NVIDIA GPU", device="cuda"),
         _ORT_GPU(name="ort-cuda", label="ONNX Runtime on an NVIDIA GPU", provider="cuda"),
         _ORT_GPU(name="ort-trt", label="ONNX Runtime with its TensorRT provider", provider="tensorrt", bench=False),

@@ -43,6 +43,17 @@ def runtime_options(help: str) -> Callable[[Callable[..., None]], Callable[..., 
     return lambda command: runtime(implementation(command))
 
 
+def precision_hint_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Add --precision-hint to a command that runs artifacts."""
+    able = ", ".join(name for name, runtime in ARTIFACT_RUNTIMES.items() if runtime.precision_hints)
+    hint = click.option(
+        "--precision-hint",
+        default="",
+        help=f"Compute in this precision, whatever the model's: bf16, in {able}, where the CPU supports it.",
+    )
+    return hint(command)
+
+
 ORT_HELP = f"Where the model runs. {described(ORT_RUNTIMES)}."
 ENGINE_HELP = f"Where the model runs. {described(ARTIFACT_RUNTIMES)}."
 

@@ -12,6 +12,7 @@ from effexport.commands._options import (
     ENGINE_HELP,
     common_options,
     implementation_text,
+    precision_hint_option,
     runtime_options,
     say,
     stage_progress,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--text", "text_file", type=click.Path(path_type=Path), help="Text file; each byte becomes a token.")
 @click.option("--output", "output_file", type=click.Path(path_type=Path), help=".npz file to write the outputs to.")
 @runtime_options(ENGINE_HELP)
+@precision_hint_option
 @common_options
 def command(
     artifact: Path,
@@ -38,6 +40,7 @@ def command(
     output_file: Path | None,
     runtime: str,
     implementation: str,
+    precision_hint: str,
     as_json: bool,
 ) -> None:
     """Run an artifact on arrays, or on the bytes of a text file.
@@ -51,8 +54,10 @@ def command(
     from effexport.files import check_writable, load_npz, save_npz
     from effexport.proof.inputs.text import windows_from_text
     from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
+    from effexport.runners.runner import ModelOptions
 
-    check_runtime(runtime, implementation)
+    options = ModelOptions(implementation, precision_hint=precision_hint)
+    check_runtime(runtime, options)
     if output_file is not None:
         check_writable(output_file)
     opened = open_artifact(artifact)
@@ -61,7 +66,7 @@ def command(
     with stage_progress(console) as on_stage:
         feeds = load_npz(input_file) if input_file is not None else windows_from_text(text_file or Path(), spec)
         on_stage(f"loading {artifact} for {runtime}")
-        with runner_from_artifact(opened, runtime, implementation) as runner:
+        with runner_from_artifact(opened, runtime, options) as runner:
             on_stage("running")
             start = time.perf_counter()
             outputs = runner.run(feeds) if input_file is not None else run_windows(runner, feeds, spec.batch)

@@ -12,6 +12,7 @@ from effexport.commands._options import (
     ENGINE_HELP,
     common_options,
     implementation_text,
+    precision_hint_option,
     runtime_options,
     say,
     stage_progress,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from effexport.proof.references.choice import ReferenceChoice
     from effexport.proof.trace.trace import Trace
     from effexport.proof.verify import Verification
+    from effexport.runners.runner import ModelOptions
 
 
 @click.command("verify")
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     help="The weights that the artifact was built from: a checkpoint folder or a file.",
 )
 @runtime_options(ENGINE_HELP)
+@precision_hint_option
 @click.option(
     "--reference",
     default="auto",
@@ -58,6 +61,7 @@ def command(
     weights: Path | None,
     runtime: str,
     implementation: str,
+    precision_hint: str,
     reference: str,
     cases: tuple[str, ...],
     trace: bool,
@@ -70,9 +74,12 @@ def command(
     from effexport.cli import print_json
     from effexport.proof.references.choice import parse_choice
     from effexport.runners.artifact_runner import check_runtime
+    from effexport.runners.runner import ModelOptions
 
     choice = parse_choice(reference)
-    check_runtime(runtime, implementation)
+    # cases have different shapes and up to two sessions are open, so memory is released after each run
+    options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint)
+    check_runtime(runtime, options)
     from effexport.artifact import open_artifact
     from effexport.commands._checks import print_checks
     from effexport.environment import versions
@@ -86,7 +93,7 @@ def command(
         check_nothing_lost(model, opened.spec)
     console = stderr_console()
     with stage_progress(console) as on_stage:
-        candidate = Candidate(opened, runtime, implementation, model)
+        candidate = Candidate(opened, runtime, options, model)
         verification, found = verify_artifact(candidate, weights, choice, cases, trace, on_stage)
     checks = verification.checks
     ok = passed(checks)
@@ -124,7 +131,7 @@ class Candidate:
 
     artifact: Artifact
     runtime: str
-    implementation: str
+    options: ModelOptions
     model: Path | None
 
     @property
@@ -148,14 +155,12 @@ class Candidate:
         from effexport.proof.verify import verify_in_runtime
         from effexport.proof.verify_engine import verify_engine
         from effexport.runners.artifact_runner import model_opener
-        from effexport.runners.runner import ModelOptions
 
         spec, hashes = self.artifact.spec, self.artifact.manifest.hash_values
         if self.is_engine:
             return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
-        # cases have different shapes and up to two sessions are open, so memory is released after each run
-        open_model = model_opener(self.runtime, ModelOptions(self.implementation, memory_arena=False))
-        return verify_in_runtime(self.path, cases, spec, hashes, open_model)
+        open_model = model_opener(self.runtime, self.options)
+        return verify_in_runtime(self.path, cases, spec, hashes, open_model, self.options.precision_hint)
 
     def verify_bodies(self, cases: Sequence[Case], ran: Mapping[str, str]) -> Verification:
         """What the file computes without the kernel library."""
@@ -175,7 +180,7 @@ class Candidate:
         if self.runtime not in ORT_RUNTIMES:
             kind = f"a {self.runtime} engine" if self.is_engine else self.runtime
             return Unavailable(f"{kind} keeps no intermediate values; trace its model with --runtime ort")
-        settings = settings_from_options(self.runtime, self.implementation)
+        settings = settings_from_options(self.runtime, self.options.implementation)
         return trace_if_possible(self.path, self.artifact, weights, case, settings)
 
 
@@ -203,7 +208,7 @@ def verify_artifact(
         result.checks += reference.missing
         if reference.kind == "golden" and candidate.path == artifact.model_path and spec.model.has_decode_step:
             if candidate.runtime in ORT_RUNTIMES:
-                settings = settings_from_options(candidate.runtime, candidate.implementation)
+                settings = settings_from_options(candidate.runtime, candidate.options.implementation)
                 result += verify_decode_step(artifact.decode_step_path, reference.cases, spec, settings)
             else:
                 reason = f"a decode step runs in ONNX Runtime only, not in {candidate.runtime}"

@@ -53,10 +53,16 @@ def verify_candidate(
 
 
 def verify_in_runtime(
-    model: Path, cases: Sequence[Case], spec: BuildSpec, hashes: Sequence[str], open_model: OpenModel
+    model: Path,
+    cases: Sequence[Case],
+    spec: BuildSpec,
+    hashes: Sequence[str],
+    open_model: OpenModel,
+    precision_hint: str = "",
 ) -> Verification:
     """Check a model file against reference cases in any runtime that reads ONNX files.
 
+    precision_hint: the precision that the runtime computes in, if not the file's; see ModelOptions.
     A bfloat16 model that cannot run here is reported as not run.
     """
     try:
@@ -64,7 +70,7 @@ def verify_in_runtime(
     except RuntimeUnsupportedError as error:
         check = not_run_in_bfloat16(Kind.PARITY, spec, error)
         return Verification([check], dict.fromkeys(custom_ops_of_model(model), "not run"))
-    checks = [*run_checks(candidate, cases, spec), *check_float32_ops(model, spec)]
+    checks = [*run_checks(candidate, cases, spec, precision_hint), *check_float32_ops(model, spec)]
     return Verification(checks, candidate.implementation)
 
 

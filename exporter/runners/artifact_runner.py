@@ -21,19 +21,36 @@ if TYPE_CHECKING:
     from effexport.artifact import Artifact
 
 
-def check_runtime(runtime: str, implementation: str) -> None:
-    """Raises UserError for an unknown name, or for an implementation with an engine, where it is already decided."""
+def check_runtime(runtime: str, options: ModelOptions) -> None:
+    """Raises UserError for an unknown name, and for options that the runtime does not have."""
     for option, value, known in (
         ("--runtime", runtime, tuple(ARTIFACT_RUNTIMES)),
-        ("--implementation", implementation, IMPLEMENTATIONS),
+        ("--implementation", options.implementation, IMPLEMENTATIONS),
     ):
         if value not in known:
             raise UserError(f"unknown {option} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
-    if ARTIFACT_RUNTIMES[runtime].engine and implementation != "auto":
-        raise UserError(
-            f"--implementation {implementation} does not apply to --runtime {runtime}: whether plugins or bodies run "
-            "was decided when the engine was built; leave it out"
+    row = ARTIFACT_RUNTIMES[runtime]
+    if row.folder != "ort" and options.implementation != "auto":
+        reason = (
+            "whether plugins or bodies run was decided when the engine was built" if row.engine else "it runs bodies"
         )
+        raise UserError(
+            f"--implementation {options.implementation} does not apply to --runtime {runtime}: {reason}; leave it out"
+        )
+    check_precision_hint(row, options.precision_hint)
+
+
+def check_precision_hint(runtime: Runtime, hint: str) -> None:
+    """Raises UserError for a precision that the runtime cannot be asked for."""
+    if not hint or hint in runtime.precision_hints:
+        return
+    if runtime.precision_hints:
+        raise UserError(f"unknown --precision-hint {hint!r}; expected: {', '.join(runtime.precision_hints)}")
+    able = ", ".join(name for name, row in ARTIFACT_RUNTIMES.items() if row.precision_hints)
+    raise UserError(
+        f"--precision-hint {hint} does not apply to --runtime {runtime.name}, which computes in the precision of the "
+        f"model; expected --runtime {able}, or leave it out"
+    )
 
 
 # Takes the path of an ONNX file, or the serialised model; limits of its inputs; and the folder of its external data.
@@ -49,19 +66,20 @@ def model_opener(runtime: str, options: ModelOptions) -> OpenModel:
     return opener
 
 
-def runner_from_artifact(
-    artifact: Artifact, runtime: str = "ort", implementation: str = "auto", threads: int | None = None
-) -> Runner:
-    """Open the model of an artifact, or its engine for a runtime that runs engines. threads: of ONNX Runtime.
+DEFAULT_OPTIONS = ModelOptions()
+
+
+def runner_from_artifact(artifact: Artifact, runtime: str = "ort", options: ModelOptions = DEFAULT_OPTIONS) -> Runner:
+    """Open the model of an artifact, or its engine for a runtime that runs engines.
 
     Raises UserError for a runtime that is unknown, missing, or has no engine in the artifact.
     """
-    check_runtime(runtime, implementation)
+    check_runtime(runtime, options)
     limits = limits_from_spec(artifact.spec)
     if ARTIFACT_RUNTIMES[runtime].engine:
         open_engine: OpenEngine = runner_module(ARTIFACT_RUNTIMES[runtime]).open_engine
         return open_engine(artifact.engine_path(runtime), limits, model_digest(artifact.model_path))
-    return model_opener(runtime, ModelOptions(implementation, threads))(artifact.model_path, limits, None)
+    return model_opener(runtime, options)(artifact.model_path, limits, None)
 
 
 def runner_module(runtime: Runtime) -> ModuleType:

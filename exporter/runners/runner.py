@@ -31,11 +31,13 @@ class ModelOptions:
 
     implementation: of custom operators: "kernel", "body", or "auto" for kernels if they are built.
     threads: None lets the runtime decide. memory_arena: keep freed memory for later runs.
+    precision_hint: the precision to compute in, if not the model's; "" for the model's.
     """
 
     implementation: str = "auto"
     threads: int | None = None
     memory_arena: bool = True
+    precision_hint: str = ""
 
 
 class Runner(Closeable, Protocol):

@@ -53,8 +53,13 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
     except Exception as error:  # onnxruntime has no common base class for its errors
         raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
     check_provider(inference, settings)
-    if settings.provider == "tensorrt" and (assigned := assigned_ops(inference)) is not None:
+    assigned = assigned_ops(inference)
+    if settings.provider == "tensorrt" and assigned is not None:
         ort_tensorrt.check_share(assigned, excluded)
+    if settings.provider == "openvino" and assigned is not None and not assigned.get(PROVIDERS["openvino"]):
+        raise UserError(
+            f"OpenVINO took no node of the model, which would run on {', '.join(assigned)}; use --runtime ort"
+        )
     return Session(inference, implementation_of(inference, custom_ops, library, settings))
 
 
@@ -71,7 +76,8 @@ def session_options(ort: Any, settings: OrtSettings, external_folder: Path | Non
 
 
 def providers_from_settings(ort: Any, settings: OrtSettings) -> list[Any]:
-    """The provider list of onnxruntime without TensorRT: CUDA if wanted, and the CPU for what CUDA does not support.
+    """The provider list of onnxruntime without TensorRT: CUDA or OpenVINO if wanted, and the CPU for what these do not
+    support.
 
     Raises UserError if onnxruntime does not have the wanted provider.
     """
@@ -81,14 +87,22 @@ def providers_from_settings(ort: Any, settings: OrtSettings) -> list[Any]:
     if PROVIDERS[settings.provider] not in available:
         raise UserError(
             f"onnxruntime {ort.__version__} has no {PROVIDERS[settings.provider]}, only {', '.join(available)}; "
-            f"for the GPU replace it: pip uninstall onnxruntime, then {RUNTIMES[settings.runtime].package.remedy}"
+            f"replace it: pip uninstall onnxruntime, then {RUNTIMES[settings.runtime].package.remedy}"
         )
+    if settings.provider == "openvino":
+        return [(PROVIDERS["openvino"], openvino_options(settings)), PROVIDERS["cpu"]]
     if hasattr(ort, "preload_dlls"):
         # CUDA libraries from pip are not on a search path; messages about missing ones must not mix with our stdout
         with contextlib.redirect_stdout(sys.stderr):
             ort.preload_dlls()
     options = {"use_tf32": str(int(settings.tf32)), "enable_cuda_graph": str(int(settings.cuda_graph))}
     return [(PROVIDERS["cuda"], options), PROVIDERS["cpu"]]
+
+
+def openvino_options(settings: OrtSettings) -> dict[str, str]:
+    """Options of the OpenVINO provider; without a precision it chooses one by itself, bfloat16 where the CPU has it."""
+    threads = {} if settings.threads is None else {"num_of_threads": str(settings.threads)}
+    return {"device_type": "CPU", "precision": "FP32", **threads}
 
 
 def tensorrt_provider(
@@ -108,12 +122,16 @@ def tensorrt_provider(
 def check_provider(inference: Any, settings: OrtSettings) -> None:
     """Raises UserError if the provider did not start; onnxruntime only warns and continues without it."""
     wanted, running = PROVIDERS[settings.provider], inference.get_providers()
-    if wanted not in running:
-        raise UserError(
-            f"{wanted} did not start, and the model would run on {', '.join(running)}; expected an NVIDIA GPU, its "
-            f"driver, and the {'TensorRT, ' * (settings.provider == 'tensorrt')}CUDA and cuDNN libraries of this "
-            "onnxruntime-gpu. The lines above from ONNX Runtime name the reason"
-        )
+    if wanted in running:
+        return
+    expected = "the libraries of OpenVINO that come with onnxruntime-openvino"
+    if settings.device == "cuda":
+        tensorrt = "TensorRT, " * (settings.provider == "tensorrt")
+        expected = f"an NVIDIA GPU, its driver, and the {tensorrt}CUDA and cuDNN libraries of this onnxruntime-gpu"
+    raise UserError(
+        f"{wanted} did not start, and the model would run on {', '.join(running)}; expected {expected}. The lines "
+        "above from ONNX Runtime name the reason"
+    )
 
 
 def library_for(custom_ops: Sequence[str], settings: OrtSettings) -> Library | None:

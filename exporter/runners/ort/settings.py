@@ -17,6 +17,7 @@ PROVIDERS: dict[str, str] = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
 }
 # For custom operators: our kernels if they are built, our kernels or an error, the function bodies of the model.
 IMPLEMENTATIONS = ("auto", "kernel", "body")
@@ -26,7 +27,8 @@ IMPLEMENTATIONS = ("auto", "kernel", "body")
 class OrtSettings:
     """How ONNX Runtime runs a model.
 
-    provider: "cpu", "cuda", or "tensorrt", which leaves to CUDA what TensorRT does not support.
+    provider: "cpu", "cuda", "tensorrt", which leaves to CUDA what TensorRT does not support, or "openvino", which
+    leaves the rest to the CPU provider.
     implementation: of custom operators: "kernel" needs the kernel library, "body" ignores it, and "auto" uses kernels
     if the library is built. TensorRT sees bodies as part of the graph; kernels cut the graph into parts.
     threads: size of the thread pool inside operators; None lets ONNX Runtime decide.
@@ -55,7 +57,7 @@ class OrtSettings:
     @property
     def device(self) -> str:
         """The place of tensors and kernels: "cpu" or "cuda"."""
-        return "cpu" if self.provider == "cpu" else "cuda"
+        return "cuda" if self.provider in ("cuda", "tensorrt") else "cpu"
 
     def __post_init__(self) -> None:
         for name, known in (("provider", tuple(PROVIDERS)), ("implementation", IMPLEMENTATIONS)):

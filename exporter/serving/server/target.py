@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.runners.runner import ModelOptions
 from effexport.runtimes import RUNTIMES
 from effexport.serving.settings import ServingSettings
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 class ServingTarget:
     """An artifact to serve. name: None for the name of its folder. runtime, implementation: as in `effexport run`.
 
-    threads: of ONNX Runtime; None: its default.
+    threads: of the runtime; None: its default.
     """
 
     artifact: Path
@@ -28,13 +29,17 @@ class ServingTarget:
     settings: ServingSettings
     threads: int | None = None
 
+    @property
+    def options(self) -> ModelOptions:
+        return ModelOptions(self.implementation, self.threads)
+
     def load(self) -> ServedModel:
         """Open the artifact and warm it up in this process. Raises UserError if it cannot be served."""
         from effexport.runners.artifact_runner import runner_from_artifact
         from effexport.serving.server.served_model import ServedModel
 
         artifact, name = self.checked()
-        runner = runner_from_artifact(artifact, self.runtime, self.implementation, self.threads)
+        runner = runner_from_artifact(artifact, self.runtime, self.options)
         model = ServedModel(runner, artifact.spec, name, self.settings, RUNTIMES[self.runtime].platform)
         try:
             model.warm_up()
@@ -50,7 +55,7 @@ class ServingTarget:
         from effexport.serving.protocol.signature import signature_from_spec
         from effexport.serving.server.served_model import checked_name
 
-        check_runtime(self.runtime, self.implementation)
+        check_runtime(self.runtime, self.options)
         artifact = open_artifact(self.artifact)
         name = checked_name(self.name if self.name is not None else artifact.path.resolve().name)
         signature_from_spec(artifact.spec, self.settings)

@@ -1,0 +1,1 @@
+"""Runs ONNX files in OpenVINO, on the CPU."""
