@@ -105,6 +105,7 @@ def command(
                 "reference": reference,
                 "passed": ok,
                 "runtime": runtime,
+                "precision_hint": precision_hint or None,
                 "implementation": verification.implementation,
                 "environment": versions(),
                 "summary": summary(checks),
@@ -119,6 +120,8 @@ def command(
         say(console, trace_text(found))
     count = sum(check.status == "passed" for check in checks)
     verdict = f"{'equal' if ok else 'NOT proven equal'} to {choice.title}"
+    if precision_hint:
+        verdict += f" within the limits of {precision_hint}"
     ran = implementation_text(verification.implementation)
     say(console, f"{model or artifact}: {verdict}, {count} of {len(checks)} checks passed{ran}")
     if not ok:
@@ -154,8 +157,9 @@ class Candidate:
     def verify(self, cases: Sequence[Case]) -> Verification:
         from effexport.proof.verify import verify_in_runtime
         from effexport.proof.verify_engine import verify_engine
-        from effexport.runners.artifact_runner import model_opener
+        from effexport.runners.artifact_runner import check_precision_of_model, model_opener
 
+        check_precision_of_model(self.artifact.spec, self.options)
         spec, hashes = self.artifact.spec, self.artifact.manifest.hash_values
         if self.is_engine:
             return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from effexport.bench.measuring.models import module_from_case, signature_of_case
 from effexport.bench.results import Case
 from effexport.dtypes import numpy_dtype
 from effexport.errors import EffexportError, RuntimeUnsupportedError
+from effexport.runners.feeds import FeedLimits
 from effexport.runtimes import RUNTIMES, Runtime
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from effexport.dtypes import Array
     from effexport.proof.candidates import RunnerCandidate as Bucketed
-    from effexport.runners.ort.settings import OrtSettings
+    from effexport.runners.artifact_runner import OpenModel
 
     OpenGiven = Callable[[Sequence[str]], AbstractContextManager[Bucketed] | None]
 
@@ -85,7 +87,7 @@ class TorchCandidate:
 
 
 class RunnerCandidate:
-    """A runner of ONNX Runtime or TensorRT. open_given: see `ort_with_given_buckets`."""
+    """A runner of any runtime. open_given: see `with_buckets_as_inputs`."""
 
     def __init__(self, runner: Any, open_given: OpenGiven | None = None) -> None:
         self._runner = runner
@@ -138,22 +140,33 @@ def candidate_from_case(case: Case, model: Path | None, *, threads: int, memory_
         from effexport.runners.trt.runner import TrtRunner
 
         return RunnerCandidate(TrtRunner(model))
-    from effexport.runners.ort.runner import OrtRunner
+    open_model = model_opener(case, threads, memory_arena)
+    runner = open_model(model, FeedLimits(), None)
+    return RunnerCandidate(runner, lambda hashes: with_buckets_as_inputs(model, hashes, open_model))
 
-    settings = ort_settings(case, threads, memory_arena)
-    return RunnerCandidate(OrtRunner(model, settings), lambda hashes: ort_with_given_buckets(model, hashes, settings))
+
+def model_opener(case: Case, threads: int, memory_arena: bool) -> OpenModel:
+    """What opens ONNX files with the runtime of a case."""
+    from effexport.runners.artifact_runner import runner_module
+    from effexport.runners.runner import ModelOptions
+
+    runtime = RUNTIMES[case.runtime]
+    options = ModelOptions(runtime.implementation, threads, memory_arena or runtime.device != "cpu")
+    # a runtime of `bench` alone has no folder: it is ONNX Runtime in another form
+    module = runner_module(runtime if runtime.folder else RUNTIMES["ort"])
+    opener: OpenModel = partial(module.open_model, runtime, options)
+    return opener
 
 
-def ort_with_given_buckets(
-    model: Path, hashes: Sequence[str], settings: OrtSettings
+def with_buckets_as_inputs(
+    model: Path, hashes: Sequence[str], open_model: OpenModel
 ) -> AbstractContextManager[Bucketed] | None:
-    """The same model in a second session, with the buckets of its hashes as inputs; None if they cannot be found.
+    """The same model opened again, with the buckets of its hashes as inputs; None if they cannot be found.
 
     hashes: names of the bucket values, as the reference has them.
     """
     from effexport.proof.bucket_injection import hash_values, with_given_buckets
     from effexport.proof.candidates import RunnerCandidate as BucketedCandidate
-    from effexport.runners.ort.runner import OrtRunner
 
     values = hash_values(model, hashes)
     if not values:
@@ -161,29 +174,17 @@ def ort_with_given_buckets(
 
     @contextmanager
     def opened() -> Iterator[Bucketed]:
-        with OrtRunner(with_given_buckets(model, values), settings, external_folder=model.parent.resolve()) as runner:
+        with open_model(with_given_buckets(model, values), FeedLimits(), model.parent.resolve()) as runner:
             yield BucketedCandidate(runner, runner, hashes, values)
 
     return opened()
-
-
-def ort_settings(case: Case, threads: int, memory_arena: bool = True) -> OrtSettings:
-    from effexport.runners.ort.settings import OrtSettings
-
-    runtime = RUNTIMES[case.runtime]
-    return OrtSettings(
-        provider=runtime.provider,
-        implementation=runtime.implementation,
-        threads=threads,
-        memory_arena=memory_arena or runtime.device != "cpu",
-    )
 
 
 def reason_not_here(runtime: str) -> str | None:
     """Why this machine cannot run a runtime; None if it can."""
     row = RUNTIMES[runtime]
     if row.device == "cpu":
-        return None
+        return None if row.package.version else f"{row.package.module} is not installed: {row.package.remedy}"
     if not row.graph:
         import torch
 

@@ -18,6 +18,7 @@ from effexport.spec import BuildSpec
 if TYPE_CHECKING:
     from effexport.dtypes import Array
 
+SIGNATURE_METRIC = "names, dtypes, shapes"
 FINITE_METRIC = "NaN or Inf elements"
 
 
@@ -26,7 +27,7 @@ def check_signature(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -
     expected = {name: (spec.dtype, case.outputs[name].shape) for name in case.outputs}
     actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}
     detail = "" if actual == expected else f"outputs are {actual}; expected {expected}"
-    return Check(Kind.SIGNATURE, case.label, "names, dtypes, shapes", "failed" if detail else "passed", detail=detail)
+    return Check(Kind.SIGNATURE, case.label, SIGNATURE_METRIC, "failed" if detail else "passed", detail=detail)
 
 
 def check_finite(case: CaseLabel, outputs: Mapping[str, Array], kind: str = Kind.FINITE) -> Check:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import MissingExtraError, RuntimeUnsupportedError, UserError
+from effexport.export.inlined import inlined
 from effexport.export.onnx_graph import external_locations, load_graph
 from effexport.runtimes import RUNTIMES
 
@@ -39,8 +40,8 @@ def onnx_from_source(model: Path | bytes) -> onnx.ModelProto:
 def compiled_model(proto: onnx.ModelProto, folder: Path | None, options: ModelOptions) -> Any:
     """OpenVINO's compiled model. folder: of the external data, if there is any.
 
-    Raises MissingExtraError without OpenVINO, UserError for a precision that this CPU does not support, and
-    RuntimeUnsupportedError if OpenVINO refuses the model.
+    Raises MissingExtraError without OpenVINO, UserError for a model without function bodies and for a precision that
+    this CPU does not support, and RuntimeUnsupportedError if OpenVINO refuses the model.
     """
     ov = import_openvino()
     core = ov.Core()
@@ -66,13 +67,11 @@ def standard_file(proto: onnx.ModelProto, folder: Path | None, output: Path) -> 
 
     OpenVINO does not know model-local functions.
     """
-    import onnx.inliner
-
     for location in external_locations(proto):
         (output / location).parent.mkdir(parents=True, exist_ok=True)
         (output / location).symlink_to(((folder or Path()) / location).resolve())
     path = output / "model.onnx"
-    path.write_bytes(onnx.inliner.inline_local_functions(proto).SerializeToString())
+    path.write_bytes(inlined(proto).SerializeToString())
     return path
 
 
