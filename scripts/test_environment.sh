@@ -20,7 +20,7 @@ has_browser() { command -v chromium || command -v chromium-browser || command -v
 
 # tested_extras fast|all: what is installed into .venv. TensorRT-RTX builds engines without a GPU.
 tested_extras() {
-  local extras=cpu,test,dev,serve
+  local extras=cpu,test,dev,serve,openvino
   [[ "$1" == fast ]] || extras+=,sweep,serve-ray
   if can_have_tensorrt; then extras+=,rtx; fi
   printf '%s\n' "$extras"
@@ -36,7 +36,7 @@ raise SystemExit(library is None or library.outdated)" 2>/dev/null
 # required_parts fast|all: the parts that tests must find, see tests/conftest.py: EFFEXPORT_REQUIRE, or by default all
 # that this machine can have.
 required_parts() {
-  local parts=torch,onnx,ort,transformers,native,serve
+  local parts=torch,onnx,ort,openvino,transformers,native,serve
   if [[ -n "${EFFEXPORT_REQUIRE+set}" ]]; then
     printf '%s\n' "${EFFEXPORT_REQUIRE// /}"
     return

@@ -187,11 +187,12 @@ class TritonServer:
         return found[1] if found else "of unknown version"
 
 
-ORT, RTX = RUNTIMES["ort"].package, RUNTIMES["trt-rtx"].package
+ORT, OPENVINO, RTX = (RUNTIMES[name].package for name in ("ort", "openvino", "trt-rtx"))
 PARTS: dict[str, Part] = {
     "torch": Package("torch", ("torch",)),
     "onnx": Package("onnx", ("onnx",)),
     "ort": Package(ORT.module, ORT.distributions),
+    "openvino": Package(OPENVINO.module, OPENVINO.distributions),
     "transformers": Package("transformers", ("transformers",)),
     "native": KernelLibrary(),
     "ray": Package("ray", ("ray",)),

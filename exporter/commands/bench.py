@@ -35,8 +35,8 @@ EXPECTED = {"rounds": "at least 1", "threads": "at least 1", "max_seconds": "a n
 @click.option(
     "--runtimes",
     help="On the CPU: torch, compile (torch.compile), naive (plain torch.onnx.export, without effexport's operators), "
-    "ort-body (ONNX Runtime with function bodies), ort (with kernels, if built). On a GPU: torch-cuda, ort-cuda, trt, "
-    "trt-rtx.",
+    "ort-body (ONNX Runtime with function bodies), ort (with kernels, if built), openvino. On a GPU: torch-cuda, "
+    "ort-cuda, trt, trt-rtx.",
 )
 @click.option(
     "--scope", help="core (default): attention only; attention: with its projections; encoder: a whole encoder."

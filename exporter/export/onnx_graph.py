@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,18 +84,18 @@ def check_graph(path: Path, signature: GraphSignature) -> None:
 
 def all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     """Every node of the graph, its subgraphs and its functions."""
-
-    def walk(nodes: Iterator[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-        for node in nodes:
-            yield node
-            for attribute in node.attribute:
-                yield from walk(iter(attribute.g.node))
-                for graph in attribute.graphs:
-                    yield from walk(iter(graph.node))
-
-    yield from walk(iter(model.graph.node))
+    yield from nodes_within(model.graph.node)
     for function in model.functions:
-        yield from walk(iter(function.node))
+        yield from nodes_within(function.node)
+
+
+def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """The nodes, and those of their subgraphs. A function has names of its own, so it is not entered."""
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                yield from nodes_within(graph.node)
 
 
 def graph_tensors(values: object) -> tuple[TensorInfo, ...]:

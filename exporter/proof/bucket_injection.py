@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from effexport.export.onnx_graph import all_nodes, load_graph
+from effexport.export.onnx_graph import load_graph, nodes_within
 from effexport.plugins.ops import DOMAIN
 
 GIVEN_SUFFIX = ".given"
@@ -35,7 +35,7 @@ def with_given_buckets(path: Path, values: Sequence[str]) -> bytes:
     model = load_graph(path)
     for value in values:
         given = value + GIVEN_SUFFIX
-        for node in all_nodes(model):
+        for node in nodes_within(model.graph.node):
             for i, name in enumerate(node.input):
                 if name == value:
                     node.input[i] = given

@@ -45,7 +45,7 @@ def compiled_model(proto: onnx.ModelProto, folder: Path | None, options: ModelOp
     """
     ov = import_openvino()
     core = ov.Core()
-    check_precision(ov, core, options.precision_hint)
+    check_precision(core, options.precision_hint)
     properties: dict[str, Any] = {
         # OpenVINO would choose bfloat16 by itself where the CPU has it
         "INFERENCE_PRECISION_HINT": PRECISIONS[options.precision_hint or "fp32"],
@@ -59,7 +59,7 @@ def compiled_model(proto: onnx.ModelProto, folder: Path | None, options: ModelOp
             path = standard_file(proto, folder, Path(name))
             return core.compile_model(core.read_model(path), DEVICE, properties)
     except RuntimeError as error:
-        raise RuntimeUnsupportedError(f"OpenVINO {ov.__version__} refuses the model: {reason_of(error)}") from error
+        raise RuntimeUnsupportedError(f"OpenVINO {version()} refuses the model: {reason_of(error)}") from error
 
 
 def standard_file(proto: onnx.ModelProto, folder: Path | None, output: Path) -> Path:
@@ -75,12 +75,17 @@ def standard_file(proto: onnx.ModelProto, folder: Path | None, output: Path) -> 
     return path
 
 
-def check_precision(ov: Any, core: Any, precision_hint: str) -> None:
+def version() -> str:
+    """The release, such as 2026.4.1, without the name of the build."""
+    return RUNTIMES["openvino"].package.version or "of unknown version"
+
+
+def check_precision(core: Any, precision_hint: str) -> None:
     """Raises UserError for a precision that OpenVINO would emulate, or ignore, on this CPU."""
     capabilities = core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
     if precision_hint and precision_hint.upper() not in capabilities:
         raise UserError(
-            f"--precision-hint {precision_hint}: OpenVINO {ov.__version__} computes on this CPU in "
+            f"--precision-hint {precision_hint}: OpenVINO {version()} computes on this CPU in "
             f"{', '.join(sorted(capabilities))}; leave it out, or use a CPU with AVX512-BF16 or AMX"
         )
 

@@ -125,7 +125,7 @@ def test_on_a_gpu_bodies_are_preferred_to_kernels_for_the_cpu(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"provider": "gpu"}, "unknown provider 'gpu'.* Expected: cpu, cuda, tensorrt"),
+        ({"provider": "gpu"}, "unknown provider 'gpu'.* Expected: cpu, cuda, tensorrt, openvino"),
         ({"implementation": "bodies"}, "unknown implementation 'bodies'.* Expected: auto, kernel, body"),
         ({"threads": 0}, "threads is 0; expected at least 1"),
         ({"cuda_graph": True}, "cuda_graph needs the provider 'cuda'; the provider is 'cpu'"),
