@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,13 +65,17 @@ def compiled_model(proto: onnx.ModelProto, folder: Path | None, options: ModelOp
 
 
 def standard_file(proto: onnx.ModelProto, folder: Path | None, output: Path) -> Path:
-    """Write a model into `output`, with standard operators only, beside links to its external data.
+    """Write a model into `output`, with standard operators only, beside its external data.
 
-    OpenVINO does not know model-local functions.
+    OpenVINO does not know model-local functions, and does not follow symbolic links out of the model's folder.
     """
     for location in external_locations(proto):
         (output / location).parent.mkdir(parents=True, exist_ok=True)
-        (output / location).symlink_to(((folder or Path()) / location).resolve())
+        source = ((folder or Path()) / location).resolve()
+        try:
+            os.link(source, output / location)
+        except OSError:  # on another file system
+            shutil.copyfile(source, output / location)
     path = output / "model.onnx"
     path.write_bytes(inlined(proto).SerializeToString())
     return path

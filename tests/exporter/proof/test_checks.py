@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_specs import spec_of
 
 from effexport.artifact import Artifact
 from effexport.models.encoder import module_from_spec
@@ -18,7 +20,7 @@ from effexport.proof.cases import Case, load_reference
 from effexport.proof.checks.arithmetic import Figures, check_arithmetic
 from effexport.proof.checks.invariance import check_padding_content, check_prefix
 from effexport.proof.checks.long_sequences import LONG, check_long_sequence
-from effexport.proof.checks.result import HISTOGRAM_EDGES
+from effexport.proof.checks.result import HISTOGRAM_EDGES, Kind
 from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.inputs.adversarial import adversarial_inputs
 from effexport.proof.inputs.padded import padding_of_other_content
@@ -280,3 +282,23 @@ def test_values_that_are_not_finite_make_the_measures_so_without_a_warning() -> 
         assert check.status == "failed"
         assert not np.isfinite(check.measures["max_abs"])
         assert sum(check.histogram) == 6
+
+
+@pytest.mark.parametrize("wrong_from", [1, 2, 3])
+def test_an_answer_of_another_shape_is_a_failed_check_in_every_run(wrong_from: int) -> None:
+    """OpenVINO in bfloat16 has returned an empty array where a batch was expected."""
+    spec = spec_of("softmax", "attention")
+    mask = np.ones((2, 8), dtype=np.int64)
+    mask[1, 5:] = 0
+    hidden = np.ones((2, 8, 32), dtype=np.float32)
+    case = Case("export", {"hidden_states": hidden, "attention_mask": mask}, {OUTPUT: hidden})
+    runs = itertools.count(1)
+
+    def sometimes_empty(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        answer = inputs["hidden_states"]
+        return {OUTPUT: answer if next(runs) < wrong_from else answer[:0, :0]}
+
+    checks = list(run_checks(Fake(sometimes_empty), [case], spec))
+    (failed,) = [check for check in checks if check.status == "failed"]
+    assert failed.kind == Kind.SIGNATURE
+    assert "0, 0, 32" in failed.detail
