@@ -29,7 +29,7 @@ def inline_functions(model: ir.Model) -> None:
 
     Afterwards the model has no functions, and its opset imports are those that its nodes use. Inputs, outputs, weights
     and all values of the graph keep their names, so buckets are found as before. The nodes of a body get unique names,
-    and the metadata of the call, which says the module.
+    and the metadata of the call, which says the module. ONNX Runtime returns the same bits as for the functions.
     Raises UserError for a node of ours without a body, and for bodies of another opset than the model's.
     """
     import onnx_ir as ir
@@ -48,6 +48,27 @@ def inline_functions(model: ir.Model) -> None:
             f"the model has no function body for {', '.join(missing)}; expected a file as effexport build writes it: "
             "some tools remove functions, so inline the file before they change it"
         )
+    make_casts_plain(model)
     imports = model.graph.opset_imports
     for domain in set(imports) - {node.domain for node in model.graph.all_nodes()} - {""}:
         del imports[domain]
+
+
+def make_casts_plain(model: ir.Model) -> None:
+    """Replace CastLike by Cast where the type is known, which it is for the inputs of calls.
+
+    A body uses CastLike because it serves several types. ONNX Runtime removes a Cast that changes nothing, but not a
+    CastLike of the graph, which then hinders its fusions.
+    """
+    import onnx_ir as ir
+
+    for node in list(model.graph.all_nodes()):
+        if (node.domain, node.op_type) != ("", "CastLike"):
+            continue
+        value, like = node.inputs
+        if like is None or like.dtype is None:
+            continue
+        to = ir.AttrInt64("to", int(like.dtype))
+        cast = ir.Node("", "Cast", [value], [to], name=node.name, metadata_props=dict(node.metadata_props))
+        assert node.graph is not None
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], [cast], node.outputs, cast.outputs)
