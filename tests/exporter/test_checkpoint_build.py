@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -264,6 +265,24 @@ def make():
 def number():
     return 3
 """
+
+
+@pytest.mark.slow
+def test_checkpoints_and_modules_are_inlined_too(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "checkpoint", "ReformerModel", REFORMER)
+    (tmp_path / "inlined_models_for_a_test.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    for source in (
+        ["--checkpoint", tmp_path / "checkpoint"],
+        ["--module", "inlined_models_for_a_test:make", "--seq-len", "128"],
+    ):
+        result = cli("build", *source, "--inline", "-o", tmp_path / "out", "--force", "--json")
+        assert result.code == 0, result.err
+        assert (result.json["custom_ops"], result.json["implementation"]) == ({}, {})
+        assert result.json["spec"]["inline"] is True
+        assert not onnx.load(tmp_path / "out" / "model.onnx").functions
 
 
 def test_a_module_of_ones_own(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
