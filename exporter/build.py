@@ -35,9 +35,11 @@ from effexport.errors import StageError, Unavailable
 from effexport.export.decode_step import onnx_from_decode_step
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
 from effexport.export.onnx_from_module import onnx_from_module
-from effexport.proof.answers import REFERENCE_SEED_OFFSET, hash_modules, reference_from_module
+from effexport.proof.answers import REFERENCE_SEED_OFFSET, reference_from_module
 from effexport.proof.candidates import open_in_ort
 from effexport.proof.cases import Case, load_reference, save_reference
+from effexport.proof.checks.result import Check
+from effexport.proof.module_runs import hash_modules
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
 from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decode_step
@@ -122,8 +124,9 @@ def artifact_from_spec(
         with watch.stage("exporting to ONNX"):
             onnx_from_module(module, spec, build.model)
         with watch.stage("running the PyTorch reference"):
-            cases = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET)
-            save_reference(cases, folder / REFERENCE)
+            answers = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET)
+            check_reference(answers.checks)
+            save_reference(answers.cases, folder / REFERENCE)
         # as written and read back: what is checked is what users get
         cases = load_reference(folder / REFERENCE)
         verification = prove_model(build, cases)
@@ -132,7 +135,7 @@ def artifact_from_spec(
         report = Report(
             title=spec.model.title,
             spec=spec.to_dict(),
-            checks=verification.checks,
+            checks=[*answers.checks, *verification.checks],
             seconds=watch.seconds,
             environment=versions(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -149,6 +152,17 @@ def artifact_from_spec(
         (folder / REPORT_HTML).write_text(html_from_report(report), encoding="utf-8")
         write_manifest(folder, manifest_from_report(report, spec, build.hashes, weights_digest(module)))
     return open_artifact(output), report
+
+
+def check_reference(checks: Sequence[Check]) -> None:
+    """Raise StageError if PyTorch's own answers have failed a check: they cannot judge a model then."""
+    if any(check.status == "failed" for check in checks):
+        raise StageError(
+            "reference",
+            f"{failure_text(checks)}\n  PyTorch in float32 is further from PyTorch in float64 than rounding explains, "
+            "so the exported model was not judged. Weights whose products cancel in float32 do this; otherwise try "
+            "OMP_NUM_THREADS=1 or another release of PyTorch",
+        )
 
 
 def prove_model(build: Build, cases: Sequence[Case]) -> Verification:

@@ -9,6 +9,7 @@ from effexport.models.aft_layer import AFTLayer
 from effexport.models.aft_local import band_offsets, banded_block_size
 from effexport.models.block_sums import banded_sums, causal_banded_sums
 from effexport.models.exp_sums import ExpSums, block_count
+from effexport.models.layers import at_least_float32
 from effexport.models.spec import AFTConvSpec
 
 
@@ -40,11 +41,11 @@ class AFTConvAttention(AFTLayer):
 
     def taps(self) -> Tensor:
         """w, float32 [heads, kernel_size]; tap i is the bias of the key at offset i − kernel_size // 2."""
-        weight = self.weight.float()
+        weight = at_least_float32(self.weight)
         centred = weight - weight.mean(dim=1, keepdim=True)
         # the biased variance: defined for a single tap too
         std = torch.sqrt(centred.square().mean(dim=1, keepdim=True) + self.spec.std_eps**2)
-        return self.gamma.float()[:, None] * centred / std + self.beta.float()[:, None]
+        return at_least_float32(self.gamma)[:, None] * centred / std + at_least_float32(self.beta)[:, None]
 
     def band(self, size: int, before: int, after: int) -> Tensor:
         """Biases of a block, the same for every block: [heads, 1, size, (before + 1 + after) · size]."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.exp_sums import ExpSums, average, block_count, sums_of_tokens
-from effexport.models.layers import AttentionLayer, split_heads
+from effexport.models.layers import AttentionLayer, at_least_float32, split_heads
 from effexport.models.spec import AFTPositionSpec, AttentionSpec
 from effexport.models.validation import SpecError
 
@@ -81,7 +81,7 @@ class AFTPositionLayer(AFTLayer):
             # as many blocks as the longest sequence has, with the spare block of `block_count`
             rows, blocks = self.spec.seq_len, block_count(self.spec.seq_len, size) + 1
         u, v = (
-            torch.unflatten(F.pad(x[:rows].float(), (0, 0, 0, blocks * size - rows)), 0, (blocks, size))
+            torch.unflatten(F.pad(at_least_float32(x[:rows]), (0, 0, 0, blocks * size - rows)), 0, (blocks, size))
             for x in (self.position_query, self.position_key)
         )
         return u, v

@@ -89,7 +89,7 @@ def banded_sums(keys: ExpSums, bias: Tensor, reach: int) -> ExpSums:
     totals = ExpSums(top.squeeze(-2), blocks.n.sum(dim=-2), blocks.d.sum(dim=-2))
     index = torch.arange(totals.m.shape[-2], device=bias.device)
     is_far = (index[:, None] - index[None, :]).abs() > reach
-    far = weighted_sums(totals, torch.where(is_far, 0.0, ABSENT))
+    far = weighted_sums(totals, torch.where(is_far, 0.0, ABSENT).to(totals.m.dtype))
     return join_blocks(merge(near, far.each(lambda x: x.unsqueeze(-2))), seq_len)
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from effexport.models.layers import at_least_float32
+
 # Exponent of a key that is not there, and the least value of a stabiliser. They differ so much that
 # exp(ABSENT − stabiliser) is exactly 0 even where nothing at all is visible.
 ABSENT = -1e30
@@ -49,8 +51,8 @@ def sums_of_tokens(key: Tensor, value: Tensor, keep: Tensor) -> ExpSums:
     Padding is replaced, not multiplied by zero: it may hold anything, NaN too.
     """
     visible = keep[:, None, :, None]
-    m = torch.where(visible, key.float(), ABSENT)
-    return ExpSums(m, torch.where(visible, value.float(), 0.0), visible.float().expand_as(m))
+    m = torch.where(visible, at_least_float32(key), ABSENT)
+    return ExpSums(m, torch.where(visible, at_least_float32(value), 0.0), visible.to(m.dtype).expand_as(m))
 
 
 def average(sums: ExpSums) -> Tensor:

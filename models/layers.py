@@ -40,12 +40,21 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     return F.embedding(rows, table)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """float16 and bfloat16 as float32; float32 and float64 as they are.
+
+    Formulas that must not run in half precision cast with this, so that a module in float64 computes in float64
+    throughout and can say how far float32 is from it.
+    """
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def masked_softmax(logits: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax over the last axis in float32, with invisible entries left out. Returns float32.
+    """Softmax over the last axis, with invisible entries left out, in float32, or in float64 if the logits are.
 
     logits: any float dtype; visible: boolean, broadcastable to logits, or None.
     """
-    logits = logits.float()
+    logits = at_least_float32(logits)
     if visible is not None:
         logits = torch.where(visible, logits, MASKED_LOGIT)
     return torch.softmax(logits, dim=-1)
@@ -61,8 +70,8 @@ class LayerNorm(nn.LayerNorm):
     """Layer normalisation computed in float32 whatever the model's dtype, so that eps does not underflow."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight.float(), self.bias.float()
-        return F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
+        weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
+        return F.layer_norm(at_least_float32(input), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
 
 
 class DepthwiseConv(nn.Module):

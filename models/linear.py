@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.models.layers import MultiHeadAttention, State, causal_mask, merge_heads, split_heads
+from effexport.models.layers import MultiHeadAttention, State, at_least_float32, causal_mask, merge_heads, split_heads
 from effexport.models.spec import LinearSpec
 from effexport.plugins.linear_attention.op import linear_attention as fused_linear_attention
 
@@ -25,7 +25,7 @@ class LinearAttention(MultiHeadAttention):
             spec = self.spec
             fused: Tensor = fused_linear_attention(*projected, keep, spec.eps, spec.causal, spec.chunk_length)
             return fused
-        q, k, v = (x.float() for x in projected)
+        q, k, v = (at_least_float32(x) for x in projected)
         # the mask multiplies φ(k), not k: φ(0) is 1
         q, k = feature_map(q), feature_map(k) * keep[:, None, :, None].to(k.dtype)
         if self.spec.causal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from effexport.models.layers import at_least_float32
 from effexport.models.spec import LookAroundSpec
 
 # Overwrites of logits, float32: a token attends to itself only when nothing else is visible.
@@ -55,7 +56,7 @@ def window_attention(
     [… chunk_length, window]. Returns the context like q, and the float32 log-sum-exp of every row, [… chunk_length].
     rounded: weights exp(x − lse) as in transformers, which near x = −1e5 do not add up to one.
     """
-    logits = (q @ k.transpose(-1, -2)).float()
+    logits = at_least_float32(q @ k.transpose(-1, -2))
     logits = torch.where(visible, logits, HIDDEN_LOGIT)
     if is_self is not None:
         logits = torch.where(is_self, SELF_LOGIT, logits)

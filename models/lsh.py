@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.layers import AttentionLayer, split_heads, take_rows
+from effexport.models.layers import AttentionLayer, at_least_float32, split_heads, take_rows
 from effexport.models.look_around import chunk_count, look_around, window_attention
 from effexport.models.spec import LSHSpec
 from effexport.plugins.lsh_attention.op import lsh_attention
@@ -74,7 +74,7 @@ class LSHAttention(AttentionLayer):
         context = take_rows(context.flatten(0, 3), places).reshape(*rounds, spec.head_size)[:, :, :seq_len]
         lse = take_rows(lse.reshape(-1, 1), places).reshape(rounds)[:, :, :seq_len]
         weights = self.round_weights(lse).unsqueeze(-1)
-        combined = (weights * context.float()).sum(dim=1).to(v.dtype)
+        combined = (weights * at_least_float32(context)).sum(dim=1).to(v.dtype)
         return combined.reshape(batch, spec.heads, seq_len, spec.head_size)
 
     def window_masks(self, positions: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,5 +188,6 @@ def flat_rows(order: Tensor, groups: int, seq_len: int) -> Tensor:
 
 def unit_keys(qk: Tensor) -> Tensor:
     """Keys of shared-QK attention: qk / ‖qk‖, with the 1e-6 of transformers under the root."""
-    scale = torch.rsqrt(qk.float().square().mean(dim=-1, keepdim=True) + 1e-6) / math.sqrt(qk.shape[-1])
-    return (qk.float() * scale).to(qk.dtype)
+    exact = at_least_float32(qk)
+    scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + 1e-6) / math.sqrt(qk.shape[-1])
+    return (exact * scale).to(qk.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from effexport.models.layers import (
     DepthwiseConv,
     MultiHeadAttention,
+    at_least_float32,
     masked_softmax,
 )
 from effexport.models.softmax import softmax_attention
@@ -64,7 +65,7 @@ class NystromAttention(MultiHeadAttention):
             q_landmarks, k_landmarks, present = self.landmarks(q, k, keep)
             inverse = self.pseudo_inverse(landmark_kernel(scale * q_landmarks, k_landmarks, present))
             values = masked_attention(q_landmarks.to(k.dtype), k, v, keep, scale)
-            landmark_values = (inverse @ values.float()).to(v.dtype)
+            landmark_values = (inverse @ at_least_float32(values)).to(v.dtype)
             context = masked_attention(q, k_landmarks.to(q.dtype), landmark_values, present, scale)
         if self.conv is None:
             return context
@@ -86,11 +87,12 @@ class NystromAttention(MultiHeadAttention):
         if self.spec.mask_landmarks:
             count = self.spec.num_landmarks
             if self.fused:
-                means = (segment_means(x.float(), keep, count) for x in (q, k))
+                means = (segment_means(at_least_float32(x), keep, count) for x in (q, k))
                 return *means, present_landmarks(keep, count)
             # means as one product: tokens that are gathered first would be copied first
-            weights = landmark_weights(keep, count)
-            q_landmarks, k_landmarks = (weights.unsqueeze(1) @ x.float() for x in (q, k))
+            q, k = at_least_float32(q), at_least_float32(k)
+            weights = landmark_weights(keep, count, q.dtype)
+            q_landmarks, k_landmarks = (weights.unsqueeze(1) @ x for x in (q, k))
             return q_landmarks, k_landmarks, weights.sum(dim=-1) > 0
         present = torch.ones_like(keep[:, : self.spec.num_landmarks])
         return self.fixed_segment_means(q), self.fixed_segment_means(k), present
@@ -115,7 +117,7 @@ class NystromAttention(MultiHeadAttention):
                 f"pad to {expected} tokens with an attention mask"
             )
         landmarks = self.spec.num_landmarks
-        return torch.unflatten(x.float(), 2, (landmarks, expected // landmarks)).mean(dim=3)
+        return torch.unflatten(at_least_float32(x), 2, (landmarks, expected // landmarks)).mean(dim=3)
 
 
 def landmark_kernel(q_landmarks: Tensor, k_landmarks: Tensor, present: Tensor) -> Tensor:
@@ -125,8 +127,8 @@ def landmark_kernel(q_landmarks: Tensor, k_landmarks: Tensor, present: Tensor) -
     return weights * present[:, None, :, None]
 
 
-def landmark_weights(keep: Tensor, num_landmarks: int) -> Tensor:
-    """Which tokens each landmark averages over, as float32 weights [batch, landmarks, seq].
+def landmark_weights(keep: Tensor, num_landmarks: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Which tokens each landmark averages over, as weights [batch, landmarks, seq].
 
     keep: boolean [batch, seq]. The weights of a landmark add up to one, or to zero if it has no kept token.
     """
@@ -137,7 +139,7 @@ def landmark_weights(keep: Tensor, num_landmarks: int) -> Tensor:
     # trunc: both are positive, and ONNX has no division that rounds down
     owner = torch.div(position, segment.clamp(min=1), rounding_mode="trunc")
     landmark = torch.arange(num_landmarks, device=keep.device)[:, None]
-    used = ((owner[:, None, :] == landmark) & keep[:, None, :]).float()
+    used = ((owner[:, None, :] == landmark) & keep[:, None, :]).to(dtype)
     return used / used.sum(dim=-1, keepdim=True).clamp(min=1.0)
 
 

@@ -23,8 +23,8 @@ from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
 
 from effexport.engines.sidecar import EngineInfo, write_sidecar
 from effexport.export.module_source import module_from_seed
-from effexport.proof.answers import run_module
 from effexport.proof.cases import Case, save_reference
+from effexport.proof.module_runs import run_module
 from effexport.runners.trt.runner import TrtRunner, TrtSettings
 from effexport.spec import BuildSpec, build_spec_from_options
 

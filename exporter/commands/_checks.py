@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from effexport.commands._options import say
-from effexport.proof.checks.result import Check, summary
+from effexport.proof.checks.result import Check, Kind, summary
 from effexport.report.rendering.text import status_of
 from effexport.units import number
 
@@ -17,7 +17,8 @@ _STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:
-    """Print one row per kind of check; below it, every check that failed or did not run."""
+    """Print one row per kind of check; below it, every check that failed or did not run, and whether the reference
+    disagreed with itself."""
     from rich.table import Table
     from rich.text import Text
 
@@ -37,7 +38,7 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
         )
     console.print(table)
     for check in checks:
-        if check.status != "passed":
+        if check.status != "passed" or (check.kind == Kind.REFERENCE_REPEATABLE and check.detail):
             value = f" {number(check.value)} > {number(check.limit)}" if check.status == "failed" else ""
             explanation = "; ".join(part for part in (check.detail, check.reason) if part)
             line = f"{check.status}: {check.name} ({check.case}), {check.metric}{value}; {explanation}"

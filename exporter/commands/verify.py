@@ -209,7 +209,7 @@ def verify_artifact(
         if reference.cases:
             result += candidate.verify(reference.cases)
             cases += reference.cases
-        result.checks += reference.missing
+        result.checks += reference.checks
         if reference.kind == "golden" and candidate.path == artifact.model_path and spec.model.has_decode_step:
             if candidate.runtime in ORT_RUNTIMES:
                 settings = settings_from_options(candidate.runtime, candidate.options.implementation)

@@ -77,6 +77,12 @@ def deepened(limit: Limit, spec: BuildSpec) -> Limit:
     return Limit(limit.value * (spec.model.layers / 2) ** 0.5, f"{limit.reason}; × √(layers / 2)")
 
 
+def reference_limit(spec: BuildSpec) -> Limit:
+    """How far PyTorch in float32 may be from itself in float64, whatever the precision of the spec."""
+    limit = deepened(ARITHMETIC["fp32", spec.scope], spec)
+    return Limit(limit.value, f"a reference that is further off cannot judge others: {limit.reason}")
+
+
 def case_limit(spec: BuildSpec, own_error: float) -> Limit:
     """The limit of the arithmetic in one case. own_error: how far rounding takes PyTorch itself there; see Case."""
     limit = arithmetic_limit(spec)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def reference_of_case(case: Case, feeds: Mapping[str, Array]) -> ReferenceCase:
     """The answers of the float32 module to the inputs that will be timed, as a case of the proof."""
     from effexport.export.onnx_from_module import at_precision
-    from effexport.proof.answers import other_rotations, recorded_hashes
     from effexport.proof.cases import Case as ReferenceCase
     from effexport.proof.metrics import rms_change
+    from effexport.proof.module_runs import other_rotations, recorded_hashes
 
     spec, module = spec_from_case(case), module_from_case(case)
     buckets: dict[str, list[Array]] = defaultdict(list)

@@ -16,6 +16,7 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.errors import Unavailable, UserError
 from effexport.models.validation import did_you_mean
 from effexport.proof.answers import REFERENCE_SEED_OFFSET
+from effexport.proof.case_label import ALL_CASES
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.references.rebuilt_module import module_of_artifact
@@ -54,11 +55,11 @@ class ReferenceChoice:
 
 @dataclass
 class Reference:
-    """Cases of one source. missing: what it could not answer, as checks that were not run."""
+    """Cases of one source. checks: of the source itself; what it could not answer is a check that was not run."""
 
     kind: str
     cases: list[Case] = field(default_factory=list)
-    missing: list[Check] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
 
 
 def parse_choice(text: str) -> ReferenceChoice:
@@ -164,15 +165,18 @@ def torch_reference(artifact: Artifact, weights: Path | None, names: Sequence[st
     """The PyTorch module itself, made again, on inputs of a new seed."""
     module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
-        return Reference("torch", missing=[not_run(Kind.PYTORCH_MODULE, module.reason)])
-    return Reference("torch", new_cases(artifact, module, names))
+        return Reference("torch", checks=[not_run(Kind.PYTORCH_MODULE, module.reason)])
+    return Reference("torch", *new_answers(artifact, module, names))
 
 
-def new_cases(artifact: Artifact, module: nn.Module, names: Sequence[str]) -> list[Case]:
+def new_answers(artifact: Artifact, module: nn.Module, names: Sequence[str]) -> tuple[list[Case], list[Check]]:
+    """The module's answers to new inputs, and the checks that they passed themselves."""
     from effexport.proof.answers import reference_from_module
 
     spec = artifact.spec
-    return wanted_cases(reference_from_module(module, spec, spec.seed + NEW_INPUTS_OFFSET), names)
+    answers = reference_from_module(module, spec, spec.seed + NEW_INPUTS_OFFSET)
+    checks = [check for check in answers.checks if not names or check.case == ALL_CASES or check.case.name in names]
+    return wanted_cases(answers.cases, names), checks
 
 
 def transformers_references(
@@ -200,7 +204,8 @@ def transformers_references(
     on_stage("comparing with transformers on the golden inputs")
     yield Reference("transformers", *with_answers_of_transformers(golden, model, weights))
     on_stage("comparing with transformers on new inputs")
-    yield Reference("transformers", *with_answers_of_transformers(new_cases(artifact, module, names), model, weights))
+    cases, _ = new_answers(artifact, module, names)
+    yield Reference("transformers", *with_answers_of_transformers(cases, model, weights))
 
 
 def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequence[Case]) -> Reference:
@@ -217,7 +222,7 @@ def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequen
             else:
                 result.cases.append(dataclasses.replace(case, outputs=answers(candidate, case)))
                 continue
-            result.missing.append(not_run(Kind.REFERENCE, reason, case.label))
+            result.checks.append(not_run(Kind.REFERENCE, reason, case.label))
     return result
 
 

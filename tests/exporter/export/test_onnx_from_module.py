@@ -22,9 +22,9 @@ from effexport.export.onnx_graph import FORBIDDEN_OPS, GraphSignature, all_nodes
 from effexport.models.encoder import module_from_spec
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
-from effexport.proof.answers import run_module
 from effexport.proof.inputs.random import random_inputs
 from effexport.proof.metrics import relative_error
+from effexport.proof.module_runs import run_module
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.runners.ort.runner import OrtRunner
 from effexport.spec import OPSETS, BuildSpec

@@ -1,0 +1,151 @@
+"""How far PyTorch in float32 is from the same module in float64: the reference's own error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from effexport.environment import free_memory_bytes
+from effexport.models.module_spec import ModuleSpec
+from effexport.proof.cases import Case
+from effexport.proof.checks.result import Check, Kind, judged, not_run
+from effexport.proof.metrics import largest_change
+from effexport.proof.module_runs import given_buckets, run_module
+from effexport.proof.repeated_runs import RepeatedRuns
+from effexport.proof.tolerances import reference_limit
+from effexport.spec import BuildSpec
+from effexport.units import memory
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+
+METRIC = "max |float32 − float64| / RMS"
+# The peak is that of PyTorch's tensors: the workspaces of its kernels, and other processes, need room too.
+SHARE_OF_FREE_MEMORY = 0.5
+# Where the system does not say how much memory is free, as on macOS.
+ASSUMED_FREE_BYTES = 2 * 10**9
+# How many operators a sentence lists.
+LISTED = 3
+
+
+class Float64Module:
+    """A copy of a float32 module in float64, made when it is first needed."""
+
+    def __init__(self, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> None:
+        self._module, self._spec, self._runs = module, spec, runs
+        self._exact: nn.Module | None = None
+
+    def check(self, case: Case, peak_bytes: int) -> Check:
+        """Whether PyTorch's answer to a case is as close to float64 as float32 can be.
+
+        A hash in float64 may choose other buckets, so it is given those of float32.
+        peak_bytes: of the tensors of a float32 run on this case.
+        """
+        reason = self._why_left_out(peak_bytes)
+        if reason:
+            return not_run(Kind.REFERENCE, reason, case.label, METRIC)
+        if self._exact is None:
+            self._exact = copy.deepcopy(self._module).double()
+        try:
+            with RoundingOperators() as rounding:
+                outputs = self._outputs(case)
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = f"the module does not run in float64: {str(error).strip().splitlines()[0]}"
+            return not_run(Kind.REFERENCE, reason, case.label, METRIC)
+        limit = reference_limit(self._spec)
+        if not largest_change(case, outputs) <= limit.value:
+            # the float64 run can be the wrong one, too
+            outputs = self._runs.answer(case.label, lambda: {"outputs": self._outputs(case)})["outputs"]
+        value = largest_change(case, outputs)
+        if not value <= limit.value and isinstance(self._spec.model, ModuleSpec):
+            reason = (
+                f"PyTorch in float32 is {value:.2g} from float64, and the limit is {limit.value:.2g}. This is not "
+                "counted as an error: a module of your own may decide by comparisons (argmax, round), which may turn "
+                "out otherwise in float64"
+            )
+            return not_run(Kind.REFERENCE, reason, case.label, METRIC)
+        detail = f"PyTorch in float32 is itself {value:.1g} from float64{rounding.remark}"
+        return judged(Kind.REFERENCE, case.label, METRIC, value, limit, detail)
+
+    def _outputs(self, case: Case) -> Mapping[str, Array]:
+        assert self._exact is not None
+        with given_buckets(self._exact, case.buckets):
+            return run_module(self._exact, self._spec, case.inputs)
+
+    def _why_left_out(self, peak_bytes: int) -> str:
+        """The reason if a run in float64 might not fit into memory, otherwise ""."""
+        weights_bytes = sum(weight.nbytes for weight in self._module.state_dict().values())
+        # every tensor at twice its size; and the weights once more, while they are copied
+        needed = 2 * peak_bytes + (3 * weights_bytes if self._exact is None else 0)
+        free = free_memory_bytes()
+        usable = SHARE_OF_FREE_MEMORY * (ASSUMED_FREE_BYTES if free is None else free)
+        if needed <= usable:
+            return ""
+        return (
+            f"a run in float64 needs about {memory(needed)}, and half of the memory that is free here is "
+            f"{memory(usable)}; build or verify on a machine with more"
+        )
+
+
+class PeakMemory(TorchDispatchMode):
+    """Measures the largest total size of the tensors that live at the same time, of those made in a `with` block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size_bytes = 0
+        self._alive: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in strided_tensors(result):
+            storage = tensor.untyped_storage()
+            self._alive[StorageWeakRef(storage)] = storage.nbytes()
+        self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
+        self.size_bytes = max(self.size_bytes, sum(self._alive.values()))
+        return result
+
+
+class RoundingOperators(TorchDispatchMode):
+    """Collects the operators that compute floating-point numbers in less than float64 in a `with` block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # lift_fresh takes in an input, before it is widened; what is made of integers and booleans is exact
+        computes = func is not torch.ops.aten.lift_fresh.default and float_types((args, kwargs))
+        if computes and float_types(result) - {torch.float64}:
+            self.names.add(str(func))
+        return result
+
+    @property
+    def remark(self) -> str:
+        """Which operators they are, for the end of a sentence; "" if all ran in float64."""
+        if not self.names:
+            return ""
+        listed = ", ".join(sorted(self.names)[:LISTED])
+        more = ", …" if len(self.names) > LISTED else ""
+        return f", not counting the rounding of {listed}{more}, which the module runs in lower precision"
+
+
+def strided_tensors(values: Any) -> list[torch.Tensor]:
+    """The ordinary tensors in arguments or results: not sparse, not MKL-DNN's own layout."""
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor) and x.layout == torch.strided]
+
+
+def float_types(values: Any) -> set[torch.dtype]:
+    """The floating-point types of the tensors in arguments or results."""
+    return {tensor.dtype for tensor in strided_tensors(values) if tensor.is_floating_point()}
