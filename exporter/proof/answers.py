@@ -37,12 +37,12 @@ FLOAT64_CASES = ("export", "padded batch")
 class Answers:
     """PyTorch's answers to every case, and the checks that PyTorch itself had to pass."""
 
-    cases: Sequence[Case]
-    checks: Sequence[Check]
+    cases: list[Case]
+    checks: list[Check]
 
 
-def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int) -> Answers:
-    """The answers of the float32 module to every case, and checks of these answers.
+def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int, names: Sequence[str] = ()) -> Answers:
+    """The answers of the float32 module to every case, or to those with these names, and checks of these answers.
 
     Inputs of lower precision are rounded first, so that the reference and the candidate see the same numbers.
     Raises StageError if the module does not give the same answer twice.
@@ -59,6 +59,8 @@ def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int) -> Answ
     rounded = at_precision(module, spec.precision) if hashed else module
     hostile = adversarial_inputs(module, spec)
     for name, inputs in (case_inputs(spec, seed) | hostile).items():
+        if names and name not in names:
+            continue
         with PeakMemory() as peak:
             case = answered_case(Case(name, inputs, {}), module, spec, runs)
         if hashed:

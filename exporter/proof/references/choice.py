@@ -16,7 +16,6 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.errors import Unavailable, UserError
 from effexport.models.validation import did_you_mean
 from effexport.proof.answers import REFERENCE_SEED_OFFSET
-from effexport.proof.case_label import ALL_CASES
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.references.rebuilt_module import module_of_artifact
@@ -174,9 +173,8 @@ def new_answers(artifact: Artifact, module: nn.Module, names: Sequence[str]) -> 
     from effexport.proof.answers import reference_from_module
 
     spec = artifact.spec
-    answers = reference_from_module(module, spec, spec.seed + NEW_INPUTS_OFFSET)
-    checks = [check for check in answers.checks if not names or check.case == ALL_CASES or check.case.name in names]
-    return wanted_cases(answers.cases, names), checks
+    answers = reference_from_module(module, spec, spec.seed + NEW_INPUTS_OFFSET, names)
+    return answers.cases, answers.checks
 
 
 def transformers_references(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.errors import Unavailable, UserError
+from effexport.errors import UserError
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.nystromformer_spec import NystromformerSpec
 from effexport.models.reformer_spec import ReformerSpec
 from effexport.models.spec import LSHSpec
 from effexport.proof.checks.result import Check, Kind, not_run
+from effexport.proof.repeated_runs import RepeatedRuns
+from effexport.proof.warm_up import warm_up
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +47,7 @@ def import_transformers() -> Any:
 def with_answers_of_transformers(
     cases: Sequence[Case], spec: CheckpointSpec, folder: Path
 ) -> tuple[list[Case], list[Check]]:
-    """The cases with the outputs of transformers in float32, and what it could not answer.
+    """The cases with the outputs of transformers in float32; whether it repeated itself, and what it could not answer.
 
     cases: of our own module, whose buckets and noise are kept: with equal rotations transformers chooses the same
     buckets. folder: the checkpoint.
@@ -53,14 +56,17 @@ def with_answers_of_transformers(
     if reason:
         return [], [not_run(Kind.TRANSFORMERS, reason)]
     model = model_from_checkpoint(spec, folder)
+    warm_up()
+    runs = RepeatedRuns("transformers")
     answered, missing = [], []
     for case in cases:
-        answer = outputs_of_case(model, spec, case)
-        if isinstance(answer, Unavailable):
-            missing.append(not_run(Kind.TRANSFORMERS, answer.reason, case.label))
+        try:
+            answer = runs.answer(case.label, functools.partial(answer_to_case, model, spec, case))
+        except NoAnswerError as error:
+            missing.append(not_run(Kind.TRANSFORMERS, str(error), case.label))
         else:
-            answered.append(dataclasses.replace(case, outputs=answer))
-    return answered, missing
+            answered.append(dataclasses.replace(case, outputs=answer["outputs"]))
+    return answered, [*([runs.check] if answered else []), *missing]
 
 
 def why_not_comparable(spec: CheckpointSpec) -> str:
@@ -95,8 +101,12 @@ def model_from_checkpoint(spec: CheckpointSpec, folder: Path) -> nn.Module:
     return model
 
 
-def outputs_of_case(model: nn.Module, spec: CheckpointSpec, case: Case) -> dict[str, Array] | Unavailable:
-    """Float32 outputs by name, if transformers answers this case."""
+class NoAnswerError(Exception):
+    """transformers does not answer a case; the message says why."""
+
+
+def answer_to_case(model: nn.Module, spec: CheckpointSpec, case: Case) -> dict[str, dict[str, Array]]:
+    """Float32 outputs by name, as one part of an answer. Raises NoAnswerError if transformers has none."""
     import torch
 
     seq_len = case.keep.shape[-1]
@@ -114,12 +124,12 @@ def outputs_of_case(model: nn.Module, spec: CheckpointSpec, case: Case) -> dict[
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             result = model(**inputs)
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
-        return Unavailable(f"transformers does not run this case: {str(error).strip().splitlines()[0]}")
+        raise NoAnswerError(f"transformers does not run this case: {str(error).strip().splitlines()[0]}") from error
     outputs: dict[str, Array] = {}
     for name, dims in spec.outputs.items():
         array = result[name].numpy()
         outputs[name] = np.ascontiguousarray(array[:, :seq_len] if "seq" in dims else array)
         for sample in range(len(array)):
             if not np.isfinite(case.kept(outputs[name], sample)).all():
-                return Unavailable("transformers' own answer to this case is not finite")
-    return outputs
+                raise NoAnswerError("transformers' own answer to this case is not finite")
+    return {"outputs": outputs}
