@@ -259,3 +259,38 @@ def test_the_provider_of_onnxruntime_is_asked_for_float32() -> None:
     silent = SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
     with pytest.raises(UserError, match="expected the libraries of OpenVINO that come with onnxruntime-openvino"):
         check_provider(silent, settings)
+
+
+# ---- commands
+
+
+def test_verify_and_run_work_in_openvino(cli: Callable[..., Any], built: Built, tmp_path: Path) -> None:
+    path = built("nystrom", "encoder").path
+    result = cli("verify", path, "--runtime", "openvino", "--reference", "golden", "--case", "short", "--json")
+    assert result.code == 0, result.err
+    assert (result.json["runtime"], result.json["precision_hint"]) == ("openvino", None)
+    assert set(result.json["implementation"].values()) == {"body"}
+    output = tmp_path / "out.npz"
+    result = cli("run", path, "--runtime", "openvino", "--text", __file__, "--output", output)
+    assert result.code == 0, result.err
+    assert np.isfinite(np.load(output)["last_hidden_state"]).all()
+
+
+def test_a_precision_hint_that_does_not_apply_is_bad_input(cli: Callable[..., Any], built: Built) -> None:
+    path = built("nystrom", "encoder").path
+    for arguments in (["verify", path], ["run", path, "--text", __file__]):
+        error = cli(*arguments, "--runtime", "openvino", "--precision-hint", "bf16").error()
+        assert "does not apply to nystrom: the pseudo-inverse of its landmarks' matrix amplifies rounding" in error
+        assert "does not apply to --runtime ort" in cli(*arguments, "--precision-hint", "bf16").error()
+
+
+def test_verify_in_bfloat16_says_so(cli: Callable[..., Any], built: Built) -> None:
+    path = built("softmax", "attention").path
+    options = ("--runtime", "openvino", "--precision-hint", "bf16", "--reference", "golden", "--json")
+    result = cli("verify", path, *options)
+    if not supports_bf16():
+        assert "use a CPU with AVX512-BF16 or AMX" in result.error()
+        return
+    assert result.code == 0, result.err
+    assert result.json["precision_hint"] == "bf16"
+    assert "within the limits of bf16" in result.err
