@@ -67,9 +67,9 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
     One body serves all nodes of a model. Raises ValueError when they differ in `num_segments`.
     """
     count = SIGNATURE.common_attributes(nodes)["num_segments"]
-    # A sample without any kept token has segments of no length; the
-    # leading zero is for sequences of no tokens, which have no largest one, and the last Expand for empty products, of
-    # which ONNX Runtime forgets the number of heads.
+    # A sample without any kept token has segments of no length; the leading zero is for sequences of no tokens, which
+    # have no largest one, and the last Expand for empty products, of which ONNX Runtime forgets the number of heads.
+    # OpenVINO before 2026.2 turns a maximum directly after Concat into an elementwise one, so Add stands between them.
     body = f"""
         zero = 0
         one = 1
@@ -91,8 +91,8 @@ def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.Func
         zeros_shape = Concat <axis = 0> (batch_1d, one_1d)
         zeros = Expand (zero_2d, zeros_shape)
         ends = Concat <axis = 1> (zeros, kept_ends)
-        end = ReduceMax <keepdims = 1> (ends, axis1)
-        rounding = Add (end, nearly)
+        raised = Add (ends, nearly)
+        rounding = ReduceMax <keepdims = 1> (raised, axis1)
         {rounded_down("segment_or_none", "rounding", "count")}
         segment = Max (segment_or_none, one)
         within = Mod (position, segment)
