@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.aft_layer import AFTPositionLayer
@@ -42,8 +43,7 @@ class AFTLocalAttention(AFTPositionLayer):
         """Biases near the diagonal: [1, blocks, size, (before + 1 + after) · size]; ABSENT past the ends."""
         u, v = self.position_factors(seq_len, size)
         count = u.shape[0]
-        ends = v.new_zeros(before + after, *v.shape[1:])
-        extended = torch.cat([ends[:before], v, ends[before:]])
+        extended = F.pad(v, (0, 0, 0, 0, before, after))
         near = torch.cat([extended[i : count + i] for i in range(before + 1 + after)], dim=1)
         blocks = block_count(seq_len, size)
         bias = (u @ near.transpose(-1, -2))[:blocks]

@@ -139,12 +139,10 @@ class LSHHash(nn.Module):
         bucket = torch.zeros((), dtype=torch.int64, device=qk.device)
         stride = 1
         for factor, projection in zip(self.spec.bucket_factors, self.project(qk), strict=True):
-            digit = torch.cat([projection, -projection], dim=-1).argmax(dim=-1)
+            digit = torch.cat([projection, -projection], dim=3).argmax(dim=3)
             bucket = bucket + stride * digit
             stride *= factor
-        # [batch, heads, seq, rounds] → [batch, heads, rounds, seq]
-        bucket = bucket.transpose(2, 3).to(torch.int32)
-        bucket = torch.where(keep[:, None, None, :], bucket, self.spec.total_buckets)
+        bucket = torch.where(keep[:, None, None, :], bucket.to(torch.int32), self.spec.total_buckets)
         return F.pad(bucket.flatten(0, 2), (0, self.missing(qk)), value=self.spec.total_buckets)
 
     def missing(self, qk: Tensor) -> int:
@@ -153,11 +151,13 @@ class LSHHash(nn.Module):
         return chunk_count(seq_len, chunk_length) * chunk_length - seq_len
 
     def project(self, qk: Tensor) -> list[Tensor]:
-        """Rotated vectors in float32, one tensor [batch, heads, seq, rounds, factor / 2] for each bucket factor."""
+        """Rotated vectors in float32, one tensor [batch, heads, rounds, factor / 2, seq] for each bucket factor."""
         rotations = self.rotations
-        projected = (qk.to(rotations.dtype) @ rotations.flatten(2)).unflatten(-1, tuple(rotations.shape[2:]))
+        # the constant is the left factor: ONNX Runtime's quantisers take a right one for a matrix of weights
+        left = rotations.flatten(2).transpose(1, 2)
+        projected = (left @ qk.to(rotations.dtype).transpose(2, 3)).unflatten(2, tuple(rotations.shape[2:]))
         ends = list(itertools.accumulate((factor // 2 for factor in self.spec.bucket_factors), initial=0))
-        return [projected[..., start:end] for start, end in itertools.pairwise(ends)]
+        return [projected[:, :, :, start:end] for start, end in itertools.pairwise(ends)]
 
     def margins(self, qk: Tensor) -> Tensor:
         """How close every token came to another bucket: (top1 − top2) / scale, the least over the factors.
@@ -168,13 +168,13 @@ class LSHHash(nn.Module):
         runtimes disagree.
         """
         margins = []
-        average = torch.linalg.vector_norm(qk.float(), dim=-1)[..., None]
+        average = torch.linalg.vector_norm(qk.float(), dim=-1)[:, :, None]
         for projection in self.project(qk):
-            both = torch.cat([projection, -projection], dim=-1)
-            top = both.topk(2, dim=-1).values
-            scale = torch.maximum(projection.abs().amax(dim=-1), average).clamp(min=torch.finfo(torch.float32).tiny)
-            margins.append((top[..., 0] - top[..., 1]) / scale)
-        return F.pad(torch.stack(margins).amin(dim=0).transpose(2, 3).flatten(0, 2), (0, self.missing(qk)))
+            both = torch.cat([projection, -projection], dim=3)
+            top = both.topk(2, dim=3).values
+            scale = torch.maximum(projection.abs().amax(dim=3), average).clamp(min=torch.finfo(torch.float32).tiny)
+            margins.append((top[:, :, :, 0] - top[:, :, :, 1]) / scale)
+        return F.pad(torch.stack(margins).amin(dim=0).flatten(0, 2), (0, self.missing(qk)))
 
 
 def flat_rows(order: Tensor, groups: int, seq_len: int) -> Tensor:

@@ -136,10 +136,11 @@ def landmark_weights(keep: Tensor, num_landmarks: int, dtype: torch.dtype = torc
     length = (keep * (position + 1)).amax(dim=1, keepdim=True)
     segment = (length + num_landmarks - 1) // num_landmarks
     # a sample without any kept token has segments of no length
-    # trunc: both are positive, and ONNX has no division that rounds down
-    owner = torch.div(position, segment.clamp(min=1), rounding_mode="trunc")
-    landmark = torch.arange(num_landmarks, device=keep.device)[:, None]
-    used = ((owner[:, None, :] == landmark) & keep[:, None, :]).to(dtype)
+    segment = segment.clamp(min=1)
+    # the first token of the segment of every token: a remainder, because tools differ in rounding quotients
+    start = position - position % segment
+    segment_start = segment[:, None] * torch.arange(num_landmarks, device=keep.device)[:, None]
+    used = ((start[:, None, :] == segment_start) & keep[:, None, :]).to(dtype)
     return used / used.sum(dim=-1, keepdim=True).clamp(min=1.0)
 
 

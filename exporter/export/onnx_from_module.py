@@ -16,6 +16,7 @@ from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import StageError
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import GraphSignature, check_graph
+from effexport.export.portable_graph import make_portable
 from effexport.models.model_spec import shape_of
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
@@ -47,7 +48,7 @@ def write_graph(
 ) -> None:
     """Trace `module` on `example`, complete the graph, save it and check its signature."""
     model = program_from_module(module, example, signature, spec).model
-    make_divisions_exact(model)
+    make_portable(model)
     mark_custom_nodes(model)
     attach_function_bodies(model, spec.opset)
     strip_metadata(model)
@@ -156,28 +157,6 @@ def register_schemas() -> None:
     for op in OPS.values():
         if not onnx.defs.has(op.onnx_name, DOMAIN):
             onnx.defs.register_schema(op.load().SIGNATURE.onnx_schema())
-
-
-def make_divisions_exact(model: ir.Model) -> None:
-    """Make the dividend of every integer division a multiple of the divisor.
-
-    The result is the same, but some tools forget to round a quotient of integers: docs/function_bodies.md.
-    """
-    import onnx_ir as ir
-
-    for node in list(model.graph.all_nodes()):
-        if node.domain or node.op_type != "Div":
-            continue
-        dividend, divisor = node.inputs
-        assert node.graph is not None
-        if dividend is not None and dividend.dtype in (ir.DataType.INT32, ir.DataType.INT64):
-            # fmod: like Div, which rounds towards zero
-            rest = ir.node("Mod", [dividend, divisor], {"fmod": 1})
-            whole = ir.node("Sub", [dividend, rest.outputs[0]])
-            for value in (*rest.outputs, *whole.outputs):
-                value.type, value.shape = dividend.type, node.outputs[0].shape
-            node.graph.insert_before(node, [rest, whole])
-            node.replace_input_with(0, whole.outputs[0])
 
 
 def mark_custom_nodes(model: ir.Model) -> None:

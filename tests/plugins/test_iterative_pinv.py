@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from one_node import run_body
 from torch import Tensor
 
 from effexport.plugins.iterative_pinv.op import iterative_pinv, onnx_function_body
@@ -240,12 +241,13 @@ def test_the_body_accepts_an_empty_batch() -> None:
 
 @pytest.mark.requires("onnx")
 @pytest.mark.requires("ort")
-def test_the_body_works_in_half_precision() -> None:
-    a, scale = (x.half() for x in softmax_matrices(2, 16))
-    (z,) = ort_run(pinv_model(20, element=10), {"A": a.numpy(), "scale": scale.numpy()})
-    assert z.dtype == np.float16
-    # 2^-11 per rounding; the pseudo-inverse multiplies what is lost in A
-    assert relative_error(torch.from_numpy(z), slow_pinv(a, scale, 6)) <= 5e-2
+@pytest.mark.parametrize(("dtype", "rounding"), [("float16", 2**-11), ("bfloat16", 2**-8)])
+def test_the_body_computes_in_float32_and_rounds_once(dtype: str, rounding: float) -> None:
+    a, scale = (x.numpy().astype(dtype) for x in softmax_matrices(2, 16))
+    z = run_body("IterativePinv", {"A": a, "scale": scale}, a.shape, iterations=6)
+    assert z.dtype.name == dtype
+    exact = slow_pinv(*(torch.from_numpy(x.astype(np.float32)) for x in (a, scale)), 6)
+    assert relative_error(torch.from_numpy(z.astype(np.float32)), exact) <= rounding + AGAINST_FLOAT64
 
 
 @pytest.mark.requires("onnx")

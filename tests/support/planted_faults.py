@@ -498,22 +498,18 @@ def self_mask_missing(graph: Graph) -> bool:
     return applied([graph.bypass(n, 2) for n in graph.nodes("Where") if graph.scalar(n, 1) == np.float32(-1e5)])
 
 
-def hash_weight(graph: Graph) -> str | None:
-    return next((node.input[1] for node in graph.nodes("MatMul", module="hash")), None)
-
-
 def rotation_sign(graph: Graph) -> bool:
-    name = hash_weight(graph)
+    name = weight(graph, "hash")
     return name is not None and graph.overwrite(name, -graph.constant(name))  # type: ignore[operator]
 
 
 def rotations_shuffled(graph: Graph) -> bool:
     """Two of the random directions exchanged: the same buckets by other numbers."""
-    name = hash_weight(graph)
+    name = weight(graph, "hash")
     if name is None:
         return False
     array = graph.constant(name).copy()  # type: ignore[union-attr]
-    array[..., [0, 1]] = array[..., [1, 0]]
+    array[:, [0, 1]] = array[:, [1, 0]]
     return graph.overwrite(name, array)
 
 
@@ -600,9 +596,9 @@ def position_bias_shifted(graph: Graph) -> bool:
 
 
 def weight(graph: Graph, layer: str) -> str | None:
-    """The constant of the product of a linear layer, [in, out]."""
-    nodes = [node for node in graph.nodes("MatMul", module=layer) if graph.constant(node.input[1]) is not None]
-    return nodes[0].input[1] if nodes else None
+    """The constant of the product of a linear layer, [in, out], or of a hash, whose rotations are the left factor."""
+    factors = [name for node in graph.nodes("MatMul", module=layer) for name in reversed(node.input)]
+    return next((name for name in factors if graph.constant(name) is not None), None)
 
 
 def first_weight(graph: Graph, *layers: str) -> str | None:

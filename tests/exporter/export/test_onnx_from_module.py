@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -17,7 +15,7 @@ from small_builds import exported
 
 from effexport.artifact import Artifact
 from effexport.errors import StageError
-from effexport.export.onnx_from_module import make_divisions_exact, onnx_from_module
+from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.onnx_graph import FORBIDDEN_OPS, GraphSignature, all_nodes, check_graph, graph_tensors
 from effexport.models.encoder import module_from_spec
 from effexport.models.spec import ATTENTION_SPECS
@@ -299,31 +297,13 @@ def damage_dims(model: onnx.ModelProto) -> None:
         value.type.tensor_type.shape.dim[0].dim_value = 2
 
 
-def test_integer_divisions_with_exact_dividends_give_the_same_quotients() -> None:
-    model = ir.from_onnx_text("""
-        <ir_version: 10, opset_import: ["" : 20]>
-        main (int64[n] x, int64[n] y, float[n] f) => (int64[n] whole, float[n] share) {
-            whole = Div (x, y)
-            share = Div (f, f)
-        }
-    """)
-    make_divisions_exact(model)
-    assert [node.op_type for node in model.graph] == ["Mod", "Sub", "Div", "Div"]
-    dividends = np.repeat([-9, -8, -1, 0, 1, 7, 8, 9], 4)
-    divisors = np.tile([-8, -3, 1, 8], 8)
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    whole, _ = session.run(None, {"x": dividends, "y": divisors, "f": np.ones(32, np.float32)})
-    # ONNX rounds towards zero
-    assert whole.tolist() == [int(x / y) for x, y in zip(dividends, divisors, strict=True)]
-
-
 def damage_constant_in_body(model: onnx.ModelProto) -> None:
     constant = next(node for node in model.functions[0].node if node.op_type == "Constant")
     constant.attribute[0].CopyFrom(onnx.helper.make_attribute("value_int", 0))
 
 
 def damage_division(model: onnx.ModelProto) -> None:
-    """Undo `make_divisions_exact`."""
+    """Undo `make_portable`."""
     producers = {name: node for node in model.graph.node for name in node.output}
     division = next(n for n in model.graph.node if n.op_type == "Div" and producers[n.input[0]].op_type == "Sub")
     division.input[0] = producers[division.input[0]].input[0]

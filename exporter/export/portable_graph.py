@@ -1,0 +1,68 @@
+"""Nodes written by torch.onnx that other tools misread, replaced by nodes that compute the same: see
+docs/function_bodies.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def make_portable(model: ir.Model) -> None:
+    """Replace what tools misread, in the graph and its subgraphs. Function bodies are written without it."""
+    make_divisions_exact(model)
+    select_instead_of_casting(model)
+
+
+def make_divisions_exact(model: ir.Model) -> None:
+    """Make the dividend of every integer division a multiple of the divisor.
+
+    The result is the same, but OpenVINO forgets to round the quotient.
+    """
+    import onnx_ir as ir
+
+    for node in list(model.graph.all_nodes()):
+        dividend = node.inputs[0] if node.inputs else None
+        if (node.domain, node.op_type) != ("", "Div") or dividend is None:
+            continue
+        if dividend.dtype in (ir.DataType.INT32, ir.DataType.INT64):
+            # fmod: like Div, which rounds towards zero
+            rest = ir.node("Mod", [dividend, node.inputs[1]], {"fmod": 1})
+            whole = ir.node("Sub", [dividend, rest.outputs[0]])
+            for value in (*rest.outputs, *whole.outputs):
+                value.type, value.shape = dividend.type, node.outputs[0].shape
+            assert node.graph is not None
+            node.graph.insert_before(node, [rest, whole])
+            node.replace_input_with(0, whole.outputs[0])
+
+
+def select_instead_of_casting(model: ir.Model) -> None:
+    """Replace casts of booleans to float32 by the choice between 1 and 0.
+
+    onnxconverter-common, which converts files to float16, keeps the type of casts and so writes files that do not load.
+    """
+    import numpy as np
+    import onnx_ir as ir
+
+    graph = model.graph
+    casts = [
+        node
+        for node in graph.all_nodes()
+        if (node.domain, node.op_type) == ("", "Cast")
+        and node.inputs[0] is not None
+        and node.inputs[0].dtype == ir.DataType.BOOL
+        and node.attributes["to"].as_int() == ir.DataType.FLOAT
+    ]
+    if not casts:
+        return
+    one, zero = (
+        ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([]), const_value=ir.tensor(value))
+        for name, value in (("true_as_float", np.float32(1)), ("false_as_float", np.float32(0)))
+    )
+    for value in (one, zero):
+        graph.register_initializer(value)
+    for cast in casts:
+        choice = ir.node("Where", [cast.inputs[0], one, zero], name=cast.name)
+        choice.metadata_props.update(cast.metadata_props)
+        ir.convenience.replace_nodes_and_values(cast.graph, cast, [cast], [choice], cast.outputs, choice.outputs)

@@ -1,0 +1,55 @@
+"""Nodes that other tools misread are replaced by nodes that compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from effexport.export.portable_graph import make_portable
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+
+
+def run(model: ir.Model, feeds: Mapping[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    serialised = ir.to_proto(model).SerializeToString()
+    session = onnxruntime.InferenceSession(serialised, providers=["CPUExecutionProvider"])
+    return list(session.run(None, dict(feeds)))
+
+
+def test_integer_divisions_with_exact_dividends_give_the_same_quotients() -> None:
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        main (int64[n] x, int64[n] y, float[n] f) => (int64[n] whole, float[n] share) {
+            whole = Div (x, y)
+            share = Div (f, f)
+        }
+    """)
+    make_portable(model)
+    assert [node.op_type for node in model.graph] == ["Mod", "Sub", "Div", "Div"]
+    dividends = np.repeat([-9, -8, -1, 0, 1, 7, 8, 9], 4)
+    divisors = np.tile([-8, -3, 1, 8], 8)
+    whole, _ = run(model, {"x": dividends, "y": divisors, "f": np.ones(32, np.float32)})
+    # ONNX rounds towards zero
+    assert whole.tolist() == [int(x / y) for x, y in zip(dividends, divisors, strict=True)]
+
+
+def test_a_boolean_becomes_one_or_zero_without_a_cast() -> None:
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        main (bool[n] x, int64[n] y) => (float[n] a, float[n] b, float16[n] c, float[n] sum) {
+            a = Cast <to = 1> (x)
+            b = Cast <to = 1> (y)
+            c = Cast <to = 10> (x)
+            sum = Add (a, b)
+        }
+    """)
+    make_portable(model)
+    assert [node.op_type for node in model.graph] == ["Where", "Cast", "Cast", "Add"]
+    assert [value.name for value in model.graph.outputs] == ["a", "b", "c", "sum"]
+    a, b, c, total = run(model, {"x": np.array([True, False]), "y": np.array([3, 4])})
+    assert (a.dtype, a.tolist(), b.tolist(), c.tolist(), total.tolist()) == (np.float32, [1, 0], [3, 4], [1, 0], [4, 4])
