@@ -65,4 +65,5 @@ def select_instead_of_casting(model: ir.Model) -> None:
     for cast in casts:
         choice = ir.node("Where", [cast.inputs[0], one, zero], name=cast.name)
         choice.metadata_props.update(cast.metadata_props)
+        assert cast.graph is not None
         ir.convenience.replace_nodes_and_values(cast.graph, cast, [cast], [choice], cast.outputs, choice.outputs)
