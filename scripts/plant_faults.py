@@ -6,7 +6,11 @@ not caught or a healthy model fails.
 
     .venv/bin/python scripts/plant_faults.py                                 # everything
     .venv/bin/python scripts/plant_faults.py --variant lsh --fault "chunk off by one"
+    .venv/bin/python scripts/plant_faults.py --bodies                        # faults in function bodies alone
     .venv/bin/python scripts/plant_faults.py --markdown faults.md
+
+Faults in function bodies are those of tests/support/body_faults.py: every edit of every node. `verify` and `build` check
+each body by itself, with kernels present or not, and that is the check that is tested here.
 """
 
 from __future__ import annotations
@@ -25,6 +29,15 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "support")]
 
+from body_faults import (  # noqa: E402
+    FORMS,
+    HALF,
+    BodyFault,
+    body_faults,
+    damaged_use,
+    healthy_use,
+    reason_for_no_op,
+)
 from fused_faults import ALL_FAULTS  # noqa: E402
 from planted_faults import CONFIGURATIONS, VARIANTS, Fault, plant  # noqa: E402
 from small_specs import spec_of  # noqa: E402
@@ -35,6 +48,7 @@ from effexport.errors import EffexportError  # noqa: E402
 from effexport.models.spec import ATTENTION_SPECS  # noqa: E402
 from effexport.proof.candidates import ModelCandidate, open_in_ort  # noqa: E402
 from effexport.proof.cases import Case, load_reference  # noqa: E402
+from effexport.proof.checks.function_bodies import check_function_body  # noqa: E402
 from effexport.proof.checks.result import Check  # noqa: E402
 from effexport.proof.metrics import relative_error, rms  # noqa: E402
 from effexport.proof.verify import verify_candidate  # noqa: E402
@@ -189,26 +203,85 @@ def smallest_table(results: Sequence[Outcome]) -> Iterator[str]:
             yield f"| {fault.name} | {' | '.join(map(number, np.min(measures, axis=0)))} |"
 
 
+@dataclass(frozen=True)
+class BodyOutcome:
+    """The result of checking one damaged body. share: as in Outcome. no_op: why the fault changes nothing, or empty."""
+
+    fault: BodyFault
+    form: str
+    precision: str
+    caught: bool
+    share: float
+    no_op: str
+
+    @property
+    def as_expected(self) -> bool:
+        return self.caught != bool(self.no_op)
+
+
+def body_outcomes() -> Iterator[BodyOutcome]:
+    for precision, forms in (("fp32", tuple(FORMS)), ("fp16", HALF)):
+        for form in forms:
+            healthy = healthy_use(form, precision)
+            if check_function_body(healthy.node.op_type, [healthy]).status != "passed":
+                raise SystemExit(f"the body of {form} fails without a fault in {precision}")
+            for fault in body_faults(healthy):
+                check = check_function_body(fault.op, [damaged_use(healthy, fault)])
+                no_op = reason_for_no_op(fault, form, precision)
+                yield BodyOutcome(fault, form, precision, check.status == "failed", share_of_limit(check), no_op)
+
+
+def body_table(results: Sequence[BodyOutcome]) -> Iterator[str]:
+    """Lines of the table operator × edit: faults that were caught, the smallest share of a limit, and what changes
+    nothing."""
+    edits = list(dict.fromkeys(result.fault.edit for result in results))
+    yield f"| body of | {' | '.join(edits)} | smallest | change nothing | types of nodes |"
+    yield "|---|" + "---|" * (len(edits) + 3)
+    for op in dict.fromkeys(result.fault.op for result in results):
+        own = [result for result in results if result.fault.op == op]
+        matter = [result for result in own if not result.no_op]
+        cells = [caught_text([result for result in matter if result.fault.edit == edit]) for edit in edits]
+        smallest = min((result.share for result in matter if result.share > 0), default=math.inf)
+        types = ", ".join(sorted({result.fault.node_type for result in matter}))
+        yield f"| `{op}` | {' | '.join(cells)} | {number(smallest)} | {len(own) - len(matter)} | {types} |"
+
+
+def caught_text(results: Sequence[BodyOutcome]) -> str:
+    caught = sum(result.caught for result in results)
+    return "·" if not results else str(caught) if caught == len(results) else f"**{caught} of {len(results)}**"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this variant; repeatable")
     parser.add_argument("--fault", action="append", choices=[fault.name for fault in ALL_FAULTS], metavar="NAME")
+    parser.add_argument("--bodies", action="store_true", help="only faults in function bodies")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this file")
     options = parser.parse_args()
     logging.getLogger("torch.__trace").propagate = False
     faults = [fault for fault in ALL_FAULTS if not options.fault or fault.name in options.fault]
+    # one fault or variant is asked for where bodies are not
+    bodies = [] if options.fault or options.variant else list(body_outcomes())
     results = []
-    with tempfile.TemporaryDirectory() as folder:
-        for result in outcomes(options.variant or VARIANTS, faults, Path(folder)):
-            results.append(result)
-            print(line(result), flush=True)
-    wrong = [result for result in results if not result.as_expected]
+    if not options.bodies:
+        with tempfile.TemporaryDirectory() as folder:
+            for result in outcomes(options.variant or VARIANTS, faults, Path(folder)):
+                results.append(result)
+                print(line(result), flush=True)
+    for body in bodies:
+        if not body.as_expected:
+            print(f"{'ALARM' if body.caught else 'ESCAPES'}: {body.form} {body.precision}: {body.fault} {body.no_op}")
+    print("\n".join(body_table(bodies)))
     if options.markdown:
-        tables = [*fault_table(results), "", *healthy_table(results), "", *smallest_table(results)]
-        options.markdown.write_text("\n".join(tables) + "\n", encoding="utf-8")
+        tables = [fault_table(results), healthy_table(results), smallest_table(results), body_table(bodies)]
+        text = "\n\n".join("\n".join(table) for table in tables)
+        options.markdown.write_text(text + "\n", encoding="utf-8")
     kinds = {result.fault.name for result in results if result.fault is not None}
     planted = sum(result.fault is not None for result in results)
-    print(f"{len(kinds)} kinds of faults, planted {planted} times; {len(wrong)} unexpected results")
+    wrong = sum(not result.as_expected for result in [*results, *bodies])
+    changing = sum(not body.no_op for body in bodies)
+    print(f"{len(kinds)} kinds of faults, planted {planted} times; {wrong} unexpected results")
+    print(f"{len(bodies)} faults in function bodies, of which {changing} change something")
     sys.exit(1 if wrong else 0)
 
 

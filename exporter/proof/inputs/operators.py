@@ -86,7 +86,7 @@ def iterative_pinv(rng: np.random.Generator, attributes: Attributes) -> Iterator
 
 def elu_linear_attention(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
     chunk = int(attributes.get("chunk_length", 128)) if attributes.get("causal") else 32
-    for name, seq_len in (("blocks", 3 * chunk), ("part of a block", 2 * chunk + max(1, chunk // 3)), ("one token", 1)):
+    for name, seq_len in (("blocks", 4 * chunk), ("part of a block", 2 * chunk + max(1, chunk // 3)), ("one token", 1)):
         q, k = (rng.standard_normal((4, HEADS, seq_len, 6)) for _ in range(2))
         v = rng.standard_normal((4, HEADS, seq_len, 5))
         # a sample without keys divides 0 by eps
@@ -119,12 +119,15 @@ def lsh_attention(rng: np.random.Generator, attributes: Attributes) -> Iterator[
     """Rounds of several chunks and of one; sorted by buckets, and all in one bucket, which is the tokens' own order."""
     chunk, rounds = int(attributes["chunk_length"]), 3
     window = int(attributes["chunks_before"]) + 1 + int(attributes["chunks_after"])
-    for name, chunks, buckets in (("chunks", window + 2, 4), ("one bucket", window + 1, 1), ("one chunk", 1, 2)):
+    cases = {"chunks": (window + 2, 4, 3), "one bucket": (window + 1, 1, 3), "one chunk": (1, 2, 3)}
+    # logits up to ±200, of which exp overflows unless the largest is subtracted
+    cases["long vectors"] = (window, 4, 40)
+    for name, (chunks, buckets, length) in cases.items():
         padded = chunks * chunk
         seq_len = max(1, padded - chunk // 3)
         keep = keeps(seq_len)
-        # one vector far shorter than most, at the scale of the eps under its root, and long ones
-        qk = 3 * rng.standard_normal((4, HEADS, seq_len, 6))
+        # some vectors are far shorter than most, at the scale of the eps under their root
+        qk = length * rng.standard_normal((4, HEADS, seq_len, 6))
         qk *= rng.choice([1e-3, 1.0, 2.0], (4, HEADS, seq_len, 1), p=[0.3, 0.4, 0.3])
         v = rng.standard_normal((4, HEADS, seq_len, 5))
         bucket = np.where(keep[:, None], rng.integers(0, buckets, (4, HEADS * rounds, seq_len)), buckets)
@@ -163,7 +166,7 @@ def segment_means(rng: np.random.Generator, attributes: Attributes) -> Iterator[
 
 def sequence_conv(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
     """Filters shorter and longer than a block of the body, which has 64 tokens or the filter's reach."""
-    for taps, seq_len in ((33, 150), (5, 128), (101, 230), (1, 3)):
+    for taps, seq_len in ((33, 150), (5, 129), (101, 230), (3, 128), (1, 3)):
         keep = keeps(seq_len)
         x, residual = (rng.standard_normal((4, HEADS, seq_len, 5)) for _ in range(2))
         x = np.where(keep[:, None, :, None], x, np.nan)

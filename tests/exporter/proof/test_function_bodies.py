@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
+from body_faults import FORMS, HALF, BodyFault, body_faults, damaged_use, healthy_use, reason_for_no_op
 
 from effexport.artifact import Artifact
 from effexport.export.onnx_graph import load_graph
 from effexport.plugins.ops import OPS
 from effexport.proof import operator_calls
-from effexport.proof.checks.function_bodies import check_function_bodies
+from effexport.proof.checks.function_bodies import check_function_bodies, check_function_body
 from effexport.proof.checks.result import Check, function_body_of
 from effexport.proof.inputs.operators import operator_inputs
 
@@ -64,6 +65,48 @@ def test_healthy_bodies_pass_with_one_check_per_operator(built: Built, place: st
 
 def test_every_operator_has_inputs_and_is_in_some_place(built: Built) -> None:
     assert {op for place in PLACES for op in artifact_of(built, place).manifest.custom_ops} == set(OPS)
+
+
+def failures_of(form: str, precision: str, faults: Iterator[BodyFault]) -> Iterator[tuple[BodyFault, Check]]:
+    healthy = healthy_use(form, precision)
+    return ((fault, check_function_body(fault.op, [damaged_use(healthy, fault)])) for fault in faults)
+
+
+def one_per_kind(form: str) -> Iterator[BodyFault]:
+    """The first fault that changes something, for each type of node and edit."""
+    seen = set()
+    for fault in body_faults(healthy_use(form)):
+        kind = (fault.node_type, fault.edit)
+        if kind not in seen and not reason_for_no_op(fault, form, "fp32"):
+            seen.add(kind)
+            yield fault
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_fault_in_every_type_of_node_of_a_body_is_caught(form: str) -> None:
+    for fault, check in failures_of(form, "fp32", one_per_kind(form)):
+        assert check.status == "failed", f"{fault} escapes: {check.value}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "precision"), [*((form, "fp32") for form in FORMS), *((form, "fp16") for form in HALF)]
+)
+def test_every_edit_of_every_node_is_caught_or_declared_to_change_nothing(form: str, precision: str) -> None:
+    for fault, check in failures_of(form, precision, body_faults(healthy_use(form, precision))):
+        reason = reason_for_no_op(fault, form, precision)
+        expected = "passed" if reason else "failed"
+        assert check.status == expected, f"{fault}: {check.status}, {check.value}; {reason or 'declared to matter'}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_body_is_healthy(form: str) -> None:
+    use = healthy_use(form)
+    assert check_function_body(use.node.op_type, [use]).status == "passed"
+
+
+def test_every_body_is_in_the_table() -> None:
+    assert {op for op, _ in FORMS.values()} == set(OPS)
 
 
 def test_only_the_damaged_operator_is_named(built: Built, tmp_path: Path) -> None:
