@@ -9,8 +9,8 @@ not caught or a healthy model fails.
     .venv/bin/python scripts/plant_faults.py --bodies                        # faults in function bodies alone
     .venv/bin/python scripts/plant_faults.py --markdown faults.md
 
-Faults in function bodies are those of tests/support/body_faults.py: every edit of every node. `verify` and `build` check
-each body by itself, with kernels present or not, and that is the check that is tested here.
+Faults in function bodies are those of tests/support/body_faults.py: every edit of every node. `verify` and `build`
+check each body by itself, with kernels present or not, and that is the check that is tested here.
 """
 
 from __future__ import annotations

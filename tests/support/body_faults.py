@@ -1,8 +1,8 @@
 """Faults in function bodies: every edit of a table, made to every node of every body where it applies.
 
-Edits go by the type of a node, so that they reach whatever bodies there are. An edit that leaves the body as it was, like
-a cast to the type that a value already has, is not made. Other edits that change nothing by the mathematics are declared
-in NO_OPS, each with its reason.
+Edits go by the type of a node, so that they reach whatever bodies there are. An edit that leaves the body as it was, as
+a cast to the type that a value already has does, is not made. Other edits that change nothing by the mathematics are
+declared in NO_OPS, each with its reason.
 """
 
 from __future__ import annotations

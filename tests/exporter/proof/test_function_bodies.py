@@ -82,7 +82,9 @@ def one_per_kind(form: str) -> Iterator[BodyFault]:
             yield fault
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.slow) if ", " in form else form for form in FORMS]
+)
 def test_a_fault_in_every_type_of_node_of_a_body_is_caught(form: str) -> None:
     for fault, check in failures_of(form, "fp32", one_per_kind(form)):
         assert check.status == "failed", f"{fault} escapes: {check.value}"
