@@ -18,6 +18,11 @@ can_have_triton() {
 # The names that Browser in tests/conftest.py looks for.
 has_browser() { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
 
+has_node() { command -v node && command -v npm; } >/dev/null
+
+# The oldest packages that docs/portability.md tries are for Linux on x86-64 here; onnxruntime-web comes with npm.
+can_have_portability() { [[ "$(uname -sm)" == "Linux x86_64" ]] && has_node; }
+
 # tested_extras fast|all: what is installed into .venv. TensorRT-RTX builds engines without a GPU.
 tested_extras() {
   local extras=cpu,test,dev,serve,openvino
@@ -48,6 +53,7 @@ required_parts() {
     if has_browser; then parts+=,browser; fi
     if can_have_tensorrt; then parts+=,tensorrt; fi
     if can_have_triton; then parts+=,triton; fi
+    if can_have_portability; then parts+=,portability; fi
   fi
   printf '%s\n' "$parts"
 }
@@ -76,6 +82,8 @@ ensure_tests() {
   ensure_kernels || missing_part all native "the kernel library"
   ensure_conformance || missing_part all tensorrt "the environment with TensorRT's Python packages"
   ensure_triton || missing_part all triton "the environment with tritonserver"
+  has_node || install_packages nodejs npm
+  ensure_portability || missing_part all portability "the environments of other people's tools"
   has_browser || install_packages chromium
   has_browser || say "WARNING: no Chromium or Chrome on PATH: tests of pages are skipped"
 }
@@ -170,6 +178,9 @@ ensure_triton() (
   arrange_triton "$folder" || return 1
   triton_stamp >"$folder/effexport.stamp"
 )
+
+# ensure_portability: the environments of scripts/portability.py, in the user's cache. Fails if one cannot be made.
+ensure_portability() { "$VENV/bin/python" "$ROOT/scripts/portability.py" --prepare >&2; }
 
 # arrange_triton FOLDER: what the wheel's own launcher would do: makes programs executable, puts the process that runs
 # Python models beside its backend, and writes the LD_LIBRARY_PATH of a server to `library-path`.

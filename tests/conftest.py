@@ -187,6 +187,23 @@ class TritonServer:
         return found[1] if found else "of unknown version"
 
 
+class PortabilityTools:
+    """The environments of the tools of docs/portability.md, made from the present requirements."""
+
+    name = "environments of other people's tools (scripts/portability.py --prepare)"
+
+    def is_present(self) -> bool:
+        # the suite that test_requirements.py makes has no scripts
+        if importlib.util.find_spec("portability") is None:
+            return False
+        from portability.environments import all_made
+
+        return all_made()
+
+    def version(self) -> str:
+        return "as in scripts/portability/requirements"
+
+
 ORT, OPENVINO, RTX = (RUNTIMES[name].package for name in ("ort", "openvino", "trt-rtx"))
 PARTS: dict[str, Part] = {
     "torch": Package("torch", ("torch",)),
@@ -211,10 +228,11 @@ PARTS: dict[str, Part] = {
     "browser": Browser(),
     "tensorrt": TensorRTBindings(),
     "triton": TritonServer(),
+    "portability": PortabilityTools(),
     "rtx": Packages((Package(RTX.module, RTX.distributions), Package("cuda.bindings.runtime", ("cuda-bindings",)))),
 }
 # What takes long to install, to start or to run: the fast part of the suite does without.
-SLOW_PARTS = {"ray", "ray-serve", "nvcc", "browser", "tensorrt", "triton"}
+SLOW_PARTS = {"ray", "ray-serve", "nvcc", "browser", "tensorrt", "triton", "portability"}
 REQUIRED = pytest.StashKey[tuple[str, ...]]()
 PRESENT = pytest.StashKey[set[str]]()
 SECONDS = pytest.StashKey[Counter[str]]()

@@ -230,7 +230,7 @@ def required_parts(
     folder: Path, size: str, *, uname: str, variables: dict[str, str] | None = None, browser: bool = False
 ) -> str:
     """What scripts/test_environment.sh requires on a machine that calls itself so and has no nvcc."""
-    stubs = f"has_tool() {{ false; }}; has_browser() {{ {'true' if browser else 'false'}; }}"
+    stubs = f"has_tool() {{ false; }}; has_node() {{ true; }}; has_browser() {{ {'true' if browser else 'false'}; }}"
     script = f'source "{HERE.parent}/scripts/test_environment.sh"; {stubs}; required_parts {size}'
     (folder / "uname").write_text(f"#!/bin/sh\necho {uname}\n")
     (folder / "uname").chmod(0o755)
@@ -248,7 +248,7 @@ def test_all_that_a_machine_can_have_is_required(tmp_path: Path) -> None:
     script = f'source "{HERE.parent}/scripts/test_environment.sh"; can_have_triton'
     triton = ",triton" if subprocess.run(["bash", "-c", script], check=False).returncode == 0 else ""
     linux, mac = "Linux x86_64", "Darwin arm64"
-    assert required_parts(tmp_path, "all", uname=linux) == f"{FAST},rtx,ray,ray-serve,tensorrt{triton}"
+    assert required_parts(tmp_path, "all", uname=linux) == f"{FAST},rtx,ray,ray-serve,tensorrt{triton},portability"
     assert required_parts(tmp_path, "all", uname=mac) == f"{FAST},ray,ray-serve"
     assert required_parts(tmp_path, "all", uname=mac, browser=True) == f"{FAST},ray,ray-serve,browser"
 

@@ -82,7 +82,8 @@ class OpenVinoRunner(Closeable):
     def _checked(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         if self._compiled is None:
             raise EffexportError("this runner is closed; load the artifact again")
-        return {n: np.asarray(x, order="C") for n, x in checked_feeds(feeds, self.inputs, self.limits).items()}
+        # OpenVINO reads contiguous and writable arrays where they are; all others are copied
+        return {n: np.require(x, None, ("C", "W")) for n, x in checked_feeds(feeds, self.inputs, self.limits).items()}
 
     def _request(self) -> Any:
         """A request that no other thread uses."""

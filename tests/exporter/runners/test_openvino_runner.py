@@ -105,6 +105,15 @@ def test_inputs_may_have_any_layout(attention: OpenVinoRunner) -> None:
     )
 
 
+def test_inputs_may_be_read_only(attention: OpenVinoRunner) -> None:
+    feeds = hidden()
+    frozen = feeds["hidden_states"].copy()
+    frozen.flags.writeable = False
+    assert np.array_equal(
+        attention.run({"hidden_states": frozen})["last_hidden_state"], attention.run(feeds)["last_hidden_state"]
+    )
+
+
 def test_bound_inputs_can_be_updated(attention: OpenVinoRunner) -> None:
     feeds, other = hidden(), {"hidden_states": -hidden()["hidden_states"]}
     bound = attention.bind(feeds)

@@ -1,0 +1,1 @@
+"""The parts of scripts/portability.py: what other people's tools and runtimes make of our files."""

@@ -1,0 +1,86 @@
+"""Failures that are the tools' own: every other cell of the matrix has to be right."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from portability.cells import NOT_RUN, REFUSED, RIGHT, WRONG, Outcome
+from portability.models import PRECISIONS, VARIANTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """A failure of tools in the versions that are pinned. reason: what they do; remedy: what to do about it."""
+
+    tools: Collection[str]
+    verdict: str
+    reason: str
+    remedy: str
+    variants: Collection[str] = VARIANTS
+    precisions: Collection[str] = PRECISIONS
+
+
+WITHOUT_FUNCTIONS = ("aft-full", "aft-local", "aft-conv")
+CONVERTERS = ("onnxconverter-common float16", "onnxconverter-common float16 keep_io_types")
+BLOCK_LISTS = (
+    "build with `--precision fp16`; or give it an `op_block_list` and a `node_block_list` as "
+    "`as_float16_with_block_lists` in `scripts/portability/workers/conversions.py` does"
+)
+
+KNOWN: tuple[Known, ...] = (
+    Known(
+        tools=("onnx.version_converter 23",),
+        verdict=REFUSED,
+        variants=tuple(variant for variant in VARIANTS if variant not in WITHOUT_FUNCTIONS),
+        reason="it drops model-local functions and keeps their calls",
+        remedy="inline the file first, build with `--opset 23`, or use onnxscript.version_converter",
+    ),
+    Known(
+        tools=("onnx.version_converter 18, inlined",),
+        verdict=REFUSED,
+        reason="it knows no way back to an opset without Gelu (20), or with fewer types of ConstantOfShape",
+        remedy="build with `--opset 18`",
+    ),
+    Known(
+        tools=CONVERTERS,
+        verdict=REFUSED,
+        variants=("nystrom", "aft-full", "aft-local", "aft-conv"),
+        reason="it declares the results of Cast and ConstantOfShape float16 and leaves their nodes at float32",
+        remedy=BLOCK_LISTS,
+    ),
+    Known(
+        tools=CONVERTERS,
+        verdict=WRONG,
+        variants=("lsh",),
+        reason="it lets the ArgMax of the hash read float16, where projections overflow or tie on GPUs; on CPUs, which "
+        "compute float16 in float32, its numbers are right",
+        remedy=BLOCK_LISTS,
+    ),
+    Known(
+        tools=("quantize_dynamic",),
+        verdict=REFUSED,
+        precisions=("fp16",),
+        reason="it writes MatMulInteger with float16 scales, for which ONNX has no operator",
+        remedy="quantise the float32 file",
+    ),
+)
+
+
+def known_failure(outcome: Outcome) -> Known | None:
+    """The entry of the table that belongs to a cell, whatever came out of it."""
+    for known in KNOWN:
+        if outcome.tool in known.tools and outcome.variant in known.variants and outcome.precision in known.precisions:
+            return known
+    return None
+
+
+def surprise(outcome: Outcome) -> str:
+    """What is not as expected about a cell; "" if all is."""
+    known = known_failure(outcome)
+    expected = RIGHT if known is None else known.verdict
+    if outcome.verdict in (expected, NOT_RUN):
+        return ""
+    if outcome.verdict == RIGHT:
+        return f"right, although listed as {expected}: take it out of scripts/portability/known.py"
+    return f"expected: {expected}"

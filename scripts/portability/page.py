@@ -1,0 +1,115 @@
+"""docs/portability.md, from the outcomes of the whole matrix."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from effexport.environment import processor_name
+from portability.cells import NOT_RUN, REFUSED, RIGHT, WRONG, Outcome
+from portability.known import known_failure
+from portability.models import PRECISIONS, VARIANTS
+from portability.tools import TABLE
+
+PAGE = Path(__file__).parents[2] / "docs" / "portability.md"
+UNEXPECTED = "unexpected:"
+FIELD = {"fp32": "float32", "fp16": "float16"}
+INTRODUCTION = """\
+# Portability
+
+What other people's tools and runtimes make of our files. Every variant, in float32 and float16, goes through each tool;
+the checks of `effexport verify --model` then judge the result, with function bodies only: kernels never run here. The
+models are encoders (dim 64, 4 heads, 2 layers, 512 positions) with 1, 7, 64, 300 and 512 tokens, padded and not.
+Models that hash get the reference's buckets as long as the tool has kept their names.
+
+This page is written by one command, which makes the environments of all tools from pinned requirements
+(`scripts/portability/requirements`), and fails if a cell is not as expected:
+
+```sh
+.venv/bin/python scripts/portability.py
+```
+"""
+LEGEND = """\
+A number is the largest error of any element of any case, relative to the RMS of PyTorch's answer, and the model is
+right: it passed every check. **wrong** is followed by the same number, **refused** means that the tool or the runtime
+reported an error; see [failures](#failures). "finite": the file loads and its results are finite, which is all that is
+asked of a quantised model.
+"""
+
+
+def counts(results: Sequence[Outcome]) -> Iterator[str]:
+    """A line per tool: how many of its cells are right, refused, wrong or not run."""
+    for tool in dict.fromkeys(outcome.tool for outcome in results):
+        verdicts = Counter(outcome.verdict for outcome in results if outcome.tool == tool)
+        yield f"{tool:46} " + ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
+
+
+def page_of_outcomes(results: Sequence[Outcome]) -> str:
+    machine = f"Measured on {platform.system()} {platform.machine()}, {processor_name()}."
+    parts = [INTRODUCTION, f"{machine}\n", "\n".join(summary_table(results)), LEGEND]
+    parts += [f"## {FIELD[precision]}\n\n" + "\n".join(precision_table(results, precision)) for precision in PRECISIONS]
+    parts.append("## Failures\n\n" + "\n".join(failure_table(results)))
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def summary_table(results: Sequence[Outcome]) -> Iterator[str]:
+    """How many models are right after each tool, and what to do."""
+    yield "| tool | version | right, float32 | right, float16 | what to do |"
+    yield "|---|---|---|---|---|"
+    for tool in TABLE:
+        shares = [share([o for o in results if (o.tool, o.precision) == (tool.name, name)]) for name in PRECISIONS]
+        yield f"| {tool.name} | {tool.version} | {' | '.join(shares)} | {tool.advice} |"
+
+
+def share(outcomes: Sequence[Outcome]) -> str:
+    if not outcomes:
+        return "–"
+    if all(outcome.verdict == NOT_RUN for outcome in outcomes):
+        return NOT_RUN
+    return f"{sum(outcome.verdict == RIGHT for outcome in outcomes)} of {len(outcomes)}"
+
+
+def precision_table(results: Sequence[Outcome], precision: str) -> Iterator[str]:
+    yield f"| tool | {' | '.join(VARIANTS)} |"
+    yield "|---|" + "---|" * len(VARIANTS)
+    for tool in TABLE:
+        own = {o.variant: o for o in results if (o.tool, o.precision) == (tool.name, precision)}
+        if own:
+            yield f"| {tool.name} | {' | '.join(cell_text(own[variant]) for variant in VARIANTS)} |"
+
+
+def cell_text(outcome: Outcome) -> str:
+    error = "" if outcome.error is None else f"{outcome.error:.0e}".replace("e-0", "e-").replace("e+00", "")
+    if outcome.verdict == RIGHT:
+        return error or "finite"
+    return f"**{outcome.verdict}** {error}".rstrip() if outcome.verdict in (REFUSED, WRONG) else outcome.verdict
+
+
+def failure_table(results: Sequence[Outcome]) -> Iterator[str]:
+    """Cells that are not right, those with the same words together: what was said, why, and what to do."""
+    versions = {tool.name: tool.version for tool in TABLE}
+    groups: dict[tuple[str, ...], list[Outcome]] = {}
+    for outcome in results:
+        if outcome.verdict != RIGHT:
+            known = known_failure(outcome)
+            explained = (known.reason, known.remedy) if known else (f"{UNEXPECTED} {outcome.words}", "")
+            groups.setdefault((outcome.tool, outcome.verdict, *explained), []).append(outcome)
+    if not groups:
+        yield "None."
+        return
+    yield "| tool | models | outcome | its words, or the checks that failed | reason | what to do |"
+    yield "|---|---|---|---|---|---|"
+    for (tool, verdict, reason, remedy), own in groups.items():
+        models = ", ".join(
+            f"{FIELD[precision]}: {variants_text([o.variant for o in own if o.precision == precision])}"
+            for precision in PRECISIONS
+            if any(o.precision == precision for o in own)
+        )
+        words = own[0].words.replace("|", "\\|").replace("<", "&lt;")
+        yield f"| {tool} ({versions[tool]}) | {models} | {verdict} | {words} | {reason} | {remedy} |"
+
+
+def variants_text(variants: Sequence[str]) -> str:
+    return "all" if set(variants) == set(VARIANTS) else ", ".join(variants)

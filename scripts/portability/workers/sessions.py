@@ -1,0 +1,68 @@
+"""Opens a serialised model in a runtime of this environment: a function from inputs by name to outputs by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+Run = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+
+
+def onnxruntime_cpu(model: bytes) -> Run:
+    return onnxruntime_session(model, ["CPUExecutionProvider"])
+
+
+def onnxruntime_openvino(model: bytes) -> Run:
+    """OpenVINO as provider of ONNX Runtime, asked for float32. Raises if the provider does not start."""
+    options = {"device_type": "CPU", "load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'}
+    return onnxruntime_session(model, [("OpenVINOExecutionProvider", options), "CPUExecutionProvider"])
+
+
+def onnxruntime_session(model: bytes, providers: list[Any]) -> Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    # waiting threads would keep other processes from running
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = onnxruntime.InferenceSession(model, options, providers=providers)
+    wanted = providers[0] if isinstance(providers[0], str) else providers[0][0]
+    if wanted not in session.get_providers():
+        raise RuntimeError(f"{wanted} did not start; {session.get_providers()} did")
+    names = [output.name for output in session.get_outputs()]
+
+    def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+    return run
+
+
+def openvino_by_effexport(model: bytes) -> Run:
+    """OpenVINO as `--runtime openvino` opens it: the file inlined, and float32 asked for."""
+    from effexport.runners.artifact_runner import model_opener
+    from effexport.runners.feeds import FeedLimits
+    from effexport.runners.runner import ModelOptions
+
+    return model_opener("openvino", ModelOptions())(model, FeedLimits(), None).run
+
+
+def reference_evaluator(model: bytes) -> Run:
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    evaluator = ReferenceEvaluator(onnx.ModelProto.FromString(model))
+
+    def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(zip(evaluator.output_names, evaluator.run(None, dict(feeds)), strict=True))
+
+    return run
+
+
+RUNTIMES: dict[str, Callable[[bytes], Run]] = {
+    "onnxruntime": onnxruntime_cpu,
+    "onnxruntime-openvino": onnxruntime_openvino,
+    "openvino": openvino_by_effexport,
+    "reference": reference_evaluator,
+}
