@@ -10,7 +10,7 @@ from effexport.export.module_source import SEED
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.spec import attention_spec
 from effexport.proof.case_label import ALL_CASES
-from effexport.proof.checks.result import Check, Kind, is_about_bodies
+from effexport.proof.checks.result import OF_THE_REFERENCE, Check, Kind, is_about_bodies
 from effexport.report.model import Report
 from effexport.report.rendering.text import flat_fields
 from effexport.spec import BuildSpec
@@ -36,7 +36,7 @@ def verify_command(check: Check, report: Report, artifact: str) -> str:
     """Repeats one check of an artifact: its case, on the runtime that it is about."""
     words = ["effexport", "verify", artifact]
     runtime = check.target or report.runtime
-    if check.kind == Kind.PYTORCH_MODULE:
+    if check.kind == Kind.PYTORCH_MODULE or check.kind in OF_THE_REFERENCE:
         words += ["--reference", "torch"]
     elif check.case == ALL_CASES or check.kind in _WITHOUT_CASE or is_about_bodies(check):
         words += ["--reference", "golden"]

@@ -343,6 +343,8 @@ def test_the_build_command_of_a_checkpoint_builds_the_same_spec(
         ("long sequence", CaseLabel("long", (1, 8192)), "ort", ". --reference golden"),
         ("decode step", EXPORT, "ort", ". --reference golden"),
         ("PyTorch module", ALL_CASES, "ort", ". --reference torch"),
+        ("reference", EXPORT, "ort", ". --reference torch"),
+        ("reference repeatable", ALL_CASES, "ort", ". --reference torch"),
     ],
 )
 def test_every_row_says_how_to_repeat_it(name: str, case: CaseLabel, runtime: str, expected: str) -> None:
