@@ -205,13 +205,12 @@ def smallest_table(results: Sequence[Outcome]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class BodyOutcome:
-    """The result of checking one damaged body. share: as in Outcome. no_op: why the fault changes nothing, or empty."""
+    """The result of checking one damaged body. no_op: why the fault changes nothing, or empty."""
 
     fault: BodyFault
     form: str
     precision: str
     caught: bool
-    share: float
     no_op: str
 
     @property
@@ -228,22 +227,20 @@ def body_outcomes() -> Iterator[BodyOutcome]:
             for fault in body_faults(healthy):
                 check = check_function_body(fault.op, [damaged_use(healthy, fault)])
                 no_op = reason_for_no_op(fault, form, precision)
-                yield BodyOutcome(fault, form, precision, check.status == "failed", share_of_limit(check), no_op)
+                yield BodyOutcome(fault, form, precision, check.status == "failed", no_op)
 
 
 def body_table(results: Sequence[BodyOutcome]) -> Iterator[str]:
-    """Lines of the table operator × edit: faults that were caught, the smallest share of a limit, and what changes
-    nothing."""
+    """Lines of the table operator × edit: how many faults were caught, and how many edits change nothing."""
     edits = list(dict.fromkeys(result.fault.edit for result in results))
-    yield f"| body of | {' | '.join(edits)} | smallest | change nothing | types of nodes |"
-    yield "|---|" + "---|" * (len(edits) + 3)
+    yield f"| body of | {' | '.join(edits)} | change nothing | types of nodes |"
+    yield "|---|" + "---|" * (len(edits) + 2)
     for op in dict.fromkeys(result.fault.op for result in results):
         own = [result for result in results if result.fault.op == op]
         matter = [result for result in own if not result.no_op]
         cells = [caught_text([result for result in matter if result.fault.edit == edit]) for edit in edits]
-        smallest = min((result.share for result in matter if result.share > 0), default=math.inf)
         types = ", ".join(sorted({result.fault.node_type for result in matter}))
-        yield f"| `{op}` | {' | '.join(cells)} | {number(smallest)} | {len(own) - len(matter)} | {types} |"
+        yield f"| `{op}` | {' | '.join(cells)} | {len(own) - len(matter)} | {types} |"
 
 
 def caught_text(results: Sequence[BodyOutcome]) -> str:

@@ -39,7 +39,8 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
     console.print(table)
     for check in checks:
         if check.status != "passed" or (check.kind == Kind.REFERENCE_REPEATABLE and check.detail):
-            value = f" {number(check.value)} > {number(check.limit)}" if check.status == "failed" else ""
+            failed = check.status == "failed"  # perhaps without a value: a body that does not run
+            value = f" {number(check.value)} > {number(check.limit)}" if check.value is not None and failed else ""
             explanation = "; ".join(part for part in (check.detail, check.reason) if part)
             line = f"{check.status}: {check.name} ({check.case}), {check.metric}{value}; {explanation}"
             say(console, line, style=_STYLES[check.status])
