@@ -18,10 +18,12 @@ _LITERAL = re.compile(r"^([ \t]*\w+) = (-?[\d.][-+.\de]*|\[[-\d, ]*\])[ \t]*$", 
 
 def with_constants(nodes: str) -> str:
     """Nodes in the syntax of onnx.parser, with every line such as `eps = 1e-06`, `zero = 0` or `axes = [1, 3]` written
-    out as a Constant: a float32 scalar, an int64 scalar, or an int64 vector."""
+    out as a Constant: a float32 scalar, an int64 scalar, or an int64 vector. Unused constants are left out."""
 
     def constant(match: re.Match[str]) -> str:
         name, literal = match.groups()
+        if len(re.findall(rf"\b{name.strip()}\b", nodes)) == 1:
+            return ""
         if literal.startswith("["):
             values = literal[1:-1]
             tensor_type = f"int64[{len(values.split(','))}]"
@@ -64,6 +66,8 @@ def traps(model: onnx.ModelProto) -> Iterator[str]:
             yield f"{what} casts a constant; expected a constant of the right type, or a cast of a computed value"
         elif node.op_type == "Div" and is_integer and not _is_exact(node, producers):
             yield f"{what} rounds integers; expected the dividend to be Sub(x, Mod(x, d)), where d is the divisor"
+        elif node.op_type in ("ReduceMax", "ReduceMin") and _producer_type(node, producers) == "Concat":
+            yield f"{what} follows a Concat directly; expected another node between them, such as an Add"
         elif node.op_type == "Pad" and is_integer and len(node.input) > 2:
             fill = constants.get(node.input[2])
             # an untyped constant has no tensor
@@ -75,6 +79,11 @@ def _float_types() -> frozenset[int]:
     from onnx import TensorProto
 
     return frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
+
+
+def _producer_type(node: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -> str:
+    """The operator that computes the first input of a node, or "" for an input of the graph or an initializer."""
+    return producers[node.input[0]].op_type if node.input[0] in producers else ""
 
 
 def _is_exact(division: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -> bool:

@@ -111,6 +111,12 @@ def traps_of(nodes: str) -> list[str]:
         multiple = Add (x, rest)
         out = Div (multiple, y)""", "rounds integers"),
         ("""
+        one = 1
+        axis = [1]
+        near = Add (x, one)
+        both = Concat <axis = 1> (x, near)
+        out = ReduceMax (both, axis)""", "the ReduceMax that computes out follows a Concat directly"),
+        ("""
         ends = [0, 0, 0, 1]
         fill = 2147483647
         out = Pad (x, ends, fill)""", "the Pad that computes out has a fill that may be beyond 2.24"),
@@ -156,7 +162,7 @@ def test_the_constructs_that_stand_for_traps_are_accepted(nodes: str) -> None:
     assert traps_of(nodes) == []
 
 
-def test_lines_with_literals_become_typed_constants() -> None:
+def test_lines_with_literals_become_typed_constants_if_a_node_uses_them() -> None:
     import onnx
     import onnx.parser
 
@@ -165,10 +171,11 @@ def test_lines_with_literals_become_typed_constants() -> None:
         eps = 1e-06
         big = -3.402823466e+38
         axes = [0, -1]
-        out = Mul <to = 1> (whole, eps)
+        unused = 7
+        out = Concat <axis = 0> (whole, eps, big, axes)
     """)
     function = onnx.parser.parse_function(f'<domain: "d", opset_import: ["" : 20]> F () => (out) {{ {nodes} }}')
     arrays = [onnx.numpy_helper.to_array(node.attribute[0].t) for node in function.node[:4]]
     assert [array.dtype.name for array in arrays] == ["int64", "float32", "float32", "int64"]
     assert [array.tolist() for array in arrays] == [-3, np.float32(1e-6), np.finfo(np.float32).min, [0, -1]]
-    assert function.node[4].op_type == "Mul"
+    assert [node.op_type for node in function.node[4:]] == ["Concat"]
