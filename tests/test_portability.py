@@ -16,6 +16,7 @@ from portability.cells import NOT_RUN, REFUSED, RIGHT, WRONG, Matrix, Outcome, w
 from portability.environments import MAIN, TOOLS, MissingError, PythonVenv, pinned
 from portability.known import KNOWN, surprise
 from portability.models import PRECISIONS, VARIANTS
+from portability.page import PAGE, UNEXPECTED
 from portability.tools import TABLE, Conversion, Runtime, Tool
 from portability.worker import ToolError, Worker
 from portability.workers.conversions import CONVERSIONS
@@ -186,6 +187,24 @@ def test_known_failures_name_tools_variants_and_precisions_that_exist() -> None:
 def test_packages_that_both_environments_have_are_of_one_version() -> None:
     for name in ("onnx", "onnx-ir", "onnxruntime", "onnxscript", "numpy", "protobuf", "ml_dtypes"):
         assert TOOLS.version(name) == pinned(ROOT / "constraints.txt", name)
+
+
+def test_the_page_shows_every_tool_in_its_pinned_version() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert [tool.name for tool in TABLE if f"\n| {tool.name} | {tool.version} |" not in page] == []
+
+
+def test_the_page_is_of_a_complete_run_in_which_all_was_as_expected() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert NOT_RUN not in page
+    assert UNEXPECTED not in page
+
+
+def test_the_page_shows_that_all_variants_survive_the_common_tools() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for name in (*IN_FLOAT32, "onnx.version_converter 23, inlined", "ONNX Runtime 1.19", "ONNX Runtime 1.26"):
+        version = next(tool.version for tool in TABLE if tool.name == name)
+        assert f"\n| {name} | {version} | 8 of 8 |" in page, name
 
 
 def test_words_of_tools_are_shown_without_folders() -> None:

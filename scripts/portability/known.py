@@ -22,12 +22,6 @@ class Known:
 
 
 WITHOUT_FUNCTIONS = ("aft-full", "aft-local", "aft-conv")
-CONVERTERS = ("onnxconverter-common float16", "onnxconverter-common float16 keep_io_types")
-BLOCK_LISTS = (
-    "build with `--precision fp16`; or give it an `op_block_list` and a `node_block_list` as "
-    "`as_float16_with_block_lists` in `scripts/portability/workers/conversions.py` does"
-)
-
 KNOWN: tuple[Known, ...] = (
     Known(
         tools=("onnx.version_converter 23",),
@@ -43,25 +37,19 @@ KNOWN: tuple[Known, ...] = (
         remedy="build with `--opset 18`",
     ),
     Known(
-        tools=CONVERTERS,
-        verdict=REFUSED,
-        variants=("nystrom", "aft-full", "aft-local", "aft-conv"),
-        reason="it declares the results of Cast and ConstantOfShape float16 and leaves their nodes at float32",
-        remedy=BLOCK_LISTS,
-    ),
-    Known(
-        tools=CONVERTERS,
+        tools=("onnxconverter-common float16", "onnxconverter-common float16 keep_io_types"),
         verdict=WRONG,
-        variants=("lsh",),
-        reason="it lets the ArgMax of the hash read float16, where projections overflow or tie on GPUs; on CPUs, which "
-        "compute float16 in float32, its numbers are right",
-        remedy=BLOCK_LISTS,
+        variants=("nystrom", "lsh", "aft-full", "aft-local", "aft-conv"),
+        reason="softmaxes, exponentials, sums or hashes of the main graph read float16, where they overflow or tie on "
+        "GPUs; on CPUs, which compute float16 in float32, the numbers are right",
+        remedy="build with `--precision fp16`, or name these operators in `op_block_list`, as another row does: "
+        "Softmax, Exp, Log, ReduceSum, ArgMax, IterativePinv",
     ),
     Known(
         tools=("quantize_dynamic",),
         verdict=REFUSED,
         precisions=("fp16",),
-        reason="it writes MatMulInteger with float16 scales, for which ONNX has no operator",
+        reason="it puts DynamicQuantizeLinear, which reads float32 only, after float16 values",
         remedy="quantise the float32 file",
     ),
 )

@@ -110,7 +110,7 @@ def float16_converters() -> tuple[Tool, ...]:
             precisions=("fp32",),
             judged_as="fp16",
         )
-        for name in ("float16", "float16 keep_io_types", "float16 block lists")
+        for name in ("float16", "float16 keep_io_types", "float16 op_block_list")
     )
 
 

@@ -108,27 +108,14 @@ def optimized_by_onnxruntime(level: str, source: Path, target: Path, inputs: Inp
     onnxruntime.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
 
 
-def as_float16(keep_io_types: bool, source: Path, target: Path, inputs: Inputs) -> None:
+def as_float16(source: Path, target: Path, inputs: Inputs, *, keep_io_types: bool, blocked: Sequence[str] = ()) -> None:
+    """blocked: operators that stay in float32, besides those of the tool's own list."""
     import onnx
     from onnxconverter_common import float16
 
-    onnx.save(float16.convert_float_to_float16(onnx.load(source), keep_io_types=keep_io_types), target)
-
-
-def as_float16_with_block_lists(source: Path, target: Path, inputs: Inputs) -> None:
-    """With what needs float32 in it, and the nodes whose float32 results onnxconverter-common takes for float16."""
-    import onnx
-    from onnxconverter_common import float16
-
-    model = onnx.load(source)
-    casts = [
-        node.name
-        for node in model.graph.node
-        if node.op_type == "ConstantOfShape"
-        or (node.op_type == "Cast" and node.attribute[0].i == onnx.TensorProto.FLOAT)
-    ]
-    ops = [*float16.DEFAULT_OP_BLOCK_LIST, *FLOAT32_OPS]
-    onnx.save(float16.convert_float_to_float16(model, op_block_list=ops, node_block_list=casts), target)
+    ops = [*float16.DEFAULT_OP_BLOCK_LIST, *blocked]
+    model = float16.convert_float_to_float16(onnx.load(source), keep_io_types=keep_io_types, op_block_list=ops)
+    onnx.save(model, target)
 
 
 def quantized_dynamically(source: Path, target: Path, inputs: Inputs) -> None:
@@ -165,9 +152,9 @@ CONVERSIONS: dict[str, Conversion] = {
         f"onnxruntime {level}": partial(optimized_by_onnxruntime, level.upper())
         for level in ("basic", "extended", "all")
     },
-    "float16": partial(as_float16, False),
-    "float16 keep_io_types": partial(as_float16, True),
-    "float16 block lists": as_float16_with_block_lists,
+    "float16": partial(as_float16, keep_io_types=False),
+    "float16 keep_io_types": partial(as_float16, keep_io_types=True),
+    "float16 op_block_list": partial(as_float16, keep_io_types=False, blocked=FLOAT32_OPS),
     "quantize_dynamic": quantized_dynamically,
     "quantize_static": quantized_statically,
 }
