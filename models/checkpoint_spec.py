@@ -88,6 +88,10 @@ class CheckpointSpec:
         return self.why_not_invariant
 
     @property
+    def why_float64_differs(self) -> str:
+        return ""
+
+    @property
     def input_limits(self) -> dict[str, int]:
         return {"input_ids": self.vocab_size}
 

@@ -101,6 +101,10 @@ class EncoderSpec:
     def why_padding_counts(self) -> str:
         return self.attention.why_padding_counts
 
+    @property
+    def why_float64_differs(self) -> str:
+        return self.attention.why_float64_differs
+
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON or TOML; `encoder_from_dict` reads it back."""
         return {**dataclasses.asdict(self), "attention": self.attention.to_dict()}

@@ -83,6 +83,10 @@ class ModelSpec(Protocol):
     def why_padding_counts(self) -> str:
         """Why the result of a sample may depend on what stands in padded places."""
 
+    @property
+    def why_float64_differs(self) -> str:
+        """Why the model in float64 may compute something else than in float32, beyond rounding."""
+
     def custom_ops(self, fused: bool) -> dict[str, int]:
         """How many nodes of each custom operator the graph contains, with or without fused operators."""
 

@@ -59,5 +59,9 @@ class ModuleSpec(CheckpointSpec):
         return "a user's own module may mix the samples of a batch, or read padding, on purpose"
 
     @property
+    def why_float64_differs(self) -> str:
+        return "a user's own module may decide by comparisons (argmax, round), which may turn out otherwise in float64"
+
+    @property
     def input_limits(self) -> dict[str, int]:
         return {"input_ids": self.vocab_size, "token_type_ids": 2}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from effexport.models.checkpoint_spec import PublishedSpec, config_value
-from effexport.models.spec import AttentionSpec, LocalSpec, LSHSpec, automatic_num_buckets
+from effexport.models.spec import HF_ROUNDING, AttentionSpec, LocalSpec, LSHSpec, automatic_num_buckets
 from effexport.models.validation import require
 
 KINDS = ("lsh", "local")
@@ -218,6 +218,10 @@ class ReformerSpec(PublishedSpec):
             hash_seed=self.hash_seed,
             mask_constants=self.mask_constants,
         )
+
+    @property
+    def why_float64_differs(self) -> str:
+        return HF_ROUNDING if self.mask_constants == "hf" else ""
 
     def attention_of_layer(self, layer: int) -> LSHSpec | LocalSpec:
         """The spec of a layer, with the seed that draws its rotations."""

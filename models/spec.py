@@ -201,6 +201,10 @@ class AttentionSpec(ABC):
         return ""
 
     @property
+    def why_float64_differs(self) -> str:
+        return ""
+
+    @property
     def why_fixed(self) -> str:
         """The rule that ties the layer to one length, as half a sentence; "" if there is none or it has no name."""
         return ""
@@ -438,6 +442,12 @@ class LocalSpec(LookAroundSpec):
     layer: ClassVar[str] = "local.LocalAttention"
 
 
+HF_ROUNDING = (
+    "mask_constants 'hf' reproduces what rounding to float32 does to tokens that can only attend to themselves: up to "
+    "0.4 %"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LSHSpec(LookAroundSpec):
     """Reformer's LSH layer.
@@ -486,6 +496,10 @@ class LSHSpec(LookAroundSpec):
     def total_buckets(self) -> int:
         """Number of buckets of one round, without the extra one for padding."""
         return math.prod(self.bucket_factors)
+
+    @property
+    def why_float64_differs(self) -> str:
+        return HF_ROUNDING if self.mask_constants == "hf" else ""
 
     def operators(self, fused: bool) -> tuple[str, ...]:
         return ("LSHSort", "LSHAttention") if fused else ("LSHSort",)
