@@ -346,7 +346,7 @@ def mask_before_feature_map(graph: Graph) -> bool:
     """φ(mask · k) instead of mask · φ(k): φ(0) is 1, so padding counts as a token."""
     for mul in graph.nodes("Mul"):
         mapped, mask = graph.producer(mul.input[0]), mul.input[1]
-        if mapped is None or mapped.op_type != "Where" or not graph.comes_from(mask, "Cast"):
+        if mapped is None or mapped.op_type != "Where" or not graph.comes_from(mask, "Where", "Cast"):
             continue
         greater = graph.producer(mapped.input[0])
         if greater is None or greater.op_type != "Greater":
