@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     "--reference",
     default="auto",
     show_default=True,
-    help="golden: stored answers, without PyTorch. torch: the PyTorch module on new inputs. auto: both, if PyTorch is "
-    "installed. transformers: the original model from --weights DIR. FILE.safetensors: answers stored elsewhere. "
+    help="golden: stored answers, PyTorch is not needed. torch: the PyTorch module on new inputs. auto: both, if it "
+    "is installed. transformers: the original model from --weights DIR. FILE.safetensors: answers stored elsewhere. "
     "PATH@RUNTIME: another artifact or ONNX file, such as other/artifact@ort.",
 )
 @click.option("--case", "cases", multiple=True, help="Check only this case, named as in the report. Repeatable.")
