@@ -14,11 +14,14 @@ from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import RuntimeFailedError
 from effexport.export.onnx_graph import all_nodes, value_types
 from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
+from effexport.proof.case_label import CaseLabel
+from effexport.proof.repeated_runs import Answer, RepeatedRuns
 from effexport.runners.ort.session import session_from_model
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 
 if TYPE_CHECKING:
     import onnx
+    import torch
 
     from effexport.dtypes import Array
     from effexport.spec import BuildSpec
@@ -113,18 +116,30 @@ def one_node_model(use: OperatorUse, inputs: Mapping[str, Array]) -> bytes:
     return serialised
 
 
-def definition(use: OperatorUse, inputs: Mapping[str, Array]) -> Call:
-    """The operator's definition: its PyTorch reference in float64; without PyTorch, our kernel.
+@dataclass(frozen=True)
+class Definition:
+    """What a body must compute. exact: the operator's definition; in_float32: the same, with float32 arithmetic."""
+
+    exact: Call
+    in_float32: Call
+
+
+def definition(use: OperatorUse, inputs: Mapping[str, Array]) -> Definition:
+    """The operator's PyTorch reference, in float64 and in float32; without PyTorch, our kernel.
 
     Raises UserError if neither is installed.
     """
     if importlib.util.find_spec("torch") is None:
-        return call_in_ort(use, "kernel", inputs)
-    return call_in_torch(use)
+        kernel = call_in_ort(use, "kernel", inputs)
+        return Definition(kernel, kernel)
+    return Definition(call_in_torch(use, np.float64), call_in_torch(use, np.float32))
 
 
-def call_in_torch(use: OperatorUse) -> Call:
-    """The `reference` of the operator, in float64. The torch operator around it would load PyTorch's compiler."""
+def call_in_torch(use: OperatorUse, exact: type[np.floating[Any]]) -> Call:
+    """The `reference` of the operator in the type `exact`, computed until two runs agree.
+
+    The torch operator around it would load PyTorch's compiler.
+    """
     import torch
 
     op = OPS[use.node.op_type].load()
@@ -133,11 +148,9 @@ def call_in_torch(use: OperatorUse) -> Call:
     attributes = {a.name: a.default for a in op.SIGNATURE.attributes} | use.attributes
     attributes = {name: value for name, value in attributes.items() if name in wanted}
     # with `rounded`, the weights of some tokens are what float32 makes of a sum with -1e5
-    exact = np.float32 if attributes.get("rounded") else np.float64
+    dtype = np.float32 if attributes.get("rounded") else exact
 
-    def run(inputs: Mapping[str, Array]) -> Sequence[Array]:
-        given = {name.lower(): x.astype(exact) if x.dtype.kind not in "bi" else x for name, x in inputs.items()}
-        tensors = {name: torch.from_numpy(x) for name, x in given.items() if name in wanted}
+    def compute(tensors: Mapping[str, torch.Tensor]) -> Answer:
         threads = torch.get_num_threads()
         # of small tensors, one thread is ten times as fast as two that wait for each other
         torch.set_num_threads(1)
@@ -145,6 +158,14 @@ def call_in_torch(use: OperatorUse) -> Call:
             outputs = op.reference(**tensors, **attributes)
         finally:
             torch.set_num_threads(threads)
-        return [output.numpy() for output in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return {"outputs": {str(i): output.numpy() for i, output in enumerate(outputs)}}
+
+    def run(inputs: Mapping[str, Array]) -> Sequence[Array]:
+        given = {name.lower(): x.astype(dtype) if x.dtype.kind not in "bi" else x for name, x in inputs.items()}
+        tensors = {name: torch.from_numpy(x) for name, x in given.items() if name in wanted}
+        runs = RepeatedRuns("PyTorch")
+        answer = runs.answer(CaseLabel(f"the definition of {use.node.op_type}"), lambda: compute(tensors))
+        return list(answer["outputs"].values())
 
     return run

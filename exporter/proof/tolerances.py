@@ -93,9 +93,10 @@ def case_limit(spec: BuildSpec, own_error: float) -> Limit:
 
 
 def function_body_limit(precision: str, own_error: float) -> Limit:
-    """The limit of one function body by itself. own_error: what rounding its inputs anew changes."""
+    """The limit of one function body by itself. own_error: how far its definition is off if its inputs are rounded
+    anew, or if it is computed in float32, whichever is further."""
     limit, own = ARITHMETIC[precision, "attention"], OWN_ERROR_FACTOR * own_error
-    return limit if own <= limit.value else Limit(own, f"{OWN_ERROR_FACTOR} × what rounding its inputs anew changes")
+    return limit if own <= limit.value else Limit(own, f"{OWN_ERROR_FACTOR} × what rounding changes in its definition")
 
 
 def overall_limit(spec: BuildSpec, own_error: float) -> Limit | None:

@@ -101,7 +101,7 @@ NO_OPS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Sub (blocks_or_none|blocks|whole_1d)_whole: another operator"
-        r"|Div (blocks|blocks_or_none|whole_1d): bypassed"
+        r"|Div (blocks|blocks_or_none|whole_1d): bypassed, gives its input \w+_whole"
         r"|Constant (rounding|nearly_block): another constant, (doubled|plus 1)"
         r"|Sub nearly_1d: (another operator|bypassed, gives its input block_1d)"
         r"|Max blocks(_1d)?: another operator, Add",

@@ -22,6 +22,8 @@ Inputs = dict[str, "Array"]
 Attributes = Mapping[str, Any]
 SEED = 20_101
 HEADS = 3
+# Tokens for which a definition whose memory is quadratic in them takes no more than 300 MB.
+LONGEST_QUADRATIC = 4200
 
 
 def operator_inputs(op: str, attributes: Attributes, dtype: str) -> Iterator[tuple[str, Inputs]]:
@@ -35,12 +37,14 @@ def operator_inputs(op: str, attributes: Attributes, dtype: str) -> Iterator[tup
 
 
 def rounded_anew(inputs: Mapping[str, Array], precision: str) -> Inputs:
-    """The inputs with each number off by at most one rounding."""
+    """The inputs with each number off by at most one rounding. Equal numbers stay equal: what depends on their
+    equality would change by more than rounding explains."""
     rng = np.random.default_rng(SEED)
 
     def moved(x: Array) -> Array:
-        factors = 1 + UNIT_ROUNDOFF[precision] * rng.uniform(-1, 1, x.shape)
-        return (x.astype(np.float64) * factors).astype(x.dtype)
+        values, places = np.unique(x.astype(np.float64), return_inverse=True)
+        values *= 1 + UNIT_ROUNDOFF[precision] * rng.uniform(-1, 1, values.shape)
+        return values[places].reshape(x.shape).astype(x.dtype)
 
     return {name: x if x.dtype.kind in "bi" else moved(x) for name, x in inputs.items()}
 
@@ -102,6 +106,11 @@ def elu_linear_attention(rng: np.random.Generator, attributes: Attributes) -> It
     k[1:] += np.log(eps) / 2 - np.log(6 * seq_len)
     yield "small denominators", {"q": q, "k": k, "v": v, "keep": np.ones((3, seq_len), bool)}
     yield "no tokens", {"q": q[:, :, :0], "k": k[:, :, :0], "v": v[:, :, :0], "keep": np.ones((3, 0), bool)}
+    seq_len = chunk * (chunk + 1) + 1
+    if attributes.get("causal") and seq_len <= LONGEST_QUADRATIC:
+        # more blocks than a block has tokens
+        long = {name: rng.standard_normal((1, 1, seq_len, 2)) for name in "qkv"}
+        yield "many blocks", long | {"keep": np.ones((1, seq_len), bool)}
 
 
 def lsh_sort(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
@@ -113,6 +122,8 @@ def lsh_sort(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple
         rows[2] = buckets - 1
         rows[3] = np.where(rng.random(seq_len) < 0.5, 0, buckets - 1)
         yield f"{seq_len} tokens", {"buckets": rows.astype(np.int32)}
+    # more blocks than a block has tokens
+    yield "many blocks", {"buckets": rng.integers(0, buckets, (1, 128 * 129 + 1)).astype(np.int32)}
 
 
 def lsh_attention(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
@@ -120,17 +131,23 @@ def lsh_attention(rng: np.random.Generator, attributes: Attributes) -> Iterator[
     chunk, rounds = int(attributes["chunk_length"]), 3
     window = int(attributes["chunks_before"]) + 1 + int(attributes["chunks_after"])
     cases = {"chunks": (window + 2, 4, 3), "one bucket": (window + 1, 1, 3), "one chunk": (1, 2, 3)}
+    # more chunks than there are samples and heads
+    cases["one head"] = (window + 5, 3, 3)
     # logits up to ±200, of which exp overflows unless the largest is subtracted
     cases["long vectors"] = (window, 4, 40)
     for name, (chunks, buckets, length) in cases.items():
         padded = chunks * chunk
         seq_len = max(1, padded - chunk // 3)
-        keep = keeps(seq_len)
+        # one head of long chunks: the definition works chunk by chunk, at a cost that is quadratic in their length
+        keep, heads = keeps(seq_len), HEADS if chunk <= 64 else 1
+        if name == "one head":
+            keep, heads = keep[1:2], 1
+        rows = (len(keep), heads)
         # some vectors are far shorter than most, at the scale of the eps under their root
-        qk = length * rng.standard_normal((4, HEADS, seq_len, 6))
-        qk *= rng.choice([1e-3, 1.0, 2.0], (4, HEADS, seq_len, 1), p=[0.3, 0.4, 0.3])
-        v = rng.standard_normal((4, HEADS, seq_len, 5))
-        bucket = np.where(keep[:, None], rng.integers(0, buckets, (4, HEADS * rounds, seq_len)), buckets)
+        qk = length * rng.standard_normal((*rows, seq_len, 6))
+        qk *= rng.choice([1e-3, 1.0, 2.0], (*rows, seq_len, 1), p=[0.3, 0.4, 0.3])
+        v = rng.standard_normal((*rows, seq_len, 5))
+        bucket = np.where(keep[:, None], rng.integers(0, buckets, (len(keep), heads * rounds, seq_len)), buckets)
         bucket = np.pad(bucket, [(0, 0), (0, 0), (0, padded - seq_len)], constant_values=buckets)
         order = np.argsort(bucket.reshape(-1, padded), axis=1, kind="stable").astype(np.int32)
         rank = np.argsort(order, axis=1).astype(np.int32)
@@ -173,6 +190,11 @@ def sequence_conv(rng: np.random.Generator, attributes: Attributes) -> Iterator[
         weight = rng.standard_normal((HEADS, 1, taps, 1)) / np.sqrt(taps)
         yield f"{taps} taps", {"x": x, "weight": weight, "keep": keep, "residual": residual}
     yield "no tokens", {"x": x[:, :, :0], "weight": weight, "keep": keep[:, :0], "residual": residual[:, :, :0]}
+    # more blocks than a block has tokens
+    seq_len = 64 * 65 + 1
+    x, residual = (rng.standard_normal((1, 1, seq_len, 2)) for _ in range(2))
+    weight = rng.standard_normal((1, 1, 5, 1))
+    yield "many blocks", {"x": x, "weight": weight, "keep": np.ones((1, seq_len), bool), "residual": residual}
 
 
 _INPUTS: dict[str, Callable[[np.random.Generator, Attributes], Iterator[tuple[str, Inputs]]]] = {
