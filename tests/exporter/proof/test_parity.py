@@ -18,7 +18,7 @@ from effexport.proof.candidates import ModelCandidate, open_in_ort
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.checks.candidate import RunWithBuckets
-from effexport.proof.checks.result import Check, passed, summary
+from effexport.proof.checks.result import Check, function_body_of, passed, summary
 from effexport.proof.checks.run_checks import run_checks
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import BUCKET_FLIPS, near_tie_limit
@@ -421,6 +421,8 @@ def test_nothing_checked_is_nothing_proven() -> None:
     assert not passed([result("not run")])
     assert passed([result("passed"), result("not run")])
     assert not passed([result("passed"), result("failed")])
+    # a body that is right by itself says nothing about a model that did not run
+    assert not passed([result("passed", name=function_body_of("LSHSort")), result("not run")])
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
