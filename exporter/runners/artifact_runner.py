@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 # Operators whose surroundings must be computed in float32, whatever the rest is computed in, and why.
-FLOAT32_OPS: dict[str, str] = {
+REASON_FOR_FLOAT32: dict[str, str] = {
     "IterativePinv": "the pseudo-inverse of its landmarks' matrix amplifies rounding",
     "LSHSort": "rounding its hashes changes which tokens attend to each other",
 }
@@ -67,10 +67,10 @@ def check_precision_of_model(spec: BuildSpec, options: ModelOptions) -> None:
     OpenVINO can mark operators to be kept in float32, but its fusions lose the mark: with all operators of a Nyström
     layer marked, 13 of 29 matrix products still ran in bfloat16 (2026.4.1).
     """
-    for op in spec.custom_ops:
-        if options.precision_hint and op in FLOAT32_OPS:
+    for op in spec.model.custom_ops(spec.fused):  # also those that are inlined
+        if options.precision_hint and op in REASON_FOR_FLOAT32:
             raise UserError(
-                f"--precision-hint {options.precision_hint} does not apply to {spec.variant}: {FLOAT32_OPS[op]}, and "
+                f"--precision-hint {options.precision_hint} does not apply to {spec.variant}: {REASON_FOR_FLOAT32[op]}, and "
                 "the runtime cannot keep a part of the model in float32; leave it out"
             )
 

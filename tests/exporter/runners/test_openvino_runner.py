@@ -223,13 +223,15 @@ def test_a_cpu_without_bfloat16_says_what_it_has() -> None:
     check_precision(core, "")
 
 
+@pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("fused", [True, False])
-def test_models_that_need_float32_are_refused_in_bfloat16(fused: bool) -> None:
+def test_models_that_need_float32_are_refused_in_bfloat16(fused: bool, inline: bool) -> None:
     for variant in ("nystrom", "lsh"):
+        spec = spec_of(variant, fused=fused, inline=inline)
         with pytest.raises(UserError, match=f"--precision-hint bf16 does not apply to {variant}: .*leave it out"):
-            check_precision_of_model(spec_of(variant, fused=fused), BF16)
-        check_precision_of_model(spec_of(variant, fused=fused), ONE_THREAD)
-    check_precision_of_model(spec_of("linear", fused=fused), BF16)
+            check_precision_of_model(spec, BF16)
+        check_precision_of_model(spec, ONE_THREAD)
+    check_precision_of_model(spec_of("linear", fused=fused, inline=inline), BF16)
 
 
 @pytest.mark.parametrize(
