@@ -38,7 +38,7 @@ from effexport.export.onnx_from_module import onnx_from_module
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, reference_from_module
 from effexport.proof.candidates import open_in_ort
 from effexport.proof.cases import Case, load_reference, save_reference
-from effexport.proof.checks.result import Check
+from effexport.proof.checks.result import Check, Kind
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
@@ -157,11 +157,12 @@ def artifact_from_spec(
 def check_reference(checks: Sequence[Check]) -> None:
     """Raise StageError if PyTorch's own answers have failed a check: they cannot judge a model then."""
     if any(check.status == "failed" for check in checks):
+        disputes = [f"\n  {c.detail}" for c in checks if c.kind == Kind.REFERENCE_REPEATABLE and c.detail]
         raise StageError(
             "reference",
             f"{failure_text(checks)}\n  PyTorch in float32 is further from PyTorch in float64 than rounding explains, "
             "so the exported model was not judged. Weights whose products cancel in float32 do this; otherwise try "
-            "OMP_NUM_THREADS=1 or another release of PyTorch",
+            f"OMP_NUM_THREADS=1 or another release of PyTorch{''.join(disputes)}",
         )
 
 

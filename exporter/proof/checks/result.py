@@ -83,7 +83,7 @@ class Check:
     """The result of one check: what was compared (`kind`), on which inputs (`case`), by which metric, and its status.
 
     kind: a `Kind`, or `function_body_of` an operator; a report of another release may hold others. value and limit are
-    None if the metric is not a number.
+    None if the metric is not a number; limit also where every value may pass.
     reason: explains the limit, or why the check was not run. detail: what helps to find a failure.
     measures: other figures of the same comparison, by name: max_abs, rms_error (relative), cosine.
     seq_len: tokens of the case, if a value was measured on it. histogram: how many elements have a relative error in
@@ -142,7 +142,7 @@ def summary(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
             {"passed": 0, "failed": 0, "not run": 0, "worst": None, "limit": None, "metric": check.metric},
         )
         entry[check.status] += 1
-        if check.value is None or check.limit is None:
+        if check.value is None:
             continue
         # the worst is the one closest to its own limit, or beyond it; NaN is beyond every limit
         if entry["worst"] is None or not _share(check.value, check.limit) <= _share(entry["worst"], entry["limit"]):
@@ -150,7 +150,7 @@ def summary(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def _share(value: float, limit: float) -> float:
+def _share(value: float, limit: float | None) -> float:
     if value != value:
         return float("inf")
-    return value / limit if limit > 0 else value
+    return value / limit if limit else value

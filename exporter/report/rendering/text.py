@@ -22,7 +22,8 @@ def status_of(entry: Mapping[str, Any]) -> str:
 
 def explanation(check: Check) -> str:
     """What a check found, where, and why its limit is what it is."""
-    value = "" if check.value is None else f" {number(check.value)}, limit {number(check.limit)}"
+    limit = "" if check.limit is None else f", limit {number(check.limit)}"
+    value = "" if check.value is None else f" {number(check.value)}{limit}"
     measured = "" if check.status == "not run" else f"{check.metric}{value}"
     return "; ".join(part for part in (measured, check.detail, check.reason) if part)
 
