@@ -65,7 +65,8 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
 
 def session_options(ort: Any, settings: OrtSettings, external_folder: Path | None) -> Any:
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    # on the CPU, exceptions say all that the log says; other providers only log why they do not start
+    options.log_severity_level = 4 if settings.provider == "cpu" else 3
     options.add_session_config_entry(ASSIGNMENT_KEY, "1")
     options.enable_cpu_mem_arena = settings.memory_arena
     if settings.threads is not None:

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 import effexport
 from effexport import OrtSettings
 from effexport.artifact import Artifact
-from effexport.errors import EffexportError, KernelWarning, UserError
+from effexport.errors import EffexportError, KernelWarning, RuntimeUnsupportedError, UserError
 from effexport.plugins.building.library import Library, get_library_path
 from effexport.proof.cases import load_reference
 from effexport.proof.metrics import relative_error
@@ -52,6 +52,29 @@ def test_kernels_and_bodies_give_the_same_answer_and_say_which_they_are(built: B
     assert np.array_equal(answers["auto"], answers["kernel"])
     for sample, other in zip(answers["kernel"], answers["body"], strict=True):
         assert relative_error(sample, other)[0] <= arithmetic_limit(artifact.spec).value
+
+
+@pytest.mark.requires("native")
+def test_of_a_model_that_onnxruntime_refuses_only_the_error_speaks(
+    built: Built, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = onnx.load(built("nystrom", "attention").model_path)
+    for node in model.graph.node:
+        if node.op_type == "SegmentMeans":
+            del node.attribute[:]
+    with pytest.raises(RuntimeUnsupportedError, match=r"refuses the model: .*attribute num_segments is missing"):
+        ort_session.session_from_model(model.SerializeToString(), OrtSettings(implementation="kernel"))
+    # what ONNX Runtime itself prints does not go through Python's streams
+    assert capfd.readouterr() == ("", "")
+
+
+def test_only_the_cpu_provider_is_silent() -> None:
+    ort = ort_session.import_onnxruntime()
+    levels = {
+        provider: ort_session.session_options(ort, OrtSettings(provider=provider), None).log_severity_level
+        for provider in ort_session.PROVIDERS
+    }
+    assert levels == {"cpu": 4, "cuda": 3, "tensorrt": 3, "openvino": 3}
 
 
 def test_a_model_without_custom_operators_needs_no_kernels(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
