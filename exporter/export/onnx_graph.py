@@ -134,6 +134,8 @@ def load_graph(path: Path) -> onnx.ModelProto:
     import onnx
     from google.protobuf.message import DecodeError
 
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; expected the path of an ONNX file")
     try:
         # a name such as model.json would make onnx read it as text
         model = onnx.load(str(path), format="protobuf", load_external_data=False)
@@ -143,7 +145,13 @@ def load_graph(path: Path) -> onnx.ModelProto:
         raise UserError(f"{path} is not an ONNX model: {error}") from error
     if not model.graph.node:
         raise UserError(f"{path} is not an ONNX model: it has no nodes")
-    for location in external_locations(model):
+    check_external_data(model, path)
+    return model
+
+
+def check_external_data(model: onnx.ModelProto, path: Path) -> None:
+    """Raise UserError if a file with weights of a model is missing, too short, or outside the folder of the model."""
+    for location, size in external_sizes(model).items():
         if not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
             raise UserError(
                 f"{path} keeps weights at {location!r}, outside its own folder; expected a file beside the model. "
@@ -154,7 +162,12 @@ def load_graph(path: Path) -> onnx.ModelProto:
                 f"{path} keeps weights in {location!r}, which is missing from {path.parent}; copy that file too, or "
                 "save the model again with its weights: a model that was loaded with load_external_data=False has none"
             )
-    return model
+        found = (path.parent / location).stat().st_size
+        if found < size:
+            raise UserError(
+                f"{path} keeps weights in {location!r}, which is too short: it has {found} bytes; expected at least "
+                f"{size}. Copy that file again"
+            )
 
 
 def custom_ops_of_model(model: Path | bytes) -> tuple[str, ...]:
@@ -176,8 +189,8 @@ def external_files(model: Path | bytes, folder: Path | None = None) -> list[Path
     import onnx
 
     if isinstance(model, Path):
-        return sorted(model.parent / location for location in external_locations(load_graph(model)))
-    locations = external_locations(onnx.ModelProto.FromString(model))
+        return sorted(model.parent / location for location in external_sizes(load_graph(model)))
+    locations = external_sizes(onnx.ModelProto.FromString(model))
     return sorted((folder or Path()) / location for location in locations)
 
 
@@ -187,9 +200,10 @@ def model_digest(model: Path) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def external_locations(model: onnx.ModelProto) -> set[str]:
-    """Files that a model's tensors refer to, as named in the model."""
+def external_sizes(model: onnx.ModelProto) -> dict[str, int]:
+    """Files that a model's tensors refer to, as named in the model, each with the bytes that it needs at least."""
     import onnx
+    from onnx.external_data_helper import ExternalDataInfo
 
     tensors = list(model.graph.initializer)
     for node in all_nodes(model):
@@ -197,13 +211,12 @@ def external_locations(model: onnx.ModelProto) -> set[str]:
             tensors += [attribute.t, *attribute.tensors]
             for graph in (attribute.g, *attribute.graphs):
                 tensors += graph.initializer
-    return {
-        entry.value
-        for tensor in tensors
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            data = ExternalDataInfo(tensor)
+            sizes[data.location] = max(sizes.get(data.location, 0), (data.offset or 0) + (data.length or 0))
+    return sizes
 
 
 def graph_summary(model: onnx.ModelProto, path: Path, *, has_kernels: bool) -> dict[str, Any]:
@@ -217,7 +230,7 @@ def graph_summary(model: onnx.ModelProto, path: Path, *, has_kernels: bool) -> d
 
     bodies = {(function.domain, function.name) for function in model.functions}
     counts = Counter((node.domain, node.op_type) for node in model.graph.node)
-    sizes = [file.stat().st_size for file in (path, *(path.parent / name for name in external_locations(model)))]
+    sizes = [file.stat().st_size for file in (path, *(path.parent / name for name in external_sizes(model)))]
     return {
         "inputs": plain(model.graph.input),
         "outputs": plain(model.graph.output),

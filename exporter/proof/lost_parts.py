@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Loss:
     """A part that a file can lose.
 
-    tools: what is known to take it away, with the releases that were seen to do it. remedy: what to do about it.
+    tools: what is known to take it away, with the releases that were seen to do it; "" if nothing is known.
+    remedy: what to do about it.
     """
 
     part: str
@@ -38,6 +39,12 @@ NAMES = Loss(
     "inputs or outputs",
     "onnxslim --inputs and --outputs (0.1.98) cut the graph, onnx.compose.add_prefix (onnx 1.23) renames them",
     "leave out these options, or verify the file with the artifact that it was made from",
+)
+# the one part that a file can have too much of
+ADDED = Loss(
+    "additional inputs or outputs",
+    "",
+    "remove them, or verify the file with the artifact that it was made from",
 )
 TYPES = Loss(
     "element types",
@@ -60,12 +67,15 @@ def check_nothing_lost(path: Path, spec: BuildSpec) -> None:
     dimensions of the inputs. A file without bodies is refused even if kernels can run it here, because nothing else
     can. Also raises what `load_graph` raises, for example for a missing file with weights.
     """
-    lost = [
-        f"{loss.part}: {text}. Known: {loss.tools}. Remedy: {loss.remedy}"
-        for loss, text in losses(load_graph(path), spec)
-    ]
-    if lost:
-        raise UserError("\n  ".join([f"{path} cannot be compared with the artifact, because parts are lost", *lost]))
+    found = list(losses(load_graph(path), spec))
+    if not found:
+        return
+    reason = "it has more than the artifact" if {loss for loss, _ in found} == {ADDED} else "parts are lost"
+    lines = [f"{path} cannot be compared with the artifact, because {reason}"]
+    for loss, text in found:
+        known = f" Known: {loss.tools}." if loss.tools else ""
+        lines.append(f"{loss.part}: {text}.{known} Remedy: {loss.remedy}")
+    raise UserError("\n  ".join(lines))
 
 
 def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[Loss, str]]:
@@ -81,8 +91,9 @@ def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[Loss, str]
     given = {tensor.name: tensor for tensor in (*inputs, *graph_tensors(model.graph.output))}
     expected = (*spec.inputs, *spec.outputs)
     both = f"the file has {listed(tuple(given.values()))}; expected {listed(expected)}"
-    if set(given) != {tensor.name for tensor in expected}:
-        yield NAMES, both
+    names = {tensor.name for tensor in expected}
+    if set(given) != names:
+        yield (ADDED if set(given) > names else NAMES), both
         return
     if any(given[tensor.name].dtype != tensor.dtype for tensor in expected):
         yield TYPES, both

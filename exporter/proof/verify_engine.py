@@ -14,7 +14,7 @@ from effexport.engines.profile import Profile, Range
 from effexport.engines.sidecar import EngineInfo, EngineMismatchError, read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
-from effexport.export.onnx_graph import external_locations, load_graph, model_digest
+from effexport.export.onnx_graph import external_sizes, load_graph, model_digest
 from effexport.models.spec import LSHSpec
 from effexport.proof.bucket_injection import hash_values, with_given_buckets
 from effexport.proof.candidates import RunnerCandidate
@@ -112,7 +112,7 @@ def engine_with_given_buckets(
     """Build the engine of a model whose buckets are inputs and outputs, into `folder`."""
     changed = folder / model.name
     changed.write_bytes(with_given_buckets(model, values))
-    for location in external_locations(load_graph(model)):
+    for location in external_sizes(load_graph(model)):
         (folder / location).parent.mkdir(parents=True, exist_ok=True)
         (folder / location).symlink_to((model.parent / location).resolve())
     path = folder / f"given{ENGINE_SUFFIX}"

@@ -297,7 +297,8 @@ def test_verify_refuses_what_it_cannot_read(cli: Cli, built: Built, tmp_path: Pa
     assert "no model file at" in cli("verify", path, "--model", tmp_path / "absent.onnx").error()
     assert "is not an ONNX model" in cli("verify", path, "--model", tmp_path / "garbage.onnx").error()
     assert "is not an ONNX model" in cli("verify", path, "--model", tmp_path / "empty.onnx").error()
-    assert "is not an ONNX model" in cli("verify", path, "--model", tmp_path).error()
+    folder = cli("verify", path, "--model", tmp_path).error()
+    assert f"{tmp_path} is a folder; expected the path of an ONNX file" in folder
     assert "unknown --runtime 'orrt'; did you mean 'ort'?" in cli("verify", path, "--runtime", "orrt").error()
     assert "did you mean 'golden'?" in cli("verify", path, "--reference", "gold").error()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.errors import MissingExtraError, RuntimeUnsupportedError, UserError
 from effexport.export.inlined import inlined
-from effexport.export.onnx_graph import external_locations, load_graph
+from effexport.export.onnx_graph import external_sizes, load_graph
 from effexport.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def standard_file(proto: onnx.ModelProto, folder: Path | None, output: Path) -> 
 
     OpenVINO does not know model-local functions, and does not follow symbolic links out of the model's folder.
     """
-    for location in external_locations(proto):
+    for location in external_sizes(proto):
         (output / location).parent.mkdir(parents=True, exist_ok=True)
         source = ((folder or Path()) / location).resolve()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,24 @@ LOST: dict[Callable[[onnx.ModelProto], None], tuple[str, str]] = {
 }
 
 
+def test_an_additional_output_is_not_called_a_loss(cli: Cli, built: Built, tmp_path: Path) -> None:
+    artifact = built("lsh", "encoder")
+    model = load_graph(artifact.model_path)
+    model.graph.node.append(helper.make_node("Identity", [model.graph.output[0].name], ["extra"]))
+    model.graph.output.append(helper.make_tensor_value_info("extra", TensorProto.FLOAT, ["batch", "seq", 32]))
+    onnx.save(model, tmp_path / "changed.onnx")
+    message = cli("verify", artifact.path, "--model", tmp_path / "changed.onnx").error(2)
+    first, added = message.splitlines()
+    assert first.endswith("changed.onnx cannot be compared with the artifact, because it has more than the artifact")
+    assert added.strip().startswith("additional inputs or outputs: the file has input_ids int64 [batch, seq]")
+    assert "extra float32 [batch, seq, 32]; expected input_ids" in added
+    assert added.endswith(". Remedy: remove them, or verify the file with the artifact that it was made from")
+    without_functions(model)
+    onnx.save(model, tmp_path / "changed.onnx")
+    message = cli("verify", artifact.path, "--model", tmp_path / "changed.onnx").error(2)
+    assert "because parts are lost\n" in message
+
+
 @pytest.mark.parametrize("damage", LOST, ids=lambda damage: damage.__name__)
 def test_a_lost_part_is_one_error_with_tools_and_remedy(
     cli: Cli, built: Built, tmp_path: Path, damage: Callable[[onnx.ModelProto], None]
@@ -150,6 +169,17 @@ def test_missing_weights_are_named_with_a_remedy(cli: Cli, built: Built, tmp_pat
     shutil.copy(artifact.model_path, tmp_path / "alone.onnx")
     message = cli("verify", artifact.path, "--model", tmp_path / "alone.onnx").error(2)
     assert f"keeps weights in 'model.onnx.data', which is missing from {tmp_path}; copy that file too" in message
+
+
+def test_weights_that_are_cut_short_are_named_with_both_sizes(cli: Cli, built: Built, tmp_path: Path) -> None:
+    artifact = built("linear", "encoder", external_data=True)
+    shutil.copy(artifact.model_path, tmp_path / "cut.onnx")
+    weights = (artifact.path / "model.onnx.data").read_bytes()
+    (tmp_path / "model.onnx.data").write_bytes(weights[:1000])
+    message = cli("verify", artifact.path, "--model", tmp_path / "cut.onnx").error(2)
+    size = re.search(r"is too short: it has 1000 bytes; expected at least (\d+)\. Copy that file again", message)
+    assert size is not None
+    assert 1000 < int(size[1]) <= len(weights)
 
 
 def test_healthy_files_have_lost_nothing(built: Built, variant: str, scope: str, tmp_path: Path) -> None:
