@@ -31,7 +31,8 @@ def command(artifact: Path, output: Path, force: bool, as_json: bool) -> None:
 
     The definition of each custom operator takes the place of the operator. The file is compared with the stored answers
     of PyTorch, as by effexport verify --model, and written only if every check passes. External weights go into a
-    second file, OUTPUT.data. To build such a model in the first place, use effexport build --inline.
+    second file, OUTPUT.data; one that the model does not need is left as it is. To build such a model in the first
+    place, use effexport build --inline.
     """
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
@@ -142,8 +143,10 @@ def written_text(written: Written, artifact: Artifact, output: Path) -> str:
     ops = ", ".join(f"effexport::{op}" for op in artifact.manifest.custom_ops)
     content = f"{ops} inlined" if ops else "the model had no custom operators"
     names = " and ".join(map(str, written.files))
+    data = data_file(output)
+    unused = f" {data} is older, and the model does not use it." if data.exists() and data not in written.files else ""
     return (
         f"{names}: {written.nodes} nodes, all of them standard operators of opset {artifact.spec.opset} ({content}), "
         f"{megabytes(written.bytes)}; {verdict}. It is for tools that know no model-local functions, such as OpenVINO; "
-        "kernels and plugins do not apply to it."
+        f"kernels and plugins do not apply to it.{unused}"
     )

@@ -77,6 +77,17 @@ def test_external_weights_go_beside_the_file(cli: Cli, built: Built, tmp_path: P
     assert not output.exists()
 
 
+def test_weights_of_a_replaced_file_are_kept_and_said_to_be_unused(cli: Cli, built: Built, tmp_path: Path) -> None:
+    output, data = tmp_path / "x.onnx", tmp_path / "x.onnx.data"
+    unused = f" {data} is older, and the model does not use it."
+    external = built("linear", "encoder", external_data=True).path
+    assert unused not in cli("inline", external, "-o", output).err
+    weights = data.read_bytes()
+    assert cli("inline", built("linear", "encoder").path, "-o", output, "--force").err.splitlines()[-1].endswith(unused)
+    assert data.read_bytes() == weights
+    assert unused not in cli("inline", external, "-o", output, "--force").err
+
+
 def test_outputs_that_exist_or_cannot_be_are_refused(cli: Cli, built: Built, tmp_path: Path) -> None:
     artifact = built("linear", "encoder").path
     (tmp_path / "old.onnx").write_text("old")
