@@ -117,7 +117,11 @@ def value_types(model: onnx.ModelProto) -> dict[str, ValueType]:
     """dtype and dims of the values of a graph, as far as ONNX can infer them; None for a dimension without a name."""
     import onnx
 
-    graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    try:
+        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    except onnx.shape_inference.InferenceError:
+        # shapes contradict each other: what the file itself declares is known all the same
+        graph = model.graph
     values = {}
     for value in (*graph.value_info, *graph.input, *graph.output):
         tensor = value.type.tensor_type
