@@ -150,7 +150,7 @@ NO_OPS: tuple[tuple[str, str], ...] = (
     (r"Constant zero_2d: another constant", "an end before or at the first token of a sample without any"),
     (r"SegmentMeans: Constant one_float: another constant, halved", "a count is 0, of nothing, or at least 1"),
 )
-NO_OPS_IN_HALF = ((r"Constant (key_)?eps: another constant, a hundredth more", "below the rounding of float16"),)
+NO_OPS_IN_HALF = ((r"Constant key_eps: another constant, a hundredth more", "below the rounding of float16"),)
 
 
 @dataclass(frozen=True)
