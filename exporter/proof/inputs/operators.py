@@ -36,7 +36,7 @@ def operator_inputs(op: str, attributes: Attributes, dtype: str) -> Iterator[tup
         yield name, {key: x.astype(numpy_dtype(dtype)) if x.dtype.kind == "f" else x for key, x in inputs.items()}
 
 
-def rounded_anew(inputs: Mapping[str, Array], precision: str, seed: int = 0) -> Inputs:
+def rounded_anew(inputs: Mapping[str, Array], precision: str, seed: int) -> Inputs:
     """The inputs with each number off by at most one rounding. Equal numbers stay equal: what depends on their
     equality would change by more than rounding explains."""
     rng = np.random.default_rng(SEED + seed)
