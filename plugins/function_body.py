@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # Every place and count below this is exact in float32, in which some tools compute with integers.
 LARGEST_FILL = 2**24
+_INTEGERS = ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
 
 _LITERAL = re.compile(r"^([ \t]*\w+) = (-?[\d.][-+.\de]*|\[[-\d, ]*\])[ \t]*$", re.MULTILINE)
 
@@ -46,7 +47,8 @@ def rounded_down(quotient: str, dividend: str, divisor: str) -> str:
 def traps(model: onnx.ModelProto) -> Iterator[str]:
     """Constructs of a graph and of its function bodies that a known tool misreads, each as a sentence.
 
-    The types of values decide what is a trap. They are inferred from those of the graph's inputs.
+    The types of values decide what is a trap. They are inferred from those of the graph's inputs; a value whose type
+    cannot be inferred is not judged.
     """
     import onnx.inliner
 
@@ -57,9 +59,10 @@ def traps(model: onnx.ModelProto) -> Iterator[str]:
     producers = {output: node for node in graph.node for output in node.output}
     constants = {tensor.name: tensor for tensor in graph.initializer}
     constants |= {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}
+    integer_types = {onnx.TensorProto.DataType.Value(name) for name in _INTEGERS}
     for node in graph.node:
         what = f"the {node.op_type} that computes {', '.join(node.output)}"
-        is_integer = bool(node.input) and types.get(node.input[0]) not in _float_types()
+        is_integer = bool(node.input) and types.get(node.input[0]) in integer_types
         if node.op_type == "Constant" and node.attribute[0].name != "value":
             yield f"{what} has {node.attribute[0].name}; expected `value`, a typed tensor"
         elif node.op_type == "CastLike" and node.input[0] in constants:
@@ -73,12 +76,6 @@ def traps(model: onnx.ModelProto) -> Iterator[str]:
             # an untyped constant has no tensor
             if not fill or not fill.data_type or abs(onnx.numpy_helper.to_array(fill)).max() > LARGEST_FILL:
                 yield f"{what} has a fill that may be beyond 2^24; expected a constant up to {LARGEST_FILL}"
-
-
-def _float_types() -> frozenset[int]:
-    from onnx import TensorProto
-
-    return frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 
 
 def _producer_type(node: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -> str:

@@ -60,7 +60,7 @@ def row_outcomes(row: Row) -> list[Outcome]:
     tool = next(tool for tool in TABLE if tool.name == row.tool)
     kept = {} if row.store is None or not row.store.exists() else kept_outcomes(row.store)
     found = []
-    with tempfile.TemporaryDirectory() as folder, Matrix(Path(folder)) as matrix:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Matrix(Path(folder)) as matrix:
         for variant in row.variants:
             key = f"{tool.version} {file_digest(exported_model(variant, row.precision).path)}"
             earlier = kept.get((tool.name, variant, row.precision, key))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
+from portability.environments import BROWSERS
 
 from effexport.runtimes import RUNTIMES
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = "EFFEXPORT_REQUIRE"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Part(Protocol):

@@ -122,24 +122,24 @@ class Script:
         return [sys.executable, "-c", self.line]
 
 
-def test_the_end_of_a_worker_is_an_answer_with_its_last_words() -> None:
+def test_the_end_of_a_worker_is_an_answer_with_its_last_words(tmp_path: Path) -> None:
     line = "import os, sys; print('out of luck', file=sys.stderr, flush=True); os._exit(3)"
-    with Worker(Script(line)) as worker:
+    with Worker(Script(line), tmp_path) as worker:
         for _ in range(2):  # it starts again
             with pytest.raises(ToolError, match="ended with exit status 3: out of luck"):
                 worker.call({"verb": "run"}, {})
 
 
-def test_a_worker_that_is_killed_is_named_by_its_signal() -> None:
+def test_a_worker_that_is_killed_is_named_by_its_signal(tmp_path: Path) -> None:
     with (
-        Worker(Script("import os; os.kill(os.getpid(), 9)")) as worker,
+        Worker(Script("import os; os.kill(os.getpid(), 9)"), tmp_path) as worker,
         pytest.raises(ToolError, match="SIGKILL: no message"),
     ):
         worker.call({"verb": "run"}, {})
 
 
 def test_an_error_of_a_tool_is_passed_on_and_the_worker_lives_on(tmp_path: Path) -> None:
-    with Worker(MAIN) as worker:
+    with Worker(MAIN, tmp_path) as worker:
         for _ in range(2):
             with pytest.raises(ToolError, match="KeyError: 'nothing'"):
                 worker.call({"verb": "open", "number": 0, "runtime": "nothing"}, {"model": np.zeros(1, np.uint8)})

@@ -36,7 +36,7 @@ def command(artifact: Path, output: Path, force: bool, as_json: bool) -> None:
     """
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
-    from effexport.proof.checks.result import summary
+    from effexport.proof.checks.result import passed, summary
     from effexport.report.model import dict_of_check
 
     opened = open_artifact(artifact)
@@ -54,7 +54,7 @@ def command(artifact: Path, output: Path, force: bool, as_json: bool) -> None:
                 "opset": opened.spec.opset,
                 "nodes": written.nodes,
                 "inlined": opened.manifest.custom_ops,
-                "passed": any(check.status == "passed" for check in written.checks),
+                "passed": passed(written.checks),
                 "summary": summary(written.checks),
                 "checks": [dict_of_check(check) for check in written.checks],
             }
@@ -135,11 +135,14 @@ def save_inlined(artifact: Artifact, path: Path) -> int:
 
 def written_text(written: Written, artifact: Artifact, output: Path) -> str:
     """One line: what was written, whether it is proven, and what it is for."""
+    from effexport.proof.checks.result import passed
+
     count = sum(check.status == "passed" for check in written.checks)
-    if count:
+    if passed(written.checks):
         verdict = f"equal to PyTorch, {count} of {len(written.checks)} checks passed"
     else:
-        verdict = f"NOT compared with PyTorch: {written.checks[0].reason}"
+        reason = next(check.reason for check in written.checks if check.status == "not run")
+        verdict = f"NOT compared with PyTorch: {reason}"
     ops = ", ".join(f"effexport::{op}" for op in artifact.manifest.custom_ops)
     content = f"{ops} inlined" if ops else "the model had no custom operators"
     names = " and ".join(map(str, written.files))

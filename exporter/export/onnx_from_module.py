@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import StageError
 from effexport.export.inlined import inline_functions
-from effexport.export.onnx_graph import GraphSignature, check_graph
+from effexport.export.onnx_graph import GraphSignature, check_graph, check_portable
 from effexport.export.portable_graph import make_portable
 from effexport.models.model_spec import shape_of
+from effexport.models.module_spec import ModuleSpec
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
 
@@ -46,7 +47,10 @@ def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path) -> None:
 def write_graph(
     module: nn.Module, example: tuple[torch.Tensor, ...], signature: GraphSignature, spec: BuildSpec, path: Path
 ) -> None:
-    """Trace `module` on `example`, complete the graph, save it and check its signature."""
+    """Trace `module` on `example`, complete the graph, save it and check its signature.
+
+    A graph of our own layers must also be portable. What a module of the user computes is the user's to decide.
+    """
     model = program_from_module(module, example, signature, spec).model
     make_portable(model)
     mark_custom_nodes(model)
@@ -56,6 +60,8 @@ def write_graph(
         inline_functions(model)
     save(model, spec, path)
     check_graph(path, signature)
+    if not isinstance(spec.model, ModuleSpec):
+        check_portable(path)
 
 
 def at_precision(module: nn.Module, precision: str) -> nn.Module:

@@ -53,8 +53,11 @@ class Outcome:
     words: str = ""
 
 
-class Matrix:
-    """The workers and the converted files of one run. Use it as a context manager."""
+class Matrix(Closeable):
+    """The workers and the converted files of one run.
+
+    folder: for the converted files and the homes of the workers.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -125,7 +128,11 @@ class Matrix:
         return verify_in_runtime(path, cases, spec, model.hashes, open_model).checks
 
     def worker(self, environment: Environment) -> Worker:
-        return self._workers.setdefault(environment.name, Worker(environment))
+        if environment.name not in self._workers:
+            home = self._folder / f"worker-{environment.name}"
+            home.mkdir(parents=True)
+            self._workers[environment.name] = Worker(environment, home)
+        return self._workers[environment.name]
 
     def reset(self) -> None:
         for worker in self._workers.values():
@@ -134,12 +141,6 @@ class Matrix:
     def close(self) -> None:
         for worker in self._workers.values():
             worker.close()
-
-    def __enter__(self) -> Matrix:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class CastingRunner(Closeable):

@@ -23,7 +23,7 @@ from effexport.version import __version__
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 WORKERS = Path(__file__).parent / "workers"
-# The names that tests/conftest.py looks for.
+# Chromium, and Chrome, which shares its protocol. tests/conftest.py looks for them too.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 READY = "ready"
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import queue
-import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -86,14 +83,17 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-class Worker:
-    """The process of one environment. It is started with the first command, and again after it has died."""
+class Worker(Closeable):
+    """The process of one environment. It is started with the first command, and again after it has died.
 
-    def __init__(self, environment: Environment) -> None:
+    home: an empty folder for its log and what its tools leave behind.
+    """
+
+    def __init__(self, environment: Environment, home: Path) -> None:
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._server: Server | None = None
-        self._home = Path(tempfile.mkdtemp(prefix="portability-"))
+        self._home = home
 
     @property
     def _log(self) -> Path:
@@ -172,15 +172,6 @@ class Worker:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
             self._process = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-        shutil.rmtree(self._home, ignore_errors=True)
 
 
 class WorkerRunner(Closeable):

@@ -16,7 +16,14 @@ from small_builds import exported
 from effexport.artifact import Artifact
 from effexport.errors import StageError
 from effexport.export.onnx_from_module import onnx_from_module
-from effexport.export.onnx_graph import FORBIDDEN_OPS, GraphSignature, all_nodes, check_graph, graph_tensors
+from effexport.export.onnx_graph import (
+    FORBIDDEN_OPS,
+    GraphSignature,
+    all_nodes,
+    check_graph,
+    check_portable,
+    graph_tensors,
+)
 from effexport.models.encoder import module_from_spec
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
@@ -322,8 +329,6 @@ def damage_checker(model: onnx.ModelProto) -> None:
         (damage_output_name, "outputs are hidden float32 .*expected last_hidden_state float32"),
         (damage_mask_dtype, "inputs are .*attention_mask int32.*expected .*attention_mask int64"),
         (damage_dims, r"inputs are hidden_states float32 \[2, .*expected hidden_states float32 \[batch"),
-        (damage_constant_in_body, r"other tools would misread the graph: the Constant .*; see docs/function_bodies.md"),
-        (damage_division, r"other tools would misread the graph: the Div that computes .* rounds integers"),
         (damage_checker, "onnx rejects the graph"),
     ],
 )
@@ -338,6 +343,25 @@ def test_planted_damage_is_found(
     with pytest.raises(StageError, match=message) as failure:
         check_graph(path, signature_of(artifact.spec))
     assert failure.value.stage == "graph check"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_constant_in_body, r"other tools would misread the graph: the Constant .*; see docs/function_bodies.md"),
+        (damage_division, r"other tools would misread the graph: the Div that computes .* rounds integers"),
+    ],
+)
+def test_a_construct_that_other_tools_misread_is_found(
+    built: Built, tmp_path: Path, damage: Callable[[onnx.ModelProto], None], message: str
+) -> None:
+    artifact = built("lsh", "attention", fused=False)
+    check_portable(artifact.model_path)
+    model = onnx.load(str(artifact.model_path))
+    damage(model)
+    onnx.save(model, str(tmp_path / "model.onnx"))
+    with pytest.raises(StageError, match=message):
+        check_portable(tmp_path / "model.onnx")
 
 
 def test_a_declared_operator_that_is_not_there_is_found(built: Built) -> None:

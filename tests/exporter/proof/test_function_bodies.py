@@ -49,6 +49,17 @@ def checks_of(model: onnx.ModelProto, artifact: Artifact, folder: Path) -> dict[
     return {check.kind: check for check in check_function_bodies(path, artifact.spec)}
 
 
+def test_inputs_reach_past_a_body_s_blocks_of_blocks() -> None:
+    """A body works in blocks, and adds up over the blocks: one input must have more blocks than a block has tokens."""
+    from effexport.plugins.lsh_sort.op import BLOCK as SORT_BLOCK
+    from effexport.plugins.sequence_conv.op import BLOCK as CONV_BLOCK
+
+    sorts = dict(operator_inputs("LSHSort", {"num_buckets": 4}, "float32"))
+    assert sorts["many blocks"]["buckets"].shape[-1] > SORT_BLOCK**2
+    convs = dict(operator_inputs("SequenceConv", {}, "float32"))
+    assert convs["many blocks"]["x"].shape[2] > CONV_BLOCK**2
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_healthy_bodies_pass_with_one_check_per_operator(built: Built, place: str) -> None:
     artifact = artifact_of(built, place)
