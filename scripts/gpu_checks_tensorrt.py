@@ -268,7 +268,7 @@ def install_wheels(folder: Path, work: Path) -> None:
                 f"{wheel.name} is incomplete; expected all of its parts in {folder}. Copy it again"
             )
     site = work / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     command = [*pip, "--target", str(site), *map(str, wheels)]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode != 0:

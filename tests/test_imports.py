@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import subprocess
@@ -256,6 +257,27 @@ def test_models_with_custom_operators_load_no_onnx() -> None:
     imports = "from effexport.models import attention_from_spec; from effexport.models.spec import attention_spec"
     layers = "[attention_from_spec(attention_spec(variant)) for variant in ('nystrom', 'lsh')]"
     assert loaded_by(f"{imports}; {layers}") & RUNTIMES == set()
+
+
+def started_pythons(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The line of every `sys.executable, X`, and X."""
+    for node in ast.walk(tree):
+        items = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.List | ast.Tuple) else []
+        for program, argument in itertools.pairwise(items):
+            if ast.unparse(program) == "sys.executable":
+                yield node.lineno, ast.unparse(argument)
+
+
+def test_every_python_that_we_start_imports_nothing_from_the_current_folder() -> None:
+    """With -m and -c, a folder `triton` there would pass for the package that PyTorch looks for. Scripts start with the
+    folder of the script instead."""
+    found = {
+        f"{relative(path)}:{line}": argument
+        for path in python_files("exporter", "models", "plugins", "scripts")
+        for line, argument in started_pythons(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert len(found) >= 4
+    assert not {place for place, argument in found.items() if argument != "'-P'" and not argument.startswith("str(")}
 
 
 def test_no_file_names_a_registry_host_or_a_path_of_a_machine() -> None:

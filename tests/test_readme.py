@@ -79,7 +79,7 @@ def test_the_serving_example_packages_an_artifact_and_gets_its_answers_from_trit
     assert stop.value.code == 0
     (curl,) = (line for line in commands if line.startswith("curl"))
     (client,) = (block for block in blocks(ROOT / "docs" / "triton.md", "python") if "tritonclient" in block)
-    with TritonServer(Path("triton"), tmp_path / "log", ["lsh"]) as server:
+    with TritonServer(Path("triton-models"), tmp_path / "log", ["lsh"]) as server:
 
         def here(text: str) -> str:
             return text.replace(f"localhost:{PORT}", f"127.0.0.1:{server.http}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,24 +74,34 @@ def module_from_path(spec: BuildSpec, path: Path) -> nn.Module:
 def module_from_factory(name: str) -> nn.Module:
     """Call `package.module:factory` and take the module that it returns, float32, in evaluation mode.
 
-    The current folder is searched too, as by `python -m`. Raises UserError if it does not exist or returns something
-    else.
+    The current folder is searched first until the factory returns. Raises UserError if it does not exist or returns
+    something else.
     """
     from torch import nn
 
     path, _, factory = name.partition(":")
     if not path or not factory.isidentifier():
         raise UserError(f"--module is {name!r}; expected package.module:factory, a function without arguments")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        function = getattr(importlib.import_module(path), factory)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"--module {name}: {error}; expected a function that can be imported from here") from error
-    module = function()
+    with current_folder_on_path():
+        try:
+            function = getattr(importlib.import_module(path), factory)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"--module {name}: {error}; expected a function that can be imported from here") from error
+        module = function()
     if not isinstance(module, nn.Module):
         raise UserError(f"--module {name} returned a {type(module).__name__}; expected an nn.Module")
     return module.float().eval()
+
+
+@contextlib.contextmanager
+def current_folder_on_path() -> Iterator[None]:
+    """Search the current folder first. Only for a while: later, PyTorch would find a folder `triton` there."""
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the user's code may have removed it
+            sys.path.remove("")
 
 
 def weights_digest(module: nn.Module) -> str:

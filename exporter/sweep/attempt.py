@@ -48,8 +48,8 @@ class Attempt:
     is_cancelled: Callable[[], bool] = lambda: False
 
 
-# The command of an attempt, without its last argument, the folder.
-COMMAND = (sys.executable, "-m", "effexport.sweep.child")
+# The command of an attempt, without its last argument, the folder. -P: nothing is imported from the current folder.
+COMMAND = (sys.executable, "-P", "-m", "effexport.sweep.child")
 
 Work = Callable[[Attempt, Path], Outcome]
 

@@ -47,6 +47,11 @@ def package_artifact(
         check_image(changes, spec.image_tag)
         pages, kept = pages_of_repository(repository, records, spec.image_tag)
         write_changes(repository, changes, pages)
+    if repository.resolve().name == "triton":
+        remarks += (
+            f"Python programs started in {repository.resolve().parent} take its folder triton for the package of that "
+            "name, and PyTorch then fails to compile; use another name, such as -o triton-models",
+        )
     remarks += tuple(f"{repository / name} was not written by effexport and was not changed" for name in kept)
     remarks += tuple(
         f"{change.name}: no dynamic batching: {change.record.reason}" for change in changes if change.record.reason

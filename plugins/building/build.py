@@ -211,7 +211,7 @@ def relevant_lines(log: str) -> str:
 def _try_to_load(library: Path) -> None:
     """Load it in a process of its own, because a library that crashes while loading would take this one along."""
     code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).RegisterCustomOps"
-    run = run_program(sys.executable, "-c", code, str(library), timeout_s=TIMEOUT_S)
+    run = run_program(sys.executable, "-P", "-c", code, str(library), timeout_s=TIMEOUT_S)
     if run.problem:
         raise BuildFailedError(f"the library was compiled but does not load: {last_line(run.errors, run.problem)}")
 

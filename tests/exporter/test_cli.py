@@ -94,6 +94,48 @@ def test_python_dash_m_is_the_same_command() -> None:
     assert (result.returncode, result.stdout) == (0, f"effexport, version {__version__}\n")
 
 
+def test_python_dash_m_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise AssertionError")
+    command = [sys.executable, "-m", "effexport", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, f"effexport, version {__version__}\n")
+
+
+OWN_MODULE = """
+from effexport.models.encoder import Encoder
+from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.spec import AFTSimpleSpec
+
+
+def make():
+    import own_widths
+
+    attention = AFTSimpleSpec(dim=own_widths.DIM, heads=2, seq_len=48)
+    return Encoder(EncoderSpec(attention=attention, layers=1))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.requires("torch", "onnx", "ort")
+def test_a_folder_named_triton_disturbs_nothing_that_is_started_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "own_models.py").write_text(OWN_MODULE)
+    (tmp_path / "own_widths.py").write_text("DIM = 32\n")
+    build = "[build]\ndim = 32\nheads = 2\nlayers = 1\n"
+    (tmp_path / "sweep.toml").write_text(f'variants = ["aft-simple"]\nseq_lens = [48]\n{build}')
+    bench = ["bench", "--variants", "aft-simple", "--seq-lens", "64", "--runtimes", "torch,compile"]
+    for arguments in (
+        ["build", "--module", "own_models:make", "--seq-len", "48", "-o", "own"],
+        ["sweep", "sweep.toml", "-o", "swept", "--processes"],
+        [*bench, "-o", "bench", "--json"],
+    ):
+        command = [sys.executable, "-m", "effexport", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+        assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert all(row["peak_bytes"] is not None for row in rows)
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     command = f"{sys.executable} -m effexport list --json | head -c 1"
     result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)

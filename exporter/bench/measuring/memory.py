@@ -57,7 +57,7 @@ def peak_memory(case: Case, model: Path | None, *, threads: int, memory_arena: b
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", CHILD],
+            [sys.executable, "-P", "-m", CHILD],  # -P: nothing is imported from the current folder
             input=json.dumps(request),
             capture_output=True,
             text=True,

@@ -65,6 +65,12 @@ def test_a_single_backend_gives_the_model_the_name_of_the_artifact(
     assert (tmp_path / "lsh-encoder" / "config.pbtxt").is_file()
 
 
+def test_a_repository_named_triton_comes_with_a_warning(built: Built, package: Packaging, tmp_path: Path) -> None:
+    warnings = [package(built("lsh"), tmp_path / name, backends=("python",)).remarks for name in ("triton", "other")]
+    assert [len(found) for found in warnings] == [1, 0]
+    assert "another name, such as -o triton-models" in warnings[0][0]
+
+
 def test_the_same_artifact_again_writes_nothing(
     built: Built, cli: Callable[..., Any], snapshot: Snapshot, tmp_path: Path
 ) -> None:
