@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
 import traceback
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 import click
 
-from effexport.errors import EffexportError, KernelWarning
+from effexport.errors import EffexportError, KernelWarning, UserError
 from effexport.files import json_text
 from effexport.version import __version__
 
@@ -77,9 +80,54 @@ def cli() -> None:
     """
 
 
+class LastingStream:
+    """An output stream that drops what is printed after its reader has closed the pipe.
+
+    So `effexport verify DIR | head -1` ends quietly and still with the exit status of the check. Any other error, such
+    as a full disk behind stdout, raises UserError once.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if text == "":  # click asks what kind of stream this is, and ignores the answer's errors
+            return 0
+        with self._errors():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._errors():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # what is still buffered goes here, or every later flush would fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise UserError(f"cannot write to {self._stream.name.strip('<>')}: {error.strerror}") from error
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. An expected error becomes one message; a bug keeps its traceback."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    with contextlib.ExitStack() as stack:
+        # a process may have been started without either
+        if sys.stdout is not None:
+            stack.enter_context(contextlib.redirect_stdout(LastingStream(sys.stdout)))
+        if sys.stderr is not None:
+            stack.enter_context(contextlib.redirect_stderr(LastingStream(sys.stderr)))
+        run(sys.argv[1:] if arguments is None else arguments)
+
+
+def run(arguments: list[str]) -> None:
+    """Run the command line and exit; `main` protects the output streams."""
     from effexport.models.validation import SpecError
     from effexport.plugins.building.library import LibraryError
 
@@ -89,6 +137,10 @@ def main(arguments: list[str] | None = None) -> None:
             code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)
     except click.exceptions.Abort:
         fail("interrupted", 130, arguments)
+    except click.exceptions.NoArgsIsHelpError as error:
+        # its message is the whole help
+        click.echo(error.format_message(), err=True)
+        sys.exit(error.exit_code)
     except click.ClickException as error:
         if "--json" not in arguments and isinstance(error, click.UsageError) and error.ctx is not None:
             click.echo(error.ctx.get_usage(), err=True)
@@ -97,10 +149,6 @@ def main(arguments: list[str] | None = None) -> None:
         fail(str(error), 2, arguments)
     except (EffexportError, LibraryError) as error:
         fail(str(error), error.exit_code, arguments)
-    except BrokenPipeError:
-        # whatever reads our output has closed the pipe, as in `effexport list | head`
-        sys.stderr.close()
-        sys.exit(0)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from effexport.runners.ort.settings import OrtSettings
 
-# Columns of tables when stderr is a file or a pipe, whose width is unknown.
+# Columns of tables when the output is a file or a pipe, whose width is unknown.
 LOG_WIDTH = 130
 
 
@@ -100,10 +100,19 @@ def implementation_text(implementation: Mapping[str, str], verb: str = "ran as")
 
 
 def stderr_console() -> Console:
-    """The console for text: stderr, because stdout is for --json."""
+    """The console for progress, notes on the way and warnings."""
+    return _console(stderr=True)
+
+
+def result_console(*, as_json: bool = False) -> Console:
+    """The console for results: stdout, or stderr if stdout is for the object of --json."""
+    return _console(stderr=as_json)
+
+
+def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=stderr, highlight=False)
     if not console.is_terminal:
         console.width = LOG_WIDTH
     return console

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_choice, common_options, repeated, say, stderr_console, time_left
+from effexport.commands._options import (
+    check_choice,
+    common_options,
+    repeated,
+    result_console,
+    say,
+    stderr_console,
+    time_left,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,13 +96,13 @@ def command(
     from effexport.bench.measuring.run import bench
     from effexport.commands._bench_table import print_advice, print_rows
 
-    console = stderr_console()
-    with bench_progress(console) as on_step:
+    with bench_progress(stderr_console()) as on_step:
         results = bench(grid, settings, on_step)
     written = write_results(results, target, force=force) if target is not None else ()
     advice = advice_from_results(results, limit_bytes) if advise else None
     if as_json:
         print_results(results, advice)
+    console = result_console(as_json=as_json)
     print_rows(console, results)
     if advice is not None:
         print_advice(console, advice)
@@ -102,7 +110,7 @@ def command(
         say(console, f"written: {', '.join(map(str, written))}")
     code = exit_code(results)
     if code == INTERRUPTED:
-        say(console, "Interrupted; the results so far are above.", "yellow")
+        say(stderr_console(), "Interrupted; the results so far are above.", "yellow")
     if code:
         raise click.exceptions.Exit(code)
 

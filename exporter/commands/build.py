@@ -13,6 +13,7 @@ from effexport.commands._options import (
     ORT_HELP,
     common_options,
     implementation_text,
+    result_console,
     runtime_options,
     say,
     settings_from_options,
@@ -109,8 +110,7 @@ def command(
     ARTIFACT_FOLDER.check(output, force=force)
     from effexport.build import artifact_from_spec
 
-    console = stderr_console()
-    with stage_progress(console) as progress:
+    with stage_progress(stderr_console()) as progress:
         artifact, report = artifact_from_spec(
             spec,
             output,
@@ -128,7 +128,7 @@ def command(
 
         answer = {"artifact": str(output), "verdict": report.verdict, "implementation": report.implementation}
         print_json(answer | msgspec.to_builtins(artifact.manifest))
-    print_result(artifact, report)
+    print_result(result_console(as_json=as_json), artifact, report)
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,9 @@ class Request:
         return spec, source_from_path(self.weights), (), spec.variant
 
 
-def print_result(artifact: Artifact, report: Report) -> None:
+def print_result(console: Console, artifact: Artifact, report: Report) -> None:
     from effexport.commands._checks import print_checks
 
-    console = stderr_console()
     print_checks(console, report.checks)
     for note in report.notes:
         say(console, f"note: {note}", style="yellow")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from effexport.commands._options import common_options, say, stderr_console
+from effexport.commands._options import common_options, result_console, say
 from effexport.environment import MISSING
 
 
@@ -38,7 +38,7 @@ def command(as_json: bool) -> None:
             table.add_row(
                 finding["name"], finding["version"] or "–", state, finding["purpose"], Text(finding["remedy"] or "")
             )
-        console = stderr_console()
+        console = result_console()
         console.print(table)
         say(console, library_line(library))
         say(console, "everything works" if ok else "something is missing, see above")

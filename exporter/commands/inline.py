@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from effexport.commands._options import check_output_file, common_options, say, stage_progress, stderr_console
+from effexport.commands._options import (
+    check_output_file,
+    common_options,
+    result_console,
+    say,
+    stage_progress,
+    stderr_console,
+)
 from effexport.units import megabytes
 
 if TYPE_CHECKING:
@@ -41,8 +48,7 @@ def command(artifact: Path, output: Path, force: bool, as_json: bool) -> None:
 
     opened = open_artifact(artifact)
     check_outputs(opened, output, force=force)
-    console = stderr_console()
-    with stage_progress(console) as on_stage:
+    with stage_progress(stderr_console()) as on_stage:
         written = write_inlined(opened, output, on_stage)
     if as_json:
         print_json(
@@ -59,7 +65,7 @@ def command(artifact: Path, output: Path, force: bool, as_json: bool) -> None:
                 "checks": [dict_of_check(check) for check in written.checks],
             }
         )
-    say(console, written_text(written, opened, output))
+    say(result_console(as_json=as_json), written_text(written, opened, output))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import common_options, stderr_console
+from effexport.commands._options import common_options, result_console
 from effexport.units import megabytes, seconds
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
     table = Table("", "", box=None, pad_edge=False, show_header=False)
     for name, value in pairs:
         table.add_row(name, escape(str(value)))
-    stderr_console().print(table)
+    result_console().print(table)
 
 
 def pairs_of_checkpoint(described: dict[str, Any]) -> Iterator[tuple[str, object]]:

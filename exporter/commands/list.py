@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from effexport.commands._options import common_options, stderr_console
+from effexport.commands._options import common_options, result_console
 
 
 @click.command("list")
@@ -32,4 +32,4 @@ def command(as_json: bool) -> None:
     table = Table("variant", "formula", "time per layer", "causal", box=None, pad_edge=False)
     for name, spec in ATTENTION_SPECS.items():
         table.add_row(name, spec.formula, f"O({spec.cost})", "no" if spec.why_not_causal else "yes")
-    stderr_console().print(table)
+    result_console().print(table)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_choice, common_options, say, stderr_console
+from effexport.commands._options import check_choice, common_options, result_console, say
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from effexport.triton.package import Package
 
 FORMATS = ("triton",)
@@ -91,7 +93,7 @@ def command(
     package = package_artifact(open_artifact(artifact), repository, spec, replace_config=replace_config)
     if as_json:
         print_json(json_of_package(package))
-    print_package(package)
+    print_package(package, result_console(as_json=as_json))
 
 
 def sizes_from_text(text: str | None) -> tuple[int, ...]:
@@ -125,13 +127,12 @@ def json_of_package(package: Package) -> dict[str, Any]:
     }
 
 
-def print_package(package: Package) -> None:
+def print_package(package: Package, console: Console) -> None:
     sentences = {
         "added": "version {} added",
         "configured": "version {} already exists; its configuration was updated",
         "unchanged": "version {} already exists; nothing was written",
     }
-    console = stderr_console()
     for change in package.changes:
         path = package.repository / change.name
         say(console, f"{path}: {sentences[change.status].format(change.version)}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.cli import SuggestingGroup
-from effexport.commands._options import common_options, say, stage_progress, stderr_console
+from effexport.commands._options import common_options, result_console, say, stage_progress, stderr_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,17 +39,17 @@ def build_command(cuda: bool | None, force: bool, as_json: bool) -> None:
     from effexport.cli import print_json
     from effexport.plugins.building.build import build_library
 
-    console = stderr_console()
-    with stage_progress(console) as on_stage:
+    with stage_progress(stderr_console()) as on_stage:
         library = build_library(cuda=cuda, force=force, on_stage=on_stage)
     warnings = library_warnings(library)
     if as_json:
         print_json({**describe(library), "built_now": library.built_now, "warnings": warnings})
     assert library.info is not None
     how = f"compiled in {library.info.seconds:g} s" if library.built_now else "was in the cache"
+    console = result_console(as_json=as_json)
     say(console, f"kernel library: {library.path}")
     say(console, f"  {how}; {devices(library)}")
-    print_warnings(console, warnings)
+    print_warnings(warnings)
 
 
 @command.command("path", short_help="Print the path of the library.")
@@ -67,7 +67,7 @@ def path_command(as_json: bool) -> None:
         print_json({"path": str(library.path), "outdated": library.outdated})
     else:
         click.echo(library.path)
-    print_warnings(stderr_console(), library_warnings(library))
+    print_warnings(library_warnings(library))
 
 
 @command.command("info", short_help="Show which library is used and what it contains.")
@@ -96,7 +96,8 @@ def info_command(as_json: bool) -> None:
     }
     if as_json:
         print_json(value)
-    print_info(stderr_console(), value, library)
+    print_info(result_console(as_json=as_json), value, library)
+    print_warnings(value["warnings"])
     if sha256_ok is False:
         raise click.exceptions.Exit(1)
 
@@ -161,13 +162,13 @@ def library_warnings(library: Library) -> list[str]:
     return warnings
 
 
-def print_warnings(console: Console, warnings: list[str]) -> None:
+def print_warnings(warnings: list[str]) -> None:
     for warning in warnings:
-        say(console, f"WARNING: {warning}", style="bold yellow")
+        say(stderr_console(), f"WARNING: {warning}", style="bold yellow")
 
 
 def print_info(console: Console, value: dict[str, Any], library: Library | None) -> None:
-    """Print the object of --json as text."""
+    """Print the object of --json as text, but for the warnings."""
 
     def line(name: str, text: object) -> None:
         say(console, f"{name:<16}{text}")
@@ -193,4 +194,3 @@ def print_info(console: Console, value: dict[str, Any], library: Library | None)
     line("cache", f"{value['cache_folder']}; other builds: {len(value['other_builds'])}")
     for folder, problem in value["damaged_builds"].items():
         line("damaged", f"{folder}: {problem}")
-    print_warnings(console, value["warnings"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_choice, check_output_file, common_options, say, stderr_console
+from effexport.commands._options import check_choice, check_output_file, common_options, result_console, say
 
 if TYPE_CHECKING:
     from effexport.report.compare import Comparison, Side
@@ -65,7 +65,7 @@ def command(
         raise UserError(f"cannot write {output}: {error.strerror}; choose another file with -o") from error
     if as_json:
         print_json({"output": str(output), **about})
-    say(stderr_console(), f"{output}: written")
+    say(result_console(as_json=as_json), f"{output}: written")
 
 
 def chosen_format(form: str | None, output: Path | None, *, as_json: bool) -> str:

@@ -13,6 +13,7 @@ from effexport.commands._options import (
     common_options,
     implementation_text,
     precision_hint_option,
+    result_console,
     runtime_options,
     say,
     stage_progress,
@@ -62,8 +63,7 @@ def command(
         check_writable(output_file)
     opened = open_artifact(artifact)
     spec = opened.spec
-    console = stderr_console()
-    with stage_progress(console) as on_stage:
+    with stage_progress(stderr_console()) as on_stage:
         feeds = load_npz(input_file) if input_file is not None else windows_from_text(text_file or Path(), spec)
         on_stage(f"loading {artifact} for {runtime}")
         with runner_from_artifact(opened, runtime, options) as runner:
@@ -77,6 +77,7 @@ def command(
     if as_json:
         result: dict[str, Any] = {"outputs": shapes, "seconds": seconds, "implementation": dict(runner.implementation)}
         print_json(result | {"output_file": str(output_file) if output_file else None})
+    console = result_console(as_json=as_json)
     for name, info in shapes.items():
         say(console, f"{name}: {info['dtype']} {info['shape']}")
     first = next(iter(feeds.values()))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import common_options, repeated, say, stderr_console
+from effexport.commands._options import common_options, repeated, result_console, say, stderr_console
 from effexport.commands._sweep_request import SweepRequest
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def command(context: click.Context, /, as_json: bool, **flags: Any) -> None:
         return
     console = stderr_console()
     results, complete = run(request, plan, store, console)
-    show_results(console, store, results, as_json=as_json)
+    show_results(store, results, as_json=as_json)
     if not complete:
         say(console, "Interrupted; run the same command again to resume.", "yellow")
         raise click.exceptions.Exit(INTERRUPTED)
@@ -171,10 +171,10 @@ def show_plan(plan: Plan, store: Store, *, as_json: bool) -> None:
             for cell in plan.cells
         ]
         print_json({"output": str(store.path), "would_run": len(to_run), "cells": cells})
-    print_plan(stderr_console(), plan)
+    print_plan(result_console(as_json=as_json), plan)
 
 
-def show_results(console: Console, store: Store, results: SweepResults, *, as_json: bool) -> None:
+def show_results(store: Store, results: SweepResults, *, as_json: bool) -> None:
     import json
 
     from effexport.cli import print_json
@@ -182,4 +182,4 @@ def show_results(console: Console, store: Store, results: SweepResults, *, as_js
 
     if as_json:
         print_json({"output": str(store.path)} | json.loads(results.to_json()))
-    print_rows(console, results, store.path)
+    print_rows(result_console(as_json=as_json), results, store.path)

@@ -13,6 +13,7 @@ from effexport.commands._options import (
     common_options,
     implementation_text,
     precision_hint_option,
+    result_console,
     runtime_options,
     say,
     stage_progress,
@@ -91,8 +92,7 @@ def command(
     opened = open_artifact(artifact)
     if model is not None and not RUNTIMES[runtime].engine:
         check_nothing_lost(model, opened.spec)
-    console = stderr_console()
-    with stage_progress(console) as on_stage:
+    with stage_progress(stderr_console()) as on_stage:
         candidate = Candidate(opened, runtime, options, model)
         verification, found = verify_artifact(candidate, weights, choice, cases, trace, on_stage)
     checks = verification.checks
@@ -115,6 +115,7 @@ def command(
                 else found and found.to_dict(),
             }
         )
+    console = result_console(as_json=as_json)
     print_checks(console, checks)
     if found is not None:
         say(console, trace_text(found))

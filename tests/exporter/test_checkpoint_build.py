@@ -190,7 +190,7 @@ def test_inspect_describes_a_checkpoint_before_it_is_built(cli: Callable[..., An
     assert result.json["attention"] == "softmax"
     assert result.json["max_seq_len"] == 510
     assert any("softmax" in note for note in result.json["notes"])
-    text = cli("inspect", tmp_path).err
+    text = cli("inspect", tmp_path).out
     assert "effexport build --checkpoint" in text
 
 
@@ -301,7 +301,7 @@ def test_a_module_of_ones_own(cli: Callable[..., Any], tmp_path: Path, monkeypat
     for weights in ((), ("--weights", tmp_path)):
         verified = cli("verify", tmp_path / "out", *weights)
         assert verified.code == 0
-        assert "came from my_models_for_a_test:make, code that an artifact does not hold" in verified.err
+        assert "came from my_models_for_a_test:make, code that an artifact does not hold" in verified.out
     for name, message in {
         "my_models_for_a_test:number": "returned a int; expected an nn.Module",
         "my_models_for_a_test:absent": "has no attribute 'absent'",

@@ -66,11 +66,11 @@ def test_inspect_describes_an_engine_and_an_artifact_with_one(cli: Callable[...,
     result = cli("inspect", engine)
     assert result.code == 0
     for words in ("TensorRT-RTX", "SM 80 and later", "IterativePinv is a body", "MATRIX_MULTIPLY", "compared with the"):
-        assert words in result.err
+        assert words in result.out
     described = cli("inspect", engine, "--json").json["engine"]
     assert described["target"] == "trt-rtx"
     assert len(described["layers"]) > 100
-    assert "engine/trt-rtx.engine" in cli("inspect", with_engine).err
+    assert "engine/trt-rtx.engine" in cli("inspect", with_engine).out
 
 
 def test_an_engine_without_a_gpu_is_one_clear_error(cli: Callable[..., Any], with_engine: Path, tmp_path: Path) -> None:

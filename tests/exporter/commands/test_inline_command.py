@@ -52,8 +52,7 @@ def test_a_file_is_written_and_proven(cli: Cli, built: Built, tmp_path: Path, na
 
 def test_the_line_says_what_the_file_is_for(cli: Cli, built: Built, tmp_path: Path) -> None:
     result = cli("inline", built("linear", "encoder").path, "-o", tmp_path / "x.onnx")
-    assert result.out == ""
-    line = result.err.splitlines()[-1]
+    (line,) = result.out.splitlines()
     assert re.match(
         r"\S+x\.onnx: \d+ nodes, all of them standard operators of opset 20 \(effexport::EluLinearAttention inlined\), "
         r"0\.\d MB; equal to PyTorch, (\d+) of \1 checks passed\. It is for tools that know no model-local functions",
@@ -61,7 +60,7 @@ def test_the_line_says_what_the_file_is_for(cli: Cli, built: Built, tmp_path: Pa
     )
     assert (
         "(the model had no custom operators)"
-        in cli("inline", built("aft-full", "encoder").path, "-o", tmp_path / "y.onnx").err.splitlines()[-1]
+        in cli("inline", built("aft-full", "encoder").path, "-o", tmp_path / "y.onnx").out
     )
 
 
@@ -81,11 +80,11 @@ def test_weights_of_a_replaced_file_are_kept_and_said_to_be_unused(cli: Cli, bui
     output, data = tmp_path / "x.onnx", tmp_path / "x.onnx.data"
     unused = f" {data} is older, and the model does not use it."
     external = built("linear", "encoder", external_data=True).path
-    assert unused not in cli("inline", external, "-o", output).err
+    assert unused not in cli("inline", external, "-o", output).out
     weights = data.read_bytes()
-    assert cli("inline", built("linear", "encoder").path, "-o", output, "--force").err.splitlines()[-1].endswith(unused)
+    assert cli("inline", built("linear", "encoder").path, "-o", output, "--force").out.rstrip().endswith(unused)
     assert data.read_bytes() == weights
-    assert unused not in cli("inline", external, "-o", output, "--force").err
+    assert unused not in cli("inline", external, "-o", output, "--force").out
 
 
 def test_outputs_that_exist_or_cannot_be_are_refused(cli: Cli, built: Built, tmp_path: Path) -> None:
@@ -142,13 +141,13 @@ def test_an_artifact_built_inline_says_so_everywhere(cli: Cli, built: Built, tmp
     described = cli("inspect", artifact.path, "--json").json
     assert described["graph"]["custom_ops"] == {}
     assert described["spec"]["inline"] is True
-    assert "effexport::" not in cli("inspect", artifact.path).err
+    assert "effexport::" not in cli("inspect", artifact.path).out
     report = cli("report", artifact.path, "--json").json
     assert (report["verdict"], report["implementation"]) == ("passed", {})
     packaged = cli("package", artifact.path, "-o", tmp_path / "triton", "--backend", "onnxruntime", "--json")
     assert packaged.code == 0, packaged.err
     assert not list((tmp_path / "triton").rglob("*.so"))
-    assert "(the model had no custom operators)" in cli("inline", artifact.path, "-o", tmp_path / "again.onnx").err
+    assert "(the model had no custom operators)" in cli("inline", artifact.path, "-o", tmp_path / "again.onnx").out
 
 
 def test_the_decode_step_of_an_artifact_built_inline_is_standard_too(built: Built) -> None:

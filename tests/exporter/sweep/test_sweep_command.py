@@ -113,7 +113,7 @@ def test_a_sweep_that_is_killed_or_interrupted_goes_on_where_it_stopped(
     assert [entry["state"] for entry in planned["cells"]] == ["finished", "to run"]
     again = cli("sweep", sweep_file, "-o", out, "--processes", "--only", cell["id"])
     assert again.code == 0, again.err
-    assert "2 cells: 1 finished and 1 not run (all before)" in again.err
+    assert "2 cells: 1 finished and 1 not run (all before)" in again.out
 
 
 def test_a_dry_run_lists_cells_and_writes_nothing(sweep_file: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
