@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from effexport.bench.rendering.curves import crossovers, curves, is_timed
+from effexport.bench.rendering.curves import crossovers, curves
 from effexport.bench.rendering.headline import headlines, interruption, parity_sentence, problems, status_of, verdict
 from effexport.bench.rendering.page import title_of
 from effexport.bench.rendering.plots import QUANTITIES, figures_of
@@ -69,7 +69,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     case = row.case
     place = case.runtime if case.batch == 1 else f"{case.runtime}, batch {case.batch}"
     name = (case.label, f"{case.seq_len:,}", place)
-    if not is_timed(row) or row.timing is None:
+    if not row.is_quotable or row.timing is None:
         return (*name, status_of(row), *[NOTHING] * 4, parity_text(row))
     ratios = (three_digits(row.times_softmax), three_digits(row.times_torch), three_digits(row.times_floor))
     median = duration_with(row.timing.median_ms, row.timing.spread_ms)

@@ -11,7 +11,7 @@ import msgspec
 from effexport.errors import UserError
 from effexport.files import json_text
 
-Status = Literal["measured", "failed", "not run"]
+Status = Literal["measured", "disturbed", "failed", "not run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,9 @@ class Floor:
 class Row:
     """A case and its measurements.
 
-    reason: why a case failed or was not run. implementation: per custom operator, what ran it: "kernel", "body", ….
+    status: "disturbed" if other programs changed the timing, which is kept for the record only.
+    reason: why a row was disturbed, failed or was not run.
+    implementation: per custom operator, what ran it: "kernel", "body", ….
     peak_bytes: the most memory in use while it ran, beyond what was in use before its inputs were made.
     times_softmax, times_torch: how many times faster than softmax on the same runtime, and than eager PyTorch on the
     same model; the median over rounds of the ratio within a round; None without that row.
@@ -100,6 +102,11 @@ class Row:
     times_softmax: float | None = None
     times_torch: float | None = None
     note: str = ""
+
+    @property
+    def is_quotable(self) -> bool:
+        """Whether sentences, ratios, ranks and charts may use the timing: of the right result, and undisturbed."""
+        return self.status == "measured" and self.timing is not None and (self.parity is None or self.parity.passed)
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -18,7 +18,7 @@ BELOW_FLOOR = (
     "some rows are faster than their floor (÷ floor below 1): the floor uses PyTorch's matrix products, which were "
     "slower here than those of that runtime, or were disturbed in every round"
 )
-STYLES = {"failed": "bold red", "not run": "yellow"}
+STYLES = {"failed": "bold red", "disturbed": "yellow", "not run": "yellow"}
 # Columns of numbers, after the columns of words.
 FIGURES = ("tokens", "median ms", "± ms", "tokens/s", "× softmax", "× torch", "floor ms", "÷ floor", "peak")
 

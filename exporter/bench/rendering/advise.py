@@ -49,7 +49,7 @@ class Advice:
 
 def advice_from_results(results: BenchResults, limit_bytes: int | None = None) -> Advice:
     """Rank the rows of all sizes; a run with --advise has one size."""
-    measured = sorted((row for row in results.rows if row.timing is not None), key=lambda row: median_ms(row) or 0.0)
+    measured = sorted((row for row in results.rows if row.is_quotable), key=lambda row: median_ms(row) or 0.0)
     if limit_bytes is None:
         return Advice(tuple(measured), (), None)
     fits = [row for row in measured if row.peak_bytes is not None and row.peak_bytes <= limit_bytes]

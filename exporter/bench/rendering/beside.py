@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from effexport.bench.rendering.curves import BASELINE, Curve, baseline_of, curves, has_several_batches, is_timed
+from effexport.bench.rendering.curves import BASELINE, Curve, baseline_of, curves, has_several_batches
 from effexport.bench.rendering.headline import status_of
 from effexport.bench.rendering.published import Cell, Published, published_of
 from effexport.bench.results import BenchResults, Row
@@ -143,7 +143,7 @@ def _lines(every: Sequence[Curve], columns: Sequence[tuple[int, int]], entry_of:
     lines = []
     for curve in every:
         baseline = baseline_of(curve, every)
-        others = {row.case.seq_len: row for row in baseline.rows if is_timed(row)} if baseline else {}
+        others = {row.case.seq_len: row for row in baseline.rows if row.is_quotable} if baseline else {}
         rows = {row.case.seq_len: row for row in curve.rows}
         entries = tuple(
             entry_of(rows[length], others.get(length)) if length in rows else Entry(NOTHING) for length, _ in columns
@@ -154,7 +154,7 @@ def _lines(every: Sequence[Curve], columns: Sequence[tuple[int, int]], entry_of:
 
 def _pair_entry(row: Row, softmax: Row | None) -> Entry:
     """`450 / 12.3`, and below `22.7 × / 12.6 ×`."""
-    if not is_timed(row) or row.timing is None:
+    if not row.is_quotable or row.timing is None:
         return Entry(status_of(row))
     size = None if row.peak_bytes is None else row.peak_bytes / 1e6
     less = softmax.peak_bytes / row.peak_bytes if softmax and softmax.peak_bytes and row.peak_bytes else None
@@ -163,7 +163,7 @@ def _pair_entry(row: Row, softmax: Row | None) -> Entry:
 
 
 def _mean_entry(row: Row, softmax: Row | None) -> Entry:
-    if not is_timed(row) or row.timing is None:
+    if not row.is_quotable or row.timing is None:
         return Entry(status_of(row))
     ratio = softmax.timing.mean_ms / row.timing.mean_ms if softmax and softmax.timing else None
     return Entry(

@@ -39,17 +39,12 @@ class Curve:
         return self.rows[0].case.variant == BASELINE
 
     def values(self, read: Callable[[Row], float | None]) -> dict[int, float]:
-        """Values of the timed rows, by length."""
-        known = ((row.case.seq_len, read(row)) for row in self.rows if is_timed(row))
+        """Values of the rows whose timing may be quoted, by length."""
+        known = ((row.case.seq_len, read(row)) for row in self.rows if row.is_quotable)
         return {length: value for length, value in known if value is not None}
 
     def medians(self) -> dict[int, float]:
         return self.values(median_ms)
-
-
-def is_timed(row: Row) -> bool:
-    """Whether a row has a valid timing; the speed of a wrong result does not count."""
-    return row.status == "measured" and row.timing is not None and (row.parity is None or row.parity.passed)
 
 
 def median_ms(row: Row) -> float | None:

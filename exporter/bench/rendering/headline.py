@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from effexport.bench.rendering.curves import BASELINE, Curve, baseline_of, curves, is_timed
+from effexport.bench.rendering.curves import BASELINE, Curve, baseline_of, curves
 from effexport.bench.results import BenchResults, Row, Status
 from effexport.units import counted, duration, listed, memory, number, three_digits
 
@@ -26,7 +26,7 @@ def verdict(results: BenchResults) -> Verdict:
     """The verdict. failed: a row failed. not run: nothing was timed, or the rest might have failed."""
     if any(_failed(row) for row in results.rows):
         return "failed"
-    whole = results.complete and results.rows and all(is_timed(row) for row in results.rows)
+    whole = results.complete and results.rows and all(row.is_quotable for row in results.rows)
     return "passed" if whole else "not run"
 
 
@@ -74,7 +74,7 @@ def problems(results: BenchResults) -> list[Problem]:
     """Rows that have no timing, by reason."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in results.rows:
-        if not is_timed(row):
+        if not row.is_quotable:
             groups.setdefault((status_of(row), reason_of(row)), []).append(row)
     return [
         Problem(status, reason, f"{counted(len(rows), 'row')} ({_labels(rows)})")
@@ -86,7 +86,7 @@ def status_of(row: Row) -> Status:
     """The status of a row: failed if its parity failed, not run if it has no timing."""
     if _failed(row):
         return "failed"
-    return "measured" if is_timed(row) else "not run"
+    return "not run" if row.timing is None else row.status
 
 
 def reason_of(row: Row) -> str:
@@ -117,7 +117,7 @@ def _headline(group: Sequence[Curve], found: Sequence[Curve]) -> tuple[int, floa
     longest = max(length for curve in group for length in curve.medians())
     at_end = sorted((c for c in group if longest in c.medians()), key=lambda curve: curve.medians()[longest])
     best = at_end[0]
-    row = next(row for row in best.rows if row.case.seq_len == longest and is_timed(row))
+    row = next(row for row in best.rows if row.case.seq_len == longest and row.is_quotable)
     sentence = f"At {longest:,} tokens on {best.place}, {best.label} is the fastest"
     if len(at_end) == 1:
         sentence = f"At {longest:,} tokens on {best.place}, only {best.label} was timed,"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from effexport.bench.rendering.curves import is_timed
 from effexport.bench.rendering.headline import reason_of, status_of
 from effexport.bench.results import Row
 from effexport.units import NOTHING, duration, duration_with, memory, number, rate, three_digits
@@ -110,7 +109,7 @@ _SHARED_NAMES = ("Runtime", "Scope", "Batch", "Precision", "Heads", "Parity metr
 
 def table_of(rows: Sequence[Row]) -> Table:
     """All rows, grouped by length, in the order of the benchmark."""
-    timed = [row for row in rows if is_timed(row)]
+    timed = [row for row in rows if row.is_quotable]
     shared: dict[str, str] = {}
     columns = []
     for column in (*_CASE, *_MEASURED):
@@ -133,6 +132,6 @@ def differing_options(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def _line(row: Row, columns: Sequence[Column]) -> Line:
-    measured = is_timed(row)
+    measured = row.is_quotable
     cells = tuple(column.text(row) for column in columns if measured or not column.is_measured)
     return Line(row.case.label, status_of(row), cells, "" if measured else reason_of(row))
