@@ -10,6 +10,8 @@ from effexport.errors import UserError
 
 NOTHING = "–"
 _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_TOKENS = {"": 1, "K": 2**10, "M": 2**20}
+_MILLISECONDS = {"s": 1e3, "ms": 1.0, "us": 1e-3, "µs": 1e-3}
 _DURATIONS: Sequence[tuple[float, str]] = ((1e3, "s"), (1.0, "ms"), (1e-3, "µs"))
 _SIZES: Sequence[tuple[float, str]] = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
 _RATES: Sequence[tuple[float, str]] = ((1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, ""))
@@ -28,6 +30,30 @@ def bytes_from_text(text: str, option: str) -> int:
             "or 1.5GiB (powers of 1024)"
         )
     return size
+
+
+def tokens_from_text(text: str, option: str) -> int:
+    """Read a length: `512` is 512 tokens, `32k` is 32 × 1024 and `1M` is 1024 × 1024, as models are named.
+
+    Raises UserError, which names `option`, for anything else. Whoever needs a positive length checks that itself.
+    """
+    match = re.fullmatch(r"(-?[0-9]{1,15}(?:\.[0-9]{1,15})?)([KM]?)", text.strip().upper())
+    length = float(match[1]) * _TOKENS[match[2]] if match else 0.5
+    if not length.is_integer():
+        raise UserError(f"{option} has {text!r}; expected a length in tokens, such as 512 or 32k (32 × 1024)")
+    return int(length)
+
+
+def milliseconds_from_text(text: str, option: str) -> float:
+    """Read a time: `200ms`, `1.5s` or `50us`.
+
+    Raises UserError, which names `option`, for anything else and for zero.
+    """
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|ms|us|µs)", text.strip().lower())
+    value = float(match[1]) * _MILLISECONDS[match[2]] if match else 0.0
+    if value <= 0:
+        raise UserError(f"{option} is {text!r}; expected a time with its unit, such as 200ms or 1.5s")
+    return value
 
 
 def memory(size_bytes: float | None) -> str:

@@ -16,6 +16,7 @@ from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_spec
 from effexport.models.validation import did_you_mean
 from effexport.runtimes import BENCH_RUNTIMES
 from effexport.spec import BuildSpec
+from effexport.units import tokens_from_text
 
 SCOPES = ("core", "attention", "encoder")
 
@@ -146,6 +147,10 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
         if not part.lstrip("-").isdecimal():
             raise UserError(f"{option} has {part!r}; expected integers with commas between them, such as 512,2048")
     return tuple(int(part) for part in parts)
+
+
+def lengths(text: str, option: str) -> tuple[int, ...]:
+    return tuple(tokens_from_text(part, option) for part in words(text, option))
 
 
 def check_names(option: str, given: Collection[str], known: Collection[str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_RUNTIMES, described
-from effexport.units import rough_duration
+from effexport.units import rough_duration, tokens_from_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 # Columns of tables when the output is a file or a pipe, whose width is unknown.
 LOG_WIDTH = 130
+
+
+def length_option(name: str, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add an option whose value is a length in tokens, such as 512 or 32k. Its text of another form is a UserError."""
+
+    def length(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+        return None if text is None else tokens_from_text(text, name)
+
+    return click.option(name, metavar="LENGTH", callback=length, help=help)
 
 
 def common_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -13,6 +13,7 @@ from effexport.commands._options import (
     ORT_HELP,
     common_options,
     implementation_text,
+    length_option,
     result_console,
     runtime_options,
     say,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 @click.option("--dim", type=int, help="Model width.")
 @click.option("--heads", type=int, help="Attention heads.")
 @click.option("--layers", type=int, help="Encoder blocks.")
-@click.option("--seq-len", type=int, help="Length to export and tune for, in tokens.")
+@length_option("--seq-len", help="Length to export and tune for, in tokens, such as 512 or 32k.")
 @click.option("--batch", type=int, help="Batch size of the exported example, which is also checked.")
 @click.option(
     "--causal/--no-causal", default=None, help="Let every position attend to itself and to earlier positions only."

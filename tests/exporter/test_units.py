@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from effexport.errors import UserError
-from effexport.units import bytes_from_text, memory, number, rough_duration
+from effexport.units import bytes_from_text, memory, milliseconds_from_text, number, rough_duration, tokens_from_text
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,30 @@ def test_an_unreadable_size_is_refused_with_examples(text: str) -> None:
 def test_a_printed_size_is_read_back_as_it_was() -> None:
     for size in (7, 999, 1500, 2_000_000, 12_300_000_000):
         assert bytes_from_text(memory(size).removesuffix("ytes").replace("b", "B"), "--workspace") == size
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("512", 512), ("32k", 32_768), ("1.5K", 1536), ("1M", 2**20), ("-5", -5), (" 0 ", 0)]
+)
+def test_a_length_with_k_counts_in_1024(text: str, tokens: int) -> None:
+    assert tokens_from_text(text, "--seq-len") == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "0.3k", "1.5", "32kb", "many", "1e3", "9" * 400])
+def test_an_unreadable_length_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(UserError, match=r"--seq-len has .*; expected a length in tokens, such as 512 or 32k"):
+        tokens_from_text(text, "--seq-len")
+
+
+@pytest.mark.parametrize(("text", "ms"), [("200ms", 200), ("1.5 s", 1500), ("50us", 0.05), ("50µs", 0.05)])
+def test_a_time_has_a_unit(text: str, ms: float) -> None:
+    assert milliseconds_from_text(text, "--latency-limit") == pytest.approx(ms)
+
+
+@pytest.mark.parametrize("text", ["", "200", "0ms", "-1s", "fast", "1e3ms", "2h"])
+def test_an_unreadable_time_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(UserError, match=r"--latency-limit is .*; expected a time with its unit, such as 200ms"):
+        milliseconds_from_text(text, "--latency-limit")
 
 
 def test_amounts_are_printed_with_the_digits_that_matter() -> None:

@@ -65,7 +65,7 @@ def test_every_row_has_parity_timing_floor_and_ratios(cli: Cli, tmp_path: Path) 
         (["--variants", "lhs"], "unknown variant 'lhs' in --variants; did you mean 'lsh'?"),
         (["--runtimes", "trch"], "unknown name 'trch' in --runtimes; did you mean 'torch'?"),
         (["--variants", "lsh:num_hash=4"], "lsh attention has no field 'num_hash'; did you mean 'num_hashes'?"),
-        (["--seq-lens", "many"], "--seq-lens has 'many'; expected integers"),
+        (["--seq-lens", "many"], "--seq-lens has 'many'; expected a length in tokens, such as 512 or 32k"),
         (["--seq-lens", "0"], "--seq-lens has 0; expected positive integers"),
         (["--preset", "linear"], "unknown --preset 'linear'; did you mean 'linear-blog'?"),
         (["--preset", "linear-blog", "--variants", "lsh"], "--variants and --preset linear-blog"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from effexport.bench.grid import Grid, Model, models_from_text, numbers, spec_from_case, words
+from effexport.bench.grid import Grid, Model, lengths, models_from_text, numbers, spec_from_case, words
 from effexport.bench.presets import PRESETS
 from effexport.bench.rendering.published import PUBLISHED, TITLES
 from effexport.errors import UserError
@@ -86,10 +86,13 @@ def test_a_field_that_a_variant_does_not_have_is_refused_before_anything_is_meas
 
 
 def test_lists_of_numbers_are_read_or_refused() -> None:
-    assert numbers("512, 2048", "--seq-lens") == (512, 2048)
+    assert numbers("1, 8", "--batch") == (1, 8)
+    assert lengths("512, 2048,32k", "--seq-lens") == (512, 2048, 32_768)
     assert words("torch,ort", "--runtimes") == ("torch", "ort")
-    with pytest.raises(UserError, match="--seq-lens has 'many'; expected integers"):
-        numbers("512,many", "--seq-lens")
+    with pytest.raises(UserError, match="--batch has 'many'; expected integers"):
+        numbers("1,many", "--batch")
+    with pytest.raises(UserError, match="--seq-lens has 'many'; expected a length in tokens, such as 512 or 32k"):
+        lengths("512,many", "--seq-lens")
 
 
 @pytest.mark.parametrize("name", PRESETS)
