@@ -1,15 +1,31 @@
-"""`python -m effexport`."""
+"""The program `effexport`, also as `python -m effexport`."""
+
+from __future__ import annotations
 
 import sys
 
 
-def run() -> None:
+def main() -> None:
+    """Run the command line. A package that cannot be imported, even click, is one line and exit status 2."""
+    try:
+        from effexport.cli import main as run
+
+        run()
+    except ImportError as error:
+        from effexport.environment import why_not_importable
+        from effexport.files import json_text
+
+        message = why_not_importable(error)
+        if message is None or "--debug" in sys.argv:
+            raise
+        if "--json" in sys.argv:
+            print(json_text({"error": message, "exit_code": 2}), end="")
+        print(f"effexport: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
     # -m puts the current folder first, where a folder `triton` would pass for the package that PyTorch looks for
     if not sys.flags.safe_path:
         del sys.path[0]
-    from effexport.cli import main
-
     main()
-
-
-run()

@@ -30,7 +30,7 @@ from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import profile_remarks
 from effexport.engines.sidecar import summary_of_engine
 from effexport.engines.spec import EngineSpec
-from effexport.environment import require_core, versions
+from effexport.environment import require_build, versions
 from effexport.errors import StageError, Unavailable
 from effexport.export.decode_step import onnx_from_decode_step
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
@@ -117,7 +117,7 @@ def artifact_from_spec(
             import_onnxruntime()
             for engine in engines:
                 import_api(engine.target)
-            require_core()
+            require_build()
         with watch.stage(f"making the {spec.model.title} module"):
             module = source.make(spec)
             build = Build(spec, module, list(hash_modules(module)), folder, folder / MODEL, settings, watch)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from effexport.errors import UserError
+from effexport.errors import MissingExtraError, UserError
 from effexport.runtimes import RUNTIMES, TORCH, Package
 from effexport.version import __version__
 
@@ -27,10 +29,10 @@ CONTAINER_LIMITS = (
 
 _CORE: tuple[Package, ...] = (
     TORCH,
-    Package(("onnx",), "onnx", "reading and checking graphs"),
-    Package(("onnxscript",), "onnxscript", "export"),
-    Package(("numpy",), "numpy", "arrays"),
-    Package(("safetensors",), "safetensors", "golden files"),
+    Package(("onnx",), "onnx", "read and check graphs"),
+    Package(("onnxscript",), "onnxscript", "build models", TORCH.extra, optional=True),
+    Package(("numpy",), "numpy", "compute with arrays"),
+    Package(("safetensors",), "safetensors", "read golden files"),
 )
 _BESIDE_RUNTIMES = (
     Package(("cuda-bindings",), "cuda.bindings", "run engines, on a GPU", "tensorrt", optional=True),
@@ -76,12 +78,43 @@ def kernel_library_version() -> str | None:
     return f"{library.info.key[:12]} for {'CPU and CUDA' if library.info.has_cuda else 'the CPU'}{state}"
 
 
-def require_core() -> None:
-    """Raise UserError unless everything is installed that a build needs; a machine that only serves may lack it."""
+def require_build() -> None:
+    """Raise UserError unless everything that a build needs is installed and can be imported."""
     for package in PACKAGES:
-        problem = None if package.extra else examine(package)["problem"]
+        problem = examine(package)["problem"] if package.extra in ("", TORCH.extra) else None
         if problem:
-            raise UserError(f"{package.module}, needed for {package.purpose}: {problem}; add it with: {package.remedy}")
+            raise UserError(f"{package.module}, needed to {package.purpose}: {problem}; add it with: {package.remedy}")
+
+
+def require_torch(what: str) -> None:
+    """Raise MissingExtraError unless PyTorch and the ONNX exporter are installed. They are not imported.
+
+    what: the command or option that needs them.
+    """
+    for package in PACKAGES:
+        if package.extra == TORCH.extra and importlib.util.find_spec(package.module) is None:
+            raise MissingExtraError(package.module, package.extra, remark=f"{what} needs it")
+
+
+def why_not_importable(error: ImportError) -> str | None:
+    """What to do about a package that cannot be imported, in one line; None if the module is one of ours: a bug."""
+    module = (error.name or _innermost_module(error)).partition(".")[0]
+    if module in ("", "effexport"):
+        return None
+    package = next((package for package in PACKAGES if package.module.partition(".")[0] == module), None)
+    if package is not None and package.extra and package.version is None:
+        return str(MissingExtraError(module, package.extra))
+    reason = str(error).strip().partition("\n")[0]
+    return (
+        f"{module} cannot be imported ({reason}), perhaps because an installation was interrupted; repeat it with: "
+        f"pip install --force-reinstall {module.replace('_', '-')}"
+    )
+
+
+def _innermost_module(error: ImportError) -> str:
+    """The module whose code raised an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
 
 
 def examine(package: Package) -> dict[str, Any]:

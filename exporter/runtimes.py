@@ -74,7 +74,7 @@ class Runtime:
     compiled: bool = False
 
 
-TORCH = Package(("torch",), "torch", "models and export")
+TORCH = Package(("torch",), "torch", "build and bench models", "build", optional=True)
 _TORCH = partial(Runtime, package=TORCH, graph="")
 _ORT_CPU = partial(
     Runtime,

@@ -25,7 +25,7 @@ can_have_portability() { [[ "$(uname -sm)" == "Linux x86_64" ]] && has_node; }
 
 # tested_extras fast|all: what is installed into .venv. TensorRT-RTX builds engines without a GPU.
 tested_extras() {
-  local extras=cpu,test,dev,serve,openvino
+  local extras=build,cpu,test,dev,serve,openvino
   [[ "$1" == fast ]] || extras+=,sweep,serve-ray
   if can_have_tensorrt; then extras+=,rtx; fi
   printf '%s\n' "$extras"

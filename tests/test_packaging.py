@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,16 +15,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from package_builds import PACKAGE_OF_FOLDER, ROOT, build, copy_tree
 
 import effexport
+from effexport.environment import PACKAGES
 from effexport.plugins.building.headers import find_headers
 from effexport.plugins.building.sources import all_sources
 from effexport.plugins.ops import OPS
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-# folder of the tree → package
-PACKAGE_OF_FOLDER = {"exporter": "effexport", "models": "effexport.models", "plugins": "effexport.plugins"}
 # the two builds below are made once, by one worker
 pytestmark = pytest.mark.xdist_group("packaging")
 
@@ -39,28 +37,6 @@ def source_files() -> dict[str, bytes]:
                 inside = path.relative_to(ROOT / folder).as_posix()
                 files[f"{package.replace('.', '/')}/{inside}"] = path.read_bytes()
     return files
-
-
-def copy_tree(target: Path) -> Path:
-    """The sources that packaging reads, away from the working tree: a build leaves files behind."""
-    for folder in PACKAGE_OF_FOLDER:
-        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).is_file():
-            shutil.copy(ROOT / name, target)
-    return target
-
-
-def build(tree: Path, out: Path, *options: str) -> None:
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options, str(tree)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "SOURCE_DATE_EPOCH": "1700000000"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +163,7 @@ def name_of(requirement: str) -> str:
 # Imported packages whose distribution has another name, or which the program at hand brings: Triton's Python backend,
 # a stub of type checkers, and transformers where the user compares with it.
 DISTRIBUTIONS = {"cuda": "cuda-bindings", "google": "protobuf"}
+BUILD_ONLY = {"torch", "onnxscript"}
 NOT_OURS_TO_INSTALL = {"_typeshed", "transformers", "triton_python_backend_utils"}
 
 
@@ -206,12 +183,21 @@ def test_every_imported_package_is_declared() -> None:
     assert {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in foreign} <= declared
 
 
+def test_pytorch_and_the_onnx_exporter_are_needed_to_build_only() -> None:
+    project = PROJECT["project"]
+    assert {name_of(requirement) for requirement in project["optional-dependencies"]["build"]} == BUILD_ONLY
+    assert {name_of(requirement) for requirement in project["dependencies"]} & BUILD_ONLY == set()
+    in_doctor = {package.module for package in PACKAGES if package.extra == "build"}
+    assert in_doctor == BUILD_ONLY
+    assert all(package.optional for package in PACKAGES if package.extra == "build")
+
+
 def test_constraints_cover_every_direct_requirement() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {name_of(line) for line in lines if "==" in line and not line.startswith("#")}
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
     required = {name_of(r) for r in project["dependencies"] + extras["cpu"] + extras["test"] + extras["dev"]}
-    required |= {name_of(r) for r in extras["kernels"] + extras["serve"]}
+    required |= {name_of(r) for r in extras["build"] + extras["kernels"] + extras["serve"]}
     required |= {name_of(r) for r in extras["serve-ray"]} - {"effexport"}
     assert required - pinned == set()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.commands._options import say
+from effexport.environment import require_torch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,6 +119,7 @@ class SweepRequest:
             from effexport.sweep.ray_start import cluster_executor
 
             return cluster_executor(self.address, limits, cpus=self.cpus, wait_seconds=self.wait)
+        require_torch("a sweep on this machine")
         if not self.processes and importlib.util.find_spec("ray") is not None:
             from effexport.sweep.ray_start import local_executor
 

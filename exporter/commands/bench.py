@@ -18,6 +18,7 @@ from effexport.commands._options import (
     stderr_console,
     time_left,
 )
+from effexport.environment import require_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,6 +91,7 @@ def command(
     target = output or (None if advise else DEFAULT_OUTPUT)
     if target is not None:
         BENCH_FOLDER.check(target, force=force)
+    require_torch("effexport bench")
     from effexport.bench.measuring.run import bench
     from effexport.commands._bench_table import print_advice, print_rows
 

@@ -21,6 +21,7 @@ from effexport.commands._options import (
     stage_progress,
     stderr_console,
 )
+from effexport.environment import require_torch
 from effexport.units import megabytes, rough_duration, seconds
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def command(
     from effexport.artifact import ARTIFACT_FOLDER
     from effexport.cli import print_json
 
+    require_torch("effexport build")
     engine_flags = {name: flags.pop(name) for name in ENGINE_FLAGS}
     request = Request(flags, spec_file, checkpoint, weights, factory)
     settings = settings_from_options(runtime, implementation)

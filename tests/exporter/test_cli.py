@@ -554,7 +554,8 @@ def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
 
 
 def test_doctor_takes_optional_parts_that_are_missing_for_no_problem(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("tensorrt", "tensorrt_rtx", "openvino", "cuda.bindings", "ray"):
+    left_out = {"torch", "onnxscript", "tensorrt", "tensorrt_rtx", "openvino", "cuda.bindings", "ray"}
+    for module in left_out:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(
         "effexport.runtimes.Package.version", property(lambda package: None if package.optional else "1.0")
@@ -562,7 +563,7 @@ def test_doctor_takes_optional_parts_that_are_missing_for_no_problem(cli: Cli, m
     result = cli("doctor", "--json")
     assert result.code == 0, result.err
     optional = {part["name"]: part for part in result.json["parts"] if part["optional"]}
-    assert optional.keys() == {"tensorrt", "tensorrt_rtx", "openvino", "cuda.bindings", "ray"}
+    assert optional.keys() == left_out
     assert all(part["problem"] == "missing" for part in optional.values())
     assert optional["tensorrt_rtx"]["remedy"] == "pip install 'effexport[rtx]'"
 

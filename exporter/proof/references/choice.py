@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.artifact import Artifact, open_artifact
+from effexport.environment import require_torch
 from effexport.errors import Unavailable, UserError
 from effexport.models.validation import did_you_mean
 from effexport.proof.answers import REFERENCE_SEED_OFFSET
@@ -62,8 +63,10 @@ class Reference:
 
 
 def parse_choice(text: str) -> ReferenceChoice:
-    """Parse --reference. Raises UserError for an unknown reference and for missing files."""
+    """Parse --reference. Raises UserError for an unknown reference, missing files, or without PyTorch."""
     if text in NAMED:
+        if text in ("torch", "transformers"):
+            require_torch(f"--reference {text}")
         return ReferenceChoice(text)
     path, at, runtime = text.rpartition("@")
     if at:

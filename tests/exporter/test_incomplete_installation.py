@@ -1,0 +1,57 @@
+"""An installation that was interrupted, so that a package is missing or broken: one line says how to repair it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(folder: Path, hidden: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`effexport ARGUMENTS` in a process that cannot import the module `hidden`."""
+    code = (
+        "import sys; sys.modules[sys.argv.pop(1)] = None; from effexport.__main__ import main; main()"
+        if not (folder / hidden).exists()
+        else "import sys; sys.argv.pop(1); sys.path.insert(0, ''); from effexport.__main__ import main; main()"
+    )
+    command = [sys.executable, "-c", code, hidden, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "arguments"),
+    [
+        ("click", ["--help"]),
+        ("click", ["list", "--json"]),
+        ("rich", ["list"]),
+        ("rich", ["doctor"]),
+        ("msgspec", ["inspect", "."]),
+        ("numpy", ["verify", "."]),
+    ],
+)
+def test_a_missing_package_is_one_line_that_says_how_to_install_it(
+    tmp_path: Path, hidden: str, arguments: list[str]
+) -> None:
+    done = run(tmp_path, hidden, *arguments)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"effexport: error: {hidden} cannot be imported (")
+    assert line.endswith(f"repeat it with: pip install --force-reinstall {hidden}")
+    assert ('"exit_code": 2' in done.stdout) == ("--json" in arguments)
+
+
+def test_a_package_that_refuses_to_load_is_one_line_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich" / "__init__.py").write_text("raise ImportError('a file is cut short')\n")
+    done = run(tmp_path, "rich", "list")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "rich cannot be imported (a file is cut short)" in line
+
+
+def test_a_missing_module_of_our_own_keeps_its_traceback(tmp_path: Path) -> None:
+    done = run(tmp_path, "effexport.commands.list", "list")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
