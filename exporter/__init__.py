@@ -60,9 +60,10 @@ def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str 
     return OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
 
 
-def load_decoder(path: str | Path) -> DecodeRunner:
-    """Open the decode step of a causal `linear` or `aft-simple` artifact, which keeps its state from token to token.
+def load_decoder(path: str | Path, settings: OrtSettings | None = None) -> DecodeRunner:
+    """Open a causal `linear` or `aft-simple` artifact to read prompts and decode token by token, with a state.
 
+    settings: how ONNX Runtime runs it; see `effexport.OrtSettings`.
     Raises effexport.errors.UserError for an artifact without a decode step.
     """
     from effexport.artifact import open_artifact
@@ -73,4 +74,5 @@ def load_decoder(path: str | Path) -> DecodeRunner:
     artifact = open_artifact(Path(path))
     if not artifact.spec.model.has_decode_step:
         raise UserError(f"{path} has no decode step; only causal linear and aft-simple models have one")
-    return DecodeRunner(artifact.decode_step_path, limits=limits_from_spec(artifact.spec))
+    limits = limits_from_spec(artifact.spec)
+    return DecodeRunner(artifact.decode_step_path, artifact.prefill_path, limits, settings)

@@ -22,6 +22,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 DECODE_STEP = "decode_step.onnx"
+PREFILL = "prefill.onnx"
 REFERENCE = "reference.safetensors"
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
@@ -124,6 +125,11 @@ class Artifact:
         """Only causal models with a state of constant size have one."""
         return self.path / DECODE_STEP
 
+    @property
+    def prefill_path(self) -> Path | None:
+        """None in an artifact with a decode step that was built before there was a prefill."""
+        return self.path / PREFILL if PREFILL in self.manifest.files else None
+
     def engine_path(self, target: str) -> Path:
         """The engine of a target. Raises UserError when the artifact has none."""
         targets = [engine.target for engine in self.manifest.engines]
@@ -156,8 +162,9 @@ def open_artifact(path: Path) -> Artifact:
     for required in (*graphs, REFERENCE):
         if required not in manifest.files:
             raise UserError(f"{path / MANIFEST} does not list {required}; {REMEDY}")
-    for graph in graphs:
-        load_graph(path / graph)
+    for graph in (*graphs, PREFILL):
+        if graph in manifest.files:
+            load_graph(path / graph)
     return artifact
 
 

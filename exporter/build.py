@@ -16,6 +16,7 @@ from effexport.artifact import (
     ARTIFACT_FOLDER,
     DECODE_STEP,
     MODEL,
+    PREFILL,
     REFERENCE,
     REPORT_HTML,
     REPORT_JSON,
@@ -32,7 +33,7 @@ from effexport.engines.sidecar import summary_of_engine
 from effexport.engines.spec import EngineSpec
 from effexport.environment import require_build, versions
 from effexport.errors import StageError, Unavailable
-from effexport.export.decode_step import onnx_from_decode_step
+from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, reference_from_module
@@ -42,7 +43,7 @@ from effexport.proof.checks.result import Check, Kind
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
-from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decode_step
+from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decoder
 from effexport.proof.verify_engine import verify_engine_if_possible
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
 from effexport.report.rendering.html import html_from_report
@@ -167,7 +168,7 @@ def check_reference(checks: Sequence[Check]) -> None:
 
 
 def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
-    """Check the model in ONNX Runtime, its function bodies if it has any, and its decode step if it has one."""
+    """Check the model in ONNX Runtime, its function bodies if it has any, and its decoder if it has one."""
     spec, watch, settings = build.spec, build.watch, build.settings
     with watch.stage("checking parity in ONNX Runtime"):
         result = verify_candidate(build.model, cases, spec, build.hashes, settings)
@@ -176,9 +177,12 @@ def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
             open_with_bodies = open_in_ort(replace(settings, implementation="body", memory_arena=False))
             result += verify_bodies(build.model, cases, spec, build.hashes, result.implementation, open_with_bodies)
     if spec.model.has_decode_step:
-        with watch.stage("exporting and checking the decode step"):
-            onnx_from_decode_step(build.module, spec, build.folder / DECODE_STEP)
-            result += verify_decode_step(build.folder / DECODE_STEP, cases, spec, settings)
+        step, prefill = build.folder / DECODE_STEP, build.folder / PREFILL
+        with watch.stage("exporting the decode step and the prefill"):
+            onnx_from_decode_step(build.module, spec, step)
+            onnx_from_prefill(build.module, spec, prefill)
+        with watch.stage("checking the decode step and the prefill"):
+            result += verify_decoder(step, prefill, cases, spec, settings)
     return result
 
 

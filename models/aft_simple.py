@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from effexport.models.aft_layer import AFTLayer
-from effexport.models.exp_sums import ABSENT, ExpSums, average, merge, prefix_sums, total
-from effexport.models.layers import State
+from effexport.models.exp_sums import ABSENT, ExpSums, average, merge, prefix_sums, sums_of_tokens, total
+from effexport.models.layers import State, merge_heads
 from effexport.models.spec import AFTSimpleSpec
 from effexport.plugins.aft_simple_attention.op import aft_simple_attention
 
@@ -45,11 +45,23 @@ class AFTSimpleAttention(AFTLayer):
         """One token of the causal form: [batch, 1, dim] → [batch, 1, dim] and the next state."""
         token = hidden_states.squeeze(1)
         key, value = self.key(token).float(), self.value(token).float()
-        # before the first token d is 0, and m must not stand above any key
-        stabiliser = torch.where(state["d"] > 0, state["m"], ABSENT)
-        sums = merge(ExpSums(stabiliser, state["n"], state["d"]), ExpSums(key, value, torch.ones_like(key)))
+        sums = merge(sums_of_state(state), ExpSums(key, value, torch.ones_like(key)))
         context = torch.sigmoid(self.query(token)) * average(sums).to(token.dtype)
         return self.out(context).unsqueeze(1), sums._asdict()
+
+    def prefill(self, hidden_states: Tensor, keep: Tensor, state: State) -> tuple[Tensor, State]:
+        query, key, value = self.project(hidden_states)
+        earlier = sums_of_state(state).each(lambda x: x[:, None, None])
+        sums = merge(prefix_sums(sums_of_tokens(key, value, keep)), earlier)
+        context = torch.sigmoid(query) * average(sums).to(query.dtype)
+        # the one head, and the row of the last token: absent keys have added nothing to it
+        return self.out(merge_heads(context)), sums.each(lambda x: x[:, 0, -1])._asdict()
+
+
+def sums_of_state(state: State) -> ExpSums:
+    """The sums over all tokens so far, [batch, dim]. Before the first token d is 0, and m must not stand above any
+    key."""
+    return ExpSums(torch.where(state["d"] > 0, state["m"], ABSENT), state["n"], state["d"])
 
 
 def simple_sums(keys: ExpSums, causal: bool) -> ExpSums:

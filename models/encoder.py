@@ -53,11 +53,37 @@ class Encoder(nn.Module):
         input_ids int64 [batch, 1]; position int64 [batch], counted from 0; one state for each block. Returns what
         `forward` returns for this token, [batch, 1, …], and the next states.
         """
-        hidden = self.token_embedding(input_ids) + self.position_embedding(position).unsqueeze(1)
+        return self.advance(input_ids, position.unsqueeze(1), states, lambda layer: layer.step)
+
+    def prefill(
+        self, input_ids: Tensor, attention_mask: Tensor, position: Tensor, states: Sequence[State]
+    ) -> tuple[Tensor, list[State]]:
+        """Many tokens at once, after those that the states hold: what `step` returns for each, and the next states.
+
+        input_ids int64 [batch, seq]; attention_mask [batch, seq], where tokens with 0 leave the states as they are;
+        position int64 [batch], that of the first token. A kept token has the position of its column, as in `forward`;
+        padding may lie beyond the last position.
+        """
+        keep = attention_mask != 0
+        columns = position.unsqueeze(1) + torch.arange(input_ids.shape[1], device=input_ids.device)
+        columns = columns.clamp(max=self.spec.max_seq_len - 1)
+
+        def prefill(layer: AttentionLayer) -> Advance:
+            return lambda hidden, state: layer.prefill(hidden, keep, state)
+
+        return self.advance(input_ids, columns, states, prefill)
+
+    def advance(
+        self, input_ids: Tensor, positions: Tensor, states: Sequence[State], how: Callable[[AttentionLayer], Advance]
+    ) -> tuple[Tensor, list[State]]:
+        """Tokens [batch, seq] at positions of the same shape through all blocks. how: the method of a layer that takes
+        and returns a state."""
+        hidden = self.token_embedding(input_ids) + self.position_embedding(positions)
         streams, next_states = self.split(hidden), []
         for block, state in zip(self.blocks, states, strict=True):
-            streams, next_state = block.step(streams, state)  # type: ignore[operator]
-            next_states.append(next_state)
+            attend = WithState(how(block.attention), state)  # type: ignore[arg-type]
+            streams = block.mix(*streams, attend)  # type: ignore[operator]
+            next_states.append(attend.next_state)
         return self.head(streams), next_states
 
     def split(self, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -124,10 +150,6 @@ class ResidualBlock(AttentionBlock):
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> tuple[Tensor]:
         return self.mix(x, lambda h: self.attention(h, attention_mask))
 
-    def step(self, streams: tuple[Tensor, ...], state: State) -> tuple[tuple[Tensor], State]:
-        attend = OneToken(self.attention, state)
-        return self.mix(streams[0], attend), attend.next_state
-
     def mix(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor]:
         if self.pre_norm:
             x = x + attend(self.attention_norm(x))
@@ -142,11 +164,6 @@ class ReversibleBlock(AttentionBlock):
     def forward(self, x1: Tensor, x2: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.mix(x1, x2, lambda h: self.attention(h, attention_mask))
 
-    def step(self, streams: tuple[Tensor, ...], state: State) -> tuple[tuple[Tensor, Tensor], State]:
-        attend = OneToken(self.attention, state)
-        first, second = streams
-        return self.mix(first, second, attend), attend.next_state
-
     def mix(self, x1: Tensor, x2: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         y1 = x1 + attend(self.attention_norm(x2))
         return y1, x2 + self.feed_forward(self.feed_forward_norm(y1))
@@ -158,15 +175,20 @@ class ReversibleBlock(AttentionBlock):
         return x1, x2
 
 
-class OneToken:
-    """The attention of one token as a function of its hidden state alone; the next state stays in `next_state`."""
+# A layer's `step` or `prefill`: hidden states and a state → the layer's result and the next state.
+Advance = Callable[[Tensor, State], tuple[Tensor, State]]
 
-    def __init__(self, attention: AttentionLayer, state: State) -> None:
-        self.attention = attention
+
+class WithState:
+    """An attention that keeps a state, as a function of the hidden states alone; the next state stays in
+    `next_state`."""
+
+    def __init__(self, advance: Advance, state: State) -> None:
+        self.advance = advance
         self.next_state = state
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        context, self.next_state = self.attention.step(hidden, self.next_state)
+        context, self.next_state = self.advance(hidden, self.next_state)
         return context
 
 

@@ -136,6 +136,12 @@ class AttentionLayer(nn.Module):
         """One token of the causal form: [batch, 1, dim] → [batch, 1, dim] and the next state."""
         raise SpecError(f"{self.spec.variant} attention keeps no state of constant size")
 
+    def prefill(self, hidden_states: Tensor, keep: Tensor, state: State) -> tuple[Tensor, State]:
+        """Many tokens of the causal form at once, after those that `state` holds: what `step` returns for each token,
+        [batch, seq, dim], and the state after the last. Tokens where `keep`, boolean [batch, seq], is False leave the
+        state as it is."""
+        raise SpecError(f"{self.spec.variant} attention keeps no state of constant size")
+
 
 class AttentionCore(nn.Module):
     """`AttentionLayer.mix` as a module of its own, without padding: what benchmarks of attention itself time."""

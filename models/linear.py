@@ -53,6 +53,17 @@ class LinearAttention(MultiHeadAttention):
         context = (q @ s) / (q @ z.unsqueeze(-1) + self.spec.eps)
         return self.out(merge_heads(context).to(hidden_states.dtype)), {"s": s, "z": z}
 
+    def prefill(self, hidden_states: Tensor, keep: Tensor, state: State) -> tuple[Tensor, State]:
+        q, k, v = (x.float() for x in self.project(hidden_states))
+        visible = keep[:, None, :, None]
+        q, k, v = feature_map(q), torch.where(visible, feature_map(k), 0.0), torch.where(visible, v, 0.0)
+        sums = causal_sums(q, k, v, self.spec.chunk_length)
+        # what the earlier tokens add to the numerator and the denominator
+        numerator = sums[..., :-1] + q @ state["s"]
+        denominator = sums[..., -1:] + q @ state["z"].unsqueeze(-1)
+        context = merge_heads(numerator / (denominator + self.spec.eps)).to(hidden_states.dtype)
+        return self.out(context), {"s": state["s"] + k.transpose(-1, -2) @ v, "z": state["z"] + k.sum(dim=-2)}
+
 
 def feature_map(x: Tensor) -> Tensor:
     """elu(x) + 1, written so that it does not round to zero for x below -18 (float32) or -9 (float16)."""
@@ -67,9 +78,16 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, eps: float) -> Tensor:
 
 
 def causal_linear_attention(q: Tensor, k: Tensor, v: Tensor, eps: float, chunk_length: int) -> Tensor:
-    """The causal sum, exact, block by block: triangular products inside a block, prefix sums between blocks.
+    """The causal form of `linear_attention`, with the same shapes."""
+    sums = causal_sums(q, k, v, chunk_length)
+    return sums[..., :-1] / (sums[..., -1:] + eps)
 
-    Shapes as `linear_attention`. No loop, and no state per token.
+
+def causal_sums(q: Tensor, k: Tensor, v: Tensor, chunk_length: int) -> Tensor:
+    """q_iᵀ Σ_j≤i k_j v_jᵀ and, as one more channel, q_i·Σ_j≤i k_j: [batch, heads, seq, head_dim + 1].
+
+    Exact, block by block: triangular products inside a block, prefix sums between blocks. No loop, and no state per
+    token.
     """
     seq_len, head_dim = q.shape[2], v.shape[-1]
     blocks = (seq_len + chunk_length - 1) // chunk_length
@@ -82,5 +100,4 @@ def causal_linear_attention(q: Tensor, k: Tensor, v: Tensor, eps: float, chunk_l
     earlier = causal_mask(blocks, q.device) & ~torch.eye(blocks, dtype=torch.bool, device=q.device)
     before = (earlier.to(q.dtype) @ block_states).unflatten(-1, (q.shape[-1], head_dim + 1))
     # narrow, not a slice: a slice gives the exported graph a length of min(seq, …)
-    sums = torch.flatten(inside @ v + q @ before, 2, 3).narrow(2, 0, seq_len)
-    return sums[..., :-1] / (sums[..., -1:] + eps)
+    return torch.flatten(inside @ v + q @ before, 2, 3).narrow(2, 0, seq_len)

@@ -202,7 +202,7 @@ def verify_artifact(
     from effexport.export.onnx_graph import custom_ops_of_model
     from effexport.proof.checks.result import Kind, not_run
     from effexport.proof.references.choice import references_from_choice
-    from effexport.proof.verify import Verification, case_to_trace, verify_decode_step
+    from effexport.proof.verify import Verification, case_to_trace, verify_decoder
 
     artifact, spec = candidate.artifact, candidate.artifact.spec
     result, cases = Verification(), []
@@ -214,7 +214,8 @@ def verify_artifact(
         if reference.kind == "golden" and candidate.path == artifact.model_path and spec.model.has_decode_step:
             if candidate.runtime in ORT_RUNTIMES:
                 settings = settings_from_options(candidate.runtime, candidate.options.implementation)
-                result += verify_decode_step(artifact.decode_step_path, reference.cases, spec, settings)
+                step, prefill = artifact.decode_step_path, artifact.prefill_path
+                result += verify_decoder(step, prefill, reference.cases, spec, settings)
             else:
                 reason = f"a decode step runs in ONNX Runtime only, not in {candidate.runtime}"
                 result.checks.append(not_run(Kind.DECODE_STEP, reason))

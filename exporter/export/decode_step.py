@@ -1,4 +1,4 @@
-"""The decode step of a causal model with constant memory, which is exported as a graph of its own."""
+"""The graphs of a causal model with constant memory: one decodes a token, the other reads a whole prompt."""
 
 from __future__ import annotations
 
@@ -6,41 +6,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.dtypes import TensorInfo
-from effexport.export.onnx_from_module import at_precision, write_graph
+from effexport.export.onnx_from_module import at_precision, example_inputs, write_graph
 from effexport.export.onnx_graph import GraphSignature
 from effexport.spec import NEXT_PREFIX, BuildSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from effexport.models.decode_step import DecodeStep
-
-
-def decode_step_signature(step: DecodeStep, spec: BuildSpec) -> GraphSignature:
-    """The signature of a decode step: token, position (for an encoder) and state → output and next state."""
-    token, output = spec.inputs[0], spec.outputs[0]
-    states = [
-        TensorInfo(name, "float32", ("batch", *tensor.shape[1:]))
-        for name, tensor in zip(step.state_names, step.initial_state(1), strict=True)
-    ]
-    position = [TensorInfo("position", "int64", ("batch",))] if spec.scope == "encoder" else []
-    one_token = TensorInfo(token.name, token.dtype, ("batch", 1, *token.dims[2:]))
-    one_output = TensorInfo(output.name, output.dtype, ("batch", 1, *output.dims[2:]))
-    next_states = [TensorInfo(NEXT_PREFIX + state.name, state.dtype, state.dims) for state in states]
-    return GraphSignature((one_token, *position, *states), (one_output, *next_states), {})
+    from effexport.models.decode_step import ModelWithState
 
 
 def onnx_from_decode_step(module: nn.Module, spec: BuildSpec, path: Path) -> None:
-    """Export the decode step of a causal module. Raises StageError if the graph does not have its signature."""
-    import torch
+    """Export the decode step of a causal module: token, position (for an encoder) and state → output and next state.
 
+    Raises StageError if the graph does not have its signature.
+    """
     from effexport.models.decode_step import DecodeStep
 
-    step = DecodeStep(at_precision(module, spec.precision))  # type: ignore[arg-type]
-    signature = decode_step_signature(step, spec)
-    batch = 2
-    example = [
-        torch.zeros(*(batch if dim == "batch" else int(dim) for dim in t.dims), dtype=getattr(torch, t.dtype))
-        for t in signature.inputs[: -len(step.state_names)]
+    token, output = (TensorInfo(t.name, t.dtype, ("batch", 1, *t.dims[2:])) for t in (spec.inputs[0], spec.outputs[0]))
+    write_with_state(DecodeStep(at_precision(module, spec.precision)), (token,), output, spec, path)  # type: ignore[arg-type]
+
+
+def onnx_from_prefill(module: nn.Module, spec: BuildSpec, path: Path) -> None:
+    """Export the prefill of a causal module: tokens, mask, position (for an encoder) and state → output and next state.
+
+    Raises StageError if the graph does not have its signature.
+    """
+    from effexport.models.decode_step import Prefill
+
+    write_with_state(Prefill(at_precision(module, spec.precision)), spec.inputs, spec.outputs[0], spec, path)  # type: ignore[arg-type]
+
+
+def write_with_state(
+    model: ModelWithState, inputs: tuple[TensorInfo, ...], output: TensorInfo, spec: BuildSpec, path: Path
+) -> None:
+    """Export a module that takes the position and the state after its other inputs, and returns the next state."""
+    import torch
+
+    states = [
+        TensorInfo(name, "float32", ("batch", *tensor.shape[1:]))
+        for name, tensor in zip(model.state_names, model.initial_state(1), strict=True)
     ]
-    write_graph(step, (*example, *step.initial_state(batch)), signature, spec, path)
+    next_states = [TensorInfo(NEXT_PREFIX + state.name, state.dtype, state.dims) for state in states]
+    position = [TensorInfo("position", "int64", ("batch",))] if spec.scope == "encoder" else []
+    signature = GraphSignature((*inputs, *position, *states), (output, *next_states), {})
+    whole = example_inputs(spec)
+    batch = len(whole[0])
+    # the exporter cannot translate the strides of a view
+    example = [x[:, :1].contiguous() if t.dims[1] == 1 else x for t, x in zip(inputs, whole, strict=False)]
+    example += [torch.zeros(batch, dtype=torch.int64) for _ in position]
+    write_graph(model, (*example, *model.initial_state(batch)), signature, spec, path)

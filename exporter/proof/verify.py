@@ -12,7 +12,7 @@ from effexport.errors import EffexportError, RuntimeFailedError, RuntimeUnsuppor
 from effexport.export.onnx_graph import custom_ops_of_model
 from effexport.proof.candidates import ModelCandidate, open_in_ort
 from effexport.proof.checks.arithmetic import check_arithmetic, check_overall, check_signature
-from effexport.proof.checks.decode_step import check_decode_step
+from effexport.proof.checks.decode_step import check_decoder
 from effexport.proof.checks.float32_ops import check_float32_ops
 from effexport.proof.checks.function_bodies import check_function_bodies
 from effexport.proof.checks.result import METRIC, Check, Kind, is_about_bodies, not_run
@@ -116,10 +116,12 @@ def check_with_bodies(
     return dataclasses.replace(worst, kind=kind)
 
 
-def verify_decode_step(model: Path, cases: Sequence[Case], spec: BuildSpec, settings: OrtSettings) -> Verification:
-    """Check a decode step against the answer to a whole sequence."""
+def verify_decoder(
+    step: Path, prefill: Path | None, cases: Sequence[Case], spec: BuildSpec, settings: OrtSettings
+) -> Verification:
+    """Check a decode step, and a prefill if there is one, against the answers to whole sequences."""
     try:
-        return Verification([check_decode_step(model, cases[0], spec, settings)])
+        return Verification(check_decoder(step, prefill, cases, spec, settings))
     except RuntimeUnsupportedError as error:
         return Verification([not_run_in_bfloat16(Kind.DECODE_STEP, spec, error)])
 

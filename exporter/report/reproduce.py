@@ -26,7 +26,7 @@ _SWITCHES = {
 # They are the subjects of other flags.
 _IDENTITY = ("scope", "variant")
 # Checks of inputs that are made on the spot, or of another model than model.onnx.
-_WITHOUT_CASE = (Kind.DECODE_STEP, Kind.LONG_SEQUENCE)
+_WITHOUT_CASE = (Kind.DECODE_STEP, Kind.PREFILL_STATE, Kind.LONG_SEQUENCE)
 MODULE_FAMILY = "module"
 # Where a build is repeated: beside the artifact, not in its place.
 REBUILT = "rebuilt"

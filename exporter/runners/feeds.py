@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.models.validation import did_you_mean
+from effexport.runners.runner import tensors_text
 from effexport.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec
 
 if TYPE_CHECKING:
@@ -27,19 +28,23 @@ def limits_from_spec(spec: BuildSpec) -> FeedLimits:
     return FeedLimits(max_seq_len=spec.max_seq_len, indices=spec.model.input_limits)
 
 
-def checked_feeds(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:
+def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:
     """The feeds with all inputs and the right types; an absent attention mask becomes all ones.
 
-    Raises UserError for an unknown or missing input, and for a wrong type, shape or value.
+    feeds: a mapping of input names to arrays, or to nested lists.
+    Raises UserError for something else, for an unknown or missing input, and for a wrong type, shape or value.
     """
     import numpy as np
 
-    expected = ", ".join(map(str, inputs))
+    expected = tensors_text(inputs)
+    if not isinstance(feeds, Mapping):
+        given = type(feeds).__name__
+        raise UserError(f"the inputs are given as {given}; expected a dictionary with an array for: {expected}")
     names = [tensor.name for tensor in inputs]
     for name in feeds:
         if name not in names:
             raise UserError(f"unknown input {name!r}{did_you_mean(name, names)} Expected: {expected}")
-    complete = {name: np.asarray(value) for name, value in feeds.items()}
+    complete = {name: array_of(name, value) for name, value in feeds.items()}
     sizes: dict[str, tuple[int, str]] = {}
     for tensor in inputs:
         if tensor.name not in complete and tensor.name in INPUT_DEFAULTS:
@@ -51,6 +56,18 @@ def checked_feeds(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], li
         check_array(complete[tensor.name], tensor, sizes)
     check_values(complete, inputs, limits)
     return {name: complete[name] for name in names}
+
+
+def array_of(name: str, value: Any) -> Array:
+    """An array, or nested lists as an array. Raises UserError for lists of different lengths."""
+    import numpy as np
+
+    try:
+        return np.asarray(value)
+    except ValueError as error:  # "inhomogeneous shape"
+        raise UserError(
+            f"input {name!r} has rows of different lengths; pad them to one length, and mask the padding"
+        ) from error
 
 
 def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, str]]) -> None:

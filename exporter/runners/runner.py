@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array, TensorInfo
+
+
+def tensors_text(tensors: Iterable[TensorInfo]) -> str:
+    """Names, element types and axes of inputs or outputs, for people."""
+    return ", ".join(map(str, tensors))
 
 
 class Closeable(Protocol):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -313,16 +314,17 @@ def test_an_artifact_may_be_moved(copied: Copied) -> None:
     assert open_artifact(moved).spec.variant == "softmax"
 
 
-@pytest.mark.parametrize("name", ["aft-simple"])
-def test_a_decode_step_is_held_to_the_same_rules(copied: Copied, rewrite_manifest: Rewrite, name: str) -> None:
-    folder = copied(name, "attention", causal=True)
-    original = (folder / "decode_step.onnx").read_bytes()
+@pytest.mark.parametrize("graph", ["decode_step.onnx", "prefill.onnx"])
+def test_a_decoder_is_held_to_the_same_rules(copied: Copied, rewrite_manifest: Rewrite, graph: str) -> None:
+    folder = copied("aft-simple", "attention", causal=True)
+    original = (folder / graph).read_bytes()
     model = onnx.load_from_string(original)
     in_initializer(model, "../secret")
-    (folder / "decode_step.onnx").write_bytes(model.SerializeToString())
+    (folder / graph).write_bytes(model.SerializeToString())
     rewrite_manifest(folder)
-    with pytest.raises(UserError, match=r"decode_step\.onnx keeps weights at '\.\./secret', outside"):
+    with pytest.raises(UserError, match=rf"{re.escape(graph)} keeps weights at '\.\./secret', outside"):
         open_artifact(folder)
+    (folder / graph).write_bytes(original)
     (folder / "decode_step.onnx").unlink()
     rewrite_manifest(folder)
     with pytest.raises(UserError, match=r"does not list decode_step\.onnx"):

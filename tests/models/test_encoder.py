@@ -297,3 +297,41 @@ def test_token_by_token_equals_the_whole_sequence(variant: str, block: str) -> N
         outputs.append(output)
     # sums in another order, twice
     assert relative_error(torch.cat(outputs, dim=1), module(x)) <= 2 * BLOCKING
+
+
+@pytest.mark.parametrize("seq_len", [1, 63, 100, 1000])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("variant", ["linear", "aft-simple"])
+@torch.no_grad()
+def test_prefill_equals_the_whole_sequence_and_leaves_the_state_of_single_steps(
+    variant: str, block: str, seq_len: int
+) -> None:
+    module, x = encoder(variant, attention={"causal": True, "seq_len": 1024}, block=block, layers=3), ids(3, seq_len)
+    lengths = torch.tensor([seq_len, (seq_len + 1) // 2, 1])
+    mask = (torch.arange(seq_len) < lengths[:, None]).long()
+    fresh = [layer.attention.initial_state(3) for layer in module.blocks]
+    output, states = module.prefill(x, mask, torch.zeros(3, dtype=torch.long), fresh)
+    kept, whole = mask.bool(), module(x, mask)
+    assert relative_error(output[kept], whole[kept]) <= 2 * BLOCKING
+    stepped = fresh
+    for t in range(seq_len):
+        _, stepped = module.step(x[:, t : t + 1], torch.full((3,), t), stepped)
+        for row in (lengths == t + 1).nonzero().flatten():
+            for layer, (own, expected) in enumerate(zip(states, stepped, strict=True)):
+                for name in own:
+                    # sums in another order, through up to three layers
+                    error = relative_error(own[name][row], expected[name][row])
+                    assert error <= 3 * BLOCKING, (layer, name, row, error)
+
+
+@pytest.mark.parametrize("variant", ["linear", "aft-simple"])
+@torch.no_grad()
+def test_a_prompt_in_two_parts_equals_the_prompt_in_one(variant: str) -> None:
+    module, x = encoder(variant, attention={"causal": True}), ids(2, 70)
+    states = [layer.attention.initial_state(2) for layer in module.blocks]
+    outputs = []
+    for start, end in ((0, 33), (33, 70)):
+        mask = torch.ones(2, end - start, dtype=torch.long)
+        output, states = module.prefill(x[:, start:end], mask, torch.full((2,), start), states)
+        outputs.append(output)
+    assert relative_error(torch.cat(outputs, dim=1), module(x)) <= 2 * BLOCKING

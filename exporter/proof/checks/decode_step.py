@@ -1,34 +1,99 @@
-"""A decode step against the answer to a whole sequence."""
+"""A decoder against the answers to whole sequences: token by token, and after a prompt that is read at once."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from effexport.dtypes import numpy_dtype
 from effexport.proof.cases import Case
 from effexport.proof.checks.arithmetic import check_arithmetic
-from effexport.proof.checks.result import Check, Kind
-from effexport.proof.tolerances import arithmetic_limit
+from effexport.proof.checks.result import METRIC, Check, Kind, judged
+from effexport.proof.metrics import relative_error
+from effexport.proof.tolerances import arithmetic_limit, case_limit
+from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.decode import DecodeRunner
 from effexport.runners.ort.settings import OrtSettings
-from effexport.spec import BuildSpec
+from effexport.spec import MASK_NAME, BuildSpec
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
 
 # Tokens of the export case that are decoded one by one.
 CHECKED_TOKENS = 48
+# Tokens that are decoded after the prompt of each case; of a short case, half.
+STEPS_AFTER_PROMPT = 4
 
 
-def check_decode_step(path: Path, case: Case, spec: BuildSpec, settings: OrtSettings | None = None) -> Check:
-    """Decoding token by token equals the reference's answer to the whole sequence."""
+def check_decoder(
+    step: Path, prefill: Path | None, cases: Sequence[Case], spec: BuildSpec, settings: OrtSettings | None = None
+) -> list[Check]:
+    """The checks of a decode step and, if there is one, of a prefill."""
+    with DecodeRunner(step, prefill, limits_from_spec(spec), settings) as decoder:
+        first = prefix_of(cases[0], spec)
+        checks = [check_decode_step(decoder, first, spec)]
+        if prefill is not None:
+            checks.append(check_prefill_state(decoder, first, spec))
+            checks += [check_prefill(decoder, case, spec) for case in cases]
+    return checks
+
+
+def prefix_of(case: Case, spec: BuildSpec) -> Case:
+    """The first tokens of a case, with their answers: a causal model gives the same with and without the rest."""
+    output = spec.outputs[0].name
     seq_len = min(CHECKED_TOKENS, case.keep.shape[1])
-    name, output = spec.inputs[0].name, spec.outputs[0].name
-    with DecodeRunner(path, settings=settings) as decoder:
-        steps = [decoder.step({name: case.inputs[name][:, t : t + 1]})[output] for t in range(seq_len)]
-    prefix = Case(
+    return Case(
         f"first {seq_len} tokens",
         {key: value[:, :seq_len] for key, value in case.inputs.items()},
         {output: case.outputs[output][:, :seq_len]},
     )
+
+
+def check_decode_step(decoder: DecodeRunner, case: Case, spec: BuildSpec) -> Check:
+    """Decoding token by token equals the reference's answer to the whole sequence."""
+    name, output = spec.inputs[0].name, spec.outputs[0].name
+    tokens = case.inputs[name]
+    steps = [decoder.step({name: tokens[:, t : t + 1]})[output] for t in range(tokens.shape[1])]
     actual = {output: np.concatenate(steps, axis=1).astype(numpy_dtype(spec.dtype))}
-    return check_arithmetic(prefix, actual, arithmetic_limit(spec), Kind.DECODE_STEP)
+    return check_arithmetic(case, actual, arithmetic_limit(spec), Kind.DECODE_STEP)
+
+
+def check_prefill_state(decoder: DecodeRunner, case: Case, spec: BuildSpec) -> Check:
+    """The state after a prompt equals the state that the decoder has now, after a step with each of its tokens."""
+    stepped = decoder.state
+    decoder.reset()
+    decoder.prefill(case.inputs)
+    # not the built-in max, which may drop NaN
+    worst = float(np.max([state_error(decoder.state, stepped, name) for name in stepped]))
+    return judged(Kind.PREFILL_STATE, case.label, METRIC, worst, arithmetic_limit(spec))
+
+
+def state_error(state: Mapping[str, Array], expected: Mapping[str, Array], name: str) -> float:
+    """The largest error of one tensor of the state, [batch, …, channels], relative to the scale of its sample."""
+    errors = [
+        relative_error(own.reshape(-1, own.shape[-1]), wanted.reshape(-1, wanted.shape[-1]))[0]
+        for own, wanted in zip(state[name], expected[name], strict=True)
+    ]
+    return float(np.max(errors))
+
+
+def check_prefill(decoder: DecodeRunner, case: Case, spec: BuildSpec) -> Check:
+    """Reading the prompt of every sample at once, and then decoding its last tokens, equals the reference's answer to
+    the whole sequence. What follows the prompt of a sample is masked, but is not empty."""
+    name, output = spec.inputs[0].name, spec.outputs[0].name
+    tokens, lengths = case.inputs[name], case.keep.sum(axis=1)
+    batch, seq_len = case.keep.shape
+    steps = np.minimum(STEPS_AFTER_PROMPT, lengths // 2)
+    mask = np.arange(seq_len) < (lengths - steps)[:, None]
+    decoder.reset()
+    actual = decoder.prefill({name: tokens, MASK_NAME: mask.astype(np.int64)})[output].astype(numpy_dtype(spec.dtype))
+    rows = np.arange(batch)
+    for _ in range(steps.max()):
+        # a shorter sample goes on into its padding, which is not compared
+        columns = decoder.position
+        token = np.ascontiguousarray(tokens[rows, columns][:, None])
+        actual[rows, columns] = decoder.step({name: token})[output][:, 0]
+    return check_arithmetic(case, {output: actual}, case_limit(spec, case.own_error), Kind.PREFILL)

@@ -41,6 +41,8 @@ class Kind(StrEnum):
     FLOAT32_OPS = "ops kept in float32"
     FUNCTION_BODIES = "function bodies"
     DECODE_STEP = "decode step"
+    PREFILL_STATE = "prefill state"
+    PREFILL = "prefill"
     # the reference itself
     REFERENCE = "reference"
     REFERENCE_REPEATABLE = "reference repeatable"

@@ -1,65 +1,138 @@
-"""A decode step in ONNX Runtime, with its state carried from token to token."""
+"""A causal model in ONNX Runtime that reads prompts and decodes tokens, with its state carried along."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
-from effexport.runners.feeds import FeedLimits
+from effexport.runners.feeds import FeedLimits, checked_feeds
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.settings import OrtSettings
-from effexport.runners.runner import Closeable
-from effexport.spec import NEXT_PREFIX
+from effexport.runners.runner import Closeable, tensors_text
+from effexport.spec import MASK_NAME, NEXT_PREFIX
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
 
+POSITION = "position"
+
 
 class DecodeRunner(Closeable):
-    """Feeds a decode step token by token and carries its state.
+    """Reads prompts and decodes token by token, and carries the state from call to call.
 
-        with DecodeRunner("artifacts/linear/decode_step.onnx") as decoder:
-            for token in tokens:                      # int64 [batch, 1]
+        with effexport.load_decoder("artifacts/linear") as decoder:
+            logits = decoder.prefill({"input_ids": prompt})["logits"]   # int64 [batch, seq]
+            for token in tokens:                                        # int64 [batch, 1]
                 logits = decoder.step({"input_ids": token})["logits"]
 
     Not thread-safe, because it has a state. `state` is a dictionary of float32 arrays, empty before the first token,
-    when all of it is zero; copy it to fork a beam.
+    when all of it is zero. `position`, int64 [batch], or [] before the first token, is the position of the next token.
+    To fork a beam, copy both; to continue from a copy, set both.
     """
 
-    def __init__(self, path: str | Path, limits: FeedLimits | None = None, settings: OrtSettings | None = None) -> None:
-        self._runner = OrtRunner(Path(path), settings)
+    def __init__(
+        self,
+        step: str | Path,
+        prefill: str | Path | None = None,
+        limits: FeedLimits | None = None,
+        settings: OrtSettings | None = None,
+    ) -> None:
+        self._step = OrtRunner(Path(step), settings)
+        self._prefill_path = prefill
+        self._prefill: OrtRunner | None = None
         self._limits = limits or FeedLimits()
-        outputs = {tensor.name for tensor in self._runner.outputs}
-        self.states = tuple(t for t in self._runner.inputs if NEXT_PREFIX + t.name in outputs)
-        self.state: dict[str, Array] = {}
-        self.position = 0
+        self.settings = self._step.settings
+        outputs = {tensor.name for tensor in self._step.outputs}
+        self.states = tuple(t for t in self._step.inputs if NEXT_PREFIX + t.name in outputs)
+        self.inputs = self._without_state(self._step.inputs)
+        self.outputs = self._without_state(self._step.outputs)
+        self.reset()
+
+    def __repr__(self) -> str:
+        signature = f"{tensors_text(self.inputs)} → {tensors_text(self.outputs)}"
+        return f"<DecodeRunner: {signature}; next positions {self.position.tolist()}>"
 
     def reset(self) -> None:
         """Clear the state: the next token is the first."""
-        self.state = {}
-        self.position = 0
+        self.state: dict[str, Array] = {}
+        self.position: Array = np.zeros((), dtype=np.int64)
 
     def step(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """One token for each sample: `input_ids` int64 [batch, 1] or `hidden_states` [batch, 1, dim].
+        """Decode one token for each sample: `input_ids` int64 [batch, 1] or `hidden_states` [batch, 1, dim].
 
-        Returns the model's output for these tokens. Raises UserError for feeds that do not fit.
+        Returns the model's output for these tokens. Raises UserError for feeds that do not fit; the state then stays
+        as it was.
         """
-        batch = next(iter(feeds.values())).shape[0]
-        state = self.state or {t.name: np.zeros((batch, *t.dims[1:]), dtype=np.float32) for t in self.states}
-        complete = {**feeds, **state}
-        if any(t.name == "position" for t in self._runner.inputs):
+        complete = checked_feeds(feeds, self.inputs, replace(self._limits, max_seq_len=None))
+        return self._advance(self._step, complete, np.ones(self._batch(complete), dtype=np.int64))
+
+    def prefill(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Read a whole prompt at once: the feeds of `run`, `input_ids` int64 [batch, seq] or `hidden_states`
+        [batch, seq, dim], and an optional `attention_mask` [batch, seq].
+
+        Returns the model's output for all of these tokens. The state is then the same as after a step with each kept
+        token, so a sample goes on after its last kept token. A prompt may also follow earlier tokens.
+        Raises UserError for feeds that do not fit, and for an artifact that was built without a prefill; the state then
+        stays as it was.
+        """
+        runner = self._opened_prefill()
+        # positions are checked below: a prompt may follow other tokens, and padding needs no position
+        limits = replace(self._limits, max_seq_len=None)
+        complete = checked_feeds(feeds, self._without_state(runner.inputs), limits)
+        # the first column after the last kept token of each sample
+        columns = np.arange(1, complete[MASK_NAME].shape[1] + 1)
+        return self._advance(runner, complete, (complete[MASK_NAME] * columns).max(axis=1))
+
+    def _advance(self, runner: OrtRunner, feeds: dict[str, Array], tokens: Array) -> dict[str, Array]:
+        """Run a graph, and keep the next state. tokens: by how many positions each sample advances, int64 [batch]."""
+        batch = self._batch(feeds)
+        held = len(next(iter(self.state.values()))) if self.state else batch
+        if held != batch:
+            raise UserError(
+                f"the batch size is {batch}, but the state is of {held}; call reset() to begin new sequences"
+            )
+        following = self.position + tokens
+        if any(tensor.name == POSITION for tensor in runner.inputs):
             longest = self._limits.max_seq_len
-            if longest is not None and self.position >= longest:
-                raise UserError(f"token {self.position + 1} is beyond the {longest} learned positions of this model")
-            complete["position"] = np.full(batch, self.position, dtype=np.int64)
-        results = self._runner.run(complete)
+            if longest is not None and following.max() > longest:
+                raise UserError(
+                    f"token {following.max()} is beyond the {longest} learned positions of this model; "
+                    "call reset() to begin new sequences, or build with a larger --seq-len"
+                )
+            feeds = {**feeds, POSITION: np.broadcast_to(self.position, batch)}
+        state = self.state or {t.name: np.zeros((batch, *map(int, t.dims[1:])), dtype=np.float32) for t in self.states}
+        results = runner.run({**feeds, **state})
         self.state = {t.name: results.pop(NEXT_PREFIX + t.name) for t in self.states}
-        self.position += 1
+        self.position = following
         return results
 
+    def _batch(self, feeds: Mapping[str, Array]) -> int:
+        return len(feeds[self.inputs[0].name])
+
+    def _without_state(self, tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
+        """The inputs or outputs of a graph that are the caller's."""
+        own = {POSITION, *(t.name for t in self.states), *(NEXT_PREFIX + t.name for t in self.states)}
+        return tuple(tensor for tensor in tensors if tensor.name not in own)
+
+    def _opened_prefill(self) -> OrtRunner:
+        """The second graph, opened when it is first needed, because it has weights of its own."""
+        if self._prefill_path is None:
+            raise UserError(
+                "this artifact has no prefill, because an older effexport built it; build it again, or call step with "
+                "each token of the prompt"
+            )
+        if self._prefill is None:
+            self._step.check_open()
+            self._prefill = OrtRunner(Path(self._prefill_path), self.settings)
+        return self._prefill
+
     def close(self) -> None:
-        self._runner.close()
+        self._step.close()
+        if self._prefill is not None:
+            self._prefill.close()

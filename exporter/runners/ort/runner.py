@@ -78,9 +78,13 @@ class OrtRunner(Closeable):
             raise run_failure(complete, error) from error
 
     def _checked(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        self.check_open()
+        return checked_feeds(feeds, self.inputs, self.limits)
+
+    def check_open(self) -> None:
+        """Raises EffexportError after `close`."""
         if self._session is None:
             raise EffexportError("this runner is closed; load the artifact again")
-        return checked_feeds(feeds, self.inputs, self.limits)
 
     def _run_values(self, feeds: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
         """Like `run`, for models with element types that numpy does not have."""

@@ -193,20 +193,3 @@ def test_a_model_that_fails_while_running_is_an_expected_error() -> None:
     with pytest.raises(EffexportError, match=r"ONNX Runtime failed on x \[7\]: ") as failure:
         runner.run({"x": np.zeros(7, np.float32)})
     assert failure.value.exit_code == 1
-
-
-def test_the_decode_step_answers_as_the_whole_model(built: Built) -> None:
-    artifact = built("aft-simple", "attention", causal=True)
-    hidden = np.random.default_rng(0).standard_normal((2, 12, 32), dtype=np.float32)
-    with effexport.load(artifact.path) as runner, effexport.load_decoder(artifact.path) as decoder:
-        whole = runner.run({"hidden_states": hidden})["last_hidden_state"]
-        for _ in range(2):
-            steps = [decoder.step({"hidden_states": hidden[:, t : t + 1]})["last_hidden_state"] for t in range(12)]
-            error, _ = relative_error(np.concatenate(steps, axis=1).reshape(24, 32), whole.reshape(24, 32))
-            assert error <= arithmetic_limit(artifact.spec).value
-            decoder.reset()
-
-
-def test_an_artifact_without_a_decode_step_says_which_have_one(built: Built) -> None:
-    with pytest.raises(UserError, match="has no decode step; only causal linear and aft-simple models have one"):
-        effexport.load_decoder(built("softmax", "encoder").path)
