@@ -47,7 +47,7 @@ from effexport.proof.verify import Verification, case_to_trace, verify_bodies, v
 from effexport.proof.verify_engine import verify_engine_if_possible
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
 from effexport.report.rendering.html import html_from_report
-from effexport.report.rendering.text import failure_text, trace_text
+from effexport.report.rendering.text import failure_text
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runtimes import engine_name
@@ -148,7 +148,7 @@ def artifact_from_spec(
             layers=[LayerError(**row) for row in found.layers()] if isinstance(found, Trace) else [],
         )
         if report.verdict == "failed":
-            raise StageError("parity", f"{failure_text(report.checks)}\n  {'' if found is None else trace_text(found)}")
+            raise StageError("parity", failure_text(report.checks, found))
         (folder / REPORT_JSON).write_text(json_from_report(report), encoding="utf-8")
         (folder / REPORT_HTML).write_text(html_from_report(report), encoding="utf-8")
         write_manifest(folder, manifest_from_report(report, spec, build.hashes, weights_digest(module)))

@@ -1,4 +1,4 @@
-"""The table of parity checks."""
+"""The table of parity checks, and what failed or did not run in it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,34 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from effexport.commands._options import say
-from effexport.proof.checks.result import Check, Kind, summary
-from effexport.report.rendering.text import status_of
-from effexport.units import number
+from effexport.proof.checks.result import Check, Kind, outcome_of, summary
+from effexport.report.problems import problems_of
+from effexport.report.rendering.text import cases_text
+from effexport.units import NOTHING, number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
+_STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "not applicable": "dim"}
 
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:
-    """Print one row per kind of check; below it, every check that failed or did not run, and whether the reference
-    disagreed with itself."""
+    """Print one row per kind of check. Failures come first, because a reader begins at the top; below the table comes
+    what did not run, and whether the reference disagreed with itself."""
+    problems = problems_of(checks)
+    for problem in problems:
+        if problem.outcome == "failed":
+            say(console, problem.text, style=_STYLES["failed"])
+    print_table(console, checks)
+    for problem in problems:
+        if problem.outcome != "failed":
+            say(console, problem.text, style=_STYLES[problem.outcome])
+    for check in checks:
+        if check.kind == Kind.REFERENCE_REPEATABLE and check.detail:
+            say(console, f"note: {check.detail}", style="yellow")
+
+
+def print_table(console: Console, checks: Sequence[Check]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -26,21 +41,15 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
     for title in ("worst", "limit", "cases"):
         table.add_column(title, justify="right")
     for name, entry in summary(checks).items():
-        status = status_of(entry)
-        cases = entry["passed"] + entry["failed"] + entry["not run"]
+        group = [check for check in checks if check.name == name]
+        outcome = outcome_of(group)
+        ran = outcome in ("passed", "failed")
         table.add_row(
             name,
-            Text(status, style=_STYLES[status]),
-            entry["metric"],
+            Text(outcome, style=_STYLES[outcome]),
+            entry["metric"] if ran else NOTHING,
             number(entry["worst"]),
             number(entry["limit"]),
-            f"{entry['passed']} of {cases}",
+            cases_text(group),
         )
     console.print(table)
-    for check in checks:
-        if check.status != "passed" or (check.kind == Kind.REFERENCE_REPEATABLE and check.detail):
-            failed = check.status == "failed"  # perhaps without a value: a body that does not run
-            value = f" {number(check.value)} > {number(check.limit)}" if check.value is not None and failed else ""
-            explanation = "; ".join(part for part in (check.detail, check.reason) if part)
-            line = f"{check.status}: {check.name} ({check.case}), {check.metric}{value}; {explanation}"
-            say(console, line, style=_STYLES[check.status])

@@ -13,7 +13,7 @@ from effexport.artifact import CheckSummary, Count, EngineEntry, Manifest, Parit
 from effexport.files import Figure, figure, json_text
 from effexport.models.model_spec import Scope
 from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import Check, Status, Worst, passed, summary
+from effexport.proof.checks.result import Check, Status, Worst, outcomes_text, passed, summary
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES
 from effexport.spec import BuildSpec, Precision
 from effexport.version import __version__
@@ -24,7 +24,10 @@ else:
     RuntimeName = Literal[tuple(ARTIFACT_RUNTIMES)]
 
 # 2: measures, worst element, length and histogram of a check; layers and weights_from.
-REPORT_VERSION: Literal[2] = 2
+# 3: reports of `verify`: reference, options and divergence.
+REPORT_VERSION: Literal[3] = 3
+
+PYTORCH = "PyTorch"
 
 
 def described(text: str) -> msgspec.Meta:
@@ -47,12 +50,14 @@ class LayerError(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a build.
+    """The result of a build, or of `effexport verify`.
 
     runtime: where the model ran, as in --runtime. implementation: per custom operator, what ran: "body", "kernel" or
     "plugin". notes: what users of this model have to know. seconds: per stage. engines: those built with the model.
     layers: the errors inside the model, in its order. weights_from: what the weights came from: "seed", or the name of
     a checkpoint, a file or a module; "" if it is not known.
+    reference: what the model was compared with. options: further options of `effexport verify` that repeat the checks.
+    divergence: the first value inside the graph that differs, in words; "" if the model was not traced.
     """
 
     title: str
@@ -67,6 +72,9 @@ class Report:
     engines: list[EngineEntry] = field(default_factory=list)
     layers: list[LayerError] = field(default_factory=list)
     weights_from: str = ""
+    reference: str = PYTORCH
+    options: list[str] = field(default_factory=list)
+    divergence: str = ""
 
     @property
     def verdict(self) -> Status:
@@ -79,11 +87,14 @@ class Report:
     def sentence(self) -> str:
         """The verdict for people."""
         if self.verdict == "not run":
-            return "Not run: the exported model was not compared with PyTorch on this machine."
-        counts = [self.count(status) for status in ("passed", "failed", "not run")]
+            return f"Not run: the exported model was not compared with {self.reference} on this machine."
+        counts = outcomes_text(self.checks)
+        if self.reference != PYTORCH:
+            agrees = "does not agree" if self.verdict == "failed" else "agrees"
+            return f"{self.verdict.capitalize()}: the model {agrees} with {self.reference} ({counts})."
         if self.verdict == "failed":
-            return f"Failed: the exported model does not compute what PyTorch computes ({counted(*counts)})."
-        return f"Passed: the exported model computes what PyTorch computes ({counted(*counts)})."
+            return f"Failed: the exported model does not compute what PyTorch computes ({counts})."
+        return f"Passed: the exported model computes what PyTorch computes ({counts})."
 
     def count(self, status: str) -> int:
         return sum(check.status == status for check in self.checks)
@@ -110,7 +121,9 @@ class CheckRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     status: Status
     value: Figure | None
     limit: Figure | None
-    reason: Annotated[str, described("Why this limit, or why it was not run.")]
+    reason: Annotated[
+        str, described("Why the limit is what it is, or why the check was not run; not the cause of a failure.")
+    ]
     detail: Annotated[str, described("What helps to find a failure.")]
     measures: Annotated[
         dict[str, Figure],
@@ -143,7 +156,7 @@ class SpecFields(msgspec.Struct, kw_only=True):
 class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """report.json of an artifact: what was built, from what, and whether it computes what PyTorch computes."""
 
-    report_version: Literal[2]
+    report_version: Literal[3]
     title: Annotated[str, described("The model in words.")]
     verdict: Annotated[
         Status,
@@ -163,6 +176,11 @@ class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     notes: Annotated[list[str], described("What users of the model have to know.")]
     implementation: Annotated[
         dict[str, str], described("Per custom operator, what ran: kernel, body, plugin or not run.")
+    ]
+    reference: Annotated[str, described("What the model was compared with.")]
+    options: Annotated[list[str], described("Further options of effexport verify that repeat the checks.")]
+    divergence: Annotated[
+        str, described("The first value inside the graph that differs, in words; empty if the model was not traced.")
     ]
     engines: list[EngineEntry]
     summary: Annotated[dict[str, CheckSummary], described("By the name of a check.")]
@@ -221,13 +239,6 @@ def check_from_record(record: CheckRecord) -> Check:
     values = {name: getattr(record, name) for name in CheckRecord.__struct_fields__ if name != "name"}
     worst = record.worst and Worst(**msgspec.structs.asdict(record.worst))
     return Check(**values | {"kind": kind, "target": target, "case": CaseLabel.from_text(record.case), "worst": worst})
-
-
-def counted(passed: int, failed: int, not_run: int) -> str:
-    """`46 checks`, `2 of 46 checks failed`, `44 checks, 2 not run`."""
-    total = passed + failed + not_run
-    text = f"{failed} of {total} checks failed" if failed else f"{total} {'check' if total == 1 else 'checks'}"
-    return f"{text}, {not_run} not run" if not_run else text
 
 
 def manifest_from_report(report: Report, spec: BuildSpec, hashes: Sequence[str], weights_sha256: str) -> Manifest:

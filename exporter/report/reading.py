@@ -9,7 +9,7 @@ from effexport.artifact import REMEDY, REPORT_JSON
 from effexport.errors import UserError
 from effexport.files import record_from_values
 from effexport.report.compare import Side
-from effexport.report.model import REPORT_VERSION, Report, ReportFile, SpecFields, report_from_file
+from effexport.report.model import PYTORCH, REPORT_VERSION, Report, ReportFile, SpecFields, report_from_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,9 +64,10 @@ def _values_of_file(file: Path) -> dict[str, Any]:
 
 
 def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 had no layers, no measurements, and less of each check."""
-    values = {"layers": [], "bench": [], "weights_from": "", **values, "report_version": REPORT_VERSION}
-    added: dict[str, Any] = {"measures": {}, "worst": None, "seq_len": None, "histogram": []}
+    """Version 1 had no layers, no measurements, and less of each check; version 2 was of builds only."""
+    added: dict[str, Any] = {"layers": [], "bench": [], "weights_from": "", "divergence": ""}
+    values = {**added, "reference": PYTORCH, "options": [], **values, "report_version": REPORT_VERSION}
+    of_check: dict[str, Any] = {"measures": {}, "worst": None, "seq_len": None, "histogram": []}
     if isinstance(values.get("checks"), list):
-        values["checks"] = [added | check if isinstance(check, dict) else check for check in values["checks"]]
+        values["checks"] = [of_check | check if isinstance(check, dict) else check for check in values["checks"]]
     return values

@@ -28,18 +28,24 @@ _IDENTITY = ("scope", "variant")
 # Checks of inputs that are made on the spot, or of another model than model.onnx.
 _WITHOUT_CASE = (Kind.DECODE_STEP, Kind.PREFILL_STATE, Kind.LONG_SEQUENCE)
 MODULE_FAMILY = "module"
+REFERENCE_OPTION, WEIGHTS_OPTION = "--reference", "--weights"
 # Where a build is repeated: beside the artifact, not in its place.
 REBUILT = "rebuilt"
 
 
 def verify_command(check: Check, report: Report, artifact: str) -> str:
-    """Repeats one check of an artifact: its case, on the runtime that it is about."""
-    words = ["effexport", "verify", artifact]
+    """Repeats one check of an artifact: its case, on the runtime that it is about. What only a build can check, because
+    it needs a module of the user, is repeated by building again."""
+    words = ["effexport", "verify", artifact, *report.options]
     runtime = check.target or report.runtime
     if check.kind == Kind.PYTORCH_MODULE or check.kind in OF_THE_REFERENCE:
-        words += ["--reference", "torch"]
+        if report.spec["model"].get("family") == MODULE_FAMILY:
+            return build_command(report, REBUILT)
+        words += [] if REFERENCE_OPTION in words else [REFERENCE_OPTION, "torch"]
+        if report.weights_from not in ("", SEED) and WEIGHTS_OPTION not in words:
+            words += [WEIGHTS_OPTION, report.weights_from]
     elif check.case == ALL_CASES or check.kind in _WITHOUT_CASE or is_about_bodies(check):
-        words += ["--reference", "golden"]
+        words += [] if REFERENCE_OPTION in words else [REFERENCE_OPTION, "golden"]
     else:
         words += ["--case", check.case.name]
     if runtime != "ort":

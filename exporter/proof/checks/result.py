@@ -50,6 +50,8 @@ class Kind(StrEnum):
     SHAPES = "shapes"
     PARITY = "parity"
     PYTORCH_MODULE = "PyTorch module"
+    # what the user named beside the model
+    WEIGHTS = "weights"
     TRANSFORMERS = "transformers"
 
 
@@ -68,6 +70,17 @@ def is_about_bodies(check: Check) -> bool:
 
 # Checks that judge the reference: however many of them pass, nothing is known about the model.
 OF_THE_REFERENCE = (Kind.REFERENCE, Kind.REFERENCE_REPEATABLE)
+# Checks of what a model need not promise, or of shapes that it may not be built for: those that do not run are not
+# applicable, wherever the model is checked.
+WHERE_APPLICABLE = (
+    Kind.SHAPES,
+    Kind.BATCH_INVARIANCE,
+    Kind.PADDING_CONTENT,
+    Kind.CAUSAL_PREFIX,
+    Kind.LONG_SEQUENCE,
+)
+# In the order in which a sentence counts them.
+OUTCOMES = ("failed", "passed", "not applicable", "not run")
 
 
 @dataclass(frozen=True)
@@ -112,6 +125,11 @@ class Check:
         """The kind, after the target if there is one: `trt-rtx: finite`. Reports group their checks by it."""
         return f"{self.target}: {self.kind}" if self.target else str(self.kind)
 
+    @property
+    def outcome(self) -> str:
+        """One of OUTCOMES: the status, which tells what does not apply to the model from what could not run here."""
+        return "not applicable" if self.status == "not run" and self.kind in WHERE_APPLICABLE else self.status
+
 
 def passed(checks: Sequence[Check]) -> bool:
     """At least one check of the whole model ran, and none failed."""
@@ -120,8 +138,9 @@ def passed(checks: Sequence[Check]) -> bool:
 
 
 def is_about_the_model(check: Check) -> bool:
-    """Whether a check ran the whole model, and not only the reference or one function body."""
-    return check.kind not in OF_THE_REFERENCE and not check.kind.startswith(_FUNCTION_BODY_OF)
+    """Whether a check ran the whole model, and not only the reference, its weights or one function body."""
+    others = (*OF_THE_REFERENCE, Kind.WEIGHTS)
+    return check.kind not in others and not check.kind.startswith(_FUNCTION_BODY_OF)
 
 
 def judged(kind: str, case: CaseLabel, metric: str, value: float, limit: Limit, detail: str = "") -> Check:
@@ -147,12 +166,28 @@ def summary(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
         if check.value is None:
             continue
         # the worst is the one closest to its own limit, or beyond it; NaN is beyond every limit
-        if entry["worst"] is None or not _share(check.value, check.limit) <= _share(entry["worst"], entry["limit"]):
+        if entry["worst"] is None or not excess(check.value, check.limit) <= excess(entry["worst"], entry["limit"]):
             entry["worst"], entry["limit"] = check.value, check.limit
     return result
 
 
-def _share(value: float, limit: float | None) -> float:
-    if value != value:
+def outcome_of(checks: Sequence[Check]) -> str:
+    """What several checks of one name amount to: one failure is a failure."""
+    found = {check.outcome for check in checks}
+    return next(outcome for outcome in ("failed", "passed", "not run", "not applicable") if outcome in found)
+
+
+def outcomes_text(checks: Sequence[Check]) -> str:
+    """`2 checks failed, 33 passed, 4 not applicable`: how many checks had each outcome."""
+    counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in OUTCOMES}
+    parts = [f"{count} {outcome}" for outcome, count in counts.items() if count]
+    first, *others = parts or ["0 run"]
+    number, _, outcome = first.partition(" ")
+    return ", ".join([f"{number} {'check' if number == '1' else 'checks'} {outcome}", *others])
+
+
+def excess(value: float | None, limit: float | None) -> float:
+    """How far a value is beyond its limit, for ranking; infinite for NaN, and without a value."""
+    if value is None or value != value:
         return float("inf")
     return value / limit if limit else value

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from effexport.proof.checks.result import Check, Kind, summary
+from effexport.proof.checks.result import Check, Kind, outcome_of, outcomes_text, summary
 from effexport.report.compare import Comparison, case_text, result_text
-from effexport.report.model import Report, counted
+from effexport.report.model import Report
+from effexport.report.problems import problems_of
 from effexport.report.rendering.figures import error_figures
 from effexport.report.rendering.templates import template_environment
 from effexport.report.rendering.text import (
-    explanation,
+    cases_text,
     field_text,
     flat_fields,
+    limit_text,
     measures_text,
     share_of_limit,
     size_text,
     sizes,
-    status_of,
 )
 from effexport.report.reproduce import REBUILT, build_command, verify_command
 from effexport.runtimes import RUNTIMES
@@ -42,7 +43,7 @@ def html_from_report(report: Report, artifact: str = ".") -> str:
             runtime=RUNTIMES[report.runtime].label,
             runtimes=RUNTIMES,
             groups=groups,
-            problems=[check for check in report.checks if check.status != "passed"],
+            problems=problems_of(report.checks),
             summary=summary(report.checks),
             fields=flat_fields(report.spec),
             errors=error_figures(report),
@@ -69,8 +70,10 @@ def _environment() -> jinja2.Environment:
         "number": number,
         "measures": measures_text,
         "moment": moment,
-        "said": explanation,
-        "status": status_of,
+        "limit_reason": limit_text,
+        "outcome": outcome_of,
+        "outcomes": outcomes_text,
+        "cases": cases_text,
         "share": share_of_limit,
         "sizes": sizes,
         "field": field_text,
@@ -79,6 +82,5 @@ def _environment() -> jinja2.Environment:
         "case": case_text,
         "result": result_text,
         "css": lambda status: status.replace(" ", "-"),
-        "counted": lambda entry: counted(entry["passed"], entry["failed"], entry["not run"]),
     }
     return template_environment(("report/rendering", "plots"), filters)

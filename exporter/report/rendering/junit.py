@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 from effexport.proof.checks.result import Check
 from effexport.report.model import Report
+from effexport.report.rendering.text import limit_text
 from effexport.report.reproduce import verify_command
 from effexport.units import number
 
@@ -35,7 +36,9 @@ def _suite(artifact: str, report: Report) -> ElementTree.Element:
         timestamp=report.created,
     )
     properties = ElementTree.SubElement(suite, "properties")
-    facts = {"verdict": report.verdict, "runtime": report.runtime, **report.implementation, **report.environment}
+    subject = {"verdict": report.verdict, "reference": report.reference, "runtime": report.runtime}
+    divergence = {"first divergence": report.divergence} if report.divergence else {}
+    facts = {**subject, **divergence, **report.implementation, **report.environment}
     for name, value in facts.items():
         properties.append(_element("property", name=name, value=value or "not installed"))
     for check in report.checks:
@@ -51,13 +54,13 @@ def _case(check: Check, report: Report, artifact: str) -> ElementTree.Element:
     elif check.status == "failed":
         value = f" {number(check.value)} > {number(check.limit)}" if check.value is not None else ""
         failure = _element("failure", type=check.name, message=f"{check.metric}{value}")
-        failure.text = _clean("\n".join(part for part in (check.detail, check.reason, command) if part))
+        failure.text = _clean("\n".join(part for part in (check.detail, limit_text(check), command) if part))
         case.append(failure)
     else:
         figures = {"value": check.value, "limit": check.limit, **check.measures}
         text = ", ".join(f"{name} {number(value)}" for name, value in figures.items() if value is not None)
         output = ElementTree.SubElement(case, "system-out")
-        output.text = _clean("\n".join(part for part in (text, check.reason, command) if part))
+        output.text = _clean("\n".join(part for part in (text, limit_text(check), command) if part))
     return case
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from effexport.proof.checks.result import Check, summary
+from effexport.proof.checks.result import Check, outcome_of, summary
 from effexport.report.compare import Comparison, Row, case_text, result_text
 from effexport.report.model import Report
-from effexport.report.rendering.text import explanation, share_of_limit, status_of
+from effexport.report.problems import Problem, problems_of
+from effexport.report.rendering.text import cases_text, limit_text, share_of_limit
 from effexport.report.reproduce import REBUILT, build_command, quoted, verify_command
 from effexport.runtimes import RUNTIMES
 from effexport.units import moment, number
 
-SIGNS = {"passed": "✅", "failed": "❌", "not run": "⚠️"}
+SIGNS = {"passed": "✅", "failed": "❌", "not run": "⚠️", "not applicable": "➖"}
 
 
 def markdown_from_report(report: Report, artifact: str) -> str:
@@ -20,11 +21,14 @@ def markdown_from_report(report: Report, artifact: str) -> str:
     parts = [
         f"### {SIGNS[report.verdict]} {escaped(report.title)}, {escaped(report.spec['precision'])}",
         escaped(report.sentence),
-        escaped(_facts(report)),
-        _check_table(report.checks),
     ]
-    problems = [check for check in report.checks if check.status != "passed"]
-    parts += ["\n".join(_problem(check, report, artifact) for check in problems)] if problems else []
+    problems = problems_of(report.checks)
+    first = [f"* {escaped(report.divergence)}"] if report.divergence else []
+    failed = [_problem(problem, report, artifact) for problem in problems if problem.outcome == "failed"]
+    others = [_problem(problem, report, artifact) for problem in problems if problem.outcome != "failed"]
+    parts += ["\n".join([*first, *failed])] if first or failed else []
+    parts += [escaped(_facts(report)), _check_table(report.checks)]
+    parts += ["\n".join(others)] if others else []
     parts += ["\n".join(f"* {escaped(note)}" for note in report.notes)] if report.notes else []
     commands = f"effexport verify {quoted(artifact)}\n\n{build_command(report, REBUILT)}"
     parts.append(folded("Check it again, build it again", fenced(commands)))
@@ -68,23 +72,26 @@ def _facts(report: Report) -> str:
         f"effexport::{op} {'not run' if how == 'not run' else f'as {how}'}" for op, how in report.implementation.items()
     ]
     engines = [engine.file for engine in report.engines]
-    return "; ".join([f"{RUNTIMES[report.runtime].label} against PyTorch", *ran, *engines, moment(report.created)])
+    return "; ".join(
+        [f"{RUNTIMES[report.runtime].label} against {report.reference}", *ran, *engines, moment(report.created)]
+    )
 
 
 def _check_table(checks: Sequence[Check]) -> str:
     rows = []
     for name, entry in summary(checks).items():
-        status = status_of(entry)
-        cases = f"{entry['passed']} of {entry['passed'] + entry['failed'] + entry['not run']}"
+        group = [check for check in checks if check.name == name]
+        outcome = outcome_of(group)
         worst, limit = entry["worst"], entry["limit"]
-        figures = (number(worst), number(limit), share_of_limit(worst, limit), cases)
-        rows.append((name, f"{SIGNS[status]} {status}", entry["metric"], *figures))
+        figures = (number(worst), number(limit), share_of_limit(worst, limit), cases_text(group))
+        rows.append((name, f"{SIGNS[outcome]} {outcome}", entry["metric"], *figures))
     return table(("check", "result", "metric", "worst", "limit", "of limit", "passed"), rows, right=4)
 
 
-def _problem(check: Check, report: Report, artifact: str) -> str:
-    head = f"{SIGNS[check.status]} **{check.status}**: {escaped(check.name)} ({escaped(str(check.case))})"
-    return f"* {head}: {escaped(explanation(check))}\n{_indented(fenced(verify_command(check, report, artifact)))}"
+def _problem(problem: Problem, report: Report, artifact: str) -> str:
+    head = f"{SIGNS[problem.outcome]} **{problem.outcome}**: {escaped(problem.subject)}"
+    text = f"* {head}: {escaped('. '.join(part for part in (problem.finding, limit_text(problem.worst)) if part))}"
+    return f"{text}\n{_indented(fenced(verify_command(problem.worst, report, artifact)))}"
 
 
 def _pairs(title: str, names: tuple[str, ...], rows: Iterable[Row]) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from effexport.errors import Unavailable
-from effexport.proof.checks.result import METRIC, Check
+from effexport.proof.checks.result import METRIC, Check, outcome_of, outcomes_text
 from effexport.proof.trace.trace import Suspect, Trace
+from effexport.report.problems import problems_of
 from effexport.units import NOTHING, number
 
 # How many nodes or weights a sentence lists.
@@ -20,22 +21,26 @@ def status_of(entry: Mapping[str, Any]) -> str:
     return "failed" if entry["failed"] else "passed" if entry["passed"] else "not run"
 
 
-def explanation(check: Check) -> str:
-    """What a check found, where, and why its limit is what it is."""
-    limit = "" if check.limit is None else f", limit {number(check.limit)}"
-    value = "" if check.value is None else f" {number(check.value)}{limit}"
-    measured = "" if check.status == "not run" else f"{check.metric}{value}"
-    return "; ".join(part for part in (measured, check.detail, check.reason) if part)
+def cases_text(checks: Sequence[Check]) -> str:
+    """`6 of 6` checks of one name that ran have passed; `2 of 2, 1 not run`; nothing if none ran."""
+    ran = [check for check in checks if check.status != "not run"]
+    if not ran:
+        return NOTHING
+    others = [check for check in checks if check.status == "not run"]
+    passed = f"{sum(check.status == 'passed' for check in ran)} of {len(ran)}"
+    return f"{passed}, {len(others)} {outcome_of(others)}" if others else passed
 
 
-def failure_text(checks: Sequence[Check]) -> str:
-    """The first failed checks of a build, one line each."""
-    failed = [check for check in checks if check.status == "failed"]
-    lines = [
-        f"  {check.name} ({check.case}): {check.metric} {check.value} > {check.limit} {check.detail}"
-        for check in failed[:10]
-    ]
-    return "\n".join([f"{len(failed)} of {len(checks)} checks failed; nothing was written", *lines])
+def limit_text(check: Check) -> str:
+    """`why this limit: float32 sums`; empty without a reason, which a check that was not run has for itself."""
+    return f"why this limit: {check.reason}" if check.reason and check.status != "not run" else ""
+
+
+def failure_text(checks: Sequence[Check], trace: Trace | Unavailable | None = None) -> str:
+    """Why nothing was written: the first divergence of a trace if there is one, then one line per failure."""
+    lines = [] if trace is None else [trace_text(trace)]
+    lines += [problem.text for problem in problems_of(checks) if problem.outcome == "failed"]
+    return "\n  ".join([f"{outcomes_text(checks)}; nothing was written", *lines])
 
 
 def trace_text(trace: Trace | Unavailable) -> str:

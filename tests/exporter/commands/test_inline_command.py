@@ -123,7 +123,7 @@ def test_nothing_is_written_if_a_check_fails(
     output = tmp_path / "inlined.onnx"
     output.write_text("old")
     message = cli("inline", folder, "-o", output, "--force").error(1)
-    assert re.match(r"inline: \d+ of \d+ checks failed; nothing was written", message)
+    assert re.match(r"inline: \d+ checks failed, \d+ passed; nothing was written", message)
     assert output.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "inlined.onnx"]
 

@@ -141,7 +141,7 @@ def test_the_json_report_holds_everything() -> None:
     assert read["spec"] == report.spec
     assert read["environment"] == report.environment
     assert read["seconds"] == {"exporting to ONNX": 1.235}
-    assert read["report_version"] == 2
+    assert read["report_version"] == 3
     assert read["summary"]["arithmetic"] == {
         "passed": 1,
         "failed": 0,

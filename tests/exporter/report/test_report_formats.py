@@ -27,6 +27,7 @@ from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.checks.result import Check, Worst
 from effexport.report.model import REPORT_VERSION, LayerError, Report, json_from_report, schema_text
 from effexport.report.reading import report_from_values, report_of_artifact
+from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.junit import junit_from_reports
 from effexport.report.rendering.markdown import markdown_from_report
 from effexport.report.reproduce import build_command, quoted, verify_command
@@ -168,13 +169,37 @@ def test_markdown_has_the_verdict_the_table_and_failures_in_full() -> None:
     text = markdown_from_report(report_of(GOOD, BAD, NOT_RUN, notes=["Mind the gap."]), "artifacts/lsh")
     assert text.splitlines()[0] == "### ❌ lsh encoder, fp32"
     assert (
-        "Failed: the exported model does not compute what PyTorch computes (1 of 3 checks failed, 1 not run)." in text
+        "Failed: the exported model does not compute what PyTorch computes (1 check failed, 1 passed, 1 not run)."
+        in text
     )
     assert "| arithmetic | ✅ passed | max \\|error\\| / RMS | 1.5e-06 | 2e-05 | 8 % | 1 of 1 |" in text
-    assert "**failed**: finite (short: 2 × 7): NaN or Inf elements 3, limit 0; worst at x\\[0, 1, 2\\]; no NaN" in text
+    failure = "**failed**: finite in short (2 × 7): NaN or Inf elements 3, limit 0; worst at x\\[0, 1, 2\\]. "
+    assert f"{failure}why this limit: no NaN" in text
     assert "effexport verify artifacts/lsh --case short" in text
-    assert "**not run**: parity (all cases): no bfloat16 kernels here" in text
+    assert "**not run**: parity: no bfloat16 kernels here" in text
     assert "* Mind the gap." in text
+    # failures come before the table, what did not run after it
+    assert text.index("**failed**") < text.index("| check |") < text.index("**not run**")
+
+
+def test_the_report_of_a_verification_names_the_reference_and_how_to_repeat_it() -> None:
+    report = dataclasses.replace(
+        report_of(GOOD, BAD),
+        reference="other@ort",
+        options=["--model", "bad.onnx", "--reference", "other@ort"],
+        divergence="first divergence: value `x` of blocks.0",
+    )
+    text = markdown_from_report(report, "artifacts/lsh")
+    assert "Failed: the model does not agree with other@\u2060ort (1 check failed, 1 passed)." in text
+    assert "effexport verify artifacts/lsh --model bad.onnx --reference other@ort --case short" in text
+    assert text.index("first divergence") < text.index("**failed**")
+    (suite,) = suites(("artifacts/lsh", report))
+    properties = {item.get("name"): item.get("value") for item in suite.iter("property")}
+    assert properties["reference"] == "other@ort"
+    assert properties["first divergence"] == "first divergence: value `x` of blocks.0"
+    assert "first divergence: value `x` of blocks.0" in html_from_report(report)
+    validator.validate(plain(report))
+    assert read(plain(report)) == report
 
 
 def test_markdown_leaves_no_text_free_to_be_markup() -> None:
@@ -358,16 +383,24 @@ def test_words_survive_the_shell(word: str) -> None:
     assert shlex.split(quoted(word)) == [word]
 
 
+NEW_IN_REPORT = {2: ("layers", "bench", "weights_from"), 3: ("reference", "options", "divergence")}
+NEW_IN_CHECK = {2: ("measures", "worst", "seq_len", "histogram"), 3: ()}
+
+
 @pytest.mark.requires("torch", "onnx", "ort")
-def test_a_report_of_version_1_is_read(copied: Callable[..., Path], rewrite_manifest: Callable[..., None]) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_report_of_an_older_version_is_read(
+    copied: Callable[..., Path], rewrite_manifest: Callable[..., None], version: int
+) -> None:
     folder = copied()
     values = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    for name in ("layers", "bench", "weights_from"):
-        del values[name]
-    for check in values["checks"]:
-        for name in ("measures", "worst", "seq_len", "histogram"):
-            del check[name]
-    (folder / "report.json").write_text(json.dumps(values | {"report_version": 1}), encoding="utf-8")
+    for later in range(version + 1, REPORT_VERSION + 1):
+        for name in NEW_IN_REPORT[later]:
+            del values[name]
+        for check in values["checks"]:
+            for name in NEW_IN_CHECK[later]:
+                del check[name]
+    (folder / "report.json").write_text(json.dumps(values | {"report_version": version}), encoding="utf-8")
     rewrite_manifest(folder)
     report = report_of_artifact(open_artifact(folder))
     assert report.verdict == "passed"
