@@ -18,11 +18,12 @@ from typing import Literal
 from effexport.bench.rendering.curves import crossovers, curves
 from effexport.bench.rendering.headline import headlines, interruption, parity_sentence, problems, status_of, verdict
 from effexport.bench.rendering.page import title_of
-from effexport.bench.rendering.plots import QUANTITIES, figures_of
+from effexport.bench.rendering.plots import QUANTITIES, bench_chart
 from effexport.bench.rendering.table import parity_text
 from effexport.bench.results import BenchResults, Row, results_from_json
-from effexport.plots.axes import WIDTH
-from effexport.plots.svg import Figure
+from effexport.plots.axes import PANEL_WIDTH, text_at
+from effexport.plots.multiples import Chart
+from effexport.plots.svg import SIGN_WIDTH
 from effexport.report.rendering.markdown import SIGNS, escaped, fenced, folded, table
 from effexport.report.rendering.templates import template_environment
 from effexport.units import NOTHING, duration_with, memory, moment, three_digits
@@ -30,8 +31,8 @@ from effexport.units import NOTHING, duration_with, memory, moment, three_digits
 HEAD = ("model", "tokens", "runtime", "median ± spread", "× softmax", "× torch", "× floor", "peak memory", "parity")
 # A longer table is folded.
 MAX_OPEN_ROWS = 40
-# Pixels around plots and for their titles; plots side by side.
-MARGIN, HEADING, COLUMNS = 16, 24, 2
+# Pixels around plots and for their titles; plots side by side; lines of the legend.
+MARGIN, HEADING, COLUMNS, LEGEND_ROW = 16, 24, 3, 22
 
 
 def markdown_from_results(results: BenchResults) -> str:
@@ -56,9 +57,9 @@ def markdown_from_results(results: BenchResults) -> str:
 
 def plot_svg_from_results(results: BenchResults, what: Literal["latency", "memory"]) -> str:
     """The plots of one quantity as a file: with their own colours, for light and dark, and their own background."""
-    found = figures_of(results, what)
     style = template_environment(("plots",)).get_template("plot.css.j2").render()
-    return svg_file(QUANTITIES[what].title if found else f"No {what} was measured.", found, style)
+    chart = bench_chart(results, [what])
+    return svg_file(QUANTITIES[what][0].title if chart else f"No {what} was measured.", chart, style)
 
 
 def _by_length(rows: Sequence[Row]) -> list[Row]:
@@ -92,27 +93,36 @@ def _known(values: dict[str, str]) -> list[tuple[str, str]]:
     return [(name, value or "not installed") for name, value in values.items()]
 
 
-def svg_file(title: str, figures: Sequence[Figure], style: str) -> str:
-    """Plots with their titles, in two columns, as one SVG file; without figures, only `title`.
+def svg_file(title: str, chart: Chart | None, style: str) -> str:
+    """A chart of one quantity as one SVG file: its panels, and the legend below; without a chart, only `title`.
 
     style: CSS, in which `.page` is the background.
     """
-    columns = max(1, min(COLUMNS, len(figures)))
-    heights = [_height(figure.svg) for figure in figures]
-    rows = [max(heights[n : n + columns]) for n in range(0, len(heights), columns)] or [0]
-    width = columns * (WIDTH + MARGIN) + MARGIN
-    height = sum(rows) + len(rows) * (HEADING + MARGIN) + MARGIN
-    body = [] if figures else [_heading(MARGIN, MARGIN, title)]
-    for n, figure in enumerate(figures):
-        x = MARGIN + n % columns * (WIDTH + MARGIN)
-        y = MARGIN + sum(rows[: n // columns]) + n // columns * (HEADING + MARGIN)
-        place = f'<svg x="{x}" y="{y + HEADING}" width="{WIDTH}" height="{heights[n]}" '
-        body += [_heading(x, y, figure.title), figure.svg.replace("<svg ", place, 1)]
+    panels = [] if chart is None else [panel for row in chart.rows.values() for panel in row]
+    entries = [] if chart is None else chart.legend
+    columns = max(1, min(COLUMNS, len(panels)))
+    height = max((_height(panel.svg) for panel in panels), default=0) + HEADING
+    width = max(2, columns) * (PANEL_WIDTH + MARGIN) + MARGIN
+    top = MARGIN + HEADING
+    body = [_heading(MARGIN, MARGIN, title)]
+    for n, panel in enumerate(panels):
+        x, y = MARGIN + n % columns * (PANEL_WIDTH + MARGIN), top + n // columns * height
+        place = f'<svg x="{x}" y="{y + HEADING}" width="{PANEL_WIDTH}" height="{height - HEADING}" '
+        # a single panel is headed by the title
+        body += [_heading(x, y, panel.title)] if len(panels) > 1 else []
+        body.append(panel.svg.replace("<svg ", place, 1))
+    top += math.ceil(len(panels) / columns) * height + MARGIN
+    for n, entry in enumerate(entries):
+        x, y = MARGIN + n % columns * (PANEL_WIDTH + MARGIN), top + n // columns * LEGEND_ROW
+        body.append(
+            f'<g transform="translate({x} {y})">{entry.sign}</g>{text_at(x + SIGN_WIDTH + 6, y + 14, entry.name)}'
+        )
+    total = top + math.ceil(len(entries) / columns) * LEGEND_ROW + MARGIN
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" aria-labelledby="title"><title id="title">{escape(title)}</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{total}" '
+        f'viewBox="0 0 {width} {total}" aria-labelledby="title"><title id="title">{escape(title)}</title>'
         f"<style>{escape(style, quote=False)}</style>"
-        f'<rect class="page" width="{width}" height="{height}"/>{"".join(body)}</svg>\n'
+        f'<rect class="page" width="{width}" height="{total}"/>{"".join(body)}</svg>\n'
     )
 
 

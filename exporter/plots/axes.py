@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
 
-# Readable on a phone, where a plot is scaled down to the width of the screen.
-WIDTH = 520
+# Readable on a phone, where a plot is scaled down to the width of the screen; several panels fit beside each other.
+WIDTH, PANEL_WIDTH = 520, 320
 LEFT, RIGHT, TOP, PLOT_HEIGHT = 58, 12, 26, 200
+# Room for marks between the ends of a scale and those of its axis.
+EDGE = 14
 # Minimal distance of the labels of an axis, in pixels.
 MIN_GAP = 44
+# Labels within each power of ten, as close as there is room for.
+MAX_TICKS = 8
+STEPS = ((1, 2, 5), (1,))
 
 
 @dataclass(frozen=True)
@@ -69,33 +73,59 @@ def _ticks(axis: Axis, scale: Scale) -> list[float]:
     return [10.0**power for power in range(first, last + 1, step)]
 
 
-def y_axis(axis: Axis, scale: Scale, has_zero: bool, style: Literal["power", "whole"] = "power") -> list[str]:
+def y_axis(
+    axis: Axis, scale: Scale, has_zero: bool, right: float, label: Callable[[float], str] | None = None
+) -> list[str]:
+    """Lines from LEFT to `right`, with labels at their left; `label` is the text of a value."""
     parts = []
     for tick in _ticks(axis, scale):
         y = scale(tick)
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>')
         if has_zero and tick <= scale.low:
             continue
-        label = short(tick) if style == "whole" else _figure(tick)
-        parts.append(text_at(LEFT - 8, y + 4, label, "end"))
+        parts.append(text_at(LEFT - 8, y + 4, (label or _figure)(tick), "end"))
     if has_zero:
         parts.append(text_at(LEFT - 8, scale.start + 4, "0", "end"))
     parts.append(text_at(4, 13, axis.title))
     return parts
 
 
-def x_axis(axis: Axis, scale: Scale) -> list[str]:
-    bottom = TOP + PLOT_HEIGHT
-    parts = [f'<path class="axis" d="M{LEFT} {bottom}H{WIDTH - RIGHT}"/>']
+def x_axis(axis: Axis, scale: Scale, bottom: float, has_zero: bool = False) -> list[str]:
+    """A line at `bottom`, a little longer than the scale, and labels below it."""
+    parts = [f'<path class="axis" d="M{scale.start - EDGE:.1f} {bottom}H{scale.end + EDGE:.1f}"/>']
     ticks = _ticks(axis, scale)
     labelled = _with_room([scale(tick) for tick in ticks])
     for n, tick in enumerate(ticks):
         x = scale(tick)
         parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v5"/>')
         if n in labelled:
-            parts.append(text_at(x, bottom + 20, _figure(tick), "middle"))
-    parts.append(text_at((LEFT + WIDTH - RIGHT) / 2, bottom + 40, axis.title, "middle"))
+            label = "0" if has_zero and tick <= scale.low else _figure(tick)
+            parts.append(text_at(x, bottom + 20, label, "middle"))
+    parts.append(text_at((scale.start + scale.end) / 2, bottom + 40, axis.title, "middle"))
     return parts
+
+
+def ticks_between(values: Iterable[float]) -> list[float]:
+    """Labels of a logarithmic axis that just enclose all values, at most eight."""
+    known = [value for value in values if math.isfinite(value) and value > 0] or [1.0]
+    low, high = min(known), max(known)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    for steps in STEPS:
+        every = [step * 10.0**power for power in powers for step in steps]
+        start = max(n for n, tick in enumerate(every) if tick <= low)
+        end = next(n for n, tick in enumerate(every) if tick >= high and n > start)
+        if end - start < MAX_TICKS:
+            return every[start : end + 1]
+    stride = math.ceil((end - start) / (MAX_TICKS - 1))
+    return [every[start] * 10.0 ** (stride * n) for n in range(math.ceil((end - start) / stride) + 1)]
+
+
+def ticks_from_zero(values: Iterable[float]) -> list[float]:
+    """Labels of a linear axis from 0 to at least the largest value, at most six."""
+    high = max(values, default=0.0) or 1.0
+    size = 10.0 ** math.floor(math.log10(high))
+    step = next(step * size for step in (0.2, 0.5, 1, 2) if 5 * step * size >= high)
+    return [float(f"{n * step:.6g}") for n in range(math.ceil(high / step) + 1)]
 
 
 def _with_room(places: Sequence[float]) -> set[int]:
@@ -108,8 +138,10 @@ def _with_room(places: Sequence[float]) -> set[int]:
 
 
 def _figure(value: float) -> str:
-    """A number as in the tables, but 1e-6 instead of 1.0e-06, and 8192 in full."""
-    return power(value) if 0 < abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:g}"
+    """A number as in the tables, but 2e-6 instead of 2.0e-06, and 8192 in full."""
+    if 0 < abs(value) < 1e-3 or abs(value) >= 1e9:
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return short(value) if value >= 1e5 else f"{value:g}"
 
 
 def power(value: float) -> str:

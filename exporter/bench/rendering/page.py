@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from effexport.bench.rendering.beside import mean_ratios, measured_sheet, sections
+from effexport.bench.rendering.beside import measured_sheet, sections
 from effexport.bench.rendering.curves import crossovers, curves
 from effexport.bench.rendering.headline import headlines, interruption, parity_sentence, problems, verdict
-from effexport.bench.rendering.plots import figures, mean_ratio_figure
+from effexport.bench.rendering.plots import bench_chart, mean_ratio_chart
 from effexport.bench.rendering.published import TITLES
 from effexport.bench.rendering.table import differing_options, table_of
 from effexport.bench.results import BenchResults
@@ -21,7 +21,6 @@ def html_from_results(results: BenchResults) -> str:
     environment = template_environment(
         ("report/rendering", "plots", "bench/rendering"), {"moment": moment, "css": lambda text: text.replace(" ", "-")}
     )
-    by_mean = mean_ratio_figure(mean_ratios(results), curves(results)) if results.preset == "linear-blog" else None
     return environment.get_template("page.html.j2").render(
         results=results,
         title=title_of(results),
@@ -32,8 +31,8 @@ def html_from_results(results: BenchResults) -> str:
         problems=problems(results),
         sections=sections(results),
         measured=measured_sheet(results),
-        by_mean=[by_mean] if by_mean else [],
-        figures=figures(results),
+        by_mean=mean_ratio_chart(results) if results.preset == "linear-blog" else None,
+        speed=bench_chart(results),
         crossovers=crossovers(curves(results)),
         table=table_of(results.rows),
         is_open=len(results.rows) <= MAX_OPEN_ROWS,

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from effexport.bench.rendering.beside import Entry
 from effexport.bench.rendering.headline import reason_of, status_of
 from effexport.bench.results import Row
+from effexport.proof.checks.result import METRIC
 from effexport.units import NOTHING, duration, duration_with, memory, number, rate, three_digits
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table. numeric: aligned to the right. is_measured: empty for a row without a timing."""
+    """A column of the table. numeric: aligned to the right. is_measured: empty for a row without a timing.
+
+    below: the second line of a cell, where there is one.
+    """
 
     title: str
     text: Callable[[Row], str]
     numeric: bool = True
     is_measured: bool = True
+    below: Callable[[Row], str] = lambda row: ""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Line:
 
     name: str
     status: str
-    cells: tuple[str, ...]
+    cells: tuple[Entry, ...]
     reason: str
 
 
@@ -60,7 +66,9 @@ def parity_text(row: Row) -> str:
 
 
 def implementation_text(row: Row) -> str:
-    return ", ".join(f"{operator}: {what}" for operator, what in row.implementation.items()) or NOTHING
+    """`kernel` if all custom operators ran so, else what ran each of them."""
+    ran = list(dict.fromkeys(row.implementation.values()))
+    return ran[0] if len(ran) == 1 else ", ".join(f"{op}: {what}" for op, what in row.implementation.items()) or NOTHING
 
 
 def options_text(row: Row) -> str:
@@ -71,16 +79,16 @@ def _median(row: Row) -> str:
     return NOTHING if row.timing is None else duration_with(row.timing.median_ms, row.timing.spread_ms)
 
 
-def _mean(row: Row) -> str:
-    return NOTHING if row.timing is None else duration_with(row.timing.mean_ms, row.timing.deviation_ms)
+def _rate(row: Row) -> str:
+    return "" if row.timing is None else f"{rate(row.tokens_per_second)} tokens/s"
 
 
 def _floor(row: Row) -> str:
-    return NOTHING if row.floor is None else duration(row.floor.total_ms)
+    return "" if row.floor is None else f"floor {duration(row.floor.total_ms)}"
 
 
-def _metric(row: Row) -> str:
-    return NOTHING if row.parity is None else row.parity.metric
+def _other_metric(row: Row) -> str:
+    return "" if row.parity is None or row.parity.metric == METRIC else row.parity.metric
 
 
 _CASE = (
@@ -91,20 +99,16 @@ _CASE = (
     Column("Heads", lambda row: f"{row.case.heads} × {row.case.head_dim}", True, False),
 )
 _MEASURED = (
-    Column("Median ± spread", _median),
-    Column("Mean ± deviation", _mean),
-    Column("Tokens/s", lambda row: rate(row.tokens_per_second)),
+    Column("Median ± spread", _median, below=_rate),
     Column("× softmax", lambda row: three_digits(row.times_softmax)),
     Column("× torch", lambda row: three_digits(row.times_torch)),
-    Column("Floor", _floor),
-    Column("× floor", lambda row: three_digits(row.times_floor)),
+    Column("× floor", lambda row: three_digits(row.times_floor), below=_floor),
     Column("Peak memory", lambda row: memory(row.peak_bytes)),
-    Column("Parity", parity_text),
-    Column("Parity metric", _metric, False),
-    Column("Operators", implementation_text, False),
+    Column("Parity", parity_text, below=_other_metric),
+    Column("Ran as", implementation_text, False),
     Column("Runs", lambda row: NOTHING if row.timing is None else f"{row.timing.runs:,}"),
 )
-_SHARED_NAMES = ("Runtime", "Scope", "Batch", "Precision", "Heads", "Parity metric", "Runs")
+_SHARED_NAMES = ("Runtime", "Scope", "Batch", "Precision", "Heads", "Runs")
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -115,7 +119,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     for column in (*_CASE, *_MEASURED):
         texts = {column.text(row) for row in (timed if column.is_measured else rows)}
         known = texts - {NOTHING}
-        if len(known) == 1 and column.title in _SHARED_NAMES and (len(texts) == 1 or column.title == "Parity metric"):
+        if len(known) == len(texts) == 1 and column.title in _SHARED_NAMES:
             shared[column.title] = known.pop()
         elif known:
             columns.append(column)
@@ -133,5 +137,7 @@ def differing_options(rows: Iterable[Row]) -> dict[str, str]:
 
 def _line(row: Row, columns: Sequence[Column]) -> Line:
     measured = row.is_quotable
-    cells = tuple(column.text(row) for column in columns if measured or not column.is_measured)
+    cells = tuple(
+        Entry(column.text(row), column.below(row)) for column in columns if measured or not column.is_measured
+    )
     return Line(row.case.label, status_of(row), cells, "" if measured else reason_of(row))
