@@ -84,8 +84,9 @@ def _series(line: Line, looks: Mapping[str, Look], text: Callable[[float], str] 
         Point(n, value, f"{line.label}, {line.place}, {n:,} tokens: {text(value)}") for n, value in line.values.items()
     ]
     limits = [Point(length, limit) for length, limit in line.limits.items()]
-    kind, look = ("baseline", Look(-1, 2)) if line.is_baseline else ("line", looks[line.label])
-    return Series(line.label, points, kind, limits, look)
+    if line.is_baseline:
+        return Series(line.label, points, "baseline", limits, Look(-1, 2))
+    return Series(line.label, points, "line", limits, looks[line.label])
 
 
 def _ends(quantity: Quantity, lines: Sequence[Line]) -> str:

@@ -110,7 +110,7 @@ def scatter(
     for one, look, aside in zip(series, _looks(series), _aside(len(series)), strict=True):
         shift = aside if one.kind == "marks" else 0.0
         finite = [(across(p.x) + shift, up(p.y)) for p in one.points if math.isfinite(p.y)]
-        parts = [_bar(across(p.x) + aside, up(p.y)) for p in one.limits]
+        parts = [_bar(across(p.x) + aside, up(p.y)) for p in one.limits if math.isfinite(p.y)]
         if one.kind != "marks" and len(finite) > 1:
             parts.append(_line(look, "M" + "L".join(f"{left:.1f} {top:.1f}" for left, top in finite)))
         parts += [
@@ -124,7 +124,7 @@ def dots(key: str, title: str, description: str, axis: Axis, names: Sequence[str
     """Values of named rows along one axis, below each other. Points have their value in x and the row, from 0, in y."""
     points = _points(series)
     has_zero = axis.logarithmic and any(p.x <= 0 for p in points)
-    across = scale_of([p.x for p in points], axis, EDGE, WIDTH - EDGE, has_zero)
+    across = scale_of([p.x for p in points], axis, 2 * EDGE, WIDTH - 2 * EDGE, has_zero)
     body = list(x_axis(axis, across, len(names) * ROW, has_zero))
     for row, name in enumerate(names):
         top = row * ROW
@@ -134,7 +134,7 @@ def dots(key: str, title: str, description: str, axis: Axis, names: Sequence[str
         def height(point: Point, aside: float = aside) -> float:
             return point.y * ROW + ROW - 11 + aside / 2
 
-        parts = [_bar(across(p.x), height(p), upright=True) for p in one.limits]
+        parts = [_bar(across(p.x), height(p), upright=True) for p in one.limits if math.isfinite(p.x)]
         parts += [_point(one, look, p, p.x, across(p.x), height(p), (WIDTH - EDGE, height(p))) for p in one.points]
         body.append(_group(one, look, parts))
     return _svg(key, title, description, WIDTH, len(names) * ROW + 46, body)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from effexport.plots.multiples import Chart, Line, Quantity, chart_of
 from effexport.report.rendering.templates import template_environment
 from effexport.sweep.results import Row, SweepResults
 from effexport.units import duration, memory, moment, number
@@ -28,11 +29,44 @@ def html_from_results(results: SweepResults) -> str:
     return environment.get_template("page.html.j2").render(
         results=results,
         groups=groups_of(results.rows),
+        chart=sweep_chart(results.rows),
         problems=[row for row in results.rows if row.status != "finished"],
         has_gpus=any(row.gpu for row in results.rows),
         has_engines=any(row.engine for row in results.rows),
         is_open=len(results.rows) <= MAX_OPEN_ROWS,
         shared=shared_fields(results.rows),
+    )
+
+
+def sweep_chart(rows: Sequence[Row]) -> Chart | None:
+    """Errors with their limits, sizes and times against length; None if all cells have one length."""
+    finished = [row for row in rows if row.status == "finished"]
+    if len({row.seq_len for row in finished}) < 2:
+        return None
+    parts = [(row.precision, row.target, row.gpu) for row in finished]
+    varying = [n for n in range(3) if len({part[n] for part in parts}) > 1]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row, part in zip(finished, parts, strict=True):
+        place = ", ".join(part[n] for n in varying if part[n])
+        groups.setdefault((row.label, place), []).append(row)
+
+    def lines(field: str, unit: float = 1.0, limit: str = "") -> list[Line]:
+        """The values of a field in some unit; a logarithmic axis has no 0."""
+
+        def values(rows: Sequence[Row], name: str) -> dict[int, float]:
+            return {row.seq_len: getattr(row, name) / unit for row in rows if name and getattr(row, name)}
+
+        return [Line(*key, values(rows, field), values(rows, limit)) for key, rows in groups.items()]
+
+    return chart_of(
+        "sweep",
+        {
+            Quantity("Worst error against length", "max |error| / RMS", number): lines(
+                "worst_error", limit="error_limit"
+            ),
+            Quantity("Size against length", "megabytes", "{:.3g} MB".format): lines("artifact_bytes", 1e6),
+            Quantity("Time of the build against length", "seconds", "{:.3g} s".format): lines("seconds"),
+        },
     )
 
 

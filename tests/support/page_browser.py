@@ -104,7 +104,7 @@ OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clie
 RULES = {
     "a table has headers with a scope": "[...document.querySelectorAll('th')].filter(e => !e.scope)",
     "a table has headers": "[...document.querySelectorAll('table')].filter(e => !e.querySelector('th'))",
-    "a plot is an image with a name": "[...document.querySelectorAll('svg')]"
+    "a plot is an image with a name": "[...document.querySelectorAll('svg:not([aria-hidden])')]"
     ".filter(e => e.getAttribute('role') !== 'img'"
     " || !e.getAttribute('aria-labelledby').split(' ').every(id => document.getElementById(id)?.textContent))",
     "ids are unique": "[...document.querySelectorAll('[id]')].filter(e => document.getElementById(e.id) !== e)",
@@ -159,7 +159,8 @@ def foreign_text_colours(browser: Browser) -> set[str]:
 def plots_with_clear_text(browser: Browser) -> int:
     """How many plots the open page has, of which all text is inside and none overlaps; an AssertionError else."""
     boxes = browser.evaluate(
-        "[...document.querySelectorAll('svg')].map(s => [s.viewBox.baseVal.width, s.viewBox.baseVal.height,"
+        "[...document.querySelectorAll('svg:not([aria-hidden])')]"
+        ".map(s => [s.viewBox.baseVal.width, s.viewBox.baseVal.height,"
         " [...s.querySelectorAll('text')].map(t => { const b = t.getBBox(); return [b.x, b.y, b.width, b.height,"
         " t.textContent]; })])"
     )

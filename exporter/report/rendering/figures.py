@@ -1,15 +1,18 @@
-"""The plots of a report: errors against length, per layer, and as histograms."""
+"""The plots of reports: errors against length, per layer and as histograms, and two reports beside each other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from effexport.plots.axes import Axis, power
-from effexport.plots.svg import Figure, Point, Series, histogram, scatter
-from effexport.proof.checks.result import HISTOGRAM_EDGES, Check
+from effexport.plots.axes import Axis, power, ticks_from_zero
+from effexport.plots.svg import Figure, Point, Series, dots, histogram, legend_of, scatter
+from effexport.proof.checks.result import HISTOGRAM_EDGES, Check, summary
+from effexport.report.compare import Comparison, Side
 from effexport.report.model import LayerError, Report
 from effexport.units import number
+
+_UNIT = "relative to the RMS of the reference"
 
 
 def error_figures(report: Report) -> list[Figure]:
@@ -38,12 +41,14 @@ def _error_against_length(key: str, metric: str, checks: Sequence[Check]) -> Fig
     for check in checks:
         by_name.setdefault(check.name, []).append(check)
     series = [
-        Series(name, [Point(c.seq_len or 0, c.value or 0.0, f"{c.case}: {number(c.value)}") for c in group], "marks")
+        Series(
+            f"{name}; limit {_range([c.limit for c in group if c.limit])}" if any(c.limit for c in group) else name,
+            [Point(c.seq_len or 0, c.value or 0.0, f"{c.case}: {number(c.value)}") for c in group],
+            "marks",
+            [Point(x, y) for x, y in sorted({(c.seq_len or 0, c.limit) for c in group if c.limit})],
+        )
         for name, group in by_name.items()
     ]
-    limits = {(c.seq_len or 0, c.limit) for c in checks if c.limit}
-    if limits:
-        series.append(Series("limit", [Point(x, y) for x, y in sorted(limits)], "limit"))
     worst = max(checks, key=lambda c: math.inf if c.value is None or not math.isfinite(c.value) else c.value)
     lengths = sorted({check.seq_len or 0 for check in checks})
     caption = (
@@ -52,7 +57,12 @@ def _error_against_length(key: str, metric: str, checks: Sequence[Check]) -> Fig
     )
     title = f"Error against sequence length: {metric}"
     svg = scatter(key, title, caption, Axis("tokens", True, lengths), Axis(metric, True), series)
-    return Figure(title, caption, svg)
+    return Figure(title, caption, svg, legend_of(series))
+
+
+def _range(limits: Sequence[float]) -> str:
+    """`2e-05`, or `1e-05 to 0.0002`."""
+    return " to ".join(dict.fromkeys(number(limit) for limit in (min(limits), max(limits))))
 
 
 def _error_per_layer(layers: Sequence[LayerError]) -> Figure:
@@ -89,3 +99,41 @@ def _histogram(key: str, name: str, checks: Sequence[Check]) -> Figure:
     )
     title = f"Histogram of errors: {name}"
     return Figure(title, caption, histogram(key, title, caption, "|error| / RMS", labels, counts, place))
+
+
+def comparison_figures(comparison: Comparison) -> list[Figure]:
+    """The errors, file sizes and build times of two reports side by side."""
+    sides = (comparison.first, comparison.second)
+    sizes = [{name: size / 1e6 for name, size in side.files.items()} for side in sides]
+    times = [side.report.seconds for side in sides]
+    figures = [
+        _side_by_side("errors", "Worst error of each check", _UNIT, sides, [_errors(s, "worst") for s in sides]),
+        _side_by_side("sizes", "Size of each file", "MB", sides, sizes),
+        _side_by_side("times", "Time of each stage of the build", "seconds", sides, times),
+    ]
+    return [figure for figure in figures if figure]
+
+
+def _errors(side: Side, field: str) -> dict[str, float]:
+    """The worst value of each check that measures an error, or its limit."""
+    entries = summary(side.report.checks).items()
+    return {name: entry[field] for name, entry in entries if "RMS" in entry["metric"] and entry[field] is not None}
+
+
+def _side_by_side(
+    key: str, title: str, unit: str, sides: Sequence[Side], values: Sequence[Mapping[str, float]]
+) -> Figure | None:
+    """A row for each name with a value of at least one side; errors have limits, and a logarithmic axis."""
+    names = list(dict.fromkeys(name for own in values for name in own))
+    if not names:
+        return None
+    series = []
+    for side, own in zip(sides, values, strict=True):
+        limits = _errors(side, "limit") if unit == _UNIT else {}
+        points = [Point(v, names.index(name), f"{side.name}, {name}: {v:.3g} {unit}") for name, v in own.items()]
+        bounds = [Point(limits[name], names.index(name)) for name in own if limits.get(name)]
+        series.append(Series(side.name, points, "marks", bounds))
+    ticks = None if unit == _UNIT else ticks_from_zero(value for own in values for value in own.values())
+    caption = "Upright bars are the limits of the marks in their colour." if unit == _UNIT else ""
+    svg = dots(key, title, f"{title}. {caption}", Axis(unit, ticks is None, ticks), names, series)
+    return Figure(title, caption, svg, legend_of(series))

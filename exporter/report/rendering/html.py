@@ -9,7 +9,7 @@ from effexport.proof.checks.result import Check, Kind, outcome_of, outcomes_text
 from effexport.report.compare import Comparison, case_text, result_text
 from effexport.report.model import Report
 from effexport.report.problems import problems_of
-from effexport.report.rendering.figures import error_figures
+from effexport.report.rendering.figures import comparison_figures, error_figures
 from effexport.report.rendering.templates import template_environment
 from effexport.report.rendering.text import (
     cases_text,
@@ -56,7 +56,8 @@ def html_from_report(report: Report, artifact: str = ".") -> str:
 
 
 def html_from_comparison(comparison: Comparison) -> str:
-    return _environment().get_template("comparison.html.j2").render(comparison=comparison)
+    figures = comparison_figures(comparison)
+    return _environment().get_template("comparison.html.j2").render(comparison=comparison, figures=figures)
 
 
 def bucket_rows(checks: Sequence[Check]) -> list[tuple[Check, Check | None]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_results import FAILED, LENGTHS, MODELS, PASSED, case, results, row, without_timing
+from bench_results import FAILED, LENGTHS, MODELS, case, results, row, without_timing
 from page_browser import (
     HEADINGS,
     OVERFLOW,
@@ -26,10 +26,12 @@ from effexport.bench.rendering.beside import measured_sheet, sections
 from effexport.bench.rendering.curves import crossovers, curves
 from effexport.bench.rendering.headline import headlines, interruption, parity_sentence, problems, verdict
 from effexport.bench.rendering.page import html_from_results
-from effexport.bench.rendering.plots import MAX_TICKS, figures, ticks_between
+from effexport.bench.rendering.plots import bench_chart
 from effexport.bench.rendering.published import PUBLISHED, TITLES
 from effexport.bench.rendering.table import table_of
 from effexport.bench.results import BenchResults, Row
+from effexport.plots.axes import MAX_TICKS, ticks_between
+from effexport.plots.multiples import Chart
 from effexport.units import duration, duration_with, memory, rate, three_digits
 
 HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
@@ -161,7 +163,6 @@ def test_lengths_at_which_softmax_is_overtaken_are_those_of_the_power_laws() -> 
 def test_what_is_the_same_in_every_row_is_said_once() -> None:
     table = table_of(ort_only().rows)
     assert table.shared["Runtime"] == "ort"
-    assert table.shared["Parity metric"] == PASSED.metric
     assert "Runtime" not in [column.title for column in table.columns]
     assert list(table.groups) == [f"{length:,} tokens" for length in LENGTHS]
     table = table_of(results().rows)
@@ -171,7 +172,7 @@ def test_what_is_the_same_in_every_row_is_said_once() -> None:
 def test_columns_that_nobody_measured_are_left_out() -> None:
     bare = [replace(one, floor=None, peak_bytes=None, times_torch=None) for one in ort_only().rows]
     titles = [column.title for column in table_of(bare).columns]
-    assert not {"Floor", "× floor", "Peak memory", "× torch"} & set(titles)
+    assert not {"× floor", "Peak memory", "× torch"} & set(titles)
     assert "Median ± spread" in titles
 
 
@@ -195,36 +196,50 @@ def test_curves_are_named_by_what_differs() -> None:
     assert next(curve.name for curve in curves(preset_results("reformer-rounds"))) == "softmax, torch"
 
 
-def test_many_curves_have_a_plot_for_each_runtime_and_few_share_one() -> None:
-    assert [figure.title for figure in figures(ort_only())] == [
-        "Latency against length",
-        "Peak memory against length",
-        "Times as fast as softmax",
-        "Times the floor",
-    ]
-    titles = [figure.title for figure in figures(results())]
-    assert titles[:3] == [f"Latency against length, {runtime}" for runtime in ("torch", "ort", "ort-cuda")]
-    assert figures(results((row("linear", 512),))) == []
+def panels(chart: Chart | None) -> list[str]:
+    assert chart is not None
+    return [panel.svg for row in chart.rows.values() for panel in row]
+
+
+def test_a_benchmark_has_one_chart_with_a_panel_for_each_quantity_and_runtime() -> None:
+    quantities = ["Latency against length", "Peak memory against length", "Times as fast as softmax", "Times the floor"]
+    chart = bench_chart(results())
+    assert chart is not None
+    assert {title: [panel.title for panel in row] for title, row in chart.rows.items()} == {
+        title: ["torch", "ort", "ort-cuda"] for title in quantities
+    }
+    assert [entry.name for entry in chart.legend] == list(MODELS)
+    alone = bench_chart(ort_only())
+    assert alone is not None
+    assert [panel.title for panel in alone.rows[""]] == quantities
+    assert html_from_results(results()).count('<figure class="chart">') == 1
+    assert bench_chart(results((row("linear", 512),))) is None
+
+
+def test_panels_of_a_row_have_the_same_axes() -> None:
+    chart = bench_chart(results())
+    assert chart is not None
+    for row_of_panels in chart.rows.values():
+        labels = {tuple(re.findall(r"<text[^>]*>([^<]*)</text>", panel.svg)) for panel in row_of_panels}
+        assert len(labels) == 1
 
 
 def test_what_is_zero_has_no_place_on_a_logarithmic_axis() -> None:
     rows = [replace(one, peak_bytes=0 if one.case.seq_len == 512 else one.peak_bytes) for one in ort_only().rows]
-    _, memory_plot, *_ = figures(results(tuple(rows)))
-    assert ">512</text>" not in memory_plot.svg
-    assert "Peak memory against length" not in [figure.title for figure in figures(results(tuple(rows[:4])))]
+    assert ">512</text>" not in panels(bench_chart(results(tuple(rows))))[1]
+    assert "megabytes" not in "".join(panels(bench_chart(results(tuple(rows[:4])))))
 
 
-def test_a_model_has_the_same_colour_and_mark_in_every_plot() -> None:
-    for figure in figures(results()):
-        groups = re.findall(r'<g class="(s\d|baseline)">.*?<title>([^,<]+)', figure.svg)
+def test_a_model_has_the_same_colour_and_mark_in_every_panel() -> None:
+    for svg in panels(bench_chart(results())):
+        groups = re.findall(r'<g class="(s\d|baseline)">.*?<title>([^,<]+)', svg)
         for label, css in {"softmax": "baseline", "linear": "s0", "nystrom-64": "s1"}.items():
             assert {found for found, named in groups if named == label} <= {css}
 
 
-@pytest.mark.parametrize("base", [2, 10])
 @pytest.mark.parametrize("values", [[1.0], [0.3, 0.31], [1e-3, 7.0], [5.0, 5000.0], [1e-9, 1e9], [0.0], [1.0, 1024.0]])
-def test_labels_of_an_axis_are_around_all_values_and_few(values: list[float], base: int) -> None:
-    ticks = ticks_between(values, base)
+def test_labels_of_an_axis_are_around_all_values_and_few(values: list[float]) -> None:
+    ticks = ticks_between(values)
     known = [value for value in values if value > 0] or [1.0]
     assert ticks[0] <= min(known)
     assert ticks[-1] >= max(known)
@@ -353,7 +368,7 @@ def test_a_page_is_quiet_asks_nobody_and_keeps_the_rules(browser: Browser, pages
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
-    assert plots_with_clear_text(browser) == pages[name].read_text(encoding="utf-8").count("<svg")
+    assert plots_with_clear_text(browser) == pages[name].read_text(encoding="utf-8").count("<svg role")
 
 
 @in_browser

@@ -15,7 +15,7 @@ import pytest
 
 from effexport.artifact import Artifact
 from effexport.plots.axes import Axis
-from effexport.plots.svg import Point, Series, histogram, scatter
+from effexport.plots.svg import Point, Series, dots, histogram, legend_of, scatter
 from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.checks.result import Check
 from effexport.report.model import LayerError, Report, json_from_report
@@ -208,12 +208,18 @@ def texts(root: ElementTree.Element) -> list[str]:
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_any_values_can_be_plotted(values: list[float], logarithmic: bool) -> None:
     points = [Point(n + 1, value, "<&>") for n, value in enumerate(values)]
-    root = parsed(scatter("k", "a < b", "c & d", Axis("x", True), Axis("y", logarithmic), [Series("s", points)]))
-    for element in root.iter():
-        for name, value in element.items():
-            assert "nan" not in value, (name, value)
-            assert "inf" not in value, (name, value)
-    assert ("NaN or infinite" in texts(root)) == (not all(map(math.isfinite, values)))
+    series = [Series("s", points, limits=points)]
+    rows = [Series("s", [Point(point.y, point.x - 1, "<&>") for point in points], "marks")]
+    for svg in (
+        scatter("k", "a < b", "c & d", Axis("x", True), Axis("y", logarithmic), series),
+        dots("k", "a < b", "c & d", Axis("x", logarithmic), ["<&>"] * len(values), rows),
+    ):
+        for element in parsed(svg).iter():
+            for name, value in element.items():
+                assert "nan" not in value, (name, value)
+                assert "inf" not in value, (name, value)
+    names = [entry.name for entry in legend_of(series)]
+    assert ("NaN or infinite" in names) == (not all(map(math.isfinite, values)))
 
 
 def test_a_larger_value_is_higher_up() -> None:
@@ -223,6 +229,16 @@ def test_a_larger_value_is_higher_up() -> None:
     assert heights == sorted(heights, reverse=True)
     assert len(set(heights)) == len(points)
     assert "0" in texts(root)
+
+
+def test_a_limit_has_the_colour_of_its_series_and_lies_beside_those_of_others() -> None:
+    series = [Series(name, [Point(1, 1e-6)], "marks", [Point(1, 1e-4)]) for name in "ab"]
+    root = parsed(scatter("k", "t", "d", Axis("x", True), Axis("y", True), series))
+    bars = {group.get("class"): group.findall("path[@class='limit']") for group in root.findall("g")}
+    assert {css: len(found) for css, found in bars.items()} == {"s0": 1, "s1": 1}
+    places = [float(found[0].get("d", "")[1:].split()[0]) for found in bars.values()]
+    assert abs(places[0] - places[1]) >= 10
+    assert all('class="limit"' in entry.sign for entry in legend_of(series))
 
 
 def test_series_differ_in_more_than_colour() -> None:
