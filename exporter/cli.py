@@ -46,7 +46,7 @@ class SuggestingGroup(click.Group):
 
         known = self.list_commands(ctx)
         if args and not args[0].startswith("-") and args[0] not in known:
-            ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], known)} Commands: {', '.join(known)}")
+            raise UserError(f"no command {args[0]!r}{did_you_mean(args[0], known)} Commands: {', '.join(known)}")
         return super().resolve_command(ctx, args)
 
 
@@ -141,15 +141,35 @@ def run(arguments: list[str]) -> None:
         # its message is the whole help
         click.echo(error.format_message(), err=True)
         sys.exit(error.exit_code)
-    except click.ClickException as error:
-        if "--json" not in arguments and isinstance(error, click.UsageError) and error.ctx is not None:
-            click.echo(error.ctx.get_usage(), err=True)
-        fail(error.format_message(), error.exit_code, arguments)
+    except click.UsageError as error:
+        fail(usage_text(error), error.exit_code, arguments)
     except SpecError as error:
         fail(str(error), 2, arguments)
     except (EffexportError, LibraryError) as error:
         fail(str(error), error.exit_code, arguments)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def usage_text(error: click.UsageError) -> str:
+    """What is wrong with a command line and what to do, in one line."""
+    from effexport.models.validation import did_you_mean
+
+    message = f"{error.message[:1].lower()}{error.message[1:]}".removesuffix(".")
+    context = error.ctx
+    if context is None:  # an option has too many or too few values
+        return f"{message}; see --help"
+    usage, see = context.get_usage().removeprefix("Usage: "), f"see: {context.command_path} --help"
+    match error:
+        case click.NoSuchOption():
+            known = [option for param in context.command.params for option in (*param.opts, *param.secondary_opts)]
+            return f"there is no option {error.option_name}{did_you_mean(error.option_name, known)} {see.capitalize()}"
+        case click.MissingParameter(param=click.Argument() as argument):
+            return f"{argument.make_metavar(context)} is missing; expected: {usage}"
+        case click.MissingParameter(param=click.Option() as option):
+            return f"{option.opts[-1]} is missing; {see}"
+        case click.BadParameter(param=click.Option() as option):
+            return f"{option.opts[-1]}: {message.replace('integer range', 'integer')}"
+    return f"{message}; expected: {usage}"
 
 
 def show_warning(

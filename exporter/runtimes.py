@@ -7,6 +7,7 @@ them, `doctor`, reports, benchmarks, sweeps and the servers.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -171,6 +172,6 @@ def engine_name(runtime: str) -> str:
     return f"engine/{runtime}{ENGINE_SUFFIX}"
 
 
-def described(runtimes: dict[str, Runtime]) -> str:
+def described(runtimes: Mapping[str, Runtime]) -> str:
     """Runtimes with their labels, for help texts."""
     return "; ".join(f"{name}: {runtime.label}" for name, runtime in runtimes.items())

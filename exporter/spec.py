@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "fp16", "bf16"]
 OPSETS = range(18, 25)
+# Scopes that options choose; a checkpoint and a module have their own.
+SCOPES = ("encoder", "attention")
 MASK_NAME = "attention_mask"
 # Values of missing inputs: every token is kept and belongs to the first segment.
 INPUT_DEFAULTS: dict[str, int] = {MASK_NAME: 1, "token_type_ids": 0}
@@ -137,7 +139,7 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) ->
     options |= {name: value for name, value in flags.items() if value is not None}
     require("variant" in options, f"no variant given; expected one of: {', '.join(ATTENTION_SPECS)}")
     variant, scope = options.pop("variant"), options.pop("scope", "encoder")
-    require(scope in ("encoder", "attention"), f"scope is {scope!r}; expected encoder or attention")
+    require(scope in SCOPES, f"scope is {scope!r}; expected {' or '.join(SCOPES)}")
     # an unknown variant is reported before its options are looked at
     known_attention = field_names(type(attention_spec(variant)))
 

@@ -43,6 +43,11 @@ FAMILIES: dict[str, Family] = {
 PUBLISHED = tuple(name for name, family in FAMILIES.items() if family.model)
 
 
+def tasks() -> tuple[str, ...]:
+    """The heads that a checkpoint of any family may have."""
+    return tuple(dict.fromkeys(task for name in PUBLISHED for task in load(FAMILIES[name].spec).TASKS))
+
+
 def is_checkpoint(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 

@@ -13,7 +13,7 @@ import pytest
 from triton_server import ENVIRONMENT, TritonServer, environment
 
 from effexport.build import artifact_from_spec
-from effexport.cli import cli, main
+from effexport.cli import COMMANDS, cli, main
 from effexport.spec import build_spec_from_options
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +95,15 @@ def test_the_serving_example_packages_an_artifact_and_gets_its_answers_from_trit
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_on_a_page_exists_with_all_its_options(page: Path) -> None:
     for words in commands_of(page):
+        parse(words)
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_every_example_of_a_help_text_exists_with_all_its_options(verb: str) -> None:
+    command = cli.get_command(click.Context(cli), verb)
+    for line in getattr(command, "examples", ()):
+        name, *words = shlex.split(line, comments=True)
+        assert name == "effexport"
         parse(words)
 
 

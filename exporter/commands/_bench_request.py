@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from effexport.commands._options import check_choice
-
 if TYPE_CHECKING:
     from effexport.bench.grid import Grid
     from effexport.bench.measuring.run import Settings
@@ -76,7 +74,6 @@ class BenchRequest:
         name = self.flags["preset"]
         if name is None:
             return None
-        check_choice("--preset", name, PRESETS)
         require(
             self.flags["variants"] is None,
             f"--variants and --preset {name}, which chooses the variants, cannot be combined",

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from effexport.commands._types import OneOf
+from effexport.engines.spec import HARDWARE_COMPATIBILITIES
+from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.units import bytes_from_text
 
 if TYPE_CHECKING:
@@ -18,8 +21,9 @@ _OPTIONS = (
     click.option(
         "--target",
         "targets",
+        type=OneOf((*ENGINE_RUNTIMES, "none")),
         multiple=True,
-        help="Also build a TensorRT engine: trt, or trt-rtx, which needs no GPU; default: none. Repeatable.",
+        help="Also build a TensorRT engine; trt-rtx needs no GPU; default: none. Repeatable.",
     ),
     click.option(
         "--profile",
@@ -55,8 +59,9 @@ _OPTIONS = (
     ),
     click.option(
         "--hardware-compatibility",
+        type=OneOf(HARDWARE_COMPATIBILITIES),
         default="none",
-        help="trt: other GPUs that can run the engine: none (default), ampere+ or same-compute-capability.",
+        help="trt: other GPUs that can run the engine; default: none.",
     ),
     click.option(
         "--weight-streaming",

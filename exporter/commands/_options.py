@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_RUNTIMES, described
+from effexport.commands._types import Named, OneOf, check_choice
+from effexport.runners.ort.settings import IMPLEMENTATIONS, OrtSettings
+from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_RUNTIMES, Runtime, described
 from effexport.units import rough_duration, tokens_from_text
 
 if TYPE_CHECKING:
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.progress import Progress, Task
-
-    from effexport.runners.ort.settings import OrtSettings
 
 # Columns of tables when the output is a file or a pipe, whose width is unknown.
 LOG_WIDTH = 130
@@ -40,14 +40,22 @@ def common_options(command: Callable[..., None]) -> Callable[..., None]:
     return json(debug(command))
 
 
-def runtime_options(help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add --runtime (with this help text) and --implementation to a command."""
-    runtime = click.option("--runtime", default="ort", show_default=True, help=help)
+def runtime_options(runtimes: Mapping[str, Runtime]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add --runtime, with a choice of these, and --implementation to a command."""
+    runtime = click.option(
+        "--runtime",
+        type=OneOf(runtimes),
+        default="ort",
+        show_default=True,
+        help=f"Where the model runs. {described(runtimes)}.",
+    )
     implementation = click.option(
         "--implementation",
+        type=OneOf(IMPLEMENTATIONS),
         default="auto",
         show_default=True,
-        help="How to run custom operators in ONNX Runtime: kernel, body, or auto (kernel if built).",
+        help="How custom operators run in ONNX Runtime: as kernels, as function bodies, or auto: as kernels if these "
+        "are built.",
     )
     return lambda command: runtime(implementation(command))
 
@@ -55,33 +63,21 @@ def runtime_options(help: str) -> Callable[[Callable[..., None]], Callable[..., 
 def precision_hint_option(command: Callable[..., None]) -> Callable[..., None]:
     """Add --precision-hint to a command that runs artifacts."""
     able = ", ".join(name for name, runtime in ARTIFACT_RUNTIMES.items() if runtime.precision_hints)
+    hints = dict.fromkeys(hint for runtime in ARTIFACT_RUNTIMES.values() for hint in runtime.precision_hints)
     hint = click.option(
         "--precision-hint",
+        type=Named(hints),
         default="",
         help=f"Compute in this precision, whatever the model's: bf16, in {able}, where the CPU supports it.",
     )
     return hint(command)
 
 
-ORT_HELP = f"Where the model runs. {described(ORT_RUNTIMES)}."
-ENGINE_HELP = f"Where the model runs. {described(ARTIFACT_RUNTIMES)}."
-
-
 def settings_from_options(runtime: str, implementation: str) -> OrtSettings:
     """Raises UserError for an unknown name."""
-    from effexport.runners.ort.settings import IMPLEMENTATIONS, OrtSettings
-
     check_choice("--runtime", runtime, ORT_RUNTIMES)
     check_choice("--implementation", implementation, IMPLEMENTATIONS)
     return OrtSettings(provider=ORT_RUNTIMES[runtime].provider, implementation=implementation)
-
-
-def check_choice(option: str, value: str, known: Collection[str]) -> None:
-    from effexport.errors import UserError
-    from effexport.models.validation import did_you_mean
-
-    if value not in known:
-        raise UserError(f"unknown {option} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
 
 
 def check_output_file(output: Path, *, force: bool) -> None:

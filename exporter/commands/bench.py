@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from effexport.bench.grid import SCOPES
+from effexport.bench.presets import PRESETS
 from effexport.commands._bench_request import BenchRequest
 from effexport.commands._options import (
     common_options,
@@ -18,7 +20,11 @@ from effexport.commands._options import (
     stderr_console,
     time_left,
 )
+from effexport.commands._types import ListOf, OneOf
+from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.environment import require_torch
+from effexport.models.spec import ATTENTION_SPECS
+from effexport.runtimes import BENCH_RUNTIMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,27 +40,32 @@ INTERRUPTED = 130
 
 
 @click.command("bench")
-@click.option("--variants", help="Attention variants, with fields after a colon, such as lsh:num_hashes=4,softmax.")
+@click.option(
+    "--variants",
+    type=ListOf(ATTENTION_SPECS),
+    help="Attention variants, with fields after a colon, such as lsh:num_hashes=4,softmax.",
+)
 @click.option("--seq-lens", help="Lengths in tokens, such as 512,2k,32k; k is 1024.")
 @click.option("--batch", help="Batch sizes, such as 1,8.")
-@click.option("--precision", help="fp32 (default), fp16, bf16, or several of them.")
+@click.option("--precision", type=ListOf(DTYPE_OF_PRECISION), help="fp32 (default), fp16, bf16, or several of them.")
 @click.option(
     "--runtimes",
+    type=ListOf(BENCH_RUNTIMES),
     help="On the CPU: torch, compile (torch.compile), naive (plain torch.onnx.export, without effexport's operators), "
     "ort-body (ONNX Runtime with function bodies), ort (with kernels, if built), openvino. On a GPU: torch-cuda, "
     "ort-cuda, trt, trt-rtx.",
 )
 @click.option(
-    "--scope", help="core (default): attention only; attention: with its projections; encoder: a whole encoder."
+    "--scope",
+    type=OneOf(SCOPES),
+    help="core (default): attention only; attention: with its projections; encoder: a whole encoder.",
 )
 @click.option("--heads", type=int, help="Attention heads; default: 8.")
 @click.option("--head-dim", type=int, help="Channels per head; default: 64.")
 @click.option("--threads", type=int, help="Threads of every runtime; default: one per core.")
 @click.option("--rounds", type=int, help="Timed runs per row; default: 15.")
 @click.option("--max-seconds", type=float, help="Seconds after which a row is not run again; default: 10.")
-@click.option(
-    "--preset", help="Repeat a published experiment: linear-blog, nystrom-table1, reformer-rounds, aft-table."
-)
+@click.option("--preset", type=OneOf(PRESETS), help="Repeat a published experiment.")
 @click.option("--advise", is_flag=True, help="Recommend the fastest variant and runtime on this machine for --seq-len.")
 @length_option("--seq-len", help="With --advise: the length in tokens, such as 8192 or 32k.")
 @click.option(

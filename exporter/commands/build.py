@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.commands._engine_options import ENGINE_FLAGS, engine_options, engines_from_flags
+from effexport.commands._help import HelpfulCommand
 from effexport.commands._options import (
-    ORT_HELP,
     common_options,
     implementation_text,
     length_option,
@@ -21,7 +21,13 @@ from effexport.commands._options import (
     stage_progress,
     stderr_console,
 )
+from effexport.commands._types import Named, OneOf
+from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.environment import require_torch
+from effexport.models.families import tasks
+from effexport.models.spec import ATTENTION_SPECS
+from effexport.runtimes import ORT_RUNTIMES
+from effexport.spec import SCOPES
 from effexport.units import megabytes, rough_duration, seconds
 
 if TYPE_CHECKING:
@@ -33,9 +39,32 @@ if TYPE_CHECKING:
     from effexport.spec import BuildSpec
 
 
-@click.command("build")
-@click.option("--variant", help="Attention variant; see: effexport list.")
-@click.option("--scope", help="encoder (default): a whole encoder; attention: one attention layer.")
+SECTIONS = {
+    "What to export": ("variant", "checkpoint", "task", "factory", "spec_file", "weights"),
+    "Sizes and options of the model": (
+        *("scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "num_hashes", "pinv_init", "seed"),
+    ),
+    "The ONNX file": ("precision", "opset", "external_data", "fused", "inline"),
+    "The check": ("runtime", "implementation", "trace"),
+    "TensorRT engines": ENGINE_FLAGS,
+}
+EXAMPLES = (
+    "effexport build --variant lsh                  # random weights, to try it out",
+    "effexport build --checkpoint DIR -o OUT        # a trained Reformer or Nyströmformer",
+    "effexport build --module my_model:make         # a module of your own",
+    "effexport build --variant linear --causal --seq-len 4096 --precision fp16",
+    "effexport build --variant lsh --target trt-rtx --profile batch=1:4:16,seq=128:1024:4096",
+)
+
+
+@click.command("build", cls=HelpfulCommand, sections=SECTIONS, examples=EXAMPLES)
+@click.option(
+    "--variant",
+    type=Named(ATTENTION_SPECS),
+    metavar="NAME",
+    help=f"Attention: {', '.join(ATTENTION_SPECS)}. See also: effexport list.",
+)
+@click.option("--scope", type=OneOf(SCOPES), help="A whole encoder (default), or one attention layer.")
 @click.option("--dim", type=int, help="Model width.")
 @click.option("--heads", type=int, help="Attention heads.")
 @click.option("--layers", type=int, help="Encoder blocks.")
@@ -44,7 +73,11 @@ if TYPE_CHECKING:
 @click.option(
     "--causal/--no-causal", default=None, help="Let every position attend to itself and to earlier positions only."
 )
-@click.option("--precision", help="fp32 (default), fp16 or bf16; sensitive operations stay in float32.")
+@click.option(
+    "--precision",
+    type=OneOf(DTYPE_OF_PRECISION),
+    help="Of weights and activations; default: fp32. Operations that would overflow or lose accuracy stay in float32.",
+)
 @click.option("--opset", type=int, help="ONNX opset, 18 to 24.")
 @click.option("--seed", type=int, help="Seed of the random weights.")
 @click.option(
@@ -61,19 +94,43 @@ if TYPE_CHECKING:
     help="Write standard operators only, for tools that know no model-local functions; kernels then do not apply.",
 )
 @click.option(
-    "--checkpoint", type=click.Path(path_type=Path), help="Checkpoint folder to export: config.json and weights."
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A trained Reformer or Nyströmformer: a folder with config.json and weights.",
 )
-@click.option("--task", help="With --checkpoint: the head to export, if not the one in config.json.")
+@click.option(
+    "--task",
+    type=Named(tasks()),
+    metavar="NAME",
+    help=f"With --checkpoint: the head to export, if not the one in config.json: {', '.join(tasks())}.",
+)
 @click.option("--num-hashes", type=int, help="Hash rounds of LSH attention; may exceed the number used in training.")
 @click.option(
-    "--pinv-init", help="Scale of Nyström's pseudo-inverse: per_head, or global, as in published checkpoints."
+    "--pinv-init",
+    type=OneOf(("per_head", "global")),
+    help="Scale of Nyström's pseudo-inverse: for each head, or for the whole batch, as in published checkpoints.",
 )
-@click.option("--weights", type=click.Path(path_type=Path), help="safetensors file with weights for the variant.")
 @click.option(
-    "--module", "factory", help="package.module:factory, a function that returns a module made of effexport's layers."
+    "--weights",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="safetensors file with weights for the variant; default: random weights.",
 )
-@click.option("--spec", "spec_file", type=click.Path(path_type=Path), help="TOML file that sets fields of the spec.")
-@runtime_options(ORT_HELP)
+@click.option(
+    "--module",
+    "factory",
+    metavar="MODULE:FUNCTION",
+    help="A function without arguments that returns your nn.Module, made of effexport's layers.",
+)
+@click.option(
+    "--spec",
+    "spec_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE.toml",
+    help="File with options of the model; options of the command line override it.",
+)
+@runtime_options(ORT_RUNTIMES)
 @engine_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default: artifacts/VARIANT.")
 @click.option(
@@ -96,9 +153,8 @@ def command(
 ) -> None:
     """Export a model to ONNX, check it against PyTorch and write an artifact folder.
 
-    Flags override the fields of --spec. The artifact is written only if every check passes. --runtime and
-    --implementation choose how the check runs the model; the exported model does not depend on them. --target also
-    builds a TensorRT engine.
+    The artifact is written only if every check passes. --runtime and --implementation choose how the check runs the
+    model; the exported model does not depend on them.
     """
     from effexport.artifact import ARTIFACT_FOLDER
     from effexport.cli import print_json
@@ -151,7 +207,7 @@ class Request:
         """
         from effexport.export.module_source import module_from_factory, source_from_module, source_from_path
         from effexport.models.module_probe import spec_from_module
-        from effexport.models.spec import ATTENTION_SPECS, field_names
+        from effexport.models.spec import field_names
         from effexport.models.validation import require
         from effexport.spec import build_spec_from_checkpoint, build_spec_from_module, build_spec_from_options
 

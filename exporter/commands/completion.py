@@ -5,13 +5,14 @@ from __future__ import annotations
 import click
 
 from effexport.commands._options import common_options
+from effexport.commands._types import OneOf
 
 
 @click.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=OneOf(["bash", "zsh", "fish"]), metavar="SHELL")
 @common_options
 def command(shell: str, as_json: bool) -> None:
-    """Print a completion script; in bash: eval "$(effexport completion bash)"."""
+    """Print a completion script for SHELL: bash, zsh or fish. In bash: eval "$(effexport completion bash)"."""
     from click.shell_completion import get_completion_class
 
     from effexport.cli import cli, print_json

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_choice, common_options, result_console, say
+from effexport.commands._options import common_options, result_console, say
+from effexport.commands._types import OneOf
+from effexport.runners.ort.settings import IMPLEMENTATIONS
+from effexport.triton.spec import BACKENDS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +23,9 @@ FORMATS = ("triton",)
 
 @click.command("package")
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--format", "package_format", default="triton", show_default=True, help="Package format.")
+@click.option(
+    "--format", type=OneOf(FORMATS), default="triton", show_default=True, expose_value=False, help="Package format."
+)
 @click.option(
     "-o",
     "--output",
@@ -32,9 +37,10 @@ FORMATS = ("triton",)
 @click.option(
     "--backend",
     "backends",
+    type=OneOf(BACKENDS),
     multiple=True,
-    help="onnxruntime, python (effexport's own runner) or tensorrt. Repeatable.  [default: all that the artifact has "
-    "files for]",
+    help="Triton backend; python is effexport's own runner. Repeatable.  [default: all that the artifact has files "
+    "for]",
 )
 @click.option(
     "--name", help="Model name; with several backends, NAME-BACKEND for each.  [default: the artifact's folder]"
@@ -48,10 +54,13 @@ FORMATS = ("triton",)
 @click.option("--queue-delay-us", type=int, help="Microseconds that a request waits for others.  [default: 500]")
 @click.option("--max-queue", type=int, help="Requests that may wait; 0: no limit.  [default: 0]")
 @click.option("--instances", type=int, help="Copies of the model that run at the same time.  [default: 1]")
-@click.option("--kind", help="Run on cpu or gpu.  [default: gpu for tensorrt, else cpu]")
+@click.option("--kind", type=OneOf(("cpu", "gpu")), help="Where the model runs.  [default: gpu for tensorrt, else cpu]")
 @click.option("--threads", type=int, help="ONNX Runtime threads per instance.  [default: all cores]")
 @click.option(
-    "--implementation", help="How to run custom operators: kernel, body, or auto (kernel if built).  [default: auto]"
+    "--implementation",
+    type=OneOf(IMPLEMENTATIONS),
+    help="How custom operators run: as kernels, as function bodies, or auto: as kernels if they are built.  "
+    "[default: auto]",
 )
 @click.option("--no-warm-up", is_flag=True, help="Skip the warm-up requests.")
 @click.option("--live-versions", type=int, help="How many of the newest versions are served.  [default: 1]")
@@ -61,7 +70,6 @@ FORMATS = ("triton",)
 @common_options
 def command(
     artifact: Path,
-    package_format: str,
     repository: Path,
     backends: tuple[str, ...],
     name: str | None,
@@ -81,7 +89,6 @@ def command(
     from effexport.triton.package import package_artifact
     from effexport.triton.spec import PackageSpec
 
-    check_choice("--format", package_format, FORMATS)
     given = {name: value for name, value in options.items() if value is not None}
     spec = PackageSpec(
         name=name if name is not None else artifact.resolve().name,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_choice, check_output_file, common_options, result_console, say
+from effexport.commands._options import check_output_file, common_options, result_console, say
+from effexport.commands._types import OneOf
 
 if TYPE_CHECKING:
     from effexport.report.compare import Comparison, Side
@@ -19,7 +20,12 @@ _FORMAT_OF_SUFFIX = {".html": "html", ".htm": "html", ".json": "json", ".md": "m
 @click.command("report")
 @click.argument("artifact", required=False, type=click.Path(path_type=Path))
 @click.argument("other", required=False, type=click.Path(path_type=Path))
-@click.option("--format", "form", help="html, json, markdown or junit; default: by the suffix of -o, else markdown.")
+@click.option(
+    "--format",
+    "form",
+    type=OneOf(FORMATS),
+    help="Format of the report; default: by the suffix of -o, else markdown.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; default: stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--schema", "wants_schema", is_flag=True, help="Print the JSON Schema of report.json.")
@@ -72,8 +78,6 @@ def chosen_format(form: str | None, output: Path | None, *, as_json: bool) -> st
     """The format from --format or the file name. Raises UserError if it is unknown, or if stdout would be shared."""
     from effexport.errors import UserError
 
-    if form is not None:
-        check_choice("--format", form, FORMATS)
     if as_json and output is None:
         if form not in (None, "json"):
             raise UserError(f"--json and --format {form} would both print on stdout; add -o FILE")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.commands._options import (
-    ENGINE_HELP,
     common_options,
     implementation_text,
     precision_hint_option,
@@ -19,6 +18,8 @@ from effexport.commands._options import (
     stage_progress,
     stderr_console,
 )
+from effexport.errors import UserError
+from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.units import duration
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--input", "input_file", type=click.Path(path_type=Path), help=".npz file with one array per input name.")
 @click.option("--text", "text_file", type=click.Path(path_type=Path), help="Text file; each byte becomes a token.")
 @click.option("--output", "output_file", type=click.Path(path_type=Path), help=".npz file to write the outputs to.")
-@runtime_options(ENGINE_HELP)
+@runtime_options(ARTIFACT_RUNTIMES)
 @precision_hint_option
 @common_options
 def command(
@@ -49,7 +50,7 @@ def command(
     A text that is longer than the model allows is cut into windows, which become rows of the batch.
     """
     if (input_file is None) == (text_file is None):
-        raise click.UsageError("give either --input FILE.npz or --text FILE")
+        raise UserError("give either --input FILE.npz or --text FILE")
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.files import check_writable, load_npz, save_npz

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.commands._options import (
-    ENGINE_HELP,
     common_options,
     implementation_text,
     length_option,
@@ -20,6 +19,7 @@ from effexport.commands._options import (
     stderr_console,
 )
 from effexport.errors import MissingExtraError, UserError
+from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.serving.settings import ServingSettings
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def setting(option: str, field: str, help: str) -> Callable[[Callable[..., None]
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 picks a free one."
 )
-@runtime_options(ENGINE_HELP)
+@runtime_options(ARTIFACT_RUNTIMES)
 @setting("--max-batch", "max_batch", "Largest batch of a run, in rows.")
 @setting("--batch-delay-ms", "batch_delay_ms", "How long a run waits for more requests to fill its batch.")
 @setting("--queue-size", "queue_size", "Requests that may wait; further ones are answered with 503.")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import click
 
 from effexport.commands._options import (
-    ENGINE_HELP,
     common_options,
     implementation_text,
     precision_hint_option,
@@ -19,8 +18,9 @@ from effexport.commands._options import (
     stage_progress,
     stderr_console,
 )
+from effexport.commands._types import Named
 from effexport.errors import Unavailable
-from effexport.runtimes import ORT_RUNTIMES, RUNTIMES
+from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_RUNTIMES, RUNTIMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,10 +41,12 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="The weights that the artifact was built from: a checkpoint folder or a file.",
 )
-@runtime_options(ENGINE_HELP)
+@runtime_options(ARTIFACT_RUNTIMES)
 @precision_hint_option
 @click.option(
     "--reference",
+    type=Named(("auto", "golden", "torch", "transformers")),
+    metavar="NAME|FILE|PATH@RUNTIME",
     default="auto",
     show_default=True,
     help="golden: stored answers, PyTorch is not needed. torch: the PyTorch module on new inputs. auto: both, if it "

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from click.shell_completion import ShellComplete
 from onnx import numpy_helper
 
 from effexport import __version__
 from effexport.artifact import Artifact
+from effexport.cli import cli as effexport_cli
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.plugins.building.library import find_library
 
@@ -216,14 +218,17 @@ def test_the_default_output_is_named_after_the_variant(
             ["--variant", "softmax", "--seq-len", "many"],
             "--seq-len has 'many'; expected a length in tokens, such as 512 or 32k",
         ),
-        (["--variant", "softmax", "--precision", "fp8"], "expected fp32, fp16 or bf16"),
+        (["--variant", "softmax", "--precision", "fp8"], "unknown --precision 'fp8'; did you mean 'fp32'?"),
         (["--variant", "softmax", "--opset", "17"], "opset is 17; expected 18 to 24"),
         (["--variant", "softmax", "--batch", "0"], "batch is 0"),
         (["--variant", "softmax", "--scope", "attention", "--layers", "2"], "layers belongs to the encoder"),
-        (["--variant", "softmax", "--scope", "model"], "expected encoder or attention"),
+        (["--variant", "softmax", "--scope", "model"], "unknown --scope 'model'. Expected: encoder, attention"),
         ([], "no variant given; expected one of: softmax"),
         (["--spec", "absent.toml"], "no spec file at absent.toml"),
-        (["--variant", "softmax", "--dimm", "32"], "No such option"),
+        (
+            ["--variant", "softmax", "--dimm", "32"],
+            "there is no option --dimm; did you mean '--dim'?",
+        ),
         (["--variant", "softmax", "extra"], "unexpected extra argument"),
     ],
 )
@@ -607,6 +612,28 @@ def test_completion_completes() -> None:
     command = [sys.executable, "-c", "from effexport.cli import main; main()"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.stdout.strip() == "plain,build"
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("build --variant l", ["linear", "lsh"]),
+        ("build --target ", ["trt", "trt-rtx", "none"]),
+        ("build --task m", ["masked-lm", "multiple-choice"]),
+        ("verify DIR --reference g", ["golden"]),
+        ("run DIR --runtime trt", ["trt", "trt-rtx"]),
+        ("report DIR --format ", ["html", "json", "markdown", "junit"]),
+        ("bench --runtimes torch,op", ["torch,openvino"]),
+        ("bench --preset aft", ["aft-table"]),
+        ("package DIR --kind ", ["cpu", "gpu"]),
+        ("plugins in", ["info"]),
+        ("completion z", ["zsh"]),
+    ],
+)
+def test_the_shell_completes_values(words: str, completed: list[str]) -> None:
+    *before, incomplete = words.split(" ")
+    items = ShellComplete(effexport_cli, {}, "effexport", "_EFFEXPORT_COMPLETE").get_completions(before, incomplete)
+    assert [item.value for item in items] == completed
 
 
 def test_an_unknown_shell_or_command_is_one_error(cli: Cli) -> None:

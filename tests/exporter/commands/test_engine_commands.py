@@ -92,7 +92,7 @@ def test_a_target_that_the_artifact_lacks_is_named(cli: Callable[..., Any], with
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--target", "tensorrt"), "unknown target 'tensorrt'; did you mean 'trt'?"),
+        (("--target", "tensorrt"), "unknown --target 'tensorrt'; did you mean 'trt'?"),
         (("--target", "trt"), "TensorRT is not installed; add it with: pip install 'effexport[tensorrt]'"),
         (("--target", "trt-rtx", "--profile", "seq=1:64:65"), "positions for 64 tokens"),
         (("--target", "trt-rtx", "--profile", "64"), "expected dimension=min:opt:max"),

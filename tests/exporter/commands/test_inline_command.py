@@ -105,7 +105,7 @@ def test_outputs_that_exist_or_cannot_be_are_refused(cli: Cli, built: Built, tmp
     (tmp_path / "link.onnx").symlink_to(artifact / "model.onnx")
     assert "would change the artifact" in cli("inline", artifact, "-o", tmp_path / "link.onnx", "--force").error()
     assert "is not a regular file" in cli("inline", artifact, "-o", "/dev/null", "--force").error()
-    assert "Missing option '-o'" in cli("inline", artifact).err
+    assert "--output is missing" in cli("inline", artifact).error()
     assert "no artifact at" in cli("inline", tmp_path / "absent", "-o", tmp_path / "z.onnx").error()
     open_artifact(artifact)
 
