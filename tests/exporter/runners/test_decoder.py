@@ -266,10 +266,10 @@ def test_a_damaged_prefill_is_found(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("block", ["pre-norm", "post-norm", "reversible"])
 @pytest.mark.parametrize("name", ["linear", "aft-simple"])
-def test_decoders_of_every_block_are_proven_in_half_precision_too(
+def test_decoders_of_every_block_are_proven(
     small_spec: Callable[..., BuildSpec], tmp_path: Path, name: str, block: str, precision: str
 ) -> None:
     spec = small_spec(
