@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.models.spec import LSHSpec
 from effexport.proof.cases import Case
 from effexport.proof.checks.arithmetic import check_arithmetic, check_overall
 from effexport.proof.checks.candidate import Candidate
@@ -79,13 +78,3 @@ def check_buckets(case: Case, own: Mapping[str, Array], spec: BuildSpec) -> Iter
         "; ".join(by_layer),
     )
     yield judged(Kind.BUCKET_NEAR_TIES, case.label, "widest margin of a differing bucket", widest, near_tie_limit(spec))
-
-
-def sample_buckets(buckets: Array, row: int, length: int, spec: BuildSpec) -> Array:
-    """The buckets of one sample, cropped to its length and padded to whole chunks."""
-    attention = spec.attention
-    assert isinstance(attention, LSHSpec)
-    per_sample = attention.heads * attention.num_hashes
-    own = buckets[row * per_sample : (row + 1) * per_sample, :length]
-    pad = -length % attention.chunk_length
-    return np.pad(own, ((0, 0), (0, pad)), constant_values=attention.total_buckets)

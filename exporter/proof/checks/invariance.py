@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from effexport.models.spec import LSHSpec
 from effexport.proof.cases import Case
 from effexport.proof.checks.candidate import Candidate
-from effexport.proof.checks.hashed import sample_buckets
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, judged, not_run
 from effexport.proof.inputs.padded import padding_of_other_content
 from effexport.proof.metrics import relative_error
@@ -93,3 +93,13 @@ def limit_without(case: Case, spec: BuildSpec, condition: str) -> Limit:
     """The limit of the arithmetic, with the condition that nothing else may use it up."""
     limit = case_limit(spec, case.own_error)
     return Limit(limit.value, f"{limit.reason}; {condition}")
+
+
+def sample_buckets(buckets: Array, row: int, length: int, spec: BuildSpec) -> Array:
+    """The buckets of one sample, cropped to its length and padded to whole chunks."""
+    attention = spec.attention
+    assert isinstance(attention, LSHSpec)
+    per_sample = attention.heads * attention.num_hashes
+    own = buckets[row * per_sample : (row + 1) * per_sample, :length]
+    pad = -length % attention.chunk_length
+    return np.pad(own, ((0, 0), (0, pad)), constant_values=attention.total_buckets)
