@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.engines.engine_from_onnx import engine_from_onnx
-from effexport.engines.profile import Profile, Range
-from effexport.engines.sidecar import EngineInfo, EngineMismatchError, read_sidecar
-from effexport.engines.spec import EngineSpec
+from effexport.engines.sidecar import EngineMismatchError, read_sidecar
 from effexport.errors import UserError
-from effexport.export.onnx_graph import external_sizes, load_graph, model_digest
-from effexport.models.spec import LSHSpec
-from effexport.proof.bucket_injection import hash_values, with_given_buckets
-from effexport.proof.candidates import RunnerCandidate
 from effexport.proof.checks.result import Kind, not_run
 from effexport.proof.checks.run_checks import run_checks
+from effexport.proof.engine_candidate import engine_candidate
 from effexport.proof.verify import Verification
-from effexport.runners.cuda.opening import current_compute_capability
-from effexport.runners.feeds import limits_from_spec
-from effexport.runners.runner import Runner
-from effexport.runtimes import ENGINE_SUFFIX
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
     from effexport.proof.cases import Case
 
 
@@ -60,85 +47,3 @@ def verify_engine(
     with engine_candidate(engine, info, model, spec, hashes) as candidate:
         checks = [dataclasses.replace(c, target=info.target) for c in run_checks(candidate, cases, spec)]
     return Verification(checks, candidate.implementation)
-
-
-class EngineCandidate(RunnerCandidate):
-    """An engine under test. It accepts the shapes of its profiles."""
-
-    def __init__(
-        self, info: EngineInfo, runner: Runner, given: Runner | None, hashes: Sequence[str], values: Sequence[str]
-    ) -> None:
-        super().__init__(runner, given, hashes, values)
-        self._profiles = info.profiles
-
-    def accepts(self, inputs: Mapping[str, Array]) -> bool:
-        return any(
-            all(
-                low <= size <= high
-                for name, array in inputs.items()
-                for low, size, high in zip(profile[name][0], array.shape, profile[name][2], strict=True)
-            )
-            for profile in self._profiles
-        )
-
-
-@contextlib.contextmanager
-def engine_candidate(
-    engine: Path, info: EngineInfo, model: Path, spec: BuildSpec, hashes: Sequence[str]
-) -> Iterator[EngineCandidate]:
-    """An engine under test; if the model hashes, with a second engine that reads the buckets as inputs.
-
-    The second engine is built here, from the same model with the same options. One flipped bucket changes a third of
-    all outputs, so the arithmetic can only be compared if both sides use the same buckets.
-    """
-    from effexport.runners.trt.runner import TrtRunner
-
-    limits = limits_from_spec(spec)
-    # the temporary folder is removed last, after the engine in it is closed
-    with contextlib.ExitStack() as stack:
-        runner = stack.enter_context(TrtRunner(engine, limits=limits, onnx_sha256=model_digest(model)))
-        values = hash_values(model, hashes)
-        given = None
-        if values:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-")))
-            second = engine_with_given_buckets(model, values, info, spec, folder)
-            given = stack.enter_context(TrtRunner(second, limits=limits))
-        yield EngineCandidate(info, runner, given, hashes, values)
-
-
-def engine_with_given_buckets(
-    model: Path, values: Sequence[str], info: EngineInfo, spec: BuildSpec, folder: Path
-) -> Path:
-    """Build the engine of a model whose buckets are inputs and outputs, into `folder`."""
-    changed = folder / model.name
-    changed.write_bytes(with_given_buckets(model, values))
-    for location in external_sizes(load_graph(model)):
-        (folder / location).parent.mkdir(parents=True, exist_ok=True)
-        (folder / location).symlink_to((model.parent / location).resolve())
-    path = folder / f"given{ENGINE_SUFFIX}"
-    changed_spec = spec_with_given_buckets(info, spec)
-    engine_from_onnx(changed, changed_spec, path, current_compute_capability, precision=info.precision)
-    return path
-
-
-def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec) -> EngineSpec:
-    """The spec of an engine, with ranges for its buckets, int32 [rows, padded]: one row per sample, head and round, and
-    sequences padded to whole chunks."""
-    attention = spec.attention
-    assert isinstance(attention, LSHSpec)
-    # a checkpoint whose layers have different chunk lengths pads to a multiple of all of them
-    chunk = getattr(spec.model, "pad_multiple", attention.chunk_length)
-    rows = attention.heads * attention.num_hashes
-    profiles = []
-    for profile in info.profiles:
-        batch, seq = (Range(*(shape[axis] for shape in profile["attention_mask"])) for axis in range(2))
-        padded = Range(*(-(-size // chunk) * chunk for size in seq))
-        profiles.append(
-            Profile({"batch": batch, "seq": seq, "rows": Range(*(n * rows for n in batch)), "padded": padded})
-        )
-    options = {
-        **info.options,
-        "compute_capabilities": tuple(info.options["compute_capabilities"]),
-        "timing_cache": None,
-    }
-    return EngineSpec(target=info.target, profiles=tuple(profiles), **options)

@@ -233,7 +233,7 @@ def opened_reference(
     """The model of a choice, to be closed with the stack, and the longest sequence it takes."""
     from effexport.engines.sidecar import read_sidecar
     from effexport.proof.candidates import ModelCandidate
-    from effexport.proof.verify_engine import engine_candidate
+    from effexport.proof.engine_candidate import engine_candidate
 
     if choice.path.is_file():
         hashes, path, limits = artifact.manifest.hash_values, choice.path, FeedLimits()

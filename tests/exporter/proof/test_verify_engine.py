@@ -22,7 +22,8 @@ from effexport.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.proof.cases import load_reference
 from effexport.proof.checks.result import passed
-from effexport.proof.verify_engine import spec_with_given_buckets, verify_engine, verify_engine_if_possible
+from effexport.proof.engine_candidate import spec_with_given_buckets
+from effexport.proof.verify_engine import verify_engine, verify_engine_if_possible
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
