@@ -98,7 +98,7 @@ def parse_arguments() -> argparse.Namespace:
 def measured(
     variant: str, runtimes: Sequence[str], rounds: int, *, memory: bool = False, options: dict[str, Any], **sizes: Any
 ) -> dict[str, Row]:
-    """Rows of one model by runtime. Exits if one was not timed."""
+    """Rows of one model by runtime. Exits if one was not timed or was disturbed."""
     grid = Grid(models=(Model(variant, options),), runtimes=tuple(runtimes), **grid_sizes(**sizes))
     return {row.case.runtime: checked(row) for row in run(grid, rounds, memory).rows}
 
@@ -115,8 +115,10 @@ def run(grid: Grid, rounds: int, memory: bool = False) -> BenchResults:
 
 
 def checked(row: Row) -> Row:
-    if row.timing is None:
-        sys.exit(f"bench_claims.py: {row.case.label} on {row.case.runtime} was not timed: {row.status}, {row.reason}")
+    if not row.is_quotable:
+        sys.exit(
+            f"bench_claims.py: {row.case.label} on {row.case.runtime} cannot be quoted: {row.status}, {row.reason}"
+        )
     return row
 
 
@@ -206,11 +208,14 @@ def bound_in_ort(case: Case) -> Callable[[], object]:
 
 
 def in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each."""
+    """Median milliseconds of each. Exits if other programs disturbed one."""
     rotation = Rotation([TimedCall(name, call, name) for name, call in calls.items()], rounds, math.inf)
     rotation.run()
     if rotation.failures:
         raise next(iter(rotation.failures.values()))
+    disturbed = [name for name, own in rotation.samples.items() if not rotation.has_enough(own)]
+    if disturbed:
+        sys.exit(f"bench_claims.py: other programs disturbed {', '.join(disturbed)}; repeat this on an idle machine")
     return {name: statistics.median(own.values()) * 1e3 for name, own in rotation.samples.items()}
 
 

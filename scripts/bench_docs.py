@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Literal
 
 from effexport.bench.rendering.curves import crossovers, curves
-from effexport.bench.rendering.headline import headlines, interruption, parity_sentence, problems, status_of, verdict
+from effexport.bench.rendering.headline import (
+    disturbance,
+    headlines,
+    interruption,
+    parity_sentence,
+    problems,
+    status_of,
+    verdict,
+)
 from effexport.bench.rendering.page import title_of
 from effexport.bench.rendering.plots import QUANTITIES, bench_chart
 from effexport.bench.rendering.table import parity_text
@@ -44,6 +52,7 @@ def markdown_from_results(results: BenchResults) -> str:
         f"### {escaped(title_of(results))}",
         "\n".join(f"* {escaped(sentence)}" for sentence in headlines(results)),
         interruption(results),
+        disturbance(results),
         f"{SIGNS[verdict(results)]} {escaped(parity_sentence(results))}",
         folded(f"All {len(results.rows)} rows", rows) if many else rows if results.rows else "",
         "\n".join(f"* {escaped(f'{one.status}: {one.reason}. {one.rows}')}" for one in problems(results)),

@@ -79,6 +79,24 @@ class Floor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Disturbance:
+    """What other programs did while a row was timed; None for what the system does not tell.
+
+    kept, dropped: its rounds; those are dropped in which its threads had to wait for a core.
+    waited_share: seconds that its threads waited, all together, per second of all its runs.
+    own_cores: cores that this process used on average during its runs. other_cores: cores that other programs used, and
+    stolen_cores: cores that the host of a virtual machine took, on average while all rows of its size were timed.
+    """
+
+    kept: int
+    dropped: int
+    waited_share: float | None
+    own_cores: float | None
+    other_cores: float | None
+    stolen_cores: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A case and its measurements.
 
@@ -101,6 +119,7 @@ class Row:
     implementation: dict[str, str] = field(default_factory=dict)
     times_softmax: float | None = None
     times_torch: float | None = None
+    disturbance: Disturbance | None = None
     note: str = ""
 
     @property
@@ -110,11 +129,15 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float | None:
-        return None if self.timing is None else self.case.tokens / (self.timing.median_ms / 1e3)
+        if self.timing is None or self.status == "disturbed":
+            return None
+        return self.case.tokens / (self.timing.median_ms / 1e3)
 
     @property
     def times_floor(self) -> float | None:
-        return None if self.timing is None or self.floor is None else self.timing.median_ms / self.floor.total_ms
+        if self.timing is None or self.floor is None or self.status == "disturbed":
+            return None
+        return self.timing.median_ms / self.floor.total_ms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from effexport.bench.grid import Grid
     from effexport.bench.measuring.run import Settings
 
-EXPECTED = {"rounds": "at least 1", "threads": "at least 1", "max_seconds": "a number of seconds above 0"}
+SECONDS = "a number of seconds above 0"
+EXPECTED = {"rounds": "at least 1", "threads": "at least 1", "max_seconds": SECONDS, "wait_idle": SECONDS}
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,23 @@ class BenchRequest:
         chosen = {
             name: self.flags[name] for name in ("rounds", "max_seconds", "threads") if self.flags[name] is not None
         }
-        settings = replace(settings, **chosen, memory=not self.flags["no_memory"])
+        wait_seconds = self.flags["wait_idle"] or 0.0
+        settings = replace(settings, **chosen, memory=not self.flags["no_memory"], wait_seconds=wait_seconds)
         limit = None if self.memory_limit is None else bytes_from_text(self.memory_limit, "--memory-limit")
         return grid, settings, limit
 
     def check_numbers(self) -> None:
         from effexport.models.validation import require
 
-        for name in ("rounds", "threads", "max_seconds"):
+        for name in EXPECTED:
             value = self.flags[name]
             option = f"--{name.replace('_', '-')}"
             require(value is None or value > 0, f"{option} is {value}; expected {EXPECTED[name]}")
+        if self.flags["wait_idle"] is not None:
+            from effexport.bench.measuring.machine import STAT, Machine
+
+            known = Machine().core_times() is not None
+            require(known, f"--wait-idle needs {STAT}, which this system does not have; leave it out")
 
     def check_advice(self) -> None:
         from effexport.models.validation import require

@@ -15,17 +15,20 @@ if TYPE_CHECKING:
 
 BUSY = "most timings vary by more than a quarter of their median; other programs are probably using this machine"
 BELOW_FLOOR = (
-    "some rows are faster than their floor (÷ floor below 1): the floor uses PyTorch's matrix products, which were "
-    "slower here than those of that runtime, or were disturbed in every round"
+    "some rows are faster than their floor (÷ floor below 1): the floor uses PyTorch's matrix products, whose results "
+    "go through memory; fused kernels keep them in the cache"
 )
+IN_BRACKETS = "; in brackets: disturbed by other programs"
 STYLES = {"failed": "bold red", "disturbed": "yellow", "not run": "yellow"}
 # Columns of numbers, after the columns of words.
 FIGURES = ("tokens", "median ms", "± ms", "tokens/s", "× softmax", "× torch", "floor ms", "÷ floor", "peak")
 
 
 def print_rows(console: Console, results: BenchResults) -> None:
-    """Print a line per timed row; below it, the rows that failed or did not run, with the reason."""
+    """Print a line per timed row; below it, the rows that were disturbed, failed or did not run, with the reason."""
     from rich.table import Table
+
+    from effexport.bench.rendering.headline import disturbance
 
     table = Table(box=None, pad_edge=False)
     for title in ("model", "runtime", "operators", "parity"):
@@ -36,13 +39,16 @@ def print_rows(console: Console, results: BenchResults) -> None:
     for row in results.rows:
         if row.timing is not None:
             table.add_row(*line(row, several))
+    warning = disturbance(results)
+    if warning:
+        say(console, warning, style="bold yellow")
     if table.rows:
         console.print(table)
         say(
             console,
             f"median of up to {results.rounds} interleaved runs ± half the interquartile range, {results.threads} "
             "threads; × softmax, × torch: times faster; floor: the matrix products of the formula plus one pass over "
-            "inputs and outputs; parity: the error measured before timing",
+            "inputs and outputs; parity: the error measured before timing" + (IN_BRACKETS if warning else ""),
             style="dim",
         )
     for text, style in remarks(results):
@@ -60,7 +66,7 @@ def line(row: Row, several: dict[str, bool]) -> list[str]:
         ", ".join(sorted(set(row.implementation.values()))) or NOTHING,
         NOTHING if row.parity is None or row.parity.value is None else f"{row.parity.value:.1e}",
         tokens,
-        three_digits(timing.median_ms),
+        f"({three_digits(timing.median_ms)})" if row.status == "disturbed" else three_digits(timing.median_ms),
         three_digits(timing.spread_ms),
         three_digits(row.tokens_per_second),
         three_digits(row.times_softmax),
@@ -87,8 +93,8 @@ def remarks(results: BenchResults) -> list[tuple[str, str]]:
 
 
 def is_busy(results: BenchResults) -> bool:
-    """Whether at least half of the timings vary by more than a quarter of their median."""
-    timings = [row.timing for row in results.rows if row.timing is not None]
+    """Whether at least half of the undisturbed timings vary by more than a quarter of their median."""
+    timings = [row.timing for row in results.rows if row.timing is not None and row.is_quotable]
     wide = [timing for timing in timings if timing.spread_ms > 0.25 * timing.median_ms]
     return bool(timings) and 2 * len(wide) >= len(timings)
 

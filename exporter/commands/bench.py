@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 DEFAULT_OUTPUT = Path("bench")
 INTERRUPTED = 130
+DEFAULT_WAIT_SECONDS = 600.0
 
 
 @click.command("bench")
@@ -73,6 +74,14 @@ INTERRUPTED = 130
     metavar="SIZE",
     help="With --advise: the most memory a run may use, such as 500MB (10^6 bytes) or 2GiB (2^30).",
 )
+@click.option(
+    "--wait-idle",
+    type=float,
+    is_flag=False,
+    flag_value=DEFAULT_WAIT_SECONDS,
+    metavar="[SECONDS]",
+    help="Wait until other programs leave the machine alone, for at most this many seconds in all; default: 600.",
+)
 @click.option("--no-memory", is_flag=True, help="Do not measure peak memory, which takes one more run per row.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default: bench.")
 @click.option("--force", is_flag=True, help="Replace the folder of an earlier benchmark.")
@@ -92,7 +101,9 @@ def command(
 
     Every candidate is first compared with PyTorch; candidates that disagree are not timed. Runs take turns. Each row
     also shows a lower bound, the floor: the matrix products of its formula plus one pass over its inputs and outputs,
-    timed in the same run. Ctrl-C keeps the results so far. With --advise, a folder is written only with -o.
+    timed in the same run. Runs that other programs disturbed are repeated; a row that stays disturbed is shown, but no
+    ratio, rank or crossover is derived from it. Ctrl-C keeps the results so far. With --advise, a folder is written
+    only with -o.
     """
     from effexport.bench.rendering.advise import advice_from_results
     from effexport.bench.rendering.output import BENCH_FOLDER, write_results

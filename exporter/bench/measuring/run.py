@@ -24,12 +24,14 @@ from effexport.bench.measuring.candidates import (
     reason_not_here,
     short,
 )
+from effexport.bench.measuring.disturbance import disturbance_of, notes_of, reason_disturbed
 from effexport.bench.measuring.floor import run_pass, run_products, traffic_bytes
+from effexport.bench.measuring.machine import Machine, wait_until_idle
 from effexport.bench.measuring.memory import MemoryUnknownError, arena_fits, peak_memory, reason_too_large
 from effexport.bench.measuring.models import inputs_of_case, onnx_from_case
 from effexport.bench.measuring.naive import naive_onnx_from_case
 from effexport.bench.measuring.progress import CHILD_SECONDS, PREPARE_SECONDS, OnStep, Pace, timing_cost
-from effexport.bench.measuring.timing import FEWEST_ROUNDS, Rotation, TimedCall, times_faster, timing_from_samples
+from effexport.bench.measuring.timing import Rotation, TimedCall, times_faster, timing_from_samples
 from effexport.bench.results import BenchResults, Case, Floor, Row
 from effexport.environment import describe_machine, usable_cores, versions
 from effexport.errors import EffexportError
@@ -47,12 +49,16 @@ NO_ARENA = "ran without ONNX Runtime's memory arena, which would have kept memor
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure. threads: those of each runtime (None: one per core). max_seconds: timed seconds per row."""
+    """How to measure. threads: those of each runtime (None: one per core). max_seconds: timed seconds per row.
+
+    wait_seconds: how long, in all, to wait until other programs leave the machine alone.
+    """
 
     rounds: int = 15
     max_seconds: float = 10.0
     threads: int | None = None
     memory: bool = True
+    wait_seconds: float = 0.0
     preset: str = ""
     command: str = ""
 
@@ -104,9 +110,13 @@ class Bench:
     folder: Path
     pace: Pace
     threads: int
+    machine: Machine
     rows: list[Row] = field(default_factory=list)
     _models: dict[str, Path | Exception] = field(default_factory=dict)
     _not_here: dict[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._wait_seconds = self.settings.wait_seconds
 
     def run(self) -> None:
         sizes = itertools.groupby(self.grid.cases(), key=lambda case: (case.seq_len, case.batch, case.precision))
@@ -116,12 +126,15 @@ class Bench:
     def size(self, cases: Sequence[Case]) -> None:
         """All cases of one length, batch and precision."""
         found: list[Prepared] = []
-        rotation = Rotation([], self.settings.rounds, self.settings.max_seconds)
+        judges_waits = self.threads <= self.machine.cores
+        rotation = Rotation([], self.settings.rounds, self.settings.max_seconds, self.machine, judges_waits)
         try:
             for _, group in itertools.groupby(cases, key=lambda case: case.label):
                 found += self.prepared(list(group))
             ready = [item for item in found if item.candidate is not None]
             rotation.calls = [*self.calls(ready)]
+            if ready and self._wait_seconds:
+                self._wait_seconds = wait_until_idle(self.machine, self._wait_seconds, self.pace.say)
             self.time(rotation, ready)
             for item in ready:
                 item.close()
@@ -226,8 +239,10 @@ class Bench:
         cost = sum(timing_cost(item.row.case, settings.rounds, settings.max_seconds) for item in ready)
 
         def on_round(number: int) -> None:
-            self.pace.pay(cost / settings.rounds)
-            self.pace.say(f"{title}: round {number} of {settings.rounds}")
+            self.pace.pay(cost / settings.rounds if number <= settings.rounds else 0.0)
+            rounds = f"round {min(number, settings.rounds)} of {settings.rounds}"
+            again = f", and {number - settings.rounds} disturbed ones again" if number > settings.rounds else ""
+            self.pace.say(f"{title}: {rounds}{again}")
 
         self.pace.say(f"{title}: warming up")
         rotation.run(on_round)
@@ -235,20 +250,34 @@ class Bench:
     def finish(self, rotation: Rotation, found: Sequence[Prepared]) -> None:
         """Fill in timings, floors and ratios of a rotation, also of one that was interrupted."""
         for item in found:
-            own = rotation.samples.get(item.name, {})
+            good, bad = rotation.samples.get(item.name, {}), rotation.disturbed.get(item.name, {})
             if item.name in rotation.failures:
                 item.stop(f"while it was timed: {short(rotation.failures[item.name])}", failed=True)
-            elif len(own) >= min(FEWEST_ROUNDS, self.settings.rounds):
+            elif rotation.has_enough(good | bad):
+                seconds = good if rotation.has_enough(good) else good | bad
                 case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
-                softmax = rotation.samples.get(f"{self.softmax_label} on {case.runtime}", {})
-                torch = rotation.samples.get(f"{case.label} on {TORCH_OF_DEVICE[device]}", {})
-                item.row = replace(
+                row = replace(
                     item.row,
-                    timing=timing_from_samples([*own.values()]),
+                    timing=timing_from_samples([*seconds.values()]),
                     floor=floor_of(rotation, case.label, device),
-                    times_softmax=times_faster(own, softmax),
-                    times_torch=times_faster(own, torch),
+                    disturbance=disturbance_of(rotation, item.name),
+                    note="; ".join(filter(None, (item.row.note, notes_of(rotation, [item.name])))),
                 )
+                reason = reason_disturbed(row, rotation, item.name)
+                item.row = replace(row, status="disturbed", reason=reason) if reason else row
+        self.fill_in_ratios(rotation, found)
+
+    def fill_in_ratios(self, rotation: Rotation, found: Sequence[Prepared]) -> None:
+        """How many times faster each undisturbed row is than undisturbed softmax, and than PyTorch."""
+        good = {item.name: rotation.samples[item.name] for item in found if item.row.is_quotable}
+        for item in found:
+            case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
+            own = good.get(item.name, {})
+            item.row = replace(
+                item.row,
+                times_softmax=times_faster(own, good.get(f"{self.softmax_label} on {case.runtime}", {})),
+                times_torch=times_faster(own, good.get(f"{case.label} on {TORCH_OF_DEVICE[device]}", {})),
+            )
 
     @property
     def softmax_label(self) -> str:
@@ -287,7 +316,7 @@ def bench(grid: Grid, settings: Settings | None = None, on_step: OnStep = lambda
 
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-bench-")))
-        running = Bench(grid, settings, folder, Pace(total_cost(grid, settings), on_step), threads)
+        running = Bench(grid, settings, folder, Pace(total_cost(grid, settings), on_step), threads, Machine())
         try:
             running.run()
         except KeyboardInterrupt:

@@ -1,26 +1,37 @@
 """Interleaved timing: every round runs each call once, A B C A B C …, so that a slow phase of the machine affects all
-of them alike, and ratios are taken within a round."""
+of them alike, and ratios are taken within a round.
+
+A run is disturbed if threads of this process waited for a core, because other programs had it. Disturbed runs are
+repeated, within bounds, and do not count.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from effexport.bench.measuring.machine import CoreUse, Machine, waited_between
 from effexport.bench.results import Timing
 
 WARM_UP_RUNS = 2
-# Thread pools spin for a while after a run, which would take cores from the next one.
-PAUSE_SECONDS = 0.02
+# Thread pools spin after a run, PyTorch's for 5 ms and ONNX Runtime's for 30 ms of CPU time, which takes cores from the
+# next call. So a call starts when this process uses less than QUIET_SHARE of one core, after at most SETTLE_SECONDS.
+PAUSE_SECONDS, QUIET_SHARE, SETTLE_SECONDS = 0.005, 0.1, 0.5
 # A shorter run first runs untimed, to wake its threads and fill its caches; in a longer run, that does not matter.
 WAKE_UP_BELOW_SECONDS = 0.2
-# The turn of a short call is the median of this many runs in a row.
-SHORT_RUNS = 3
+# The turn of a short call is the median of this many undisturbed runs, or of fewer if MOST_SHORT_RUNS have no more.
+SHORT_RUNS, MOST_SHORT_RUNS = 3, 9
 # A call that takes this long is warm after one run.
 LONG_SECONDS = 1.0
 # A median of fewer rounds says little, so the time budget does not end a row earlier.
 FEWEST_ROUNDS = 3
+# After the planned rounds, disturbed ones are repeated, at most as many again.
+MOST_TIMES_ROUNDS = 2
+# Waiting lengthens a run by at most the time that its threads waited, so an undisturbed run is at most 5 % too long.
+# Waking a thread takes up to 0.05 ms on an idle machine; that belongs to the call. Other programs get a core for 3 ms.
+WAITED_SHARE, WAKING_SECONDS = 0.05, 5e-5
 
 
 @dataclass(frozen=True)
@@ -33,57 +44,123 @@ class TimedCall:
 
 
 @dataclass
-class Rotation:
-    """Calls that take turns. samples: per call, seconds by round. failures: what calls raised.
+class Runs:
+    """All timed runs of one call, in seconds: their number, length, CPU time, and how long their threads waited.
 
-    max_seconds: the timed seconds after which a call takes no more turns. clock, sleep: for tests.
+    waited is None if the system does not tell.
+    """
+
+    count: int = 0
+    wall: float = 0.0
+    own: float = 0.0
+    waited: float | None = 0.0
+
+    def add(self, wall: float, own: float, waited: float | None) -> None:
+        self.count += 1
+        self.wall += wall
+        self.own += own
+        self.waited = None if waited is None or self.waited is None else self.waited + waited
+
+
+@dataclass
+class Rotation:
+    """Calls that take turns. samples: per call, seconds by undisturbed round. failures: what calls raised.
+
+    disturbed: per call, seconds by disturbed round. runs: per call, all timed runs. use: what others used meanwhile.
+    max_seconds: the timed seconds after which a call takes no more turns. clock, sleep, machine: for tests.
+    judges_waits: False if the calls have more threads than there are cores, so that they wait for each other.
     After an interrupt, samples hold what was measured so far.
     """
 
     calls: Sequence[TimedCall]
     rounds: int
     max_seconds: float
+    machine: Machine = field(default_factory=Machine)
+    judges_waits: bool = True
     clock: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], object] = time.sleep
     samples: dict[str, dict[int, float]] = field(default_factory=dict)
+    disturbed: dict[str, dict[int, float]] = field(default_factory=dict)
+    runs: dict[str, Runs] = field(default_factory=dict)
+    use: CoreUse | None = None
     failures: dict[str, Exception] = field(default_factory=dict)
+    _shortest: dict[str, float] = field(default_factory=dict)
     _pool: str = ""
 
     def run(self, on_round: Callable[[int], None] = lambda number: None) -> None:
         """Warm up, then run all rounds. on_round is called with the number of rounds done."""
-        lengths = {call.name: self.warmed_up(call) for call in self.calls}
-        self.samples.update({call.name: {} for call in self.calls})
-        for number in range(self.rounds):
-            active = [call for call in self.calls if self.wants_more(call.name)]
-            if not active:
-                break
-            for call in active:
-                self.turn(call, number, wake_up=lengths[call.name] < WAKE_UP_BELOW_SECONDS)
-            on_round(number + 1)
+        for call in self.calls:
+            self._shortest[call.name] = self.warmed_up(call)
+            self.samples[call.name], self.disturbed[call.name], self.runs[call.name] = {}, {}, Runs()
+        start = self.machine.core_times()
+        try:
+            for number in range(MOST_TIMES_ROUNDS * self.rounds):
+                active = [call for call in self.calls if self.wants_more(call.name, number)]
+                if not active:
+                    break
+                for call in active:
+                    self.turn(call, number)
+                on_round(number + 1)
+        finally:
+            self.use = self.machine.use_since(start)
 
-    def wants_more(self, name: str) -> bool:
-        own = self.samples[name]
-        return name not in self.failures and (len(own) < FEWEST_ROUNDS or sum(own.values()) < self.max_seconds)
+    def wants_more(self, name: str, number: int) -> bool:
+        good, bad = len(self.samples[name]), len(self.disturbed[name])
+        if name in self.failures or good >= self.rounds:
+            return False
+        # what was never undisturbed in the planned rounds would hardly be in further ones
+        if number >= self.rounds and not good:
+            return False
+        return good + bad < FEWEST_ROUNDS or self.runs[name].wall < self.max_seconds
 
     def warmed_up(self, call: TimedCall) -> float:
-        """Run it until its caches, pools and compilers are ready; returns the seconds of the last run."""
-        seconds = 0.0
-        for _ in range(WARM_UP_RUNS):
-            seconds = self.guarded(call)
-            if seconds > LONG_SECONDS:
-                break
-        return seconds
+        """Run it until its caches, pools and compilers are ready; returns the seconds of the shortest run."""
+        lengths: list[float] = []
+        while len(lengths) < WARM_UP_RUNS and not any(seconds > LONG_SECONDS for seconds in lengths):
+            lengths.append(self.guarded(call))
+        return min(lengths)
 
-    def turn(self, call: TimedCall, number: int, *, wake_up: bool) -> None:
+    def turn(self, call: TimedCall, number: int) -> None:
+        """Run a call until it was undisturbed, within bounds, and keep the median."""
         if call.pool != self._pool:
-            self.sleep(PAUSE_SECONDS)
+            self.settle()
             self._pool = call.pool
-        if wake_up:
+        is_short = self._shortest[call.name] < WAKE_UP_BELOW_SECONDS
+        if is_short:
             self.guarded(call)
+        good: list[float] = []
+        bad: list[float] = []
         # one delay by the scheduler would outweigh a short run, so its median is taken
-        seconds = statistics.median(self.guarded(call) for _ in range(SHORT_RUNS if wake_up else 1))
+        wanted, most = (SHORT_RUNS, MOST_SHORT_RUNS) if is_short else (1, 1)
+        while len(good) < wanted and len(good) + len(bad) < most:
+            seconds, is_disturbed = self.watched(call)
+            (bad if is_disturbed else good).append(seconds)
         if call.name not in self.failures:
-            self.samples[call.name][number] = seconds
+            self._shortest[call.name] = min(self._shortest[call.name], *good, *bad)
+            kept = self.samples if good else self.disturbed
+            kept[call.name][number] = statistics.median(good or bad)
+
+    def settle(self) -> None:
+        """Wait until the threads of the last call have stopped spinning."""
+        end = self.clock() + SETTLE_SECONDS
+        while True:
+            start, own = self.clock(), self.machine.own_seconds()
+            self.sleep(PAUSE_SECONDS)
+            now = self.clock()
+            if self.machine.own_seconds() - own <= QUIET_SHARE * (now - start) or now >= end:
+                return
+
+    def watched(self, call: TimedCall) -> tuple[float, bool]:
+        """Seconds of one call, and whether its threads had to wait for a core."""
+        before, own = self.machine.waits(), self.machine.own_seconds()
+        seconds = self.guarded(call)
+        own = self.machine.own_seconds() - own
+        is_waiting = self.machine.is_waiting()
+        waited = waited_between(before, self.machine.waits())
+        self.runs[call.name].add(seconds, own, waited)
+        if waited is None or not self.judges_waits:
+            return seconds, False
+        return seconds, is_waiting or waited > max(WAKING_SECONDS, WAITED_SHARE * seconds)
 
     def guarded(self, call: TimedCall) -> float:
         """Seconds of one call. A call that raises takes no more turns, and the others go on."""
@@ -97,9 +174,16 @@ class Rotation:
         return self.clock() - start
 
     def median_ms(self, name: str) -> float | None:
-        """Median milliseconds of a call; None if nothing was measured."""
-        own = self.samples.get(name)
-        return statistics.median(own.values()) * 1e3 if own else None
+        """Median milliseconds of the undisturbed rounds of a call; None if they are too few."""
+        own = self.samples.get(name, {})
+        return statistics.median(own.values()) * 1e3 if own and self.has_enough(own) else None
+
+    def sees_waits(self, name: str) -> bool:
+        """Whether waiting for a core tells which runs of a call were disturbed."""
+        return self.judges_waits and self.runs[name].waited is not None
+
+    def has_enough(self, rounds: Collection[int]) -> bool:
+        return len(rounds) >= min(FEWEST_ROUNDS, self.rounds)
 
 
 def timing_from_samples(seconds: Sequence[float]) -> Timing:

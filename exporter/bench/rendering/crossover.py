@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["always", "never", "from", "up to", "several", "not compared"]
+Outcome = Literal["always", "never", "from", "up to", "several", "not compared", "disturbed"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,12 @@ class Crossover:
             return f"faster up to about {about[0]} tokens"
         if self.outcome == "several":
             return f"faster on some stretches: the curves cross at about {', '.join(about)} tokens"
+        if self.outcome == "disturbed":
+            return "not compared: other programs disturbed the timings"
         return "not compared: no length was measured of both"
+
+
+DISTURBED = Crossover("disturbed", (), 0, 0)
 
 
 def crossover(candidate: Mapping[int, float], baseline: Mapping[int, float]) -> Crossover:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from effexport.bench.rendering.crossover import Crossover, crossover
+from effexport.bench.rendering.crossover import DISTURBED, Crossover, crossover
 from effexport.bench.results import BenchResults, Case, Row
 
 BASELINE = "softmax"
@@ -46,6 +46,10 @@ class Curve:
     def medians(self) -> dict[int, float]:
         return self.values(median_ms)
 
+    @property
+    def is_disturbed(self) -> bool:
+        return any(row.status == "disturbed" for row in self.rows)
+
 
 def median_ms(row: Row) -> float | None:
     return None if row.timing is None else row.timing.median_ms
@@ -84,9 +88,16 @@ def baseline_of(curve: Curve, among: Iterable[Curve]) -> Curve | None:
 
 
 def crossovers(found: Sequence[Curve]) -> list[tuple[Curve, Crossover]]:
-    """For each curve that was timed and has a baseline, where its medians cross those of the baseline."""
-    pairs = [(curve, baseline_of(curve, found)) for curve in found if curve.medians()]
-    return [(curve, crossover(curve.medians(), other.medians())) for curve, other in pairs if other]
+    """For each curve that was timed and has a baseline, where its medians cross those of the baseline.
+
+    A curve with a disturbed row is not compared: without this length, it might seem to cross elsewhere or never.
+    """
+    pairs = [(curve, baseline_of(curve, found)) for curve in found if curve.medians() or curve.is_disturbed]
+    return [
+        (curve, DISTURBED if curve.is_disturbed or other.is_disturbed else crossover(curve.medians(), other.medians()))
+        for curve, other in pairs
+        if other
+    ]
 
 
 def has_several_batches(rows: Iterable[Row]) -> bool:

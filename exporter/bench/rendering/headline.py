@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -37,6 +38,20 @@ def interruption(results: BenchResults) -> str:
     return f"Interrupted: {counted(len(results.rows), 'row was', 'rows were')} finished; the rest is missing."
 
 
+def disturbance(results: BenchResults) -> str:
+    """A warning if other programs disturbed rows; "" if not."""
+    count = sum(status_of(row) == "disturbed" for row in results.rows)
+    if not count:
+        return ""
+    known = [row.disturbance.other_cores for row in results.rows if row.disturbance]
+    used = max((cores for cores in known if cores is not None), default=None)
+    others = "" if used is None else f", which used up to {used:.1f} of {results.machine.get('cores', '?')} cores"
+    return (
+        f"Other programs{others}, disturbed {count} of {counted(len(results.rows), 'row')}. No ratio, rank or "
+        "crossover is derived from these rows. Measure again on an idle machine, or with --wait-idle."
+    )
+
+
 def parity_sentence(results: BenchResults) -> str:
     """Whether the timed candidates compute the right result, and which have no timing."""
     compared = [row for row in results.rows if row.parity and (row.parity.value is not None or not row.parity.passed)]
@@ -60,7 +75,7 @@ def parity_sentence(results: BenchResults) -> str:
 
 def headlines(results: BenchResults) -> list[str]:
     """The fastest model at the longest timed length of each runtime, fastest runtime first."""
-    found = [curve for curve in curves(results) if curve.medians()]
+    found = [curve for curve in curves(results) if curve.medians() or curve.is_disturbed]
     if not found:
         return ["Nothing was timed."]
     groups: dict[str, list[Curve]] = {}
@@ -114,7 +129,11 @@ def _labels(rows: Sequence[Row]) -> str:
 
 def _headline(group: Sequence[Curve], found: Sequence[Curve]) -> tuple[int, float, str]:
     """For one place, a sort key (minus the length, the time per token of the fastest) and the sentence."""
-    longest = max(length for curve in group for length in curve.medians())
+    rows = [row for curve in group for row in curve.rows]
+    longest = max(row.case.seq_len for row in rows if row.is_quotable or row.status == "disturbed")
+    if any(row.status == "disturbed" and row.case.seq_len == longest for row in rows):
+        where = f"At {longest:,} tokens on {group[0].place}"
+        return -longest, math.inf, f"{where}, other programs disturbed the timings, so no model is named the fastest."
     at_end = sorted((c for c in group if longest in c.medians()), key=lambda curve: curve.medians()[longest])
     best = at_end[0]
     row = next(row for row in best.rows if row.case.seq_len == longest and row.is_quotable)

@@ -24,6 +24,8 @@ COLUMNS: dict[str, str] = {
     **{f"floor_{name}": f"floor.{name}" for name in ("products_ms", "pass_ms")},
     "floor_ms": "floor.total_ms",
     **{name: name for name in ("times_floor", "peak_bytes", "note")},
+    **{f"rounds_{name}": f"disturbance.{name}" for name in ("kept", "dropped")},
+    **{name: f"disturbance.{name}" for name in ("waited_share", "own_cores", "other_cores", "stolen_cores")},
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from effexport.bench.rendering.beside import measured_sheet, sections
 from effexport.bench.rendering.curves import crossovers, curves
-from effexport.bench.rendering.headline import headlines, interruption, parity_sentence, problems, verdict
+from effexport.bench.rendering.headline import disturbance, headlines, interruption, parity_sentence, problems, verdict
 from effexport.bench.rendering.plots import bench_chart, mean_ratio_chart
 from effexport.bench.rendering.published import TITLES
 from effexport.bench.rendering.table import differing_options, table_of
@@ -28,6 +28,7 @@ def html_from_results(results: BenchResults) -> str:
         verdict=verdict(results),
         parity=parity_sentence(results),
         interruption=interruption(results),
+        disturbance=disturbance(results),
         problems=problems(results),
         sections=sections(results),
         measured=measured_sheet(results),

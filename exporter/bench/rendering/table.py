@@ -140,4 +140,11 @@ def _line(row: Row, columns: Sequence[Column]) -> Line:
     cells = tuple(
         Entry(column.text(row), column.below(row)) for column in columns if measured or not column.is_measured
     )
-    return Line(row.case.label, status_of(row), cells, "" if measured else reason_of(row))
+    return Line(row.case.label, status_of(row), cells, "" if measured else _reason(row))
+
+
+def _reason(row: Row) -> str:
+    """Why a row may not be quoted; for a disturbed row with its median, which is only an upper limit."""
+    if row.status != "disturbed" or row.timing is None:
+        return reason_of(row)
+    return f"{reason_of(row)}; its median was {duration(row.timing.median_ms)}"

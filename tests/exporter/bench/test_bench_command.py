@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted_machine import PlantedMachine
 
 from effexport.bench.grid import Grid, models_from_text
 from effexport.bench.measuring import run as bench_run
@@ -23,6 +24,12 @@ SMALL = ["--heads", "2", "--head-dim", "16", "--rounds", "3", "--threads", "1"]
 def small_grid(variants: str = "softmax,linear", runtimes: tuple[str, ...] = ("torch", "ort")) -> Grid:
     models = models_from_text(variants)
     return Grid(models=models, seq_lens=(64, 128), runtimes=runtimes, heads=2, head_dim=16)
+
+
+@pytest.fixture(autouse=True)
+def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about other things than a busy machine, and may run on one."""
+    monkeypatch.setattr(bench_run, "Machine", PlantedMachine)
 
 
 @pytest.fixture

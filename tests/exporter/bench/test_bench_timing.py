@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 
 import pytest
+from planted_machine import FakeClock, PlantedMachine, waiting
 
-from effexport.bench.measuring.timing import Rotation, TimedCall, times_faster, timing_from_samples
-
-
-class FakeClock:
-    """Time that passes only when somebody works or sleeps. log: who worked."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.log: list[str] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.log.append("pause")
-        self.now += seconds
-
-    def worker(self, name: str, seconds: float) -> Callable[[], None]:
-        def work() -> None:
-            self.log.append(name)
-            self.now += seconds
-
-        return work
+from effexport.bench.measuring.timing import (
+    MOST_SHORT_RUNS,
+    SETTLE_SECONDS,
+    Rotation,
+    TimedCall,
+    times_faster,
+    timing_from_samples,
+)
 
 
 @pytest.fixture
@@ -38,7 +24,18 @@ def clock() -> FakeClock:
 
 def rotation_of(clock: FakeClock, seconds: dict[str, float], rounds: int = 4, max_seconds: float = 1e9) -> Rotation:
     calls = [TimedCall(name, clock.worker(name, length), name) for name, length in seconds.items()]
-    return Rotation(calls, rounds, max_seconds, clock=clock, sleep=clock.sleep)
+    return in_turns(clock, calls, rounds, max_seconds)
+
+
+def in_turns(
+    clock: FakeClock,
+    calls: list[TimedCall],
+    rounds: int,
+    max_seconds: float = 1e9,
+    machine: PlantedMachine | None = None,
+) -> Rotation:
+    machine = machine or PlantedMachine(clock)
+    return Rotation(calls, rounds, max_seconds, machine, clock=clock, sleep=clock.sleep)
 
 
 def test_calls_take_turns(clock: FakeClock) -> None:
@@ -57,7 +54,7 @@ def test_short_runs_get_an_untimed_one_first(clock: FakeClock) -> None:
 
 def test_calls_of_one_pool_need_no_pause(clock: FakeClock) -> None:
     calls = [TimedCall(name, clock.worker(name, 1.5), "torch") for name in "ab"]
-    Rotation(calls, 2, 1e9, clock=clock, sleep=clock.sleep).run()
+    in_turns(clock, calls, 2).run()
     assert clock.log == ["a", "b", "pause", "a", "b", "a", "b"]
 
 
@@ -74,7 +71,7 @@ def test_a_call_that_raises_takes_no_more_turns(clock: FakeClock) -> None:
             raise RuntimeError("no more")
 
     good = TimedCall("good", clock.worker("good", 0.5), "good")
-    rotation = Rotation([TimedCall("bad", fail, "bad"), good], 4, 1e9, clock=clock, sleep=clock.sleep)
+    rotation = in_turns(clock, [TimedCall("bad", fail, "bad"), good], 4)
     rotation.run()
     assert str(rotation.failures["bad"]) == "no more"
     assert len(rotation.samples["good"]) == 4
@@ -105,3 +102,130 @@ def test_a_ratio_is_taken_within_rounds() -> None:
     # both are ten times slower in the second round: the ratio is the same
     assert times_faster({0: 1.0, 1: 10.0, 2: 1.0}, {0: 2.0, 1: 20.0}) == 2.0
     assert times_faster({0: 1.0}, {}) is None
+
+
+# ---- beside other programs
+
+
+def test_a_round_in_which_threads_waited_is_dropped_and_repeated(clock: FakeClock) -> None:
+    machine = PlantedMachine(clock)
+    # one run to warm up, then the second and third of four rounds wait for more than 5 % of their time
+    waits = iter([9.0, 0.0, 0.2, 0.3, 0.09])
+    calls = [TimedCall("a", waiting(machine, clock.worker("a", 2.0), waits), "a")]
+    rotation = in_turns(clock, calls, 4, machine=machine)
+    rotation.run()
+    assert list(rotation.samples["a"]) == [0, 3, 4, 5]
+    assert list(rotation.disturbed["a"]) == [1, 2]
+    assert rotation.runs["a"].count == 6
+    assert rotation.runs["a"].waited == pytest.approx(0.59)
+
+
+def test_disturbed_rounds_are_repeated_at_most_as_often_as_planned(clock: FakeClock) -> None:
+    machine = PlantedMachine(clock)
+    # undisturbed in every third round
+    work = waiting(machine, clock.worker("a", 2.0), itertools.cycle([0.0, 1.0, 1.0]))
+    rotation = in_turns(clock, [TimedCall("a", work, "a")], 6, machine=machine)
+    rotation.run()
+    assert (len(rotation.samples["a"]), len(rotation.disturbed["a"])) == (4, 8)
+
+
+def test_what_is_always_disturbed_is_not_repeated_and_has_no_median(clock: FakeClock) -> None:
+    machine = PlantedMachine(clock)
+    work = waiting(machine, clock.worker("a", 2.0), itertools.repeat(1.0))
+    rotation = in_turns(clock, [TimedCall("a", work, "a")], 6, machine=machine)
+    rotation.run()
+    assert (rotation.samples["a"], len(rotation.disturbed["a"])) == ({}, 6)
+    assert rotation.median_ms("a") is None
+
+
+def test_a_short_call_is_repeated_at_once_and_disturbed_runs_do_not_count(clock: FakeClock) -> None:
+    machine = PlantedMachine(clock)
+    lengths = iter([0.01] * 3 + [0.5, 0.01, 0.7, 0.02, 0.03])
+
+    def work() -> None:
+        seconds = next(lengths)
+        clock.now += seconds
+        assert machine.waited is not None
+        machine.waited += 0.4 if seconds > 0.1 else 0.0
+
+    rotation = in_turns(clock, [TimedCall("a", work, "a")], 1, machine=machine)
+    rotation.run()
+    assert rotation.samples["a"] == {0: pytest.approx(0.02)}
+    assert rotation.runs["a"].count == 5
+    always = waiting(machine, clock.worker("b", 0.01), itertools.repeat(0.4))
+    rotation = in_turns(clock, [TimedCall("b", always, "b")], 1, machine=machine)
+    rotation.run()
+    assert rotation.runs["b"].count == MOST_SHORT_RUNS
+    assert rotation.samples["b"] == {}
+
+
+def test_waking_a_thread_is_not_a_disturbance(clock: FakeClock) -> None:
+    machine = PlantedMachine(clock)
+    work = waiting(machine, clock.worker("a", 0.0002), itertools.repeat(0.00004))
+    rotation = in_turns(clock, [TimedCall("a", work, "a")], 3, machine=machine)
+    rotation.run()
+    assert rotation.disturbed["a"] == {}
+
+
+def test_a_thread_that_never_got_a_core_disturbs_although_its_wait_is_not_counted_yet(clock: FakeClock) -> None:
+    machine = PlantedMachine(clock)
+    machine.is_waiting = lambda: True  # type: ignore[method-assign]
+    rotation = in_turns(clock, [TimedCall("a", clock.worker("a", 2.0), "a")], 3, machine=machine)
+    rotation.run()
+    assert rotation.samples["a"] == {}
+
+
+def test_with_more_threads_than_cores_waiting_says_nothing(clock: FakeClock) -> None:
+    machine = PlantedMachine(clock)
+    work = waiting(machine, clock.worker("a", 2.0), itertools.repeat(1.0))
+    calls = [TimedCall("a", work, "a")]
+    rotation = Rotation(calls, 3, 1e9, machine, judges_waits=False, clock=clock, sleep=clock.sleep)
+    rotation.run()
+    assert len(rotation.samples["a"]) == 3
+    assert not rotation.sees_waits("a")
+
+
+def test_a_call_begins_when_the_threads_of_the_last_one_have_stopped_spinning(clock: FakeClock) -> None:
+    machine = PlantedMachine(clock)
+    spins_until = 0.0
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        machine.own += max(0.0, min(clock.now, spins_until) - (clock.now - seconds))
+
+    def spinning() -> None:
+        nonlocal spins_until
+        clock.worker("a", 0.5)()
+        spins_until = clock.now + 0.03
+
+    calls = [TimedCall("a", spinning, "a"), TimedCall("b", clock.worker("b", 0.5), "b")]
+    rotation = Rotation(calls, 1, 1e9, machine, clock=clock, sleep=sleep)
+    rotation.run()
+    after = clock.log[clock.log.index("b", 4) - 8 : clock.log.index("b", 4)]
+    assert after == ["a", *["pause"] * 7]
+
+
+def test_threads_that_never_stop_are_not_waited_for_forever(clock: FakeClock) -> None:
+    machine = PlantedMachine(clock)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        machine.own += seconds
+
+    rotation = Rotation([TimedCall("a", clock.worker("a", 0.5), "a")], 1, 1e9, machine, clock=clock, sleep=sleep)
+    rotation.run()
+    assert clock.now == pytest.approx(2 * 0.5 + SETTLE_SECONDS + 0.5, abs=0.01)
+
+
+def test_what_others_used_is_known_after_an_interrupt_too(clock: FakeClock) -> None:
+    machine = PlantedMachine(clock)
+    machine.others, machine.stolen = 1.25, 0.5
+    rotation = in_turns(clock, [TimedCall("a", clock.worker("a", 0.5), "a")], 9, machine=machine)
+
+    def interrupt(number: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rotation.run(interrupt)
+    assert rotation.use is not None
+    assert (rotation.use.others, rotation.use.stolen) == (pytest.approx(1.25), pytest.approx(0.5))
