@@ -219,14 +219,15 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Complete the manifest with the hashes of all files in the folder, and write it last."""
-    files = {
-        file.relative_to(folder).as_posix(): FileEntry(file_digest(file), file.stat().st_size)
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
+    files = {name: FileEntry(file_digest(file), file.stat().st_size) for name, file in files_of_folder(folder).items()}
     values = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(manifest, files=files)))
     values["integrity"] = manifest_digest(values)
     (folder / MANIFEST).write_text(manifest_text(values), encoding="utf-8")
+
+
+def files_of_folder(folder: Path) -> dict[str, Path]:
+    """All files in a folder, by their names in a manifest."""
+    return {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from effexport.artifact import (
     REPORT_JSON,
     Artifact,
     EngineEntry,
+    files_of_folder,
     open_artifact,
     write_manifest,
 )
@@ -45,6 +46,7 @@ from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
 from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decoder
 from effexport.proof.verify_engine import verify_engine_if_possible
+from effexport.report.compare import Side
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_text
@@ -149,8 +151,10 @@ def artifact_from_spec(
         )
         if report.verdict == "failed":
             raise StageError("parity", failure_text(report.checks, found))
+        sizes = {name: path.stat().st_size for name, path in files_of_folder(folder).items()}
+        page = html_from_report(Side(output.resolve().name, report, sizes, spec.inputs, spec.outputs), ".")
         (folder / REPORT_JSON).write_text(json_from_report(report), encoding="utf-8")
-        (folder / REPORT_HTML).write_text(html_from_report(report), encoding="utf-8")
+        (folder / REPORT_HTML).write_text(page, encoding="utf-8")
         write_manifest(folder, manifest_from_report(report, spec, build.hashes, weights_digest(module)))
     return open_artifact(output), report
 

@@ -51,12 +51,13 @@ PACKAGES = _packages()
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of everything that a result depends on; None for what is not installed."""
+    """What a result depends on: versions, None for what is not installed, and the processor."""
     found = {package.module: package.version for package in PACKAGES}
     return {
         "effexport": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "processor": processor_name(),
         **found,
         "kernel_library": kernel_library_version(),
     }

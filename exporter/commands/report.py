@@ -118,7 +118,7 @@ def one_report(side: Side, form: str) -> str:
     if form == "json":
         return json_from_report(side.report)
     if form == "html":
-        return html_from_report(side.report, side.name)
+        return html_from_report(side)
     return markdown_from_report(side.report, side.name)
 
 

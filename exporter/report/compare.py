@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from effexport.dtypes import TensorInfo
 from effexport.proof.checks.result import Check, summary
 from effexport.report.model import Report, dict_of_check
 from effexport.report.rendering.text import field_text, flat_fields, status_of
@@ -14,11 +15,16 @@ from effexport.units import megabytes, number, seconds
 
 @dataclass(frozen=True)
 class Side:
-    """A report with the name of its artifact. files: bytes by name, from the manifest."""
+    """A report with the name of its artifact. files: bytes by name, without the report itself.
+
+    inputs, outputs: those of model.onnx.
+    """
 
     name: str
     report: Report
     files: Mapping[str, int] = field(default_factory=dict)
+    inputs: tuple[TensorInfo, ...] = ()
+    outputs: tuple[TensorInfo, ...] = ()
 
 
 @dataclass(frozen=True)

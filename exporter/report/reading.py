@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from effexport.artifact import REMEDY, REPORT_JSON
+from effexport.artifact import REMEDY, REPORT_HTML, REPORT_JSON
 from effexport.errors import UserError
 from effexport.files import record_from_values
 from effexport.report.compare import Side
@@ -38,13 +38,10 @@ def report_from_values(values: dict[str, Any], file: Path) -> Report:
 
 
 def side_of_artifact(artifact: Artifact, name: str) -> Side:
-    """A report and the sizes of the models and engines, for a comparison."""
-    sizes = {
-        file: entry.bytes
-        for file, entry in artifact.manifest.files.items()
-        if file.endswith((".onnx", ".onnx.data", ".engine"))
-    }
-    return Side(name, report_of_artifact(artifact), sizes)
+    """The report of an artifact, and what the artifact holds."""
+    manifest = artifact.manifest
+    sizes = {file: entry.bytes for file, entry in manifest.files.items() if file not in (REPORT_JSON, REPORT_HTML)}
+    return Side(name, report_of_artifact(artifact), sizes, manifest.inputs, manifest.outputs)
 
 
 def _values_of_file(file: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ def html_from_results(results: BenchResults) -> str:
         table=table_of(results.rows),
         is_open=len(results.rows) <= MAX_OPEN_ROWS,
         options=differing_options(results.rows),
+        versions={name: text for name, text in results.environment.items() if name not in results.machine},
         has_floors=any(row.floor for row in results.rows),
         has_memory=any(row.peak_bytes is not None for row in results.rows),
     )

@@ -22,45 +22,72 @@ OUTSIDE = "is outside the shapes that the model was built for"
 
 
 class Kind(StrEnum):
-    """What a check compares."""
+    """What a check compares, by its name, and in one sentence what it means to pass."""
 
-    SIGNATURE = "signature"
-    FINITE = "finite"
-    REPEATABLE = "repeatable"
-    ARITHMETIC = "arithmetic"
-    GIVEN_BUCKETS = "arithmetic with identical buckets"
-    HIDDEN_BUCKETS = "arithmetic (buckets not visible)"
-    OVERALL_ERROR = "overall error"
-    BUCKET_AGREEMENT = "bucket agreement"
-    BUCKET_NEAR_TIES = "bucket near-ties"
-    FREE_RUN = "free run"
-    BATCH_INVARIANCE = "batch invariance"
-    PADDING_CONTENT = "padding content"
-    CAUSAL_PREFIX = "causal prefix"
-    LONG_SEQUENCE = "long sequence"
-    FLOAT32_OPS = "ops kept in float32"
-    FUNCTION_BODIES = "function bodies"
-    DECODE_STEP = "decode step"
-    PREFILL_STATE = "prefill state"
-    PREFILL = "prefill"
+    meaning: str
+
+    def __new__(cls, name: str, meaning: str) -> Kind:
+        kind = str.__new__(cls, name)
+        kind._value_, kind.meaning = name, meaning
+        return kind
+
+    SIGNATURE = "signature", "The outputs have the names, types and shapes that the spec declares."
+    FINITE = "finite", "The outputs contain neither NaN nor infinity."
+    REPEATABLE = "repeatable", "The same inputs give the same bits twice."
+    ARITHMETIC = "arithmetic", "Every element of the outputs is close to PyTorch's."
+    GIVEN_BUCKETS = (
+        "arithmetic with identical buckets",
+        "Every element is close to PyTorch's if the model is given PyTorch's buckets.",
+    )
+    HIDDEN_BUCKETS = (
+        "arithmetic (buckets not visible)",
+        "Every element is close to PyTorch's, although the runtime does not show its buckets.",
+    )
+    OVERALL_ERROR = "overall error", "The error over all elements is far below what a single element may have."
+    BUCKET_AGREEMENT = "bucket agreement", "Few tokens are in another bucket than in PyTorch."
+    BUCKET_NEAR_TIES = "bucket near-ties", "Tokens in another bucket were nearly tied between the two."
+    FREE_RUN = (
+        "free run",
+        "With its own buckets, the model differs no more than re-drawing the rotations would change it.",
+    )
+    BATCH_INVARIANCE = "batch invariance", "A sample alone gives the same result as in a batch."
+    PADDING_CONTENT = "padding content", "The result does not depend on what the padding contains."
+    CAUSAL_PREFIX = "causal prefix", "The first tokens give the same result as if nothing followed them."
+    LONG_SEQUENCE = "long sequence", "A long sequence does not overflow half precision."
+    FLOAT32_OPS = (
+        "ops kept in float32",
+        "Operations that would overflow or lose accuracy in half precision stay in float32.",
+    )
+    FUNCTION_BODIES = "function bodies", "The whole model, run without native kernels, gives PyTorch's results too."
+    DECODE_STEP = "decode step", "Decoding token by token gives the results of the whole sequence."
+    PREFILL_STATE = "prefill state", "Reading a prompt at once leaves the same state as decoding it token by token."
+    PREFILL = "prefill", "Decoding after a prompt that was read at once gives the results of the whole sequence."
     # the reference itself
-    REFERENCE = "reference"
-    REFERENCE_REPEATABLE = "reference repeatable"
+    REFERENCE = "reference", "PyTorch's float32 results are close to its own in float64."
+    REFERENCE_REPEATABLE = "reference repeatable", "PyTorch gives the same bits twice."
     # what could not run as a whole
-    SHAPES = "shapes"
-    PARITY = "parity"
-    PYTORCH_MODULE = "PyTorch module"
+    SHAPES = "shapes", "The model was built for the shapes of these inputs."
+    PARITY = "parity", "The model runs here, so that it can be compared at all."
+    PYTORCH_MODULE = "PyTorch module", "The PyTorch module can be made again, to compute new answers."
     # what the user named beside the model
-    WEIGHTS = "weights"
-    TRANSFORMERS = "transformers"
+    WEIGHTS = "weights", "The weights that were named are those of the model."
+    TRANSFORMERS = "transformers", "The model gives the results of the checkpoint in transformers."
 
 
 _FUNCTION_BODY_OF = "function body of "
+_FUNCTION_BODY_MEANING = "In standard ONNX operators, the operator computes what it is defined to compute."
 
 
 def function_body_of(op: str) -> str:
     """The kind of the check of one operator's function body."""
     return f"{_FUNCTION_BODY_OF}{op}"
+
+
+def meaning_of(kind: str) -> str:
+    """What it means to pass a check, in one sentence; empty for the kinds of another release."""
+    if kind.startswith(_FUNCTION_BODY_OF):
+        return _FUNCTION_BODY_MEANING
+    return next((known.meaning for known in Kind if known == kind), "")
 
 
 def is_about_bodies(check: Check) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from effexport.proof.checks.result import Check, Kind, outcome_of, outcomes_text, summary
-from effexport.report.compare import Comparison, case_text, result_text
-from effexport.report.model import Report
+from effexport.export.module_source import SEED
+from effexport.proof.checks.result import Check, Kind, meaning_of, outcome_of, outcomes_text, summary
+from effexport.report.compare import Comparison, Side, case_text, result_text
 from effexport.report.problems import problems_of
 from effexport.report.rendering.figures import comparison_figures, error_figures
 from effexport.report.rendering.templates import template_environment
@@ -23,14 +23,16 @@ from effexport.report.rendering.text import (
 )
 from effexport.report.reproduce import REBUILT, build_command, verify_command
 from effexport.runtimes import RUNTIMES
-from effexport.units import megabytes, moment, number, seconds
+from effexport.units import megabytes, memory, moment, number, seconds
 
 if TYPE_CHECKING:
     import jinja2
 
 
-def html_from_report(report: Report, artifact: str = ".") -> str:
-    """The page of a report. artifact: how its commands name the artifact; "." is the folder that the page lies in."""
+def html_from_report(side: Side, artifact: str = "") -> str:
+    """The page of a report. artifact: how its commands name the artifact, if not by its name; "." is the folder that
+    the page lies in."""
+    report, artifact = side.report, artifact or side.name
     groups: dict[str, list[Check]] = {}
     for check in report.checks:
         groups.setdefault(check.name, []).append(check)
@@ -39,7 +41,9 @@ def html_from_report(report: Report, artifact: str = ".") -> str:
         .get_template("report.html.j2")
         .render(
             report=report,
-            size=size_text(flat_fields(report.spec)),
+            name=side.name,
+            built=built_facts(side),
+            files={name: memory(size) for name, size in side.files.items()},
             runtime=RUNTIMES[report.runtime].label,
             runtimes=RUNTIMES,
             groups=groups,
@@ -53,6 +57,25 @@ def html_from_report(report: Report, artifact: str = ".") -> str:
             verify_command=lambda check: verify_command(check, report, artifact),
         )
     )
+
+
+def built_facts(side: Side) -> list[tuple[str, str]]:
+    """What was built, from what, and where it was checked; what is not known is left out."""
+    report = side.report
+    seed = f"drawn from seed {report.spec.get('seed', 0)}"
+    place = [RUNTIMES[report.runtime].label, report.environment.get("processor")]
+    rows = [
+        ("Artifact", side.name),
+        ("Model", report.title),
+        ("Size", size_text(flat_fields(report.spec))),
+        ("Weights", seed if report.weights_from == SEED else report.weights_from),
+        ("Precision", report.spec["precision"]),
+        ("ONNX opset", str(report.spec["opset"])),
+        *(("Input", str(tensor)) for tensor in side.inputs),
+        *(("Output", str(tensor)) for tensor in side.outputs),
+        ("Checked in", ", ".join(part for part in place if part)),
+    ]
+    return [(name, value) for name, value in rows if value]
 
 
 def html_from_comparison(comparison: Comparison) -> str:
@@ -78,6 +101,7 @@ def _environment() -> jinja2.Environment:
         "share": share_of_limit,
         "sizes": sizes,
         "field": field_text,
+        "meaning": meaning_of,
         "megabytes": megabytes,
         "seconds": seconds,
         "case": case_text,

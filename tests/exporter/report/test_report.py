@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
 import re
@@ -14,10 +15,12 @@ from xml.etree import ElementTree
 import pytest
 
 from effexport.artifact import Artifact
+from effexport.dtypes import TensorInfo
 from effexport.plots.axes import Axis
 from effexport.plots.svg import Point, Series, dots, histogram, legend_of, scatter
 from effexport.proof.case_label import ALL_CASES, CaseLabel
-from effexport.proof.checks.result import Check
+from effexport.proof.checks.result import Check, Kind, function_body_of, meaning_of
+from effexport.report.compare import Side
 from effexport.report.model import LayerError, Report, json_from_report
 from effexport.report.reading import report_from_values
 from effexport.report.rendering.figures import error_figures
@@ -44,6 +47,11 @@ def report_of(*checks: Check, title: str = "lsh encoder") -> Report:
     )
 
 
+def page_of(report: Report) -> str:
+    ids = TensorInfo("input_ids", "int64", ("batch", "seq"))
+    return html_from_report(Side("artifacts/lsh", report, {"model.onnx": 512_000}, (ids,), (ids,)))
+
+
 class Page(HTMLParser):
     """Tags that are opened and closed, and everything that they refer to."""
 
@@ -67,7 +75,7 @@ class Page(HTMLParser):
 
 @pytest.mark.parametrize("checks", [(GOOD,), (GOOD, BAD), (NOT_RUN,), ()])
 def test_the_page_is_self_contained_and_well_formed(checks: tuple[Check, ...]) -> None:
-    text = html_from_report(report_of(*checks))
+    text = page_of(report_of(*checks))
     assert not re.search(r"https?://|url\(|@import|javascript:", text)
     page = Page(text)
     assert page.open == []
@@ -109,11 +117,33 @@ def test_the_verdict_is_the_worst_that_happened(checks: tuple[Check, ...], verdi
     report = report_of(*checks)
     assert report.verdict == verdict
     assert json.loads(json_from_report(report))["verdict"] == verdict
-    assert sentence in html_from_report(report)
+    assert sentence in page_of(report)
+
+
+def test_the_page_names_the_artifact_its_files_inputs_and_processor() -> None:
+    report = report_of(GOOD)
+    report.environment["processor"] = "A processor"
+    text = page_of(report)
+    assert "<h1>Report of artifacts/lsh: lsh encoder</h1>" in text
+    for name, value in (
+        ("model.onnx", "512 kB"),
+        ("Input", "input_ids int64 [batch, seq]"),
+        ("Checked in", "ONNX Runtime on the CPU, A processor"),
+    ):
+        assert f'<th scope="row">{name}</th><td>{value}</td>' in text
+
+
+def test_every_kind_of_check_has_a_sentence_of_its_own_that_the_page_shows() -> None:
+    meanings = [kind.meaning for kind in Kind] + [meaning_of(function_body_of("LSHSort"))]
+    assert len(set(meanings)) == len(Kind) + 1
+    assert all(text.endswith(".") and len(text) < 100 for text in meanings)
+    text = html.unescape(page_of(report_of(*(dataclasses.replace(GOOD, kind=kind, target="trt-rtx") for kind in Kind))))
+    assert all(kind.meaning in text for kind in Kind)
+    assert meaning_of("a check of another release") == ""
 
 
 def test_failures_are_shown_with_place_and_reason() -> None:
-    text = html_from_report(report_of(GOOD, BAD))
+    text = page_of(report_of(GOOD, BAD))
     assert "worst at x[0, 1, 2]" in text
     assert "no NaN" in text
     assert text.count("<details open>") == 1
@@ -126,7 +156,7 @@ def test_every_text_is_escaped(hostile: str) -> None:
     report.spec["activation"] = hostile
     report.environment["torch"] = hostile
     report.implementation[hostile] = hostile
-    text = html_from_report(report)
+    text = page_of(report)
     page = Page(text)
     assert not page.tags & {"script", "img"}
     assert "49" not in re.sub(r"#\w+", "", text)
@@ -161,7 +191,7 @@ def test_a_result_that_is_no_number_can_be_reported(value: float) -> None:
 
     read = json.loads(json_from_report(report), parse_constant=refuse)
     assert read["checks"][0]["value"] == str(value)
-    assert str(value) in html_from_report(report)
+    assert str(value) in page_of(report)
 
 
 @pytest.mark.parametrize(
@@ -278,4 +308,4 @@ def test_plots_are_made_of_what_is_there() -> None:
     report = dataclasses.replace(report_of(GOOD), layers=[LayerError(layer="a.b", op_type="Add", error=1e-6)])
     (figure,) = error_figures(report)
     assert "Largest: 1e-06 in a.b (Add)" in figure.caption
-    assert "<code>a.b</code>" in html_from_report(report)
+    assert "<code>a.b</code>" in page_of(report)

@@ -25,6 +25,7 @@ from effexport.commands.build import command as build_cli
 from effexport.errors import UserError
 from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.checks.result import Check, Worst
+from effexport.report.compare import Side
 from effexport.report.model import REPORT_VERSION, LayerError, Report, json_from_report, schema_text
 from effexport.report.reading import report_from_values, report_of_artifact
 from effexport.report.rendering.html import html_from_report
@@ -197,7 +198,7 @@ def test_the_report_of_a_verification_names_the_reference_and_how_to_repeat_it()
     properties = {item.get("name"): item.get("value") for item in suite.iter("property")}
     assert properties["reference"] == "other@ort"
     assert properties["first divergence"] == "first divergence: value `x` of blocks.0"
-    assert "first divergence: value `x` of blocks.0" in html_from_report(report)
+    assert "first divergence: value `x` of blocks.0" in html_from_report(Side("artifacts/lsh", report))
     validator.validate(plain(report))
     assert read(plain(report)) == report
 

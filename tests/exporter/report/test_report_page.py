@@ -23,6 +23,7 @@ from page_browser import (
 )
 
 from effexport.artifact import Artifact, EngineEntry, open_artifact
+from effexport.dtypes import TensorInfo
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Worst, not_run
 from effexport.report.compare import Comparison, Side
@@ -102,11 +103,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Pages of made-up reports, by name."""
     report = failed_report()
     empty = Report("softmax attention", report.spec, [], {"effexport": "0.1.0"}, report.created)
-    sides = (Side("artifacts/first", report, {"model.onnx": 1234567}), Side("artifacts/second", empty))
+    ids = TensorInfo("input_ids", "int64", ("batch", "seq"))
+    first = Side("artifacts/first", report, {"model.onnx": 1234567, "reference.safetensors": 9876}, (ids,), (ids,))
+    second = Side("artifacts/second", empty)
     texts = {
-        "failed": html_from_report(report),
-        "empty": html_from_report(empty),
-        "comparison": html_from_comparison(Comparison(*sides)),
+        "failed": html_from_report(first, "."),
+        "empty": html_from_report(second),
+        "comparison": html_from_comparison(Comparison(first, second)),
     }
     folder = tmp_path_factory.mktemp("pages")
     for name, text in texts.items():
@@ -236,6 +239,19 @@ def test_no_text_has_a_colour_of_its_own(browser: Browser, pages: dict[str, Path
     assert foreign_text_colours(browser) == set()
 
 
-def test_text_of_plots_is_inside_of_them_and_does_not_overlap(browser: Browser, pages: dict[str, Path]) -> None:
-    browser.open(pages["failed"])
-    assert plots_with_clear_text(browser) == 3
+@pytest.mark.parametrize(("name", "plots"), [("failed", 3), ("empty", 0), ("comparison", 3)])
+def test_text_of_plots_is_inside_of_them_and_does_not_overlap(
+    browser: Browser, pages: dict[str, Path], name: str, plots: int
+) -> None:
+    browser.open(pages[name])
+    assert plots_with_clear_text(browser) == plots
+
+
+def test_the_ratio_of_a_comparison_is_in_sight_on_a_narrow_screen(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["comparison"], NARROW)
+    heads = browser.evaluate(
+        "[...document.querySelectorAll('th')].filter(e => e.textContent === 'Ratio')"
+        ".map(e => e.getBoundingClientRect().right)"
+    )
+    assert heads
+    assert all(right <= NARROW for right in heads)
