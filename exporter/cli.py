@@ -13,7 +13,8 @@ from typing import Any, TextIO
 
 import click
 
-from effexport.errors import EffexportError, KernelWarning, UserError
+from effexport.disk import ANOTHER_TEMPORARY, is_disk_full
+from effexport.errors import DiskFullError, EffexportError, KernelWarning, UserError
 from effexport.files import json_text
 from effexport.version import __version__
 
@@ -83,8 +84,8 @@ def cli() -> None:
 class LastingStream:
     """An output stream that drops what is printed after its reader has closed the pipe.
 
-    So `effexport verify DIR | head -1` ends quietly and still with the exit status of the check. Any other error, such
-    as a full disk behind stdout, raises UserError once.
+    So `effexport verify DIR | head -1` ends quietly and still with the exit status of the check. Any other error raises
+    UserError or DiskFullError once.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -112,7 +113,8 @@ class LastingStream:
             # what is still buffered goes here, or every later flush would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if not isinstance(error, BrokenPipeError):
-                raise UserError(f"cannot write to {self._stream.name.strip('<>')}: {error.strerror}") from error
+                kind = DiskFullError if is_disk_full(error) else UserError
+                raise kind(f"cannot write to {self._stream.name.strip('<>')}: {error.strerror}") from error
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -147,6 +149,10 @@ def run(arguments: list[str]) -> None:
         fail(str(error), 2, arguments)
     except (EffexportError, LibraryError) as error:
         fail(str(error), error.exit_code, arguments)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        fail(f"the disk is full: {error}; free some space, or {ANOTHER_TEMPORARY}", 1, arguments)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -41,6 +41,10 @@ class StageError(EffexportError):
         self.stage = stage
 
 
+class DiskFullError(EffexportError):
+    """A file could not be written because its disk is full: the message says how much room there is."""
+
+
 class MissingExtraError(UserError):
     """An optional part is not installed."""
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from effexport.disk import ANOTHER_FOLDER, is_disk_full, write_error
 from effexport.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,23 +79,27 @@ class FolderKind:
 
         An existing folder is refused without `force`, and survives any failure. A process that is killed leaves the
         old folder or none, and a sibling that the next call removes.
-        Raises UserError when `output` exists or its parent cannot be written.
+        Raises UserError when `output` exists or its parent cannot be written, DiskFullError when the disk is full.
         """
         self.check(output, force=force)
         building = output.parent / f".{output.name}.building-{os.getpid()}"
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(created_folder(output.parent))
-                self._recover(output)
-                building.mkdir()
-            except OSError as error:
-                raise UserError(
-                    f"cannot write to {output.parent}: {error.strerror}; choose another folder with -o"
-                ) from error
-            stack.callback(shutil.rmtree, building, ignore_errors=True)
-            yield building
-            self.check(output, force=force)
-            _replace_folder(building, output)
+        try:
+            with contextlib.ExitStack() as stack:
+                try:
+                    stack.enter_context(created_folder(output.parent))
+                    self._recover(output)
+                    building.mkdir()
+                except OSError as error:
+                    raise write_error(output, error, ANOTHER_FOLDER) from error
+                stack.callback(shutil.rmtree, building, ignore_errors=True)
+                yield building
+                self.check(output, force=force)
+                _replace_folder(building, output)
+        except Exception as error:
+            # libraries wrap what the system says in errors of their own
+            if is_disk_full(error):
+                raise write_error(output, error, ANOTHER_FOLDER) from error
+            raise
 
     def _recover(self, output: Path) -> None:
         """Remove what killed processes left; put an old folder back if the kill came between two renames."""
@@ -233,7 +238,7 @@ def check_writable(path: Path) -> None:
 
 
 def save_npz(arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
-    """Write all arrays or nothing. bfloat16, which .npz does not support, becomes float32. Raises UserError."""
+    """Write all arrays or nothing. bfloat16, which .npz does not support, becomes float32. Raises as write_error."""
     import numpy as np
 
     plain = {
@@ -243,4 +248,4 @@ def save_npz(arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
         with replacing(path) as partial, partial.open("wb") as stream:
             np.savez(stream, allow_pickle=False, **plain)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise write_error(path, error, "choose another path with --output") from error

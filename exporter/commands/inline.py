@@ -96,9 +96,10 @@ def data_file(output: Path) -> Path:
 def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], None]) -> Written:
     """Write the inlined model of an artifact, checked, or nothing.
 
-    Raises StageError if a check fails, and UserError if the files cannot be written.
+    Raises StageError if a check fails, and as `write_error` if the files cannot be written.
     """
-    from effexport.errors import StageError, UserError
+    from effexport.disk import ANOTHER_FILE, write_error
+    from effexport.errors import StageError
     from effexport.proof.cases import load_reference
     from effexport.proof.verify import verify_candidate
     from effexport.report.rendering.text import failure_text
@@ -119,7 +120,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
             size = sum(file.stat().st_size for file in made)
             files = [file.replace(output.with_name(file.name)) for file in made]
     except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}; choose another file with -o") from error
+        raise write_error(output, error, ANOTHER_FILE) from error
     return Written(tuple(reversed(files)), size, nodes, checks)
 
 

@@ -45,8 +45,9 @@ def command(
     on the verdict.
     """
     from effexport.cli import print_json
+    from effexport.disk import ANOTHER_FILE, write_error
     from effexport.errors import UserError
-    from effexport.files import write_file
+    from effexport.files import created_folder, write_file
 
     if output is not None:
         check_output_file(output, force=force)
@@ -65,10 +66,10 @@ def command(
         click.echo(text, nl=False)
         return
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_file(output, text)
+        with created_folder(output.parent):
+            write_file(output, text)
     except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}; choose another file with -o") from error
+        raise write_error(output, error, ANOTHER_FILE) from error
     if as_json:
         print_json({"output": str(output), **about})
     say(result_console(as_json=as_json), f"{output}: written")

@@ -80,7 +80,7 @@ def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tu
     import time
 
     from effexport.commands._sweep_text import sweep_progress
-    from effexport.errors import UserError
+    from effexport.disk import write_error
     from effexport.sweep.output import results_of_sweep, write_results
     from effexport.sweep.run import Sweep
 
@@ -104,7 +104,7 @@ def run(request: SweepRequest, plan: Plan, store: Store, console: Console) -> tu
                 except KeyboardInterrupt:
                     complete = False
                 except OSError as error:
-                    raise UserError(f"cannot write to {store.path}: {error}; finished cells are kept") from error
+                    raise write_error(store.path, error, "move the folder; finished cells are kept") from error
         results = results_of_sweep(
             plan,
             store,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from effexport.disk import ANOTHER_FOLDER, write_error
 from effexport.engines.api import Api, Builder, IBuilderConfig, bytes_of, import_api
 from effexport.engines.builder_log import BuildLog, OnProgress, explain, make_monitor
 from effexport.engines.config import config_from_spec, save_timing_cache
@@ -149,11 +150,11 @@ def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, 
 
 
 def write_engine(output: Path, engine: bytes, info: EngineInfo) -> None:
-    """Write both files or neither; the sidecar gets its name first. Raises UserError."""
+    """Write both files or neither; the sidecar gets its name first. Raises as `write_error`."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output) as partial:
             partial.write_bytes(engine)
             write_sidecar(output, info)
     except OSError as error:
-        raise UserError(f"cannot write the engine to {output}: {error.strerror}") from error
+        raise write_error(output, error, ANOTHER_FOLDER) from error

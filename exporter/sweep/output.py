@@ -9,8 +9,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from effexport.disk import write_error
 from effexport.environment import versions
-from effexport.errors import UserError
 from effexport.files import csv_text, write_file
 from effexport.sweep.cell import Cell
 from effexport.sweep.outcome import ARTIFACT, LOG
@@ -67,4 +67,4 @@ def write_results(results: SweepResults, folder: Path) -> None:
         for name, text in texts.items():
             write_file(folder / name, text)
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; it has the finished cells") from error
+        raise write_error(folder, error, "move the folder; it has the finished cells") from error

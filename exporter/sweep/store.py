@@ -23,6 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from effexport.artifact import EngineEntry, Parity, check_file, read_manifest
+from effexport.disk import ANOTHER_FOLDER, write_error
 from effexport.errors import UserError
 from effexport.files import json_text, write_file
 from effexport.sweep.cell import Cell
@@ -131,7 +132,7 @@ class Store:
                 (self.path / name).mkdir(parents=True, exist_ok=True)
             lock = (self.path / LOCK).open("a")
         except OSError as error:
-            raise UserError(f"cannot write to {self.path}: {error.strerror}; choose another folder with -o") from error
+            raise write_error(self.path, error, ANOTHER_FOLDER) from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,7 +142,10 @@ class Store:
                 ) from error
             except OSError:
                 pass  # a file system without locks; two sweeps at once would repeat work, but damage nothing
-            write_file(self.path / MARK, json_text({"format_version": FORMAT_VERSION}))
+            try:
+                write_file(self.path / MARK, json_text({"format_version": FORMAT_VERSION}))
+            except OSError as error:
+                raise write_error(self.path, error, ANOTHER_FOLDER) from error
             self._clear()
             try:
                 yield self

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.errors import UserError
+from effexport.disk import ANOTHER_FOLDER, write_error
 from effexport.files import abandoned, created_folder
 from effexport.triton.content import write_content
 
@@ -26,7 +26,7 @@ def locked_repository(repository: Path) -> Iterator[None]:
             stack.enter_context(created_folder(repository))
             handle = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
-            raise UserError(f"cannot write to {repository}: {error.strerror}; choose another folder with -o") from error
+            raise write_error(repository, error, ANOTHER_FOLDER) from error
         stack.callback(os.close, handle)
         fcntl.flock(handle, fcntl.LOCK_EX)
         clear_leftovers(repository)
@@ -42,6 +42,13 @@ def write_changes(repository: Path, changes: Sequence[ModelChange], pages: Mappi
     if not written and not pages:
         return
     staging = staging_folder(repository)
+    try:
+        _write_or_undo(repository, written, pages, staging)
+    except OSError as error:
+        raise write_error(repository, error, f"{ANOTHER_FOLDER}; nothing was changed") from error
+
+
+def _write_or_undo(repository: Path, written: Sequence[ModelChange], pages: Mapping[str, bytes], staging: Path) -> None:
     undo: list[Callable[[], object]] = []
     try:
         staging.mkdir()
@@ -52,11 +59,9 @@ def write_changes(repository: Path, changes: Sequence[ModelChange], pages: Mappi
             commit_model(repository, change, staging, undo)
         for name in pages:
             move(staging / ".pages" / name, repository / name, staging, undo)
-    except BaseException as error:
+    except BaseException:
         for step in reversed(undo):
             step()
-        if isinstance(error, OSError):
-            raise UserError(f"cannot write to {repository}: {error}; nothing was changed") from error
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)

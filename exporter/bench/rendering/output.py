@@ -7,7 +7,6 @@ from typing import Any
 
 from effexport.bench.rendering.page import html_from_results
 from effexport.bench.results import BenchResults, Row
-from effexport.errors import UserError
 from effexport.files import FolderKind, csv_text
 
 JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
@@ -30,14 +29,11 @@ COLUMNS: dict[str, str] = {
 
 
 def write_results(results: BenchResults, output: Path, *, force: bool) -> tuple[Path, ...]:
-    """Write all files or none. Returns their paths. Raises UserError."""
+    """Write all files or none. Returns their paths. Raises as `FolderKind.new`."""
     texts = {JSON: results.to_json(), CSV: csv_from_results(results), PAGE: html_from_results(results)}
-    try:
-        with BENCH_FOLDER.new(output, force=force) as folder:
-            for name, text in texts.items():
-                (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write to {output.parent}: {error.strerror}; choose another folder with -o") from error
+    with BENCH_FOLDER.new(output, force=force) as folder:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
     return tuple(output / name for name in texts)
 
 

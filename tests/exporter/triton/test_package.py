@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.errors import DiskFullError, UserError
 from effexport.models.validation import SpecError
 from effexport.proof.cases import load_reference
 from effexport.proof.metrics import value_error
@@ -195,10 +195,6 @@ def test_the_image_keeps_its_tag_until_another_one_is_given(built: Built, packag
     assert tag() == "ARG TRITON_TAG=26.01-py3"
 
 
-class DiskFullError(OSError):
-    """What the planted faults raise."""
-
-
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_failure_at_any_step_leaves_everything_as_it_was(
     built: Built,
@@ -227,7 +223,7 @@ def test_a_failure_at_any_step_leaves_everything_as_it_was(
                 nonlocal calls
                 calls += 1
                 if calls == at:
-                    raise DiskFullError(28, "No space left on device")
+                    raise OSError(28, "No space left on device")
                 return real(*arguments)
 
             return call
@@ -237,8 +233,8 @@ def test_a_failure_at_any_step_leaves_everything_as_it_was(
                 patch.setattr(os, name, failing(getattr(os, name), step))
             try:
                 package(changed, repository, max_batch=4, **options)
-            except UserError as error:
-                assert "No space left" in str(error)  # noqa: PT017 - the last turn of the loop raises nothing
+            except DiskFullError as error:
+                assert "nothing was changed" in str(error)  # noqa: PT017 - the last turn of the loop raises nothing
             else:
                 break
         assert snapshot(tmp_path) == before, f"after a failure at step {step}"

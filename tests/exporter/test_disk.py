@@ -1,0 +1,130 @@
+"""A full disk is one line with the space that is left and a remedy; exit status 1, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from effexport.artifact import ARTIFACT_FOLDER, Artifact
+from effexport.disk import is_disk_full, write_error
+from effexport.errors import DiskFullError, StageError, UserError
+
+Built = Callable[..., Artifact]
+Cli = Callable[..., Any]
+
+
+def wrapped(cause: Exception) -> Exception:
+    """An error of a stage that a library's error has caused."""
+    try:
+        raise StageError("export", "the exporter has failed") from cause
+    except StageError as error:
+        return error
+
+
+def write_half(output: Path, error: Exception) -> None:
+    with ARTIFACT_FOLDER.new(output, force=False) as folder:
+        (folder / "half").write_text("half")
+        raise error
+
+
+FULL = {
+    "the system's": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    "of a quota": OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+    # as numpy, and with it onnx_ir, raise them: without an error number
+    "numpy's, of an array": OSError("problem writing element 3072 to file"),
+    "numpy's, of contiguous memory": OSError("3072 requested and 1024 written"),
+    # a Rust library's
+    "a library's": RuntimeError("I/O error: No space left on device (os error 28)"),
+    "wrapped": wrapped(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+}
+
+
+@pytest.mark.parametrize("error", FULL.values(), ids=FULL)
+def test_a_full_disk_is_recognised_whoever_reports_it(tmp_path: Path, error: Exception) -> None:
+    output = tmp_path / "new" / "artifact"
+    with pytest.raises(DiskFullError) as raised:
+        write_half(output, error)
+    assert str(raised.value).startswith(f"cannot write {output}: the disk is full (")
+    assert str(raised.value).endswith("; free some space, or choose another folder with -o")
+    assert raised.value.exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    assert not is_disk_full(denied)
+    assert not is_disk_full(StageError("export", "an operator is missing"))
+    error = write_error(tmp_path / "x", denied, "choose another file with -o")
+    assert isinstance(error, UserError)
+    assert str(error) == f"cannot write {tmp_path / 'x'}: Permission denied; choose another file with -o"
+    with pytest.raises(PermissionError), ARTIFACT_FOLDER.new(tmp_path / "artifact", force=False):
+        raise denied
+
+
+def test_a_full_temporary_folder_is_named_instead_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(temporary))
+    monkeypatch.setattr("effexport.disk.free_bytes", lambda folder: 4096 if folder == temporary else 10**9)
+    message = str(write_error(tmp_path / "out", FULL["the system's"], "choose another file with -o"))
+    assert f"(4.10 kB free in {temporary}); free some space, or set TMPDIR" in message
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that takes the beginning of a file only."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    write_bytes, write_text, copyfile = Path.write_bytes, Path.write_text, shutil.copyfile
+
+    def check(path: Path) -> None:
+        if folder in Path(path).parents:
+            write_bytes(path, b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def limited(write: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *arguments: Any, **options: Any) -> Any:
+            check(path)
+            return write(path, *arguments, **options)
+
+        return call
+
+    def copied(source: Path, target: Path, **options: Any) -> Any:
+        check(target)
+        return copyfile(source, target, **options)
+
+    monkeypatch.setattr(Path, "write_bytes", limited(write_bytes))
+    monkeypatch.setattr(Path, "write_text", limited(write_text))
+    monkeypatch.setattr(shutil, "copyfile", copied)
+    return folder
+
+
+@pytest.mark.requires("ort")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "report ARTIFACT -o FULL/new/report.html",
+        "report ARTIFACT -o FULL/report.xml",
+        "package ARTIFACT --format triton -o FULL/repository",
+        "bench --variants aft-simple --seq-lens 8 --heads 1 --runtimes torch --rounds 1 --no-memory -o FULL/bench",
+        "build --variant aft-simple --scope attention --dim 16 --heads 1 --seq-len 8 -o FULL/artifact",
+    ],
+)
+def test_a_command_that_fills_the_disk_says_so_in_one_line_and_leaves_nothing(
+    cli: Cli, built: Built, full: Path, command: str
+) -> None:
+    artifact = built("softmax", "encoder").path
+    words = [word.replace("ARTIFACT", str(artifact)).replace("FULL", str(full)) for word in command.split()]
+    message = cli(*words).error(code=1)
+    assert message.startswith(f"cannot write {full}")
+    assert "the disk is full (" in message
+    assert "\n" not in message
+    assert list(full.iterdir()) == []
