@@ -1,15 +1,23 @@
-"""The examples of README.md and docs/ work as they stand: Python runs, commands parse, links lead somewhere."""
+"""README.md runs from top to bottom; the examples of docs/ parse or run as they stand, and links lead somewhere."""
 
 from __future__ import annotations
 
+import functools
+import http.server
 import re
 import shlex
+import shutil
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+import readme_run
+from page_browser import Browser
 from triton_server import ENVIRONMENT, TritonServer, environment
 
 from effexport.build import artifact_from_spec
@@ -45,21 +53,72 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A fresh clone and the checkpoint of its reader. README's own commands make its environment."""
+    folder = readme_run.prepared_folder(tmp_path_factory.mktemp("readme") / "clone")
+    yield folder
+    shutil.rmtree(folder)  # a GB
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> list[str]:
+    """What README's commands printed, the second time in the same folder. All of them succeeded, both times."""
+    for _ in range(2):
+        taken = list(readme_run.run_page(folder))
+        assert taken[-1].status == 0, f"{taken[-1].line}\n{taken[-1].output}"
+    return [done.output for done in taken]
+
+
+@pytest.mark.slow
+@pytest.mark.requires("torch", "onnx", "ort", "transformers")
+@pytest.mark.xdist_group("readme")
+def test_the_readme_runs_from_top_to_bottom_twice_in_one_folder(answers: list[str]) -> None:
+    predictions = re.findall(r"^next byte: .*$", "".join(answers), re.MULTILINE)
+    assert len(predictions) == (2 if shutil.which("npm") else 1)
+    assert len(set(predictions)) == 1  # onnxruntime and onnxruntime-web agree
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The URL of a web server for the files of a folder."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.requires("torch", "onnx", "ort", "transformers", "browser", "portability")
+@pytest.mark.xdist_group("readme")
+def test_the_page_of_the_readme_predicts_the_same_byte_in_a_browser(
+    folder: Path, answers: list[str], browser: Browser
+) -> None:
+    (prediction,) = set(re.findall(r"^next byte: .*$", "".join(answers), re.MULTILINE))
+    with served(folder / "share") as url:
+        assert browser.logged(url) == prediction
+
+
+def test_the_lines_of_the_readme_that_are_not_run_are_on_the_page() -> None:
+    commands = {step.text for step in readme_run.steps_of(README.read_text(encoding="utf-8"))}
+    assert set(readme_run.NOT_RUN) <= commands
+
+
 @pytest.mark.slow
 @pytest.mark.requires("torch", "onnx", "ort", "native")
-def test_the_python_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_docs_python_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = {"dim": 32, "heads": 2, "layers": 1, "seq_len": 64}
     for options in ({"variant": "lsh"}, {"variant": "linear", "causal": True}):
         artifact_from_spec(build_spec_from_options(small | options, None), Path("artifacts") / options["variant"])
-    for page, count, shape in ((README, 2, (1, 9, 32)), (PYTHON_PAGE, 6, (2, 1, 32))):
-        examples = blocks(page, "python")
-        assert len(examples) == count
-        names: dict[str, Any] = {}
-        for example in examples:
-            exec(example, names)
-        assert names["out"].shape == (2, 1000, 256)
-        assert names["hidden"].shape == shape
+    examples = blocks(PYTHON_PAGE, "python")
+    assert len(examples) == 6
+    names: dict[str, Any] = {}
+    for example in examples:
+        exec(example, names)
+    assert names["out"].shape == (2, 1000, 256)
+    assert names["hidden"].shape == (2, 1, 32)
     assert [value.name for value in names["session"].get_inputs()] == ["input_ids", "attention_mask"]
 
 
@@ -71,13 +130,13 @@ def test_the_serving_example_packages_an_artifact_and_gets_its_answers_from_trit
     monkeypatch.chdir(tmp_path)
     spec = build_spec_from_options({"variant": "lsh", "dim": 32, "heads": 2, "layers": 1, "seq_len": 64}, None)
     artifact_from_spec(spec, Path("artifacts/lsh"))
-    shell = next(block for block in blocks(README, "sh") if "effexport package" in block)
-    commands = [line.split("  #")[0] for line in shell.replace("\\\n", "").splitlines()]
+    lines = [line for block in blocks(README, "sh") for line in block.replace("\\\n", "").splitlines()]
+    commands = [line.split("  #")[0] for line in lines]
     (package,) = (line for line in commands if line.startswith("effexport package"))
     with pytest.raises(SystemExit) as stop:
         main(shlex.split(package)[1:])
     assert stop.value.code == 0
-    (curl,) = (line for line in commands if line.startswith("curl"))
+    (curl,) = (line.split(" | ")[0] for line in commands if line.startswith("curl"))
     (client,) = (block for block in blocks(ROOT / "docs" / "triton.md", "python") if "tritonclient" in block)
     with TritonServer(Path("triton-models"), tmp_path / "log", ["lsh"]) as server:
 

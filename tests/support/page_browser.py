@@ -77,6 +77,17 @@ class Browser:
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._read()
 
+    def logged(self, url: str) -> str:
+        """The first line that a page writes to the console."""
+        self.events.clear()
+        self.call("Page.navigate", url=url)
+        while True:
+            for event in self.events:
+                assert event["method"] != "Runtime.exceptionThrown", event
+                if event["method"] == "Runtime.consoleAPICalled":
+                    return str(event["params"]["args"][0]["value"])
+            self._read()
+
     def evaluate(self, expression: str) -> Any:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
