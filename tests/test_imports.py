@@ -28,7 +28,7 @@ HEAVY = (
     "numpy",
 )
 RUNTIMES = {"onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "transformers"}
-NOT_OURS = {".git", ".venv", ".venv-tensorrt", ".venv-triton", "artifacts", "build", "dist", "__pycache__"}
+NOT_OURS = {".git", ".venv", ".venv-tensorrt", ".venv-triton", "artifacts", "share", "build", "dist", "__pycache__"}
 
 
 def tree_files() -> Iterator[Path]:
