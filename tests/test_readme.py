@@ -42,7 +42,9 @@ def prose(page: Path) -> str:
 
 def commands_of(page: Path) -> list[list[str]]:
     """The effexport commands of a page's shell blocks, as lists of words."""
-    lines = [line.split(" >")[0] for block in blocks(page, "sh") for line in block.replace("\\\n", "").splitlines()]
+    lines = [
+        re.split(" [>&]", line)[0] for block in blocks(page, "sh") for line in block.replace("\\\n", "").splitlines()
+    ]
     words = [shlex.split(line, comments=True) for line in lines]
     return [command[1:] for command in words if command and command[0] == "effexport"]
 
