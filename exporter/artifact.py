@@ -112,6 +112,9 @@ class Artifact:
     path: Path
     manifest: Manifest
 
+    def __repr__(self) -> str:
+        return f"<Artifact {self.path}: {self.spec.model.title}, {self.manifest.precision}>"
+
     @property
     def spec(self) -> BuildSpec:
         return BuildSpec.from_dict(self.manifest.spec)

@@ -14,7 +14,7 @@ from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.model_spec import ModelSpec, Scope
 from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_from_dict, attention_spec, field_names
-from effexport.models.validation import SpecError, check_field_types, did_you_mean, require
+from effexport.models.validation import ShortRepr, SpecError, check_field_types, did_you_mean, require
 
 if TYPE_CHECKING:
     from effexport.models.module_spec import ModuleSpec
@@ -32,8 +32,8 @@ NEXT_PREFIX = "next_"
 EXTERNAL_DATA_THRESHOLD_BYTES = 1_800_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class BuildSpec:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BuildSpec(ShortRepr):
     """A model and how to export it.
 
     batch: the batch size of the first case of the parity check.

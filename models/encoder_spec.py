@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal
 from effexport.models.model_spec import Dims, Scope, counted
 from effexport.models.products import Product
 from effexport.models.spec import AttentionSpec, attention_from_dict, known_fields
-from effexport.models.validation import check_field_types, require
+from effexport.models.validation import ShortRepr, check_field_types, require
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncoderSpec:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EncoderSpec(ShortRepr):
     """A byte-level encoder: embedding, `layers` blocks, optional language-model head.
 
     block: where the normalisations stand. "reversible" keeps two residual streams (Reformer), which are combined at the

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 KNOWN_INPUTS = ("input_ids", "hidden_states", "attention_mask", "token_type_ids")
-# Sizes that tell the axes of an output apart: no width of a model is likely to be one of them.
+# Sizes that tell the axes of an output apart.
 PROBE_BATCH, PROBE_SEQ_LEN = 3, 37
 
 
@@ -34,7 +34,7 @@ def spec_from_module(module: nn.Module, name: str, seq_len: int | None = None) -
     longest = min([*lengths, seq_len or max(spec.seq_len for spec in specs)])
     inputs = input_dims(module, name, attention.dim)
     vocab_size = vocabulary(module) if "input_ids" in inputs else 2
-    outputs = probe(module, name, inputs, min(PROBE_SEQ_LEN, longest))
+    outputs = probe(module, name, inputs, probe_length(module, longest))
     return ModuleSpec(
         vocab_size=vocab_size,
         seq_len=longest,
@@ -47,6 +47,13 @@ def spec_from_module(module: nn.Module, name: str, seq_len: int | None = None) -
         output_dims=outputs,
         longest=longest,
     )
+
+
+def probe_length(module: nn.Module, longest: int) -> int:
+    """A length up to `longest` that is not the size of a parameter, so that it tells the axes of an output apart."""
+    sizes = {size for parameter in module.parameters() for size in parameter.shape}
+    lengths = (length for length in range(min(PROBE_SEQ_LEN, longest), 0, -1) if length not in sizes)
+    return next(lengths, longest)
 
 
 def attention_layers(module: nn.Module) -> list[Any]:

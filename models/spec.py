@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from effexport.models.model_spec import Dims, Scope, counted
 from effexport.models.products import Product, banded_products, convolution
 from effexport.models.validation import (
+    ShortRepr,
     check_field_types,
     check_kernel_size,
     did_you_mean,
@@ -42,8 +43,8 @@ class HostileInputs:
     small_key: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionSpec(ABC):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AttentionSpec(ShortRepr, ABC):
     """What all attention layers share.
 
     dim: model width. heads × head_dim is the inner width (`head_dim=None`: dim // heads).
@@ -214,7 +215,7 @@ class AttentionSpec(ABC):
         return {"variant": self.variant, **dataclasses.asdict(self)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SoftmaxSpec(AttentionSpec):
     """Softmax attention.
 
@@ -253,7 +254,7 @@ class SoftmaxSpec(AttentionSpec):
         return batch * self.heads * seq_len**2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LinearSpec(AttentionSpec):
     """Linear attention. eps: added once to the denominator. chunk_length: block length of the causal form."""
 
@@ -283,7 +284,7 @@ class LinearSpec(AttentionSpec):
         yield Product(groups, n, d, d)  # φ(Q) S
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class NystromSpec(AttentionSpec):
     """Nyströmformer attention.
 
@@ -389,7 +390,7 @@ class NystromSpec(AttentionSpec):
         return "" if self.mask_landmarks else "mask_landmarks=False: padding is part of the input"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LookAroundSpec(AttentionSpec):
     """Chunked attention: what the two Reformer layers share.
 
@@ -434,7 +435,7 @@ class LookAroundSpec(AttentionSpec):
         return "circular=True: the first chunk sees the last one, so the amount of padding is part of the input"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LocalSpec(LookAroundSpec):
     """Reformer's local layer: chunks in their original order, with look-around."""
 
@@ -448,7 +449,7 @@ HF_ROUNDING = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LSHSpec(LookAroundSpec):
     """Reformer's LSH layer.
 
@@ -535,7 +536,7 @@ def automatic_num_buckets(seq_len: int, chunk_length: int, max_seq_len: int | No
     return (2 ** (power // 2), 2 ** (power - power // 2))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AFTSpec(AttentionSpec):
     """What the attention-free transformers share: sums weighted by e^k, per channel."""
 
@@ -544,7 +545,7 @@ class AFTSpec(AttentionSpec):
     hostile: ClassVar[HostileInputs] = HostileInputs(key_gaps=(20, 60, 110))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AFTSimpleSpec(AFTSpec):
     """Attention-free transformer without position biases."""
 
@@ -563,7 +564,7 @@ class AFTSimpleSpec(AFTSpec):
         return iter(())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AFTPositionSpec(AFTSpec):
     """AFT with learned position biases.
 
@@ -579,7 +580,7 @@ class AFTPositionSpec(AFTSpec):
         require(self.position_dim >= 1, f"position_dim is {self.position_dim}; expected at least 1")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AFTFullSpec(AFTPositionSpec):
     """AFT with a learned bias for every pair of positions."""
 
@@ -598,7 +599,7 @@ class AFTFullSpec(AFTPositionSpec):
         return seq_len**2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AFTLocalSpec(AFTPositionSpec):
     """AFT with biases for near pairs only.
 
@@ -621,7 +622,7 @@ class AFTLocalSpec(AFTPositionSpec):
         yield from banded_products(batch, seq_len, 2 * self.dim, reach=self.window - 1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AFTConvSpec(AFTSpec):
     """AFT with biases that depend on the offset only.
 

@@ -81,3 +81,16 @@ _PLAIN_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
     "str": ((str,), "a word"),
 }
+
+
+class ShortRepr:
+    """Base of dataclasses (with repr=False) whose repr is the call that makes them: only the fields that differ from
+    their defaults."""
+
+    def __repr__(self) -> str:
+        changed = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if getattr(self, field.name) != field.default
+        )
+        return f"{type(self).__name__}({', '.join(changed)})"

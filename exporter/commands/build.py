@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from effexport.artifact import Artifact, EngineEntry
-    from effexport.export.module_source import ModuleSource
     from effexport.report.model import Report
-    from effexport.spec import BuildSpec
 
 
 SECTIONS = {
@@ -157,11 +154,12 @@ def command(
     model; the exported model does not depend on them.
     """
     from effexport.artifact import ARTIFACT_FOLDER
+    from effexport.build_request import BuildRequest
     from effexport.cli import print_json
 
     require_torch("effexport build")
     engine_flags = {name: flags.pop(name) for name in ENGINE_FLAGS}
-    request = Request(flags, spec_file, checkpoint, weights, factory)
+    request = BuildRequest(flags, spec_file, checkpoint, weights, factory)
     settings = settings_from_options(runtime, implementation)
     spec, source, notes, name = request.resolve()
     engines = engines_from_flags(engine_flags, spec)
@@ -188,53 +186,6 @@ def command(
         answer = {"artifact": str(output), "verdict": report.verdict, "implementation": report.implementation}
         print_json(answer | msgspec.to_builtins(artifact.manifest))
     print_result(result_console(as_json=as_json), artifact, report)
-
-
-@dataclass(frozen=True)
-class Request:
-    """The requested model: a variant, a checkpoint, or a module of the user's own."""
-
-    flags: dict[str, Any]
-    spec_file: Path | None
-    checkpoint: Path | None
-    weights: Path | None
-    factory: str | None
-
-    def resolve(self) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
-        """The spec, where its module comes from, notes for the report, and a name for the folder.
-
-        Raises SpecError and UserError for requests that contradict themselves or cannot work.
-        """
-        from effexport.export.module_source import module_from_factory, source_from_module, source_from_path
-        from effexport.models.module_probe import spec_from_module
-        from effexport.models.spec import field_names
-        from effexport.models.validation import require
-        from effexport.spec import build_spec_from_checkpoint, build_spec_from_module, build_spec_from_options
-
-        given = [f"--{name}" for name in ("checkpoint", "weights") if getattr(self, name) is not None]
-        given += ["--module"] * (self.factory is not None) + ["--spec"] * (self.spec_file is not None)
-        if self.checkpoint is not None:
-            require(
-                given == ["--checkpoint"],
-                f"{' and '.join(given)} cannot be combined; a checkpoint includes its spec and weights",
-            )
-            spec, notes = build_spec_from_checkpoint(self.flags, self.checkpoint)
-            return spec, source_from_path(self.checkpoint), notes, self.checkpoint.resolve().name
-        if self.factory is not None:
-            require(
-                given == ["--module"],
-                f"{' and '.join(given)} cannot be combined; the module includes its spec and weights",
-            )
-            module = module_from_factory(self.factory)
-            spec = build_spec_from_module(self.flags, spec_from_module(module, self.factory, self.flags.get("seq_len")))
-            return spec, source_from_module(module, self.factory), (), self.factory.partition(":")[2]
-        require(self.flags.get("task") is None, "--task only works with --checkpoint")
-        attention = ATTENTION_SPECS.get(self.flags.get("variant", ""))
-        for name in ("num_hashes", "pinv_init"):
-            applies = attention is None or name in field_names(attention) or self.flags.get(name) is None
-            require(applies, f"--{name.replace('_', '-')} does not apply to {self.flags.get('variant')}")
-        spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec_file)
-        return spec, source_from_path(self.weights), (), spec.variant
 
 
 def print_result(console: Console, artifact: Artifact, report: Report) -> None:

@@ -26,61 +26,16 @@ def command(path: Path, as_json: bool) -> None:
     an engine, its GPUs, its source model and its layers.
     """
     from effexport.cli import print_json
-    from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
-    from effexport.models.families import is_checkpoint
+    from effexport.description import describe
+    from effexport.engines.sidecar import read_sidecar
 
-    if is_engine(path):
-        info = read_sidecar(path)
-        check_engine_file(path, info)
-        described: dict[str, Any] = {"path": str(path), "engine": info.to_dict()}
-        pairs: Iterator[tuple[str, object]] = pairs_of_engine(path, info)
-    elif is_checkpoint(path):
-        described = describe_checkpoint(path)
-        pairs = pairs_of_checkpoint(described)
-    else:
-        described = describe_model(path)
-        pairs = pairs_of_summary(described)
+    kind, described = describe(path)
     if as_json:
         print_json(described)
+    elif kind == "engine":
+        print_pairs(pairs_of_engine(path, read_sidecar(path)))
     else:
-        print_pairs(pairs)
-
-
-def describe_model(path: Path) -> dict[str, Any]:
-    """A description of an artifact folder or an ONNX file."""
-    from effexport.artifact import open_artifact
-    from effexport.export.onnx_graph import graph_summary, load_graph
-    from effexport.runners.ort.session import kernel_library
-
-    described: dict[str, Any] = {"path": str(path)}
-    file = path
-    if path.is_dir() or not path.exists():
-        import msgspec
-
-        artifact = open_artifact(path)
-        file = artifact.model_path
-        keys = ("variant", "spec", "precision", "effexport_version", "parity", "engines", "notes")
-        described |= {key: msgspec.to_builtins(getattr(artifact.manifest, key)) for key in keys}
-    return described | {"graph": graph_summary(load_graph(file), file, has_kernels=kernel_library() is not None)}
-
-
-def describe_checkpoint(folder: Path) -> dict[str, Any]:
-    """A description of a checkpoint folder, without loading its weights. Raises SpecError for an unsupported one."""
-    from effexport.spec import build_spec_from_checkpoint
-
-    spec, notes = build_spec_from_checkpoint({}, folder)
-    return {
-        "path": str(folder),
-        "checkpoint": spec.model.title,
-        "attention": spec.attention.actual_variant,
-        "max_seq_len": spec.max_seq_len,
-        "inputs": [str(tensor) for tensor in spec.inputs],
-        "outputs": [str(tensor) for tensor in spec.outputs],
-        "custom_ops": spec.custom_ops,
-        "spec": spec.to_dict()["model"],
-        "notes": list(notes),
-        "build": f"effexport build --checkpoint {folder}",
-    }
+        print_pairs(pairs_of_checkpoint(described) if kind == "checkpoint" else pairs_of_summary(described))
 
 
 def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:

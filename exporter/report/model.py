@@ -76,6 +76,9 @@ class Report:
     options: list[str] = field(default_factory=list)
     divergence: str = ""
 
+    def __repr__(self) -> str:
+        return f"<Report of {self.title}: {self.verdict}, {outcomes_text(self.checks)}>"
+
     @property
     def verdict(self) -> Status:
         """ "passed", "failed", or "not run" when nothing could be compared."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -67,7 +68,8 @@ def quick_export(built: Built, monkeypatch: pytest.MonkeyPatch) -> BuildSpec:
     """A spec whose export only copies a file, so that tests of what surrounds it are fast."""
     artifact = built("softmax", "attention", fused=False)
     monkeypatch.setattr(
-        "effexport.build.onnx_from_module",
+        importlib.import_module("effexport.build"),  # effexport.build itself is the function
+        "onnx_from_module",
         lambda module, spec, path: shutil.copy(artifact.model_path, path),
     )
     return artifact.spec
@@ -354,7 +356,8 @@ def test_a_stage_that_raises_leaves_what_was_there(
     output = copied() if old else tmp_path / "new" / "softmax"
     output.parent.mkdir(exist_ok=True)
     before = state_of(output) if old else None
-    monkeypatch.setattr(stage, failing)
+    module, _, name = stage.rpartition(".")
+    monkeypatch.setattr(importlib.import_module(module), name, failing)
     with pytest.raises(RuntimeError, match="planted"):
         artifact_from_spec(quick_export, output, force=True)
     assert [path.name for path in output.parent.iterdir()] == ([output.name] if old else [])

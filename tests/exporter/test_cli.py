@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -678,7 +679,7 @@ def test_a_failed_stage_exits_1_and_leaves_nothing(cli: Cli, tmp_path: Path, mon
     def fail(*arguments: object) -> None:
         raise StageError("export", "planted")
 
-    monkeypatch.setattr("effexport.build.onnx_from_module", fail)
+    monkeypatch.setattr(importlib.import_module("effexport.build"), "onnx_from_module", fail)
     arguments = ["build", "--variant", "softmax", *SMALL, "-o", tmp_path / "out"]
     assert cli(*arguments).error(1) == "export: planted"
     assert cli(*arguments, "--json").json == {"error": "export: planted", "exit_code": 1}

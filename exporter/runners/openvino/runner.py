@@ -14,7 +14,7 @@ from effexport.errors import EffexportError, RuntimeFailedError
 from effexport.export.onnx_graph import custom_ops_of_model, graph_tensors
 from effexport.runners.feeds import FeedLimits, check_bound_feeds, checked_feeds, signature_of
 from effexport.runners.openvino.loading import compiled_model, import_openvino, onnx_from_source, reason_of
-from effexport.runners.runner import Closeable, ModelOptions
+from effexport.runners.runner import Closeable, ModelOptions, runner_text
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array, TensorInfo
@@ -49,6 +49,9 @@ class OpenVinoRunner(Closeable):
         self._compiled: Any = compiled_model(proto, folder, options or ModelOptions())
         self._idle: list[Any] = []
         self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return runner_text(self)
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays by input name → arrays by output name. An absent attention mask means no padding.

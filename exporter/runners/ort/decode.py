@@ -56,7 +56,7 @@ class DecodeRunner(Closeable):
 
     def __repr__(self) -> str:
         signature = f"{tensors_text(self.inputs)} → {tensors_text(self.outputs)}"
-        return f"<DecodeRunner: {signature}; next positions {self.position.tolist()}>"
+        return f"<DecodeRunner: {signature}; next positions: {self.position.tolist()}>"
 
     def reset(self) -> None:
         """Clear the state: the next token is the first."""

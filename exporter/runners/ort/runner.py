@@ -13,7 +13,7 @@ from effexport.runners.ort.binding import NO_GRAPH, BoundModel, run_options
 from effexport.runners.ort.session import session_from_model
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runners.ort.values import array_from_value, value_from_array
-from effexport.runners.runner import Closeable
+from effexport.runners.runner import Closeable, runner_text
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -49,6 +49,9 @@ class OrtRunner(Closeable):
         self.limits = limits or FeedLimits()
         self.inputs = tuple(tensor_info(value) for value in self._session.get_inputs())
         self.outputs = tuple(tensor_info(value) for value in self._session.get_outputs())
+
+    def __repr__(self) -> str:
+        return runner_text(self)
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays by input name → arrays by output name. An absent attention mask means no padding.

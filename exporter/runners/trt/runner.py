@@ -11,7 +11,7 @@ from effexport.engines.api import Api
 from effexport.errors import UserError
 from effexport.runners.cuda.device import Cuda
 from effexport.runners.feeds import FeedLimits, check_bound_feeds, checked_feeds, signature_of
-from effexport.runners.runner import Closeable
+from effexport.runners.runner import Closeable, runner_text
 from effexport.runners.trt.context import shapes_of
 from effexport.runners.trt.execution import Execution
 from effexport.runners.trt.execution import TrtSettings as TrtSettings
@@ -52,6 +52,9 @@ class TrtRunner(Closeable):
         self._execution = Execution(source, self.settings)
         # also frees the memory of a runner that is dropped without being closed
         self._finalizer = weakref.finalize(self, self._execution.close)
+
+    def __repr__(self) -> str:
+        return runner_text(self)
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays by input name → arrays by output name. An absent attention mask means no padding.

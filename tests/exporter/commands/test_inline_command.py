@@ -12,7 +12,7 @@ import pytest
 from small_specs import SMALL
 
 from effexport.artifact import Artifact, open_artifact
-from effexport.commands.build import Request
+from effexport.build_request import BuildRequest
 from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_graph import all_nodes, external_sizes, load_graph
 from effexport.models.spec import ATTENTION_SPECS
@@ -178,7 +178,7 @@ def test_every_field_reaches_the_spec(tmp_path: Path) -> None:
         ({"inline": False}, tmp_path / "spec.toml", False),
         ({"variant": "lsh"}, None, False),
     ):
-        spec = Request(dict(flags), file, None, None, None).resolve()[0]
+        spec = BuildRequest(dict(flags), file, None, None, None).resolve()[0]
         assert spec.inline is expected
         assert bool(spec.custom_ops) is not expected
 
@@ -186,5 +186,6 @@ def test_every_field_reaches_the_spec(tmp_path: Path) -> None:
 def test_no_variant_has_custom_operators_inline() -> None:
     for variant in ATTENTION_SPECS:
         assert (
-            Request({"variant": variant, **SMALL, "inline": True}, None, None, None, None).resolve()[0].custom_ops == {}
+            BuildRequest({"variant": variant, **SMALL, "inline": True}, None, None, None, None).resolve()[0].custom_ops
+            == {}
         )

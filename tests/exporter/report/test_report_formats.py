@@ -20,7 +20,7 @@ import jsonschema
 import pytest
 
 from effexport.artifact import Artifact, EngineEntry, open_artifact
-from effexport.commands.build import Request
+from effexport.build_request import BuildRequest
 from effexport.commands.build import command as build_cli
 from effexport.errors import UserError
 from effexport.proof.case_label import ALL_CASES, CaseLabel
@@ -298,7 +298,7 @@ def test_the_build_command_of_a_variant_builds_the_same_spec(
     report = report_of(spec=json.loads(json.dumps(spec.to_dict())))
     params = arguments_of(build_command(report, "again"), tmp_path)
     flags = {name: params[name] for name in SPEC_FLAGS}
-    request = Request(flags, params["spec_file"], params["checkpoint"], params["weights"], params["factory"])
+    request = BuildRequest(flags, params["spec_file"], params["checkpoint"], params["weights"], params["factory"])
     assert request.resolve()[0] == spec
     assert params["output"] == Path("again")
 

@@ -189,7 +189,7 @@ def test_a_decoder_takes_settings_and_says_what_it_is(built: Built) -> None:
         assert decoder.settings.threads == 1
         decoder.prefill({"input_ids": [[1, 2, 3]]})
         assert repr(decoder) == (
-            "<DecodeRunner: input_ids int64 [batch, 1] → last_hidden_state float32 [batch, 1, 32]; next positions [3]>"
+            "<DecodeRunner: input_ids int64 [batch, 1] → last_hidden_state float32 [batch, 1, 32]; next positions: [3]>"
         )
     for call in (decoder.step, decoder.prefill):
         with pytest.raises(EffexportError, match="this runner is closed"):

@@ -1,0 +1,207 @@
+"""The commands as Python functions, and what opens artifacts: the public names of `effexport`.
+
+Everything but types is imported inside the functions, so that `import effexport` loads no framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from effexport.artifact import Artifact
+    from effexport.description import Kind
+    from effexport.engines.spec import EngineSpec
+    from effexport.report.model import Report
+    from effexport.runners.ort.decode import DecodeRunner
+    from effexport.runners.ort.runner import OrtRunner
+    from effexport.runners.ort.settings import OrtSettings
+    from effexport.runners.runner import Runner
+    from effexport.spec import BuildSpec
+
+OnStage = Callable[[str], None]
+
+
+def quiet(stage: str) -> None:
+    """Ignore the names of the stages."""
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Raise a spec or a checkpoint that cannot work as a UserError, like everything else that users can mend."""
+    from effexport.errors import UserError
+    from effexport.models.validation import SpecError
+
+    try:
+        yield
+    except SpecError as error:
+        raise UserError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """A new artifact and the report of its checks."""
+
+    artifact: Artifact
+    report: Report
+
+    @property
+    def path(self) -> Path:
+        return self.artifact.path
+
+    def __repr__(self) -> str:
+        return f"<BuildResult {self.path}: {self.report!r}>"
+
+
+def build(
+    *,
+    variant: str | None = None,
+    spec: BuildSpec | str | Path | None = None,
+    checkpoint: str | Path | None = None,
+    module: nn.Module | str | None = None,
+    weights: str | Path | None = None,
+    output: str | Path | None = None,
+    settings: OrtSettings | None = None,
+    engines: Sequence[EngineSpec] = (),
+    trace: bool = False,
+    force: bool = False,
+    on_stage: OnStage = quiet,
+    **options: Any,
+) -> BuildResult:
+    """Export a model to ONNX, check it against PyTorch and write an artifact folder, as `effexport build` does.
+
+        result = effexport.build(variant="lsh", seq_len=4096)
+        result = effexport.build(module=my_encoder, output="artifacts/mine")
+
+    Name one of variant, spec (a BuildSpec or a TOML file), checkpoint (a folder) and module (an nn.Module made of our
+    layers, which stays as it is, or "package.module:factory"). weights: a safetensors file for a variant.
+    options: the other fields of the spec, named as the flags: seq_len, causal, precision, …
+    output: the folder to write; by default artifacts/ and the name of the variant, checkpoint or module.
+    settings: how ONNX Runtime runs the model in the checks. on_stage: called with the name of each stage.
+    Raises UserError for a request that cannot work, and errors.StageError if a stage or a check fails; then nothing is
+    written.
+    """
+    from effexport.artifact import ARTIFACT_FOLDER
+    from effexport.build import artifact_from_spec
+    from effexport.build_request import BuildRequest
+    from effexport.environment import require_torch
+    from effexport.spec import BuildSpec
+
+    require_torch("effexport.build")
+    wanted = spec if isinstance(spec, BuildSpec) else optional_path(spec)
+    request = BuildRequest(
+        {"variant": variant, **options}, wanted, optional_path(checkpoint), optional_path(weights), module
+    )
+    with user_errors():
+        resolved, source, notes, name = request.resolve()
+        folder = optional_path(output) or Path("artifacts") / name
+        ARTIFACT_FOLDER.check(folder, force=force)
+        artifact, found = artifact_from_spec(
+            resolved,
+            folder,
+            source=source,
+            engines=engines,
+            notes=notes,
+            settings=settings,
+            trace=trace,
+            force=force,
+            on_stage=on_stage,
+        )
+    return BuildResult(artifact, found)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a path holds. details: as `effexport inspect --json` prints them, by the kind."""
+
+    kind: Kind
+    path: Path
+    details: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        return f"<Description of the {self.kind} {self.path}: {', '.join(self.details)}>"
+
+
+def inspect(path: str | Path) -> Description:
+    """Describe an artifact folder, an ONNX file, a TensorRT engine or a checkpoint folder, as `effexport inspect` does.
+
+    Raises UserError for a path that holds something else or is damaged.
+    """
+    from effexport.description import describe
+
+    with user_errors():
+        kind, details = describe(Path(path))
+    return Description(kind, Path(path), details)
+
+
+def report(artifact: str | Path) -> Report:
+    """The report that an artifact was built with, as `effexport report` reads it; nothing is measured again.
+
+    Raises UserError for a missing or damaged artifact.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.report.reading import report_of_artifact
+
+    return report_of_artifact(open_artifact(Path(artifact)))
+
+
+@overload
+def load(path: str | Path, settings: OrtSettings | None = None) -> OrtRunner: ...
+
+
+@overload
+def load(path: str | Path, *, runtime: str) -> Runner: ...
+
+
+def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str | None = None) -> Runner:
+    """Open an artifact folder in a runner, after checking every file against the manifest.
+
+    Use it as a context manager or call `close`; `run` is thread-safe:
+
+        with effexport.load("artifacts/lsh") as runner:
+            outputs = runner.run({"input_ids": ids, "attention_mask": mask})
+
+    settings: how ONNX Runtime runs the model; see `effexport.OrtSettings`.
+    runtime: instead of settings, the name of a runtime as in --runtime: "ort-cuda", or "trt-rtx" for the engine of that
+    target.
+    Raises UserError for a missing or damaged artifact, or a runtime that is not available.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.errors import UserError
+    from effexport.runners.artifact_runner import runner_from_artifact
+    from effexport.runners.feeds import limits_from_spec
+    from effexport.runners.ort.runner import OrtRunner
+
+    artifact = open_artifact(Path(path))
+    if runtime is not None:
+        if settings is not None:
+            raise UserError("settings and runtime were both given; settings are for ONNX Runtime, so give one of them")
+        return runner_from_artifact(artifact, runtime)
+    return OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
+
+
+def load_decoder(path: str | Path, settings: OrtSettings | None = None) -> DecodeRunner:
+    """Open a causal `linear` or `aft-simple` artifact to read prompts and decode token by token, with a state.
+
+    settings: how ONNX Runtime runs it; see `effexport.OrtSettings`.
+    Raises UserError for an artifact without a decode step.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.errors import UserError
+    from effexport.runners.feeds import limits_from_spec
+    from effexport.runners.ort.decode import DecodeRunner
+
+    artifact = open_artifact(Path(path))
+    if not artifact.spec.model.has_decode_step:
+        raise UserError(f"{path} has no decode step; only causal linear and aft-simple models have one")
+    limits = limits_from_spec(artifact.spec)
+    return DecodeRunner(artifact.decode_step_path, artifact.prefill_path, limits, settings)
+
+
+def optional_path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)

@@ -1,0 +1,82 @@
+"""What to build, as flags or arguments name it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from effexport.export.module_source import (
+    ModuleSource,
+    module_from_factory,
+    source_from_module,
+    source_from_path,
+)
+from effexport.models.module_probe import spec_from_module
+from effexport.models.spec import ATTENTION_SPECS, field_names
+from effexport.models.validation import require
+from effexport.spec import BuildSpec, build_spec_from_checkpoint, build_spec_from_module, build_spec_from_options
+
+if TYPE_CHECKING:
+    from torch import nn
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """The requested model: a variant, a spec, a checkpoint, or a module of the user's own.
+
+    flags: fields of the spec; None means "not given". spec: a TOML file, or a spec that needs no flags. module: a
+    module, or `package.module:factory`.
+    """
+
+    flags: Mapping[str, Any]
+    spec: BuildSpec | Path | None
+    checkpoint: Path | None
+    weights: Path | None
+    module: nn.Module | str | None
+
+    def resolve(self) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
+        """The spec, where its module comes from, notes for the report, and a name for the folder.
+
+        Raises SpecError and UserError for requests that contradict themselves or cannot work.
+        """
+        given = [f"--{name}" for name in ("checkpoint", "weights") if getattr(self, name) is not None]
+        given += ["--module"] * (self.module is not None) + ["--spec"] * (self.spec is not None)
+        if self.checkpoint is not None:
+            require(
+                given == ["--checkpoint"],
+                f"{' and '.join(given)} cannot be combined; a checkpoint includes its spec and weights",
+            )
+            spec, notes = build_spec_from_checkpoint(self.flags, self.checkpoint)
+            return spec, source_from_path(self.checkpoint), notes, self.checkpoint.resolve().name
+        if self.module is not None:
+            require(
+                given == ["--module"],
+                f"{' and '.join(given)} cannot be combined; the module includes its spec and weights",
+            )
+            module, origin = self.made_module(self.module)
+            spec = build_spec_from_module(self.flags, spec_from_module(module, origin, self.flags.get("seq_len")))
+            return spec, source_from_module(module, origin), (), origin.rpartition(":")[2]
+        if isinstance(self.spec, BuildSpec):
+            flags = [name for name, value in self.flags.items() if value is not None]
+            require(not flags, f"{', '.join(flags)} cannot be combined with a BuildSpec, which has all fields")
+            return self.spec, source_from_path(self.weights), (), self.spec.variant
+        require(self.flags.get("task") is None, "--task only works with --checkpoint")
+        attention = ATTENTION_SPECS.get(self.flags.get("variant", ""))
+        for name in ("num_hashes", "pinv_init"):
+            applies = attention is None or name in field_names(attention) or self.flags.get(name) is None
+            require(applies, f"--{name.replace('_', '-')} does not apply to {self.flags.get('variant')}")
+        spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec)
+        return spec, source_from_path(self.weights), (), spec.variant
+
+    @staticmethod
+    def made_module(module: nn.Module | str) -> tuple[nn.Module, str]:
+        """A module, float32 and in evaluation mode, and a name for it. The caller's own module stays as it is."""
+        if isinstance(module, str):
+            return module_from_factory(module), module
+        return copy.deepcopy(module).float().eval(), type(module).__name__

@@ -1,0 +1,58 @@
+"""Describes artifacts, ONNX files, engines and checkpoints: what `effexport inspect` shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from effexport.artifact import open_artifact
+from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
+from effexport.export.onnx_graph import graph_summary, load_graph
+from effexport.models.families import is_checkpoint
+from effexport.runners.ort.session import kernel_library
+from effexport.spec import build_spec_from_checkpoint
+
+Kind = Literal["artifact", "model", "engine", "checkpoint"]
+
+
+def describe(path: Path) -> tuple[Kind, dict[str, Any]]:
+    """What a path holds, and a description of it. Raises UserError for a path that holds something else."""
+    if is_engine(path):
+        info = read_sidecar(path)
+        check_engine_file(path, info)
+        return "engine", {"path": str(path), "engine": info.to_dict()}
+    if is_checkpoint(path):
+        return "checkpoint", describe_checkpoint(path)
+    described = describe_model(path)
+    return "artifact" if "spec" in described else "model", described
+
+
+def describe_model(path: Path) -> dict[str, Any]:
+    """A description of an artifact folder or an ONNX file."""
+    described: dict[str, Any] = {"path": str(path)}
+    file = path
+    if path.is_dir() or not path.exists():
+        artifact = open_artifact(path)
+        file = artifact.model_path
+        keys = ("variant", "spec", "precision", "effexport_version", "parity", "engines", "notes")
+        described |= {key: msgspec.to_builtins(getattr(artifact.manifest, key)) for key in keys}
+    return described | {"graph": graph_summary(load_graph(file), file, has_kernels=kernel_library() is not None)}
+
+
+def describe_checkpoint(folder: Path) -> dict[str, Any]:
+    """A description of a checkpoint folder, without loading its weights. Raises SpecError for an unsupported one."""
+    spec, notes = build_spec_from_checkpoint({}, folder)
+    return {
+        "path": str(folder),
+        "checkpoint": spec.model.title,
+        "attention": spec.attention.actual_variant,
+        "max_seq_len": spec.max_seq_len,
+        "inputs": [str(tensor) for tensor in spec.inputs],
+        "outputs": [str(tensor) for tensor in spec.outputs],
+        "custom_ops": spec.custom_ops,
+        "spec": spec.to_dict()["model"],
+        "notes": list(notes),
+        "build": f"effexport build --checkpoint {folder}",
+    }

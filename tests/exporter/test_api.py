@@ -1,0 +1,144 @@
+"""`import effexport`: the commands as functions, with the same defaults, typed results and one kind of user error."""
+
+from __future__ import annotations
+
+import importlib
+import inspect as python_inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import effexport
+from effexport.artifact import Artifact
+from effexport.spec import BuildSpec, build_spec_from_options
+
+Built = Callable[..., Artifact]
+SMALL = {"dim": 32, "heads": 2, "seq_len": 32}
+
+
+def test_importing_and_listing_the_package_loads_no_framework() -> None:
+    code = (
+        "import sys, effexport; dir(effexport); effexport.build; effexport.UserError; effexport.report\n"
+        "print([m for m in ('torch', 'onnx', 'onnxruntime', 'numpy', 'openvino', 'tensorrt') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_package_lists_its_public_names_and_knows_no_others() -> None:
+    assert dir(effexport) == sorted(effexport.__all__)
+    for name in effexport.__all__:
+        assert getattr(effexport, name).__doc__ or name == "__version__"
+    with pytest.raises(AttributeError, match="module 'effexport' has no attribute 'buidl'"):
+        effexport.buidl  # noqa: B018 # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["build", "report"])
+def test_a_function_keeps_its_name_when_the_module_of_that_name_is_imported(name: str) -> None:
+    module = importlib.import_module(f"effexport.{name}")
+    assert python_inspect.ismodule(module)
+    assert python_inspect.isfunction(getattr(effexport, name))
+
+
+@pytest.mark.parametrize("name", ["build", "inspect", "report"])
+def test_arguments_have_the_defaults_of_the_command(name: str) -> None:
+    command = importlib.import_module(f"effexport.commands.{name}").command
+    parameters = python_inspect.signature(getattr(effexport, name)).parameters
+    own = command.make_context(name, [], resilient_parsing=True).params
+    defaults = {key: own[key] for key, parameter in parameters.items() if key in own and has_default(parameter)}
+    assert {key: parameters[key].default for key in defaults} == defaults
+
+
+def has_default(parameter: python_inspect.Parameter) -> bool:
+    return parameter.default is not parameter.empty
+
+
+@pytest.mark.requires("torch", "onnx", "ort")
+def test_a_build_writes_an_artifact_and_returns_it_with_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stages: list[str] = []
+    result = effexport.build(variant="linear", scope="attention", **SMALL, on_stage=stages.append)
+    assert result.path == Path("artifacts/linear")
+    assert result.report.verdict == "passed"
+    assert "exporting to ONNX" in stages
+    assert result.artifact.spec == build_spec_from_options({"variant": "linear", "scope": "attention", **SMALL}, None)
+    assert repr(result).startswith("<BuildResult artifacts/linear: <Report of linear attention: passed, ")
+    assert repr(result.artifact) == "<Artifact artifacts/linear: linear attention, fp32>"
+    with effexport.load(result.path) as runner:
+        assert repr(runner).startswith("<OrtRunner: hidden_states float32 [batch, seq, 32], attention_mask int64")
+    assert effexport.report(result.path).checks == result.report.checks
+    with pytest.raises(effexport.UserError, match="artifacts/linear exists"):
+        effexport.build(variant="linear", scope="attention", **SMALL)
+
+
+@pytest.mark.requires("torch", "onnx", "ort")
+def test_a_module_of_ones_own_is_built_and_stays_as_it_is(tmp_path: Path) -> None:
+    import torch
+
+    from effexport.models import attention_from_spec
+    from effexport.models.spec import LinearSpec
+
+    module = attention_from_spec(LinearSpec(dim=32, heads=2, seq_len=32)).half().train()
+    result = effexport.build(module=module, output=tmp_path / "mine")
+    assert result.report.verdict == "passed"
+    assert result.artifact.manifest.weights_from == "LinearAttention"
+    assert module.training
+    assert module.out.weight.dtype == torch.float16
+
+
+@pytest.mark.requires("torch", "onnx", "ort")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "no variant given; expected one of: softmax, linear"),
+        ({"variant": "lhs"}, "unknown variant 'lhs'; did you mean 'lsh'"),
+        ({"variant": "lsh", "seqlen": 4}, "seqlen"),
+        ({"variant": "lsh", "seq_len": -5}, "seq_len is -5"),
+        ({"variant": "lsh", "checkpoint": "nowhere"}, "config.json decides it|no checkpoint|cannot be combined"),
+        ({"spec": "absent.toml"}, "no spec file at absent.toml"),
+        ({"module": "nowhere:make"}, "--module nowhere:make"),
+    ],
+)
+def test_a_request_that_cannot_work_is_a_user_error_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, object], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(effexport.UserError, match=message) as refused:
+        effexport.build(**arguments)  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_spec_object_has_all_fields_already(small_spec: Callable[..., BuildSpec]) -> None:
+    with pytest.raises(effexport.UserError, match="seq_len cannot be combined with a BuildSpec, which has all fields"):
+        effexport.build(spec=small_spec("linear"), seq_len=64)
+
+
+@pytest.mark.requires("torch", "onnx", "ort")
+def test_inspect_describes_what_the_command_prints(built: Built, cli: Callable[..., object]) -> None:
+    artifact = built("softmax", "attention")
+    for path, kind in ((artifact.path, "artifact"), (artifact.model_path, "model")):
+        found = effexport.inspect(path)
+        assert (found.kind, found.path) == (kind, path)
+        printed = cli("inspect", path, "--json")
+        assert json.loads(printed.out) == json.loads(json.dumps(found.details))  # type: ignore[attr-defined]
+        assert repr(found).startswith(f"<Description of the {kind} {path}: path, ")
+    with pytest.raises(effexport.UserError, match="no artifact at nowhere"):
+        effexport.inspect("nowhere")
+
+
+def test_the_repr_of_a_spec_is_the_call_that_makes_it(small_spec: Callable[..., BuildSpec]) -> None:
+    from effexport.models.encoder_spec import EncoderSpec
+    from effexport.models.spec import LSHSpec
+
+    spec = BuildSpec(model=EncoderSpec(attention=LSHSpec(dim=64, heads=4), layers=3), precision="fp16")
+    assert repr(LSHSpec()) == "LSHSpec()"
+    assert repr(spec).startswith("BuildSpec(model=EncoderSpec(attention=LSHSpec(dim=64")
+    names = {"BuildSpec": BuildSpec, "EncoderSpec": EncoderSpec, "LSHSpec": LSHSpec}
+    assert eval(repr(spec), names) == spec
