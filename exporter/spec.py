@@ -124,8 +124,8 @@ class BuildSpec(ShortRepr):
         return cls(model=model, **options)
 
 
-_BUILD_FIELDS = [field.name for field in fields(BuildSpec) if field.name != "model"]
-_ENCODER_FIELDS = [name for name in field_names(EncoderSpec) if name != "attention"]
+BUILD_FIELDS = [field.name for field in fields(BuildSpec) if field.name != "model"]
+ENCODER_FIELDS = [name for name in field_names(EncoderSpec) if name != "attention"]
 _TABLES = ("attention", "encoder", "build")
 
 
@@ -146,13 +146,13 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) ->
     groups: dict[str, dict[str, Any]] = {"build": {}, "encoder": {}, "attention": {}}
     for name, value in options.items():
         value = tuple(value) if isinstance(value, list) else value
-        if name in _BUILD_FIELDS:
+        if name in BUILD_FIELDS:
             groups["build"][name] = value
-        elif name in _ENCODER_FIELDS:
+        elif name in ENCODER_FIELDS:
             require(scope == "encoder", f"{name} belongs to the encoder; it does not apply to scope attention")
             groups["encoder"][name] = value
         else:
-            known = known_attention + _BUILD_FIELDS + _ENCODER_FIELDS
+            known = known_attention + BUILD_FIELDS + ENCODER_FIELDS
             label = f"--{name.replace('_', '-')}" if flags.get(name) is not None else name
             elsewhere = [other for other, spec in ATTENTION_SPECS.items() if name in field_names(spec)]
             require(
@@ -182,12 +182,12 @@ def build_spec_from_checkpoint(flags: Mapping[str, Any], folder: Path) -> tuple[
     given = {name: value for name, value in flags.items() if value is not None}
     for name in given:
         require(
-            name in _CHECKPOINT_OPTIONS or name in _BUILD_FIELDS,
+            name in _CHECKPOINT_OPTIONS or name in BUILD_FIELDS,
             f"--{name.replace('_', '-')} was given with --checkpoint, whose config.json decides it; leave it out",
         )
     options = {name: given[name] for name in _CHECKPOINT_OPTIONS if name in given}
     model, notes = spec_from_checkpoint(folder, options, given.get("seed"))
-    return BuildSpec(model=model, **{name: given[name] for name in _BUILD_FIELDS if name in given}), notes
+    return BuildSpec(model=model, **{name: given[name] for name in BUILD_FIELDS if name in given}), notes
 
 
 def build_spec_from_module(flags: Mapping[str, Any], model: ModuleSpec) -> BuildSpec:
@@ -198,7 +198,7 @@ def build_spec_from_module(flags: Mapping[str, Any], model: ModuleSpec) -> Build
     given = {key: value for key, value in flags.items() if value is not None}
     for key in given:
         require(
-            key == "seq_len" or key in _BUILD_FIELDS,
+            key == "seq_len" or key in BUILD_FIELDS,
             f"--{key.replace('_', '-')} was given with --module, which decides it; leave it out",
         )
     return BuildSpec(model=model, **{key: value for key, value in given.items() if key != "seq_len"})

@@ -48,7 +48,7 @@ class Grid:
     """The choices of a benchmark; every combination is a case.
 
     scope: "core" times attention on ready queries, keys and values, "attention" a layer with its projections, "encoder"
-    a whole encoder of the default depth.
+    a whole encoder. encoder: fields of its spec that differ from their defaults.
     """
 
     models: tuple[Model, ...] = tuple(Model(variant) for variant in ("softmax", "linear", "nystrom", "lsh"))
@@ -59,6 +59,7 @@ class Grid:
     scope: str = "core"
     heads: int = 8
     head_dim: int = 64
+    encoder: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_names("--runtimes", self.runtimes, BENCH_RUNTIMES)
@@ -94,6 +95,7 @@ class Grid:
                 heads=self.heads,
                 head_dim=self.head_dim,
                 options=model.options,
+                encoder=self.encoder,
             )
 
 
@@ -179,9 +181,9 @@ def spec_from_case(case: Case) -> BuildSpec:
 
 
 def model_of_case(case: Case) -> AttentionSpec | EncoderSpec:
-    sizes: dict[str, Any] = {"dim": case.heads * case.head_dim, "heads": case.heads, "seq_len": case.seq_len}
+    sizes = {"dim": case.heads * case.head_dim, "heads": case.heads, "seq_len": case.model_seq_len or case.seq_len}
     attention = attention_spec(case.variant, sizes | case.options)
-    return EncoderSpec(attention=attention) if case.scope == "encoder" else attention
+    return EncoderSpec(attention=attention, **case.encoder) if case.scope == "encoder" else attention
 
 
 def products_of_case(case: Case) -> tuple[Product, ...]:

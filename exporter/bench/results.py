@@ -21,6 +21,8 @@ class Case:
     label: what tables call the model: the variant, and what is special about it ("nystrom-32", "lsh, 4 rounds").
     options: fields of the attention spec that differ from their defaults, apart from the sizes that have a field here.
     scope: "core" is attention without projections, "attention" the layer with them, "encoder" a whole encoder.
+    encoder: fields of the encoder spec that differ from their defaults. model_seq_len: the length that the model was
+    made for, if it is not the measured one.
     """
 
     label: str
@@ -33,6 +35,8 @@ class Case:
     heads: int
     head_dim: int
     options: dict[str, Any] = field(default_factory=dict)
+    encoder: dict[str, Any] = field(default_factory=dict)
+    model_seq_len: int | None = None
 
     @property
     def tokens(self) -> int:

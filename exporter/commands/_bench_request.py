@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from effexport.commands._advice_request import AdviceRequest
+
 if TYPE_CHECKING:
     from effexport.bench.grid import Grid
+    from effexport.bench.measuring.plan import Plan
     from effexport.bench.measuring.run import Settings
+    from effexport.bench.presets import Preset
 
+# An advice is wanted within a minute.
+ADVICE_ROUNDS, ADVICE_SECONDS = 5, 3.0
+ADVICE_OPTIONS = ("seq_len", "latency_limit", "memory_limit", "spec_file")
 SECONDS = "a number of seconds above 0"
 EXPECTED = {"rounds": "at least 1", "threads": "at least 1", "max_seconds": SECONDS, "wait_idle": SECONDS}
 
@@ -19,32 +26,34 @@ class BenchRequest:
 
     flags: dict[str, Any]
     advise: bool
-    memory_limit: str | None
     command: str
 
-    def resolve(self) -> tuple[Grid, Settings, int | None]:
-        """Raises UserError and SpecError for options that contradict each other or cannot work."""
+    def resolve(self) -> tuple[Grid | Plan, Settings]:
+        """What to measure, and how.
+
+        Raises UserError and SpecError for options that contradict each other or cannot work.
+        """
         from dataclasses import replace
 
-        from effexport.bench.grid import Grid
         from effexport.bench.measuring.run import Settings
-        from effexport.units import bytes_from_text
 
         self.check_numbers()
         self.check_advice()
-        preset = self.preset()
-        grid, settings = Grid(), Settings(command=self.command)
-        if preset is not None:
-            grid = preset.grid
-            settings = replace(settings, rounds=preset.rounds, max_seconds=preset.max_seconds, preset=preset.name)
-        grid = replace(grid, **self.grid_fields())
+        settings = Settings(command=self.command)
+        what: Grid | Plan
+        if self.advise:
+            what = AdviceRequest(self.flags).plan()
+            settings = replace(settings, rounds=ADVICE_ROUNDS, max_seconds=ADVICE_SECONDS)
+        else:
+            preset = self.preset()
+            what = self.grid(preset)
+            if preset is not None:
+                settings = replace(settings, rounds=preset.rounds, max_seconds=preset.max_seconds, preset=preset.name)
         chosen = {
             name: self.flags[name] for name in ("rounds", "max_seconds", "threads") if self.flags[name] is not None
         }
         wait_seconds = self.flags["wait_idle"] or 0.0
-        settings = replace(settings, **chosen, memory=not self.flags["no_memory"], wait_seconds=wait_seconds)
-        limit = None if self.memory_limit is None else bytes_from_text(self.memory_limit, "--memory-limit")
-        return grid, settings, limit
+        return what, replace(settings, **chosen, memory=not self.flags["no_memory"], wait_seconds=wait_seconds)
 
     def check_numbers(self) -> None:
         from effexport.models.validation import require
@@ -62,19 +71,16 @@ class BenchRequest:
     def check_advice(self) -> None:
         from effexport.models.validation import require
 
-        flags = self.flags
-        require(self.advise or flags["seq_len"] is None, "--seq-len only works with --advise; use --seq-lens")
-        require(self.advise or self.memory_limit is None, "--memory-limit only works with --advise")
-        if self.advise:
-            require(flags["seq_len"] is not None, "--advise needs a length, such as --seq-len 8192")
-            require(flags["seq_lens"] is None, "--seq-lens does not work with --advise; give one --seq-len")
-            require(flags["preset"] is None, "--preset and --advise cannot be combined")
-            require(
-                self.memory_limit is None or not flags["no_memory"],
-                "--memory-limit needs the peak memory of every row; leave --no-memory out",
-            )
+        for name in ADVICE_OPTIONS:
+            option = f"--{name.replace('_', '-')}".removesuffix("-file")
+            instead = "; use --seq-lens" if name == "seq_len" else ""
+            require(self.advise or self.flags[name] is None, f"{option} only works with --advise{instead}")
+        require(
+            self.flags["dim"] is None or self.flags["head_dim"] is None,
+            "--dim and --head-dim cannot be combined; the width is --heads times --head-dim",
+        )
 
-    def preset(self) -> Any:
+    def preset(self) -> Preset | None:
         from effexport.bench.presets import PRESETS
         from effexport.models.validation import require
 
@@ -87,17 +93,30 @@ class BenchRequest:
         )
         return PRESETS[name]
 
+    def grid(self, preset: Preset | None) -> Grid:
+        from dataclasses import replace
+
+        from effexport.bench.grid import Grid
+        from effexport.models.validation import require
+
+        grid = replace(Grid() if preset is None else preset.grid, **self.grid_fields())
+        dim, layers = self.flags["dim"], self.flags["layers"]
+        if layers is not None:
+            require(grid.scope == "encoder", "--layers only works with --scope encoder or --advise")
+            grid = replace(grid, encoder={"layers": layers})
+        if dim is None:
+            return grid
+        require(dim % grid.heads == 0, f"--dim {dim} cannot be split into {grid.heads} heads of equal size")
+        return replace(grid, head_dim=dim // grid.heads)
+
     def grid_fields(self) -> dict[str, Any]:
         """Fields of the grid that options set."""
-        from effexport.bench.grid import Model, lengths, models_from_text, numbers, words
-        from effexport.models.spec import ATTENTION_SPECS
+        from effexport.bench.grid import lengths, models_from_text, numbers, words
 
         flags = self.flags
         fields: dict[str, Any] = {}
         if flags["variants"] is not None:
             fields["models"] = models_from_text(flags["variants"])
-        elif self.advise:
-            fields["models"] = tuple(Model(variant) for variant in ATTENTION_SPECS)
         for name, option, field, read in (
             ("seq_lens", "--seq-lens", "seq_lens", lengths),
             ("batch", "--batch", "batches", numbers),
@@ -106,5 +125,4 @@ class BenchRequest:
         ):
             if flags[name] is not None:
                 fields[field] = read(flags[name], option)
-        fields |= {name: flags[name] for name in ("scope", "heads", "head_dim") if flags[name] is not None}
-        return fields | ({"seq_lens": (flags["seq_len"],)} if self.advise else {})
+        return fields | {name: flags[name] for name in ("scope", "heads", "head_dim") if flags[name] is not None}

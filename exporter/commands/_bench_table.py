@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from effexport.commands._options import say
 from effexport.units import NOTHING, memory, three_digits
@@ -10,7 +10,6 @@ from effexport.units import NOTHING, memory, three_digits
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.bench.rendering.advise import Advice
     from effexport.bench.results import BenchResults, Row
 
 BUSY = "most timings vary by more than a quarter of their median; other programs are probably using this machine"
@@ -101,20 +100,3 @@ def is_busy(results: BenchResults) -> bool:
 
 def shortened(wheres: list[str], most: int = 4) -> list[str]:
     return wheres if len(wheres) <= most else [*wheres[:most], f"and {len(wheres) - most} more"]
-
-
-def print_advice(console: Console, advice: Advice) -> None:
-    from rich.table import Table
-
-    table: Any = Table("rank", "model", "runtime", box=None, pad_edge=False)
-    for title in ("median ms", "peak"):
-        table.add_column(title, justify="right")
-    for rank, row in enumerate((*advice.ranked, *advice.beyond), start=1):
-        peak = "unknown" if row.peak_bytes is None else memory(row.peak_bytes)
-        place = str(rank) if rank <= len(advice.ranked) else "over the limit"
-        median = None if row.timing is None else row.timing.median_ms
-        table.add_row(place, row.case.label, row.case.runtime, three_digits(median), peak)
-    if table.rows:
-        console.print(table)
-    for sentence in advice.sentences:
-        say(console, sentence)

@@ -25,7 +25,7 @@ LOG_WIDTH = 130
 
 
 def length_option(name: str, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add an option whose value is a length in tokens, such as 512 or 32k. Its text of another form is a UserError."""
+    """Add an option for a length in tokens, such as 512 or 32k. Text of another form raises UserError."""
 
     def length(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
         return None if text is None else tokens_from_text(text, name)

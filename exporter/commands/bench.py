@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.bench.grid import SCOPES
+from effexport.bench.grid import SCOPES, Grid
 from effexport.bench.presets import PRESETS
 from effexport.commands._bench_request import BenchRequest
 from effexport.commands._options import (
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from effexport.bench.measuring.plan import Plan
     from effexport.bench.measuring.progress import OnStep
-    from effexport.bench.rendering.advise import Advice
+    from effexport.bench.measuring.run import Settings
     from effexport.bench.results import BenchResults
 
 DEFAULT_OUTPUT = Path("bench")
@@ -61,18 +63,31 @@ DEFAULT_WAIT_SECONDS = 600.0
     type=OneOf(SCOPES),
     help="core (default): attention only; attention: with its projections; encoder: a whole encoder.",
 )
-@click.option("--heads", type=int, help="Attention heads; default: 8.")
+@click.option("--heads", type=int, help="Attention heads; default: 8, with --advise 4.")
 @click.option("--head-dim", type=int, help="Channels per head; default: 64.")
+@click.option("--dim", type=int, help="Model width, in place of --head-dim.")
+@click.option("--layers", type=int, help="Blocks of the encoder; default: 2.")
 @click.option("--threads", type=int, help="Threads of every runtime; default: one per core.")
-@click.option("--rounds", type=int, help="Timed runs per row; default: 15.")
-@click.option("--max-seconds", type=float, help="Seconds after which a row is not run again; default: 10.")
+@click.option("--rounds", type=int, help="Timed runs per row; default: 15, with --advise 5.")
+@click.option("--max-seconds", type=float, help="Timed seconds per row, at most; default: 10, with --advise 3.")
 @click.option("--preset", type=OneOf(PRESETS), help="Repeat a published experiment.")
-@click.option("--advise", is_flag=True, help="Recommend the fastest variant and runtime on this machine for --seq-len.")
+@click.option(
+    "--advise",
+    is_flag=True,
+    help="Recommend a variant for one length and for these limits; with --layers or --spec for a whole encoder.",
+)
 @length_option("--seq-len", help="With --advise: the length in tokens, such as 8192 or 32k.")
+@click.option("--latency-limit", metavar="TIME", help="With --advise: the longest that a run may take, such as 200ms.")
 @click.option(
     "--memory-limit",
     metavar="SIZE",
     help="With --advise: the most memory a run may use, such as 500MB (10^6 bytes) or 2GiB (2^30).",
+)
+@click.option(
+    "--spec",
+    "spec_file",
+    type=click.Path(path_type=Path),
+    help="With --advise: TOML file that describes the model, as for build.",
 )
 @click.option(
     "--wait-idle",
@@ -91,7 +106,6 @@ def command(
     context: click.Context,
     /,
     advise: bool,
-    memory_limit: str | None,
     output: Path | None,
     force: bool,
     as_json: bool,
@@ -102,58 +116,81 @@ def command(
     Every candidate is first compared with PyTorch; candidates that disagree are not timed. Runs take turns. Each row
     also shows a lower bound, the floor: the matrix products of its formula plus one pass over its inputs and outputs,
     timed in the same run. Runs that other programs disturbed are repeated; a row that stays disturbed is shown, but no
-    ratio, rank or crossover is derived from it. Ctrl-C keeps the results so far. With --advise, a folder is written
-    only with -o.
+    ratio, rank or crossover is derived from it. Ctrl-C keeps the results so far.
+
+    With --advise, only what an advice needs is measured: the cheapest variants first, and none that would clearly miss
+    a limit. It exits with 1 if nothing could be measured, and writes a folder only with -o.
     """
-    from effexport.bench.rendering.advise import advice_from_results
     from effexport.bench.rendering.output import BENCH_FOLDER, write_results
 
-    request = BenchRequest(flags, advise=advise, memory_limit=memory_limit, command=repeated(context))
-    grid, settings, limit_bytes = request.resolve()
+    what, settings = BenchRequest(flags, advise=advise, command=repeated(context)).resolve()
     target = output or (None if advise else DEFAULT_OUTPUT)
     if target is not None:
         BENCH_FOLDER.check(target, force=force)
     require_torch("effexport bench")
-    from effexport.bench.measuring.run import bench
-    from effexport.commands._bench_table import print_advice, print_rows
-
-    with bench_progress(stderr_console()) as on_step:
-        results = bench(grid, settings, on_step)
+    results = measured_grid(what, settings) if isinstance(what, Grid) else measured_plan(what, settings)
     written = write_results(results, target, force=force) if target is not None else ()
-    advice = advice_from_results(results, limit_bytes) if advise else None
-    if as_json:
-        print_results(results, advice)
     console = result_console(as_json=as_json)
-    print_rows(console, results)
-    if advice is not None:
-        print_advice(console, advice)
+    if isinstance(what, Grid):
+        show_results(console, results, as_json=as_json)
+    else:
+        show_advice(console, results, what, as_json=as_json)
     if written:
         say(console, f"written: {', '.join(map(str, written))}")
-    code = exit_code(results)
+    code = exit_code(results, needs_timing=advise)
     if code == INTERRUPTED:
         say(stderr_console(), "Interrupted; the results so far are above.", "yellow")
     if code:
         raise click.exceptions.Exit(code)
 
 
-def print_results(results: BenchResults, advice: Advice | None) -> None:
-    """Print the one object of --json: the contents of results.json, and the advice with --advise."""
-    import json
+def measured_grid(grid: Grid, settings: Settings) -> BenchResults:
+    """Announce a benchmark and carry it out."""
+    from effexport.bench.measuring.run import bench, total_cost
+    from effexport.units import counted, rough_duration
 
+    console = stderr_console()
+    rows = counted(len(list(grid.cases())), "row")
+    name = f"preset {settings.preset}" if settings.preset else "plan"
+    say(console, f"{name}: {rows}; about {rough_duration(total_cost(grid, settings))}; Ctrl-C keeps the results so far")
+    with bench_progress(console) as on_step:
+        return bench(grid, settings, on_step)
+
+
+def measured_plan(plan: Plan, settings: Settings) -> BenchResults:
+    """Announce the plan of an advice and carry it out."""
+    from effexport.bench.measuring.advise import advise
+    from effexport.commands._advice_text import print_plan
+
+    console = stderr_console()
+    print_plan(console, plan, settings)
+    with bench_progress(console) as on_step:
+        return advise(plan, settings, on_step)
+
+
+def show_results(console: Console, results: BenchResults, *, as_json: bool) -> None:
     from effexport.cli import print_json
+    from effexport.commands._bench_table import print_rows
 
-    answer = json.loads(results.to_json())
-    if advice is not None:
-        answer["advice"] = {
-            "memory_limit_bytes": advice.limit_bytes,
-            "sentences": list(advice.sentences),
-            "ranking": [{"label": row.case.label, "runtime": row.case.runtime} for row in advice.ranked],
-        }
-    print_json(answer)
+    if as_json:
+        print_json(json.loads(results.to_json()))
+    print_rows(console, results)
 
 
-def exit_code(results: BenchResults) -> int:
-    """1 if a parity check failed or one of our own models did not run.
+def show_advice(console: Console, results: BenchResults, plan: Plan, *, as_json: bool) -> None:
+    """Print the advice; with --json as a part of the one object, next to the contents of results.json."""
+    from effexport.bench.rendering.advise import advice_from_results
+    from effexport.cli import print_json
+    from effexport.commands._advice_text import json_of_advice, print_advice
+
+    advice = advice_from_results(results, plan)
+    if as_json:
+        print_json(json.loads(results.to_json()) | {"advice": json_of_advice(advice)})
+    print_advice(console, advice, plan, results)
+
+
+def exit_code(results: BenchResults, *, needs_timing: bool = False) -> int:
+    """1 if a parity check failed or one of our own models did not run, or if something had to be timed and was not.
 
     A model that other tools cannot export or compile is a result; one that this machine cannot run is not a failure.
     """
@@ -161,6 +198,8 @@ def exit_code(results: BenchResults) -> int:
 
     if not results.complete:
         return INTERRUPTED
+    if needs_timing and all(row.timing is None for row in results.rows):
+        return 1
     failed = [row for row in results.rows if row.status == "failed"]
     return 1 if any(row.parity is not None or RUNTIMES[row.case.runtime].graph == "ours" for row in failed) else 0
 

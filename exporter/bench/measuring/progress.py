@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from effexport.bench.grid import logits_bytes, products_of_case
+from effexport.bench.measuring.floor import traffic_bytes
+from effexport.bench.measuring.timing import SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
 from effexport.bench.results import Case
+from effexport.environment import usable_cores
+from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
 
-# Roughly a current processor; only the ratio of one case to another matters.
-FLOPS_PER_SECOND, BYTES_PER_SECOND = 5e10, 5e9
-# Exporting, loading and comparing a case; and a child process.
-PREPARE_SECONDS, CHILD_SECONDS = 5.0, 4.0
+# Roughly a current processor. The run corrects the time left; the time announced before it may be off by half.
+FLOPS_PER_CORE, BYTES_PER_SECOND = 5e10, 5e9
+# How often a call reads or writes its inputs and outputs, and how often a plain formula its logits.
+PASSES_OF_INPUTS, PASSES_OF_LOGITS = 4, 12
+# Importing PyTorch; exporting a model; loading and comparing a case; a child process.
+START_SECONDS, EXPORT_SECONDS, LOAD_SECONDS, CHILD_SECONDS = 3.0, 2.5, 0.7, 1.5
+# Calls of PyTorch for the reference of a case, and calls in the child process.
+REFERENCE_CALLS, CHILD_CALLS = 2, 2
+# The floors take turns with the candidates, and about as long.
+TIMES_WITH_FLOORS = 2.0
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,22 @@ class Pace:
 def call_seconds(case: Case) -> float:
     """Roughly how long one call takes."""
     flops = sum(product.flops for product in products_of_case(case))
-    return flops / FLOPS_PER_SECOND + 6 * logits_bytes(case) / BYTES_PER_SECOND + 1e-3
+    is_plain = RUNTIMES[case.runtime].graph != "ours"
+    moved = PASSES_OF_INPUTS * traffic_bytes(case) + is_plain * PASSES_OF_LOGITS * logits_bytes(case)
+    return flops / (FLOPS_PER_CORE * usable_cores()) + moved / BYTES_PER_SECOND + 1e-3
+
+
+def prepare_cost(case: Case) -> float:
+    """Loading and comparing with PyTorch."""
+    reference = replace(case, runtime=TORCH_OF_DEVICE["cpu"])
+    return LOAD_SECONDS + REFERENCE_CALLS * call_seconds(reference)
 
 
 def timing_cost(case: Case, rounds: int, max_seconds: float) -> float:
-    return min(max_seconds, rounds * call_seconds(case)) + rounds * 0.03
+    call = call_seconds(case)
+    runs = 1 + SHORT_RUNS if call < WAKE_UP_BELOW_SECONDS else 1
+    return TIMES_WITH_FLOORS * (WARM_UP_RUNS * call + runs * min(max_seconds, rounds * call)) + rounds * 0.06
+
+
+def memory_cost(case: Case) -> float:
+    return CHILD_SECONDS + CHILD_CALLS * call_seconds(case)

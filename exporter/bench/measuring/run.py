@@ -30,7 +30,15 @@ from effexport.bench.measuring.machine import Machine, wait_until_idle
 from effexport.bench.measuring.memory import MemoryUnknownError, arena_fits, peak_memory, reason_too_large
 from effexport.bench.measuring.models import inputs_of_case, onnx_from_case
 from effexport.bench.measuring.naive import naive_onnx_from_case
-from effexport.bench.measuring.progress import CHILD_SECONDS, PREPARE_SECONDS, OnStep, Pace, timing_cost
+from effexport.bench.measuring.progress import (
+    EXPORT_SECONDS,
+    START_SECONDS,
+    OnStep,
+    Pace,
+    memory_cost,
+    prepare_cost,
+    timing_cost,
+)
 from effexport.bench.measuring.timing import Rotation, TimedCall, times_faster, timing_from_samples
 from effexport.bench.results import BenchResults, Case, Floor, Row
 from effexport.disk import ANOTHER_TEMPORARY, is_disk_full, write_error
@@ -155,6 +163,7 @@ class Bench:
         """The cases of one model: loaded and equal to PyTorch, or with a reason why not."""
         question = Question(cases[0])
         for case in cases:
+            files = len(self._models)
             self.pace.say(f"{describe(case)}: preparing")
             item = Prepared(Row(case=case, status="measured"))
             reason = self.reason_not_run(case)
@@ -162,7 +171,7 @@ class Bench:
                 item.stop(reason, failed=False)
             else:
                 self.prepare(item, question)
-            self.pace.pay(PREPARE_SECONDS)
+            self.pace.pay(prepare_cost(case) + EXPORT_SECONDS * (len(self._models) - files))
             yield item
 
     def reason_not_run(self, case: Case) -> str | None:
@@ -200,13 +209,13 @@ class Bench:
         runtime = RUNTIMES[case.runtime]
         if not runtime.graph:
             return None
-        length = "any" if case.scope != "encoder" and model_of_case(case).attention.is_length_free else case.seq_len
-        name = f"{case.label}-{length}-{case.precision}-{runtime.graph}".replace(" ", "_").replace("/", "_")
+        name = file_name(case)
         export = naive_onnx_from_case if runtime.graph == "naive" else onnx_from_case
         path = self.made(f"{name}.onnx", lambda path: export(case, path))
         if runtime.engine:
             model = path
-            engine = f"{name}-{case.batch}-{case.runtime}.engine"
+            # an engine accepts one size only
+            engine = f"{name}-{case.batch}-{case.seq_len}-{case.runtime}.engine"
             return self.made(engine, lambda path: engine_from_case(case, model, path))
         return path
 
@@ -238,7 +247,9 @@ class Bench:
         if not ready:
             return
         settings = self.settings
-        title = describe(replace(ready[0].row.case, label="all models", runtime=""))
+        labels = {item.row.case.label for item in ready}
+        first = replace(ready[0].row.case, runtime="")
+        title = describe(first if len(labels) == 1 else replace(first, label="all models"))
         cost = sum(timing_cost(item.row.case, settings.rounds, settings.max_seconds) for item in ready)
 
         def on_round(number: int) -> None:
@@ -299,11 +310,21 @@ class Bench:
                 except MemoryUnknownError as error:
                     note = f"peak memory is unknown: {short(error)}"
                     item.row = replace(item.row, note="; ".join(filter(None, (item.row.note, note))))
-            self.pace.pay(CHILD_SECONDS)
+            self.pace.pay(memory_cost(case))
 
 
-def bench(grid: Grid, settings: Settings | None = None, on_step: OnStep = lambda step: None) -> BenchResults:
-    """Measure every case of a grid. An interrupt (Ctrl-C) ends it and returns the results so far."""
+def bench(
+    grid: Grid,
+    settings: Settings | None = None,
+    on_step: OnStep = lambda step: None,
+    *,
+    measure: Callable[[Bench], None] = Bench.run,
+    seconds: float | None = None,
+) -> BenchResults:
+    """Measure every case of a grid. An interrupt (Ctrl-C) ends it and returns the results so far.
+
+    measure: what is measured, and in which order, if not the whole grid. seconds: roughly how long that takes.
+    """
     import torch
 
     settings = settings or Settings()
@@ -319,9 +340,10 @@ def bench(grid: Grid, settings: Settings | None = None, on_step: OnStep = lambda
 
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-bench-")))
-        running = Bench(grid, settings, folder, Pace(total_cost(grid, settings), on_step), threads, Machine())
+        pace = Pace(seconds or total_cost(grid, settings), on_step)
+        running = Bench(grid, settings, folder, pace, threads, Machine())
         try:
-            running.run()
+            measure(running)
         except KeyboardInterrupt:
             complete = False
         rows = tuple(running.rows)
@@ -339,8 +361,25 @@ def bench(grid: Grid, settings: Settings | None = None, on_step: OnStep = lambda
 
 
 def total_cost(grid: Grid, settings: Settings) -> float:
-    fixed = PREPARE_SECONDS + CHILD_SECONDS * settings.memory
-    return sum(fixed + timing_cost(case, settings.rounds, settings.max_seconds) for case in grid.cases())
+    """Roughly how many seconds a benchmark takes."""
+    files = {file_name(case) for case in grid.cases() if RUNTIMES[case.runtime].graph}
+    return (
+        START_SECONDS
+        + EXPORT_SECONDS * len(files)
+        + sum(
+            prepare_cost(case)
+            + timing_cost(case, settings.rounds, settings.max_seconds)
+            + (memory_cost(case) if settings.memory else 0.0)
+            for case in grid.cases()
+        )
+    )
+
+
+def file_name(case: Case) -> str:
+    """What the exported file of a case is called, without its suffix. Some models have one file for every length."""
+    model, graph = model_of_case(case), RUNTIMES[case.runtime].graph
+    length = "any" if case.scope != "encoder" and model.attention.is_length_free else model.seq_len
+    return f"{case.label}-{length}-{case.precision}-{graph}".replace(" ", "_").replace("/", "_")
 
 
 def floor_of(rotation: Rotation, label: str, device: str) -> Floor | None:

@@ -1,56 +1,166 @@
-"""Which variant on which runtime is fastest here, under a memory limit."""
+"""The rows of a plan as advice: what to use, how to get it, and why everything else fell out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from effexport.bench.rendering.curves import median_ms
-from effexport.bench.results import BenchResults, Row
-from effexport.units import duration, memory
+from effexport.bench.limits import Limits
+from effexport.bench.measuring.plan import Plan
+from effexport.bench.rendering.build_command import BuildCommand, command_from_case
+from effexport.bench.results import BenchResults, Case, Row
+from effexport.units import counted, duration, listed, memory, three_digits
 
-OTHER_MODELS = (
-    "The variants are different models, not implementations of one model: they cannot share weights, so this "
-    "is a choice to make before training."
+Standing = Literal["use this", "fits", "memory unknown", "over the limit", "not measured", "failed", "not reached"]
+# The order of the table.
+STANDINGS: tuple[Standing, ...] = (
+    *("use this", "fits", "memory unknown", "over the limit"),
+    *("not measured", "failed", "not reached"),
 )
+OTHER_MODELS = (
+    "The variants are different models, not implementations of one model: they cannot share weights, so this is a "
+    "choice to make before training."
+)
+NOTHING_MEASURED = "Nothing was measured, so there is no advice; the table says why."
+DISTURBED = "Other programs disturbed {}, so the order may be wrong; repeat on an idle machine, or with --wait-idle."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One candidate of an advice. row: its measurement at the full length, or None. why: its standing in words."""
+
+    label: str
+    runtime: str
+    standing: Standing
+    why: str = ""
+    row: Row | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} on {self.runtime}"
+
+    @property
+    def latency_ms(self) -> float | None:
+        return None if self.row is None or self.row.timing is None else self.row.timing.median_ms
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.row is None else self.row.peak_bytes
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether its timing is too long because of other programs."""
+        return self.latency_ms is not None and self.row is not None and not self.row.is_quotable
+
+    @property
+    def figures(self) -> str:
+        """`182 ms and 392 MB`, as far as they are known."""
+        return listed([duration(self.latency_ms)] + ([] if self.peak_bytes is None else [memory(self.peak_bytes)]))
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Measured rows in order of speed.
+    """The candidates, the best first. sentences: what to do, then caveats.
 
-    ranked: within the memory limit, fastest first. beyond: over the limit, or of unknown memory.
+    build: how to get the recommended one; None if nothing is recommended, or there is nothing to build.
     """
 
-    ranked: tuple[Row, ...]
-    beyond: tuple[Row, ...]
-    limit_bytes: int | None
-
-    @property
-    def sentences(self) -> tuple[str, ...]:
-        """The advice, what it saves compared with softmax if that was measured, and its caveats."""
-        limit = "" if self.limit_bytes is None else f" within {memory(self.limit_bytes)}"
-        if not self.ranked:
-            return (f"No measured candidate runs{limit}.",)
-        best = self.ranked[0]
-        assert best.timing is not None
-        case = best.case
-        peak = "" if best.peak_bytes is None else f" and {memory(best.peak_bytes)}"
-        size = f"{case.batch} × {case.seq_len} tokens"
-        first = f"Fastest{limit} for {size}: {case.label} on {case.runtime}, {duration(best.timing.median_ms)}{peak}."
-        return (first, *self.same_model(best), OTHER_MODELS)
-
-    def same_model(self, best: Row) -> tuple[str, ...]:
-        """The fastest runtime of softmax, for users who have already trained a softmax model."""
-        softmax = next((row for row in self.ranked if row.case.variant == "softmax"), None)
-        if softmax is None or softmax is best or softmax.timing is None:
-            return ()
-        return (f"Fastest for softmax itself: {softmax.case.runtime}, {duration(softmax.timing.median_ms)}.",)
+    entries: tuple[Entry, ...]
+    limits: Limits
+    sentences: tuple[str, ...]
+    build: BuildCommand | None
 
 
-def advice_from_results(results: BenchResults, limit_bytes: int | None = None) -> Advice:
-    """Rank the rows of all sizes; a run with --advise has one size."""
-    measured = sorted((row for row in results.rows if row.is_quotable), key=lambda row: median_ms(row) or 0.0)
-    if limit_bytes is None:
-        return Advice(tuple(measured), (), None)
-    fits = [row for row in measured if row.peak_bytes is not None and row.peak_bytes <= limit_bytes]
-    return Advice(tuple(fits), tuple(row for row in measured if row not in fits), limit_bytes)
+def advice_from_results(results: BenchResults, plan: Plan) -> Advice:
+    """The advice that the rows of a plan support; those of shorter lengths are not ranked."""
+    entries = ranked(results, plan)
+    measured = any(row.timing is not None for row in results.rows)
+    best = next((entry for entry in entries if entry.standing == "use this"), None)
+    first = sentences_of_best(best, plan) if best else sentences_of_none(entries, plan, measured=measured)
+    sentences = (*first, *caveats(results, entries))
+    build = None if best is None or best.row is None else command_from_case(best.row.case, plan.spec_file)
+    return Advice(entries, plan.limits, sentences, build)
+
+
+def ranked(results: BenchResults, plan: Plan) -> tuple[Entry, ...]:
+    """All candidates, the best first. The fastest that fits is to be used, and rather one that was not disturbed."""
+    rows = {(row.case.label, row.case.runtime): row for row in results.rows if row.case.model_seq_len is None}
+    entries = [entry_of(case, rows.get((case.label, case.runtime)), plan.limits) for case in plan.cases]
+    entries += [Entry(variant, "–", "not measured", reason) for variant, reason in plan.refused.items()]
+    fits = [entry for entry in entries if entry.standing == "fits"]
+    best = min(fits, key=lambda entry: (entry.is_disturbed, entry.latency_ms), default=None)
+    entries = [replace(entry, standing="use this") if entry is best else entry for entry in entries]
+    return tuple(sorted(entries, key=lambda entry: (STANDINGS.index(entry.standing), entry.latency_ms or 0.0)))
+
+
+def entry_of(case: Case, row: Row | None, limits: Limits) -> Entry:
+    if row is None:
+        return Entry(case.label, case.runtime, "not reached", "interrupted before it was measured")
+    if row.timing is None:
+        standing: Standing = "failed" if row.status == "failed" else "not measured"
+        return Entry(case.label, case.runtime, standing, row.reason, row)
+    standing, why = judged(row, limits)
+    disturbed = "" if row.is_quotable else f"disturbed: {row.reason}"
+    return Entry(case.label, case.runtime, standing, "; ".join(filter(None, (why, disturbed))), row)
+
+
+def judged(row: Row, limits: Limits) -> tuple[Standing, str]:
+    """Where a timed row stands, and why."""
+    assert row.timing is not None
+    pairs = (
+        ("latency", row.timing.median_ms, limits.latency_ms),
+        ("memory", row.peak_bytes, limits.memory_bytes),
+    )
+    over = [
+        f"{name} {three_digits(value / limit)} times the limit"
+        for name, value, limit in pairs
+        if value is not None and limit is not None and value > limit
+    ]
+    if over:
+        return "over the limit", "; ".join(over)
+    if limits.memory_bytes is not None and row.peak_bytes is None:
+        return "memory unknown", row.note or "its memory was not measured"
+    return "fits", ""
+
+
+def sentences_of_best(best: Entry, plan: Plan) -> Iterator[str]:
+    assert best.row is not None
+    assert best.row.timing is not None
+    limits, timing = plan.limits, best.row.timing
+    (seq_len,) = plan.grid.seq_lens
+    within = f", within {limits.text}" if limits.text else ""
+    yield f"Use {best.name}: {best.figures} for {seq_len:,} tokens, measured on this machine{within}."
+    if limits.latency_ms is not None and timing.highest_ms > limits.latency_ms:
+        slowest = duration(timing.highest_ms)
+        yield f"That is the median; the slowest of {counted(timing.runs, 'run')} took {slowest}, over the limit."
+
+
+def sentences_of_none(entries: Sequence[Entry], plan: Plan, *, measured: bool) -> Iterator[str]:
+    """Why there is nothing to recommend, and what comes closest."""
+    if not measured:
+        yield NOTHING_MEASURED
+        return
+    (seq_len,) = plan.grid.seq_lens
+    unknown = [entry for entry in entries if entry.standing == "memory unknown"]
+    over = [entry for entry in entries if entry.standing == "over the limit"]
+    what = f"meets {plan.limits.text}" if plan.limits.text else "was timed"
+    reached = "No model" if all(entry.standing != "not reached" for entry in entries) else "None of the models so far"
+    if unknown:
+        yield f"{unknown[0].name} is fast enough with {unknown[0].figures}, but its memory is unknown."
+        return
+    yield f"{reached} {what} for {seq_len:,} tokens on this machine."
+    if over:
+        yield f"The fastest that was measured is {over[0].name} with {over[0].figures}."
+
+
+def caveats(results: BenchResults, entries: Sequence[Entry]) -> Iterator[str]:
+    # those at shorter lengths count, because extrapolations start from them
+    disturbed = sum(row.timing is not None and not row.is_quotable for row in results.rows)
+    if disturbed:
+        yield DISTURBED.format(counted(disturbed, "measurement"))
+    if not results.complete:
+        missing = sum(entry.standing == "not reached" for entry in entries)
+        yield f"Interrupted: {counted(missing, 'candidate was', 'candidates were')} not measured."
+    if sum(entry.latency_ms is not None for entry in entries) > 1:
+        yield OTHER_MODELS

@@ -79,6 +79,19 @@ def test_every_row_has_parity_timing_floor_and_ratios(cli: Cli, tmp_path: Path) 
         (["--advise"], "--advise needs a length, such as --seq-len 8192"),
         (["--seq-len", "64"], "--seq-len only works with --advise; use --seq-lens"),
         (["--memory-limit", "2GB"], "--memory-limit only works with --advise"),
+        (["--latency-limit", "2s"], "--latency-limit only works with --advise"),
+        (["--spec", "model.toml"], "--spec only works with --advise"),
+        (["--advise", "--spec", "model.toml"], "no spec file at model.toml"),
+        (["--advise", "--seq-len", "0"], "seq_len is 0; expected a positive integer"),
+        (
+            ["--advise", "--seq-len", "64", "--latency-limit", "200"],
+            "--latency-limit is '200'; expected a time",
+        ),
+        (["--advise", "--seq-len", "64", "--scope", "core"], "--scope core does not work with --advise"),
+        (["--advise", "--seq-len", "64", "--batch", "1,8"], "--batch is '1,8'; --advise works with one value"),
+        (["--layers", "3"], "--layers only works with --scope encoder or --advise"),
+        (["--dim", "30", "--heads", "4"], "--dim 30 cannot be split into 4 heads of equal size"),
+        (["--dim", "32", "--head-dim", "4"], "--dim and --head-dim cannot be combined"),
         (["--advise", "--seq-len", "64", "--memory-limit", "much"], "--memory-limit is 'much'; expected bytes"),
         (["--advise", "--seq-len", "64", "--memory-limit", "2GB", "--no-memory"], "leave --no-memory out"),
         (["--rounds", "0"], "--rounds is 0; expected at least 1"),
@@ -95,15 +108,64 @@ def test_a_benchmark_that_cannot_be_says_why_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_advice_ranks_and_writes_nothing_unasked(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_measures_on_stdout_and_plans_on_stderr_and_writes_nothing_unasked(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ["--variants", "softmax,linear", "--runtimes", "torch", *SMALL, "--memory-limit", "1GB"]
-    result = cli("bench", "--advise", "--seq-len", "64", *arguments, "--json")
+    arguments = ["--variants", "aft-simple,linear", "--dim", "32", "--heads", "2", "--rounds", "3", "--threads", "1"]
+    result = cli("bench", "--advise", "--seq-len", "0.0625k", *arguments, "--memory-limit", "1GB")
     assert result.code == 0, result.err
-    assert {entry["label"] for entry in result.json["advice"]["ranking"]} == {"softmax", "linear"}
-    assert "Fastest within 1.00 GB for 1 × 64 tokens: " in result.err
-    assert "different models" in result.err
+    assert "plan: one attention layer (width 32, 2 heads), 1 × 64 tokens, fp32; about " in result.err
+    assert "on ort, the cheapest first: aft-simple, linear" in result.err
+    assert "… linear, 64 tokens on ort: measuring memory" in result.err
+    assert " for 64 tokens, measured on this machine, within 1.00 GB." in result.out
+    assert "effexport build --variant " in result.out
+    assert "use this" in result.out
+    assert "different models" in result.out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_advice_without_any_measurement_exits_with_1_and_says_why(cli: Cli) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    arguments = [
+        "--advise",
+        "--seq-len",
+        "64",
+        "--variants",
+        "linear",
+        "--runtimes",
+        "torch-cuda",
+        "--latency-limit",
+        "1s",
+    ]
+    result = cli("bench", *arguments, "--json")
+    assert result.code == 1
+    advice = result.json["advice"]
+    assert advice["limits"] == {"latency_ms": 1000.0, "memory_bytes": None}
+    assert advice["sentences"] == ["Nothing was measured, so there is no advice; the table says why."]
+    (candidate,) = advice["candidates"]
+    assert (candidate["standing"], candidate["why"]) == ("not measured", "PyTorch sees no NVIDIA GPU here")
+    assert advice["build"] is None
+
+
+def test_advice_that_ctrl_c_ends_names_the_best_so_far(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = bench_run.Bench.size
+
+    def interrupted(self: Any, cases: Any) -> None:
+        if self.rows:
+            raise KeyboardInterrupt
+        original(self, cases)
+
+    monkeypatch.setattr(bench_run.Bench, "size", interrupted)
+    arguments = ["--variants", "linear,softmax", "--dim", "32", "--heads", "2", "--runtimes", "torch", "--no-memory"]
+    result = cli("bench", "--advise", "--seq-len", "64", *arguments, "--rounds", "3", "--threads", "1")
+    assert result.code == 130
+    assert "Use linear on torch: " in result.out
+    assert "Interrupted: 1 candidate was not measured." in result.out
+    assert "not reached" in result.out
 
 
 def test_a_gpu_that_is_not_there_is_said_and_is_no_failure(cli: Cli, tmp_path: Path) -> None:
@@ -237,11 +299,21 @@ def test_progress_says_how_far_and_how_long() -> None:
     assert (time_left(None), time_left(42.2), time_left(200)) == ("", "about 42 s left", "about 3 min left")
 
 
+def test_a_benchmark_announces_its_time(cli: Cli, tmp_path: Path) -> None:
+    arguments = ["--variants", "linear", "--scope", "encoder", "--layers", "1", "--dim", "32", "--heads", "2"]
+    arguments += ["--seq-lens", "64", "--runtimes", "torch", "--rounds", "3", "--threads", "1", "--no-memory"]
+    result = cli("bench", *arguments, "-o", tmp_path / "out", "--json")
+    assert result.code == 0, result.err
+    assert "plan: 1 row; about " in result.err
+    assert result.json["rows"][0]["case"]["encoder"] == {"layers": 1}
+
+
 @pytest.mark.parametrize("preset", ["linear-blog", "nystrom-table1", "reformer-rounds", "aft-table"])
 def test_presets_run_in_part(cli: Cli, tmp_path: Path, preset: str) -> None:
     arguments = ["--preset", preset, "--seq-lens", "64", "--batch", "1", "--runtimes", "torch", *SMALL, "--no-memory"]
     result = cli("bench", *arguments, "-o", tmp_path / "out", "--json")
     assert result.code == 0, result.err
     assert result.json["preset"] == preset
+    assert f"preset {preset}: " in result.err
     assert {row["status"] for row in result.json["rows"]} == {"measured"}
     assert result.json["rounds"] == 3

@@ -1,4 +1,4 @@
-"""Results survive JSON and CSV, and what to advise follows from them."""
+"""Results survive JSON and CSV."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from effexport.bench.rendering.advise import advice_from_results
 from effexport.bench.rendering.output import BENCH_FOLDER, COLUMNS, csv_from_results, write_results
 from effexport.bench.results import BenchResults, Case, Floor, Parity, Row, Timing, results_from_json
 from effexport.errors import UserError
@@ -89,21 +88,6 @@ def test_csv_has_one_flat_line_per_row() -> None:
     assert float(measured["tokens_per_second"]) == 128_000
     assert float(measured["times_floor"]) == 2.0
     assert (refused["status"], refused["reason"], refused["median_ms"]) == ("not run", NOT_RUN.reason, "")
-
-
-def test_advice_is_the_fastest_within_the_limit() -> None:
-    advice = advice_from_results(results_of(*ROWS, NOT_RUN))
-    assert [row.case.label for row in advice.ranked] == ["lsh, 4 rounds", "softmax"]
-    assert "lsh, 4 rounds on ort, 2.00 ms and 9.00 MB" in advice.sentences[0]
-    assert "different models" in advice.sentences[-1]
-    limited = advice_from_results(results_of(*ROWS), limit_bytes=5_000_000)
-    assert [row.case.label for row in limited.ranked] == ["softmax"]
-    assert [row.case.label for row in limited.beyond] == ["lsh, 4 rounds"]
-    assert advice_from_results(results_of(*ROWS), 1).sentences == ("No measured candidate runs within 1 byte.",)
-
-
-def test_a_row_of_unknown_memory_is_not_within_a_limit() -> None:
-    assert advice_from_results(results_of(row_of("softmax", "torch", 1.0)), 10**12).ranked == ()
 
 
 def test_a_folder_is_replaced_only_by_force_and_only_if_it_is_a_benchmark(tmp_path: Path) -> None:
