@@ -99,7 +99,7 @@ def test_the_page_of_the_readme_predicts_the_same_byte_in_a_browser(
 ) -> None:
     (prediction,) = set(re.findall(r"^next byte: .*$", "".join(answers), re.MULTILINE))
     with served(folder / "share") as url:
-        assert browser.logged(url) == prediction
+        assert browser.logged(url).rstrip("\n") == prediction
 
 
 def test_the_lines_of_the_readme_that_are_not_run_are_on_the_page() -> None:

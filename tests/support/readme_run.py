@@ -38,7 +38,7 @@ NEEDS = {"npm install": "npm"}
 # The first line of a shown file is a comment with its name.
 NAME = re.compile(r"^(?:#|//|<!--) ([\w./-]+\.\w+)(?: -->)?$")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-COMMAND_SECONDS = 600
+COMMAND_SECONDS = 1200
 LINE_COLUMNS = 160
 END = "exit status of this command:"
 
