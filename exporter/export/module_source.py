@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +76,8 @@ def module_from_path(spec: BuildSpec, path: Path) -> nn.Module:
 def module_from_factory(name: str) -> nn.Module:
     """Call `package.module:factory` and take the module that it returns, float32, in evaluation mode.
 
-    The current folder is searched first until the factory returns. Raises UserError if it does not exist or returns
-    something else.
+    The current folder is searched first until the factory returns. Raises UserError if it does not exist, needs
+    arguments, fails or returns something else.
     """
     from torch import nn
 
@@ -87,10 +89,40 @@ def module_from_factory(name: str) -> nn.Module:
             function = getattr(importlib.import_module(path), factory)
         except (ImportError, AttributeError) as error:
             raise UserError(f"--module {name}: {error}; expected a function that can be imported from here") from error
-        module = function()
+        except Exception as error:  # as below
+            raise UserError(f"--module {name}: importing {path} failed with {failure_of_user(error)}") from error
+        check_needs_no_arguments(function, name)
+        try:
+            module = function()
+        except Exception as error:  # code of the user's, which may raise anything
+            raise UserError(f"--module {name} failed with {failure_of_user(error)}") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"--module {name} returned a {type(module).__name__}; expected an nn.Module")
     return module.float().eval()
+
+
+def check_needs_no_arguments(function: object, name: str) -> None:
+    """Raise UserError unless a factory can be called as it is."""
+    if not callable(function):
+        raise UserError(f"--module {name} is a {type(function).__name__}; expected a function without arguments")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of code that is not Python
+        return
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+    if needed:
+        raise UserError(
+            f"--module {name} needs arguments: {', '.join(needed)}; expected a function without arguments: give them "
+            "default values, or name a function that passes yours"
+        )
+
+
+def failure_of_user(error: Exception) -> str:
+    """The type, message and place of an error in code of the user's, in one line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text} ({Path(frame.filename).name}, line {frame.lineno}); --debug shows all of it"
 
 
 @contextlib.contextmanager

@@ -309,3 +309,51 @@ def test_a_module_of_ones_own(cli: Callable[..., Any], tmp_path: Path, monkeypat
         "nonsense": "expected package.module:factory",
     }.items():
         assert message in cli("build", "--module", name, "-o", tmp_path / "no").error()
+
+
+WANTING = """
+import functools
+
+import torch
+
+def needs_two(dim, heads, layers=1): ...
+def needs_keyword(*, dim): ...
+class Model(torch.nn.Module):
+    def __init__(self, dim): ...
+constant = 3
+bound = functools.partial(needs_two, 32)
+def fails():
+    raise ValueError("two\\nlines")
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("needs_two", "needs arguments: dim, heads; expected a function without arguments: give them default values"),
+        ("needs_keyword", "needs arguments: dim;"),
+        ("Model", "needs arguments: dim;"),
+        ("bound", "needs arguments: heads;"),
+        ("constant", "is a int; expected a function without arguments"),
+        ("fails", "failed with ValueError: two lines (wanting_models_for_a_test.py, line 13); --debug shows all of it"),
+    ],
+)
+def test_a_factory_that_cannot_be_called_as_it_is_is_one_line(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factory: str, message: str
+) -> None:
+    (tmp_path / "wanting_models_for_a_test.py").write_text(WANTING)
+    monkeypatch.syspath_prepend(tmp_path)
+    error = cli("build", "--module", f"wanting_models_for_a_test:{factory}", "-o", tmp_path / "no").error()
+    assert message in error
+    assert "\n" not in error
+
+
+def test_a_module_with_a_syntax_error_is_one_line(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_models_for_a_test.py").write_text("def make(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    error = cli("build", "--module", "broken_models_for_a_test:make", "-o", tmp_path / "no").error()
+    assert "importing broken_models_for_a_test failed with SyntaxError: " in error
+    assert "(broken_models_for_a_test.py, line 1)" in error
+    assert "\n" not in error
