@@ -31,24 +31,22 @@ def html_from_results(results: SweepResults) -> str:
         groups=groups_of(results.rows),
         chart=sweep_chart(results.rows),
         problems=[row for row in results.rows if row.status != "finished"],
-        has_gpus=any(row.gpu for row in results.rows),
-        has_engines=any(row.engine for row in results.rows),
         is_open=len(results.rows) <= MAX_OPEN_ROWS,
         shared=shared_fields(results.rows),
     )
 
 
 def sweep_chart(rows: Sequence[Row]) -> Chart | None:
-    """Errors with their limits, sizes and times against length; None if all cells have one length."""
+    """Errors with their limits, sizes and times against length; None if nothing was built for several lengths."""
     finished = [row for row in rows if row.status == "finished"]
-    if len({row.seq_len for row in finished}) < 2:
-        return None
     parts = [(row.precision, row.target, row.gpu) for row in finished]
     varying = [n for n in range(3) if len({part[n] for part in parts}) > 1]
     groups: dict[tuple[str, str], list[Row]] = {}
     for row, part in zip(finished, parts, strict=True):
         place = ", ".join(part[n] for n in varying if part[n])
         groups.setdefault((row.label, place), []).append(row)
+    if all(len({row.seq_len for row in group}) < 2 for group in groups.values()):
+        return None
 
     def lines(field: str, unit: float = 1.0, limit: str = "") -> list[Line]:
         """The values of a field in some unit; a logarithmic axis has no 0."""

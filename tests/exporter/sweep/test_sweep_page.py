@@ -20,7 +20,7 @@ from page_browser import (
 )
 
 from effexport.artifact import CheckSummary, EngineEntry
-from effexport.sweep.page import MAX_OPEN_ROWS, html_from_results
+from effexport.sweep.page import MAX_OPEN_ROWS, html_from_results, sweep_chart
 from effexport.sweep.results import Row, SweepResults, engine_parity, engine_text, worst_of_summary
 
 HOSTILE = """<script>alert(1)</script> & "quotes" 'too'"""
@@ -143,6 +143,27 @@ def test_a_row_says_the_worst_of_all_checks_and_whether_the_engine_ran() -> None
         remarks=(),
     )
     assert engine_text(engine) == "1.7, SM 80 and later, 2.5 MB, 7 layers, 1.9 s"
+
+
+def test_error_size_and_time_are_plotted_against_length_with_a_panel_for_each_precision() -> None:
+    rows = [
+        row(length, label=label, precision=precision)
+        for label in ("a", "b")
+        for length in (512, 2048)
+        for precision in ("fp32", "fp16")
+    ]
+    chart = sweep_chart(rows)
+    assert chart is not None
+    quantities = ["Worst error against length", "Size against length", "Time of the build against length"]
+    assert {title: [panel.title for panel in panels] for title, panels in chart.rows.items()} == {
+        title: ["fp32", "fp16"] for title in quantities
+    }
+    assert [entry.name for entry in chart.legend] == ["a", "b"]
+    limits = [[panel.svg.count('class="limit"') for panel in panels] for panels in chart.rows.values()]
+    assert limits == [[4, 4], [0, 0], [0, 0]]
+    page = html_from_results(results(*rows))
+    assert page.count('<figure class="chart">') == 1
+    assert sweep_chart([row(512), row(512, label="b"), row(2048, status="failed")]) is None
 
 
 @pytest.mark.requires("browser")
