@@ -15,6 +15,7 @@ from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.export.onnx_graph import load_graph
 from effexport.files import Figure, FolderKind, file_digest, record_from_values
+from effexport.models.families import is_checkpoint
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
 
@@ -171,6 +172,20 @@ def open_artifact(path: Path) -> Artifact:
     return artifact
 
 
+def not_an_artifact(path: Path) -> str:
+    """Why a file or folder is not an artifact, and what to use instead."""
+    if path.is_file():
+        whole = f", such as {path.parent}" if (path.parent / MANIFEST).is_file() else ""
+        return f"{path} is a file; expected a folder made by effexport build{whole}"
+    if is_checkpoint(path):
+        return f"{path} is a checkpoint; export it first: effexport build --checkpoint {path}"
+    # the folder of a sweep has artifacts in it, and a page of its own, which that of a benchmark has, too
+    manifests = [found for name in ("*", "cells/*/*") for found in sorted(path.glob(f"{name}/{MANIFEST}"))]
+    page = f"; its own report is {path / REPORT_HTML}" if (path / REPORT_HTML).is_file() else ""
+    such = f", such as {manifests[0].parent}" if manifests else ""
+    return f"{path} is not an artifact: it has no {MANIFEST}{page}; expected a folder made by effexport build{such}"
+
+
 def read_manifest(path: Path) -> Manifest:
     """The manifest of an artifact folder, checked against its own checksum; the files it lists are not read.
 
@@ -180,7 +195,7 @@ def read_manifest(path: Path) -> Manifest:
     if not path.exists():
         raise UserError(f"no artifact at {path}; make one with: effexport build --variant lsh -o {path}")
     if not file.is_file():
-        raise UserError(f"{path} is not an artifact: it has no {MANIFEST}; expected a folder made by effexport build")
+        raise UserError(not_an_artifact(path))
     try:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text)

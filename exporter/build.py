@@ -51,7 +51,8 @@ from effexport.report.model import LayerError, Report, json_from_report, manifes
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_text
 from effexport.runners.cuda.opening import current_compute_capability
-from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
+from effexport.runners.ort.session import check_settings
+from effexport.runners.ort.settings import OrtSettings
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
 
@@ -117,7 +118,7 @@ def artifact_from_spec(
     source = source or source_from_seed()
     with ARTIFACT_FOLDER.new(output, force=force) as folder:
         with watch.stage("loading PyTorch and the ONNX exporter"):
-            import_onnxruntime()
+            check_settings(settings)
             for engine in engines:
                 import_api(engine.target)
             require_build()

@@ -14,6 +14,7 @@ from effexport.export.module_source import (
     source_from_module,
     source_from_path,
 )
+from effexport.models.families import check_weights_file
 from effexport.models.module_probe import spec_from_module
 from effexport.models.spec import ATTENTION_SPECS, field_names
 from effexport.models.validation import require
@@ -21,9 +22,6 @@ from effexport.spec import BuildSpec, build_spec_from_checkpoint, build_spec_fro
 
 if TYPE_CHECKING:
     from torch import nn
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,8 @@ class BuildRequest:
             require(not flags, f"{', '.join(flags)} cannot be combined with a BuildSpec, which has all fields")
             return self.spec, source_from_path(self.weights), (), self.spec.variant
         require(self.flags.get("task") is None, "--task only works with --checkpoint")
+        if self.weights is not None:
+            check_weights_file(self.weights)
         attention = ATTENTION_SPECS.get(self.flags.get("variant", ""))
         for name in ("num_hashes", "pinv_init"):
             applies = attention is None or name in field_names(attention) or self.flags.get(name) is None

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -61,8 +62,12 @@ class FolderKind:
     mark: str
 
     def check(self, output: Path, *, force: bool) -> None:
-        """Refuse an output that exists. With `force`, only a folder of this kind, or an empty one, may be replaced."""
+        """Refuse an output that exists or cannot be written.
+
+        With `force`, a folder of this kind, or an empty one, may be replaced.
+        """
         if not output.exists():
+            check_creatable(output)
             return
         if not output.is_dir():
             raise UserError(f"{output} is a file; expected the path of a folder to create")
@@ -110,6 +115,16 @@ class FolderKind:
                 shutil.rmtree(old, ignore_errors=True)
         for building in abandoned(output.parent, f".{output.name}.building-"):
             shutil.rmtree(building, ignore_errors=True)
+
+
+def check_creatable(output: Path) -> None:
+    """Raise UserError if a folder cannot be created at this path, before the work for it is done."""
+    try:
+        with created_folder(output.parent):
+            Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}.")).rmdir()
+    except OSError as error:
+        reason = "not a folder" if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(f"cannot write to {output.parent}: {reason}; choose another folder with -o") from error
 
 
 def _replace_folder(building: Path, output: Path) -> None:
@@ -224,13 +239,16 @@ def load_npz(path: Path) -> dict[str, NDArray[Any]]:
     except FileNotFoundError:
         raise UserError(f"no input file at {path}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is not an .npz file of plain arrays: {error}") from error
+        reason = getattr(error, "strerror", None) or str(error).partition(". ")[0]
+        raise UserError(f"{path} is not an .npz file of plain arrays: {reason}") from error
 
 
 def check_writable(path: Path) -> None:
     """Refuse the path of an output file before the work is done."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; expected the path of an .npz file to write")
+    if path.suffix != ".npz":
+        raise UserError(f"{path} does not end in .npz; outputs are arrays: choose a name such as {path.stem}.npz")
     if not path.parent.is_dir():
         raise UserError(f"the folder {path.parent} does not exist; create it, or choose another path with --output")
     if not os.access(path.parent, os.W_OK):

@@ -210,8 +210,12 @@ def options_from_toml(path: Path) -> dict[str, Any]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no spec file at {path}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"cannot read the spec file {path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read the spec file {path}: it is not text; expected TOML") from error
+    except OSError as error:
+        raise UserError(f"cannot read the spec file {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"cannot read the spec file {path}: it is not TOML: {error}") from error
     options: dict[str, Any] = {}
     for table in (
         document,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.models.families import FAMILIES, read_json
+from effexport.models.families import FAMILIES, check_weights_file, read_json
 from effexport.models.model_spec import load
 from effexport.models.validation import SpecError, require
 
@@ -137,15 +137,17 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     import torch
     from safetensors.torch import load_file
 
-    require(not path.is_dir(), f"{path} is a folder; expected a weights file")
-    require(path.is_file(), f"no weights file at {path}")
+    check_weights_file(path)
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         value = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # for other bytes than weights, torch.load raises anything, such as KeyError
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SpecError(f"{path} is not a readable weights file: {first_line}; copy it from the source") from error
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+        raise SpecError(
+            f"{path} is not a readable weights file: {reason}; expected a .safetensors file or a state_dict that "
+            "torch.save has written"
+        ) from error
     require(
         isinstance(value, dict) and all(isinstance(tensor, torch.Tensor) for tensor in value.values()),
         f"{path} does not hold named tensors; save the state_dict of the model",

@@ -61,6 +61,7 @@ def spec_from_checkpoint(
     seed: for what the family draws at random; families that draw nothing ignore it.
     Raises SpecError for a folder that is not a checkpoint, and for an unsupported configuration, with the reason.
     """
+    check_checkpoint_folder(folder)
     config = read_json(folder / CONFIG, "a checkpoint folder has config.json and weights")
     model_type = str(config.get("model_type"))
     require(
@@ -72,6 +73,25 @@ def spec_from_checkpoint(
     if seed is not None and "hash_seed" in spec_class.OPTIONS:
         options = {**options, "hash_seed": seed}
     return spec_class.from_config(config, options)
+
+
+def check_checkpoint_folder(path: Path) -> None:
+    """Raise SpecError for a path that is not a folder, with what to do about a file or a name on a hub."""
+    expected = "expected a checkpoint folder with config.json and weights"
+    require(
+        not path.is_file(),
+        f"{path} is a file; {expected}. Weights of effexport's own layers go with --variant NAME --weights FILE",
+    )
+    is_hub_name = len(path.parts) == 2 and not path.parent.exists()
+    download = f"; to download it from the Hugging Face hub: hf download {path} --local-dir {path.name}"
+    require(path.is_dir(), f"there is no folder {path}; {expected}{download if is_hub_name else ''}")
+
+
+def check_weights_file(path: Path) -> None:
+    """Raise SpecError for a path that is not a file of weights. Nothing is read."""
+    checkpoint = f"; export a checkpoint with --checkpoint {path}" if is_checkpoint(path) else ""
+    require(not path.is_dir(), f"{path} is a folder; expected a weights file{checkpoint}")
+    require(path.is_file(), f"no weights file at {path}")
 
 
 def checkpoint_from_dict(values: Mapping[str, Any]) -> CheckpointSpec:
@@ -90,7 +110,7 @@ def read_json(path: Path, expectation: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise SpecError(f"no {path.name} in {path.parent}; {expectation}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"cannot read {path}: {error}") from error
+        raise SpecError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(value, dict):
         raise SpecError(f"{path} does not hold a JSON object; {expectation}")
     return value

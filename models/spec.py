@@ -671,15 +671,27 @@ ATTENTION_SPECS: dict[str, type[AttentionSpec]] = {
 }
 
 
+# What models are called whose attention is a variant of ours.
+OTHER_NAMES: dict[str, str] = {
+    "reformer": "lsh",
+    "nystromformer": "nystrom",
+    "nyströmformer": "nystrom",
+    "transformer": "softmax",
+    "bert": "softmax",
+    "linear-transformer": "linear",
+}
+
+
 def attention_spec(variant: str, options: Mapping[str, Any] | None = None) -> AttentionSpec:
     """The spec of a variant by name, with some of its fields set.
 
     Raises SpecError for an unknown variant, an unknown field or a value that cannot work.
     """
+    ours = OTHER_NAMES.get(str(variant).lower())
+    meant = f"; its attention is called {ours!r} here." if ours else did_you_mean(variant, ATTENTION_SPECS)
     require(
         variant in list(ATTENTION_SPECS),  # a list compares, a dict would hash what may be a list
-        f"unknown variant {variant!r}{did_you_mean(variant, ATTENTION_SPECS)} "
-        f"Expected one of: {', '.join(ATTENTION_SPECS)}",
+        f"unknown variant {variant!r}{meant} Expected one of: {', '.join(ATTENTION_SPECS)}",
     )
     spec_class = ATTENTION_SPECS[variant]
     return spec_class(**known_fields(spec_class, options or {}, f"{variant} attention"))

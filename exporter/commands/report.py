@@ -24,7 +24,7 @@ _FORMAT_OF_SUFFIX = {".html": "html", ".htm": "html", ".json": "json", ".md": "m
     "--format",
     "form",
     type=OneOf(FORMATS),
-    help="Format of the report; default: by the suffix of -o, else markdown.",
+    help="Format of the report; default: by the suffix of -o, or markdown on stdout.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; default: stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
@@ -85,7 +85,12 @@ def chosen_format(form: str | None, output: Path | None, *, as_json: bool) -> st
         return "json"
     if form is not None:
         return form
-    return "markdown" if output is None else _FORMAT_OF_SUFFIX.get(output.suffix.lower(), "markdown")
+    if output is None or not output.suffix:
+        return "markdown"
+    if output.suffix.lower() not in _FORMAT_OF_SUFFIX:
+        known = ", ".join(_FORMAT_OF_SUFFIX)
+        raise UserError(f"{output}: the suffix does not name a format; expected one of {known}, or --format")
+    return _FORMAT_OF_SUFFIX[output.suffix.lower()]
 
 
 def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[str, Any]]:

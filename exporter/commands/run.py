@@ -30,8 +30,15 @@ if TYPE_CHECKING:
 @click.command("run")
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--input", "input_file", type=click.Path(path_type=Path), help=".npz file with one array per input name.")
-@click.option("--text", "text_file", type=click.Path(path_type=Path), help="Text file; each byte becomes a token.")
-@click.option("--output", "output_file", type=click.Path(path_type=Path), help=".npz file to write the outputs to.")
+@click.option(
+    "--text",
+    "text_file",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="Text file, or - for standard input; each byte becomes a token.",
+)
+@click.option(
+    "-o", "--output", "output_file", type=click.Path(path_type=Path), help=".npz file to write the outputs to."
+)
 @runtime_options(ARTIFACT_RUNTIMES)
 @precision_hint_option
 @common_options
@@ -50,7 +57,7 @@ def command(
     A text that is longer than the model allows is cut into windows, which become rows of the batch.
     """
     if (input_file is None) == (text_file is None):
-        raise UserError("give either --input FILE.npz or --text FILE")
+        raise UserError("expected either --input FILE.npz or --text FILE, and not both")
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.files import check_writable, load_npz, save_npz

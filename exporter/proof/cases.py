@@ -92,5 +92,7 @@ def load_reference(path: Path) -> list[Case]:
             case = Case(name, **arrays, seed_noise=seed_noise, precision_noise=precision_noise, own_error=own_error)
             cases.append(case)
         return cases
+    except FileNotFoundError:
+        raise UserError(f"no reference file at {path}") from None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not a reference of effexport: {error!r}") from error

@@ -75,8 +75,12 @@ def sweep_file_from_path(path: Path) -> SweepFile:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no sweep file at {path}; docs/sweep.md has a complete example") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"cannot read the sweep file {path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read the sweep file {path}: it is not text; expected TOML") from error
+    except OSError as error:
+        raise UserError(f"cannot read the sweep file {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"cannot read the sweep file {path}: it is not TOML: {error}") from error
     try:
         return sweep_file_from_document(document)
     except (SpecError, UserError) as error:

@@ -223,7 +223,7 @@ def test_the_default_output_is_named_after_the_variant(
         (["--variant", "softmax", "--opset", "17"], "opset is 17; expected 18 to 24"),
         (["--variant", "softmax", "--batch", "0"], "batch is 0"),
         (["--variant", "softmax", "--scope", "attention", "--layers", "2"], "layers belongs to the encoder"),
-        (["--variant", "softmax", "--scope", "model"], "unknown --scope 'model'. Expected: encoder, attention"),
+        (["--variant", "softmax", "--scope", "model"], "unknown --scope 'model'; did you mean 'encoder'?"),
         ([], "no variant given; expected one of: softmax"),
         (["--spec", "absent.toml"], "no spec file at absent.toml"),
         (

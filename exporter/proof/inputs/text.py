@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
 
 # Tokens 0 and 1 are padding and a spare; byte b is token b + 2.
 BYTE_OFFSET = 2
+STDIN = Path("-")
 
 
 def windows_from_text(path: Path, spec: BuildSpec) -> dict[str, Array]:
     """`input_ids` and `attention_mask`, int64 [windows, seq]: the file's bytes in order, the last window padded.
+
+    path: a file, or STDIN.
 
     Raises UserError for a missing or empty file, or a model that does not read bytes.
     """
@@ -29,13 +33,14 @@ def windows_from_text(path: Path, spec: BuildSpec) -> dict[str, Array]:
     if model.vocab_size < 256 + BYTE_OFFSET:
         raise UserError(f"this model has {model.vocab_size} tokens; text needs {256 + BYTE_OFFSET}, one per byte value")
     try:
-        data = path.read_bytes()
+        data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
     except FileNotFoundError:
         raise UserError(f"no text file at {path}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not data:
-        raise UserError(f"{path} is empty; expected at least one byte of text")
+        name = "standard input" if path == STDIN else path
+        raise UserError(f"{name} is empty; expected at least one byte of text")
     seq_len = spec.attention.fixed_seq_len or min(model.max_seq_len, len(data))
     count = -(-len(data) // seq_len)
     tokens = np.full(count * seq_len, model.pad_token_id, dtype=np.int64)

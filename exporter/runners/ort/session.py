@@ -63,6 +63,22 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
     return Session(inference, implementation_of(inference, custom_ops, library, settings))
 
 
+def check_settings(settings: OrtSettings) -> None:
+    """Check, before a build, that sessions can start here: a model of one node is opened where a GPU is needed.
+
+    Raises MissingExtraError and UserError as `session_from_model` does.
+    """
+    ort = import_onnxruntime()
+    providers_from_settings(ort, settings)
+    if settings.device == "cuda":
+        from onnx import TensorProto, helper
+
+        info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y")]
+        graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "one node", info[:1], info[1:])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+        session_from_model(model.SerializeToString(), OrtSettings(provider="cuda"))
+
+
 def session_options(ort: Any, settings: OrtSettings, external_folder: Path | None) -> Any:
     options = ort.SessionOptions()
     # on the CPU, exceptions say all that the log says; other providers only log why they do not start
