@@ -12,10 +12,12 @@ from effexport.bench.rendering.build_command import BuildCommand, command_from_c
 from effexport.bench.results import BenchResults, Case, Row
 from effexport.units import counted, duration, listed, memory, three_digits
 
-Standing = Literal["use this", "fits", "memory unknown", "over the limit", "not measured", "failed", "not reached"]
+Standing = Literal[
+    "use this", "fits", "memory unknown", "disturbed", "over the limit", "not measured", "failed", "not reached"
+]
 # The order of the table.
 STANDINGS: tuple[Standing, ...] = (
-    *("use this", "fits", "memory unknown", "over the limit"),
+    *("use this", "fits", "memory unknown", "disturbed", "over the limit"),
     *("not measured", "failed", "not reached"),
 )
 OTHER_MODELS = (
@@ -23,7 +25,7 @@ OTHER_MODELS = (
     "choice to make before training."
 )
 NOTHING_MEASURED = "Nothing was measured, so there is no advice; the table says why."
-DISTURBED = "Other programs disturbed {}, so the order may be wrong; repeat on an idle machine, or with --wait-idle."
+DISTURBED = "Other programs disturbed {}; repeat this on an idle machine, or with --wait-idle."
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def advice_from_results(results: BenchResults, plan: Plan) -> Advice:
     """The advice that the rows of a plan support; those of shorter lengths are not ranked."""
     entries = ranked(results, plan)
     measured = any(row.timing is not None for row in results.rows)
-    best = next((entry for entry in entries if entry.standing == "use this"), None)
+    best = next((entry for entry in entries if entry.standing in ("use this", "fits")), None)
     first = sentences_of_best(best, plan) if best else sentences_of_none(entries, plan, measured=measured)
     sentences = (*first, *caveats(results, entries))
     build = None if best is None or best.row is None else command_from_case(best.row.case, plan.spec_file)
@@ -84,14 +86,14 @@ def advice_from_results(results: BenchResults, plan: Plan) -> Advice:
 
 
 def ranked(results: BenchResults, plan: Plan) -> tuple[Entry, ...]:
-    """All candidates, the best first. The fastest that fits is to be used, and rather one that was not disturbed."""
+    """All candidates, the best first. The fastest that fits is to be used, if no disturbed one could be faster."""
     rows = {(row.case.label, row.case.runtime): row for row in results.rows if row.case.model_seq_len is None}
     entries = [entry_of(case, rows.get((case.label, case.runtime)), plan.limits) for case in plan.cases]
     entries += [Entry(variant, "–", "not measured", reason) for variant, reason in plan.refused.items()]
-    fits = [entry for entry in entries if entry.standing == "fits"]
-    best = min(fits, key=lambda entry: (entry.is_disturbed, entry.latency_ms), default=None)
-    entries = [replace(entry, standing="use this") if entry is best else entry for entry in entries]
-    return tuple(sorted(entries, key=lambda entry: (STANDINGS.index(entry.standing), entry.latency_ms or 0.0)))
+    entries.sort(key=lambda entry: (STANDINGS.index(entry.standing), entry.is_disturbed, entry.latency_ms or 0.0))
+    if entries[0].standing == "fits" and not any(entry.is_disturbed for entry in entries):
+        entries[0] = replace(entries[0], standing="use this")
+    return tuple(entries)
 
 
 def entry_of(case: Case, row: Row | None, limits: Limits) -> Entry:
@@ -106,31 +108,37 @@ def entry_of(case: Case, row: Row | None, limits: Limits) -> Entry:
 
 
 def judged(row: Row, limits: Limits) -> tuple[Standing, str]:
-    """Where a timed row stands, and why."""
+    """Where a timed row stands, and why. A disturbed time is too long, so it may be within a limit but not over it."""
     assert row.timing is not None
-    pairs = (
-        ("latency", row.timing.median_ms, limits.latency_ms),
-        ("memory", row.peak_bytes, limits.memory_bytes),
-    )
-    over = [
-        f"{name} {three_digits(value / limit)} times the limit"
-        for name, value, limit in pairs
-        if value is not None and limit is not None and value > limit
-    ]
-    if over:
-        return "over the limit", "; ".join(over)
+    late = over_limit("latency", row.timing.median_ms, limits.latency_ms)
+    large = over_limit("memory", row.peak_bytes, limits.memory_bytes)
+    if late or large:
+        is_known = row.is_quotable or large
+        return "over the limit" if is_known else "disturbed", "; ".join(filter(None, (late, large)))
     if limits.memory_bytes is not None and row.peak_bytes is None:
         return "memory unknown", row.note or "its memory was not measured"
     return "fits", ""
 
 
+def over_limit(name: str, value: float | None, limit: float | None) -> str:
+    """`latency 1.50 times the limit`; "" if it is within the limit, or one of the two is unknown."""
+    if value is None or limit is None or value <= limit:
+        return ""
+    return f"{name} {three_digits(value / limit)} times the limit"
+
+
 def sentences_of_best(best: Entry, plan: Plan) -> Iterator[str]:
+    """What to use; if disturbed rows leave that open, what fits."""
     assert best.row is not None
     assert best.row.timing is not None
     limits, timing = plan.limits, best.row.timing
     (seq_len,) = plan.grid.seq_lens
     within = f", within {limits.text}" if limits.text else ""
-    yield f"Use {best.name}: {best.figures} for {seq_len:,} tokens, measured on this machine{within}."
+    measured = f"{best.figures} for {seq_len:,} tokens, measured on this machine{within}."
+    if best.standing == "use this":
+        yield f"Use {best.name}: {measured}"
+    else:
+        yield f"{best.name} fits: {measured} Another model may be faster."
     if limits.latency_ms is not None and timing.highest_ms > limits.latency_ms:
         slowest = duration(timing.highest_ms)
         yield f"That is the median; the slowest of {counted(timing.runs, 'run')} took {slowest}, over the limit."
@@ -149,14 +157,17 @@ def sentences_of_none(entries: Sequence[Entry], plan: Plan, *, measured: bool) -
     if unknown:
         yield f"{unknown[0].name} is fast enough with {unknown[0].figures}, but its memory is unknown."
         return
+    disturbed = [entry for entry in entries if entry.standing == "disturbed"]
+    if disturbed:
+        yield f"No conclusion: {disturbed[0].name} took {duration(disturbed[0].latency_ms)}, but it was disturbed."
+        return
     yield f"{reached} {what} for {seq_len:,} tokens on this machine."
     if over:
         yield f"The fastest that was measured is {over[0].name} with {over[0].figures}."
 
 
 def caveats(results: BenchResults, entries: Sequence[Entry]) -> Iterator[str]:
-    # those at shorter lengths count, because extrapolations start from them
-    disturbed = sum(row.timing is not None and not row.is_quotable for row in results.rows)
+    disturbed = sum(entry.is_disturbed for entry in entries)
     if disturbed:
         yield DISTURBED.format(counted(disturbed, "measurement"))
     if not results.complete:
