@@ -93,6 +93,13 @@ class Machine:
                 found.append(thread)
         return found
 
+    def load(self) -> dict[str, str]:
+        """The load average of the last minute, by what tables call it; empty if the system does not tell."""
+        try:
+            return {"load average": f"{os.getloadavg()[0]:.2f} before the run"}
+        except (AttributeError, OSError):
+            return {}
+
     def core_times(self) -> CoreTimes | None:
         """What was used of our cores until now."""
         try:

@@ -330,6 +330,8 @@ def bench(
     settings = settings or Settings()
     threads = settings.threads or usable_cores()
     created = datetime.now(UTC).isoformat(timespec="seconds")
+    here = Machine()
+    load = here.load()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     complete = True
@@ -341,7 +343,7 @@ def bench(
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-bench-")))
         pace = Pace(seconds or total_cost(grid, settings), on_step)
-        running = Bench(grid, settings, folder, pace, threads, Machine())
+        running = Bench(grid, settings, folder, pace, threads, here)
         try:
             measure(running)
         except KeyboardInterrupt:
@@ -353,7 +355,7 @@ def bench(
         command=settings.command,
         rounds=settings.rounds,
         threads=threads,
-        machine=describe_machine(),
+        machine=describe_machine() | load,
         environment={name: version for name, version in versions().items() if version is not None},
         preset=settings.preset,
         complete=complete,

@@ -1,5 +1,5 @@
-"""Interleaved timing: every round runs each call once, A B C A B C …, so that a slow phase of the machine affects all
-of them alike, and ratios are taken within a round.
+"""Interleaved timing: every round runs each call once, A B C A B C …, so that slow changes of the machine, such as of
+its clock rate, affect all of them, and ratios are taken within a round.
 
 A run is disturbed if threads of this process waited for a core, because other programs had it. Disturbed runs are
 repeated, within bounds, and do not count.
