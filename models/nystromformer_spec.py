@@ -172,7 +172,7 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     require(
         not config_value(config, "inv_coeff_init_option", False),
         "config.json: inv_coeff_init_option is true, with which transformers cannot build the model; expected false, "
-        "which all that transformers could train has; option pinv_init per_head is what it stands for",
+        "as in every model that transformers has trained; for the scale that it means, use pinv_init per_head",
     )
     kind = config.get("position_embedding_type", "absolute")
     require(
@@ -213,7 +213,7 @@ def landmark_notes(spec: NystromformerSpec) -> list[str]:
     if spec.pinv_init == "global":
         scale = (
             "As published, the start value of the pseudo-inverse is scaled by a maximum over the whole batch, so the "
-            "result of a sample depends on its batch mates; use pinv_init per_head to make samples independent."
+            "result of a sample depends on the rest of the batch; use pinv_init per_head to make samples independent."
         )
     else:
         scale = (

@@ -382,7 +382,7 @@ class NystromSpec(AttentionSpec):
     @property
     def why_not_invariant(self) -> str:
         if self.mask_landmarks and self.pinv_init == "global" and not self.is_plain_softmax:
-            return "pinv_init=global: batch mates are part of the input"
+            return "pinv_init=global: the other samples of the batch affect the result"
         return self.why_padding_counts
 
     @property

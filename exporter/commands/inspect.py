@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("path", type=click.Path(path_type=Path))
 @common_options
 def command(path: Path, as_json: bool) -> None:
-    """Describe an artifact folder, an ONNX file, a TensorRT engine, or a checkpoint folder that is to be exported.
+    """Describe an artifact folder, an ONNX file, a TensorRT engine, or a checkpoint folder before its export.
 
     Shows inputs, outputs, operators, size and parameters; for a checkpoint, what it computes and its known defects; for
     an engine, its GPUs, its source model and its layers.

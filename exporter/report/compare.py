@@ -51,7 +51,7 @@ class CheckRow:
 
     @property
     def ratio(self) -> float | None:
-        """second / first; None where that says nothing."""
+        """second / first; None if that is not meaningful."""
         values = [entry["worst"] if entry else None for entry in (self.first, self.second)]
         if None in values or not values[0]:
             return None

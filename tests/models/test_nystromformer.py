@@ -416,7 +416,7 @@ def test_notes_name_the_defects_of_the_landmarks() -> None:
     assert "softmax attention" not in notes
     assert "padded to 16 inside the graph" in notes
     assert "longer ones are refused, where transformers may mix the samples" in notes
-    assert "depends on its batch mates; use pinv_init per_head" in notes
+    assert "depends on the rest of the batch; use pinv_init per_head" in notes
     assert "landmarks average over padding too, which reaches every token, and through the convolution" in notes
     assert "pad with pad_token_id 1" in notes
     assert "cannot run this model in fp16 or bf16" in notes

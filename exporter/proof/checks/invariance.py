@@ -53,7 +53,7 @@ def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[st
             result = candidate.run(alone)
         for output in case.outputs:
             worst.add(result[output][0], outputs[output][row, :length], f"worst in sample {row}")
-    limit = limit_without(case, spec, "neither batch mates nor padding may add to it")
+    limit = limit_without(case, spec, "neither other samples nor padding may add to it")
     return judged(kind, case.label, metric, worst.error, limit, worst.detail)
 
 
@@ -75,7 +75,7 @@ def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array],
     """A causal model answers the first tokens as if nothing came after them."""
     kind, metric = Kind.CAUSAL_PREFIX, "max |prefix − whole| / RMS"
     if spec.attention.is_hashed:
-        reason = "later tokens take places in the sort, and so move the borders of chunks"
+        reason = "later tokens occupy slots in the sort and shift chunk boundaries"
         return not_run(kind, reason, case.label, metric)
     length = max(1, case.keep.shape[1] // 2 + 1)
     prefix = {key: value[:, :length] for key, value in case.inputs.items()}

@@ -28,7 +28,7 @@ class TracedValue:
 
     @property
     def share(self) -> float:
-        """Of the limit, for ranking; infinite for NaN, and where nothing is allowed."""
+        """Share of the limit that was used; ranks the values. Infinite for NaN and beyond a limit of 0."""
         if self.error != self.error or self.error > self.limit == 0:
             return float("inf")
         return self.error / self.limit if self.limit else 0.0

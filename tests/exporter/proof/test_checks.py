@@ -126,7 +126,7 @@ def test_the_prefix_check_is_refused_for_lsh(built: Built) -> None:
     case = case_named(artifact, "export")
     check = check_prefix(Fake(dict), case, {}, artifact.spec)
     assert check.status == "not run"
-    assert "later tokens take places in the sort" in check.reason
+    assert "later tokens occupy slots in the sort" in check.reason
 
 
 def fp16_attention(variant: str = "linear") -> BuildSpec:

@@ -257,7 +257,7 @@ def test_what_is_joined_comes_apart_again() -> None:
     [
         ("nystrom", {}, ""),
         ("lsh", {}, ""),
-        ("nystrom", {"pinv_init": "global"}, "pinv_init=global: batch mates are part of the input"),
+        ("nystrom", {"pinv_init": "global"}, "pinv_init=global: the other samples of the batch affect the result"),
         ("nystrom", {"mask_landmarks": False, "segment_means_seq_len": 64}, "mask_landmarks=False"),
     ],
 )
