@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.version import __version__
 
 if TYPE_CHECKING:
-    from effexport.api import BuildResult, Description, build, inspect, load, load_decoder, report
+    from effexport.api import BuildResult, Description, build, inspect, load, load_decoder, report, verify
     from effexport.errors import UserError
     from effexport.runners.ort.settings import OrtSettings
 
@@ -28,6 +28,7 @@ __all__ = [
     "load",
     "load_decoder",
     "report",
+    "verify",
 ]
 
 # Where public names are defined, other than in effexport.api. They are imported on first use, so that

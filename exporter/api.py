@@ -115,6 +115,60 @@ def build(
     return BuildResult(artifact, found)
 
 
+def verify(
+    artifact: str | Path,
+    *,
+    model: str | Path | None = None,
+    weights: str | Path | None = None,
+    runtime: str = "ort",
+    implementation: str = "auto",
+    precision_hint: str = "",
+    reference: str = "auto",
+    cases: Sequence[str] = (),
+    trace: bool = False,
+    on_stage: OnStage = quiet,
+) -> Report:
+    """Check an artifact, or another ONNX file of the same model, against PyTorch again, as `effexport verify` does.
+
+        assert effexport.verify("artifacts/lsh", runtime="openvino").verdict == "passed"
+
+    The arguments have the names and values of the flags. A check that fails does not raise: it makes the verdict of the
+    report "failed". Raises UserError for an artifact, a file or a runtime that is not available.
+    """
+    from datetime import UTC, datetime
+
+    from effexport.artifact import open_artifact
+    from effexport.environment import versions
+    from effexport.proof.lost_parts import check_nothing_lost
+    from effexport.proof.references.choice import parse_choice
+    from effexport.proof.verify_artifact import Candidate, verify_artifact
+    from effexport.report.model import Report
+    from effexport.runners.artifact_runner import check_runtime
+    from effexport.runners.runner import ModelOptions
+
+    choice = parse_choice(reference)
+    options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint)
+    check_runtime(runtime, options)
+    candidate = Candidate(open_artifact(Path(artifact)), runtime, options, optional_path(model))
+    spec, manifest = candidate.artifact.spec, candidate.artifact.manifest
+    with user_errors():
+        if candidate.model is not None and not candidate.is_engine:
+            check_nothing_lost(candidate.model, spec)
+        verification, _ = verify_artifact(candidate, optional_path(weights), choice, cases, trace, on_stage)
+    return Report(
+        title=spec.model.title,
+        spec=spec.to_dict(),
+        checks=verification.checks,
+        environment=versions(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        runtime=runtime,
+        notes=list(manifest.notes),
+        implementation=verification.implementation,
+        weights_from=manifest.weights_from,
+        reference=choice.title,
+    )
+
+
 @dataclass(frozen=True)
 class Description:
     """What a path holds. details: as `effexport inspect --json` prints them, by the kind."""

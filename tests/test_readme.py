@@ -115,7 +115,7 @@ def test_the_examples_of_docs_python_run_in_order(tmp_path: Path, monkeypatch: p
     for options in ({"variant": "lsh"}, {"variant": "linear", "causal": True}):
         artifact_from_spec(build_spec_from_options(small | options, None), Path("artifacts") / options["variant"])
     examples = blocks(PYTHON_PAGE, "python")
-    assert len(examples) == 6
+    assert len(examples) == 8
     names: dict[str, Any] = {}
     for example in examples:
         exec(example, names)

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import onnx
 import pytest
 
 import effexport
@@ -44,7 +46,7 @@ def test_a_function_keeps_its_name_when_the_module_of_that_name_is_imported(name
     assert python_inspect.isfunction(getattr(effexport, name))
 
 
-@pytest.mark.parametrize("name", ["build", "inspect", "report"])
+@pytest.mark.parametrize("name", ["build", "verify", "inspect", "report"])
 def test_arguments_have_the_defaults_of_the_command(name: str) -> None:
     command = importlib.import_module(f"effexport.commands.{name}").command
     parameters = python_inspect.signature(getattr(effexport, name)).parameters
@@ -142,3 +144,42 @@ def test_the_repr_of_a_spec_is_the_call_that_makes_it(small_spec: Callable[..., 
     assert repr(spec).startswith("BuildSpec(model=EncoderSpec(attention=LSHSpec(dim=64")
     names = {"BuildSpec": BuildSpec, "EncoderSpec": EncoderSpec, "LSHSpec": LSHSpec}
     assert eval(repr(spec), names) == spec
+
+
+@pytest.mark.requires("ort")
+def test_verify_returns_a_report_whose_verdict_is_that_of_the_command(built: Built, cli: Callable[..., Any]) -> None:
+    artifact = built("softmax", "attention")
+    stages: list[str] = []
+    found = effexport.verify(artifact.path, reference="golden", on_stage=stages.append)
+    printed = json.loads(cli("verify", artifact.path, "--reference", "golden", "--json").out)
+    assert (found.verdict, found.runtime) == ("passed", "ort")
+    assert [str(check.kind) for check in found.checks] == [check["name"] for check in printed["checks"]]
+    assert repr(found).startswith("<Report of softmax attention: passed, ")
+    assert stages
+
+
+@pytest.mark.requires("ort")
+def test_verify_does_not_raise_for_another_model_that_differs(built: Built, tmp_path: Path) -> None:
+    artifact = built("softmax", "attention")
+    model = onnx.load(str(artifact.model_path))
+    weight = model.graph.initializer[0]
+    weight.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(weight), weight.name))
+    onnx.save(model, tmp_path / "other.onnx")
+    found = effexport.verify(artifact.path, model=tmp_path / "other.onnx", reference="golden")
+    assert found.verdict == "failed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"runtime": "otr"}, "unknown --runtime 'otr'; did you mean"),
+        ({"reference": "gold"}, "gold"),
+        ({"model": "absent.onnx"}, "absent.onnx"),
+        ({"cases": ["exprot"]}, "there is no case 'exprot'; did you mean 'export'"),
+    ],
+)
+@pytest.mark.requires("ort")
+def test_verify_refuses_what_cannot_be_compared(built: Built, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(effexport.UserError, match=message) as refused:
+        effexport.verify(built("softmax", "attention").path, **arguments)
+    assert "\n" not in str(refused.value)
