@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def print_plan(console: Console, plan: Plan, settings: Settings) -> None:
     seconds = plan.seconds(settings.rounds, settings.max_seconds)
     say(console, f"plan: {model_text(plan)}; about {rough_duration(seconds)}, and Ctrl-C gives the advice so far")
-    order = ", ".join(cases[0].label for cases in plan.models)
+    order = "; ".join(cases[0].label for cases in plan.models)
     say(console, f"      on {listed(plan.grid.runtimes)}, the cheapest first: {order}")
     if plan.probed_length is not None:
         probed = f"{plan.probed_length:,} tokens"

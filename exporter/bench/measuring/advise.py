@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from effexport.bench.measuring.floor import run_products
-from effexport.bench.measuring.plan import PROBE_ROUNDS, Plan, least_ms_by_products, misses, probe_of
+from effexport.bench.measuring.plan import MOST_DISTURBED, PROBE_ROUNDS, Plan, least_ms_by_products, misses, probe_of
 from effexport.bench.measuring.progress import OnStep
 from effexport.bench.measuring.run import Bench, Settings, bench, describe
 from effexport.bench.measuring.timing import Rotation, TimedCall
@@ -22,8 +22,6 @@ from effexport.units import duration
 
 # A product that is large enough to reach the processor's speed; it takes about 20 ms per core.
 LARGE_PRODUCT, SPEED_ROUNDS, SPEED_SECONDS = Product(1, 1024, 1024, 1024), 3, 1.0
-# Other programs make a timing at most about this many times too long: each core is then shared with three of them.
-MOST_DISTURBED = 4
 
 
 def advise(plan: Plan, settings: Settings, on_step: OnStep = lambda step: None) -> BenchResults:

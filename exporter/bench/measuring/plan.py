@@ -32,6 +32,8 @@ WORTH_LEAVING_OUT_MS = 100.0
 TIMES_FASTEST = 10.0
 # Kernels that work in tiles need down to half the time that the same products need in torch.matmul.
 SHARE_OF_PRODUCTS = 0.5
+# Other programs make a timing at most about this many times too long: each core is then shared with three of them.
+MOST_DISTURBED = 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from effexport.bench.grid import logits_bytes, products_of_case
 from effexport.bench.measuring.floor import traffic_bytes
-from effexport.bench.measuring.timing import SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
+from effexport.bench.measuring.timing import FEWEST_ROUNDS, SHORT_RUNS, WAKE_UP_BELOW_SECONDS, WARM_UP_RUNS
 from effexport.bench.results import Case
 from effexport.environment import usable_cores
 from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
@@ -21,8 +21,8 @@ PASSES_OF_INPUTS, PASSES_OF_LOGITS = 4, 12
 START_SECONDS, EXPORT_SECONDS, LOAD_SECONDS, CHILD_SECONDS = 3.0, 2.5, 0.7, 1.5
 # Calls of PyTorch for the reference of a case, and calls in the child process.
 REFERENCE_CALLS, CHILD_CALLS = 2, 2
-# The floors take turns with the candidates, and about as long.
-TIMES_WITH_FLOORS = 2.0
+# The floors take turns with the candidates and about as long; between turns, threads stop spinning.
+TIMES_WITH_FLOORS, PAUSES_SECONDS = 2.0, 0.06
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,12 @@ def prepare_cost(case: Case) -> float:
 
 
 def timing_cost(case: Case, rounds: int, max_seconds: float) -> float:
+    """Warming up and taking turns with the floors of the model."""
     call = call_seconds(case)
-    runs = 1 + SHORT_RUNS if call < WAKE_UP_BELOW_SECONDS else 1
-    return TIMES_WITH_FLOORS * (WARM_UP_RUNS * call + runs * min(max_seconds, rounds * call)) + rounds * 0.06
+    is_short = call < WAKE_UP_BELOW_SECONDS
+    timed = max(min(max_seconds, rounds * call * (SHORT_RUNS if is_short else 1)), min(rounds, FEWEST_ROUNDS) * call)
+    waking = timed / SHORT_RUNS if is_short else 0.0
+    return TIMES_WITH_FLOORS * (WARM_UP_RUNS * call + timed + waking) + rounds * PAUSES_SECONDS
 
 
 def memory_cost(case: Case) -> float:

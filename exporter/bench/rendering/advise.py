@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from effexport.bench.limits import Limits
-from effexport.bench.measuring.plan import Plan
+from effexport.bench.measuring.plan import MOST_DISTURBED, Plan
 from effexport.bench.rendering.build_command import BuildCommand, command_from_case
 from effexport.bench.results import BenchResults, Case, Row
 from effexport.units import counted, duration, listed, memory, three_digits
@@ -91,9 +91,15 @@ def ranked(results: BenchResults, plan: Plan) -> tuple[Entry, ...]:
     entries = [entry_of(case, rows.get((case.label, case.runtime)), plan.limits) for case in plan.cases]
     entries += [Entry(variant, "–", "not measured", reason) for variant, reason in plan.refused.items()]
     entries.sort(key=lambda entry: (STANDINGS.index(entry.standing), entry.is_disturbed, entry.latency_ms or 0.0))
-    if entries[0].standing == "fits" and not any(entry.is_disturbed for entry in entries):
+    if entries[0].standing == "fits" and is_fastest(entries[0], entries):
         entries[0] = replace(entries[0], standing="use this")
     return tuple(entries)
+
+
+def is_fastest(best: Entry, entries: Sequence[Entry]) -> bool:
+    """Whether no disturbed entry, the best one included, could be faster than it was measured."""
+    disturbed = [entry.latency_ms for entry in entries if entry.is_disturbed and entry.latency_ms is not None]
+    return all(best.latency_ms is not None and ms / MOST_DISTURBED > best.latency_ms for ms in disturbed)
 
 
 def entry_of(case: Case, row: Row | None, limits: Limits) -> Entry:

@@ -116,7 +116,7 @@ def test_advice_measures_on_stdout_and_plans_on_stderr_and_writes_nothing_unaske
     result = cli("bench", "--advise", "--seq-len", "0.0625k", *arguments, "--memory-limit", "1GB")
     assert result.code == 0, result.err
     assert "plan: one attention layer (width 32, 2 heads), 1 × 64 tokens, fp32; about " in result.err
-    assert "on ort, the cheapest first: aft-simple, linear" in result.err
+    assert "on ort, the cheapest first: aft-simple; linear" in result.err
     assert "… linear, 64 tokens on ort: measuring memory" in result.err
     assert " for 64 tokens, measured on this machine, within 1.00 GB." in result.out
     assert "effexport build --variant " in result.out
