@@ -18,6 +18,9 @@ can_have_triton() {
 # The names that Browser in tests/conftest.py looks for.
 has_browser() { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
 
+# As SmallDisk in tests/conftest.py tries it.
+has_small_disk() { unshare --user --map-root-user --mount mount -t tmpfs tmpfs /mnt 2>/dev/null; }
+
 has_node() { command -v node && command -v npm; } >/dev/null
 
 # The oldest packages that docs/portability.md tries are for Linux on x86-64 here; onnxruntime-web comes with npm.
@@ -51,6 +54,7 @@ required_parts() {
     parts+=,ray,ray-serve
     if has_tool nvcc; then parts+=,nvcc; fi
     if has_browser; then parts+=,browser; fi
+    if has_small_disk; then parts+=,small-disk; fi
     if can_have_tensorrt; then parts+=,tensorrt; fi
     if can_have_triton; then parts+=,triton; fi
     if can_have_portability; then parts+=,portability; fi

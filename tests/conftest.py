@@ -15,6 +15,7 @@ import importlib.util
 import os
 import re
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -187,6 +188,22 @@ class TritonServer:
         return found[1] if found else "of unknown version"
 
 
+class SmallDisk:
+    """A file system of a few kilobytes that a process can mount for itself, to fill it."""
+
+    name = "right to mount a file system (unshare --user --mount)"
+
+    def is_present(self) -> bool:
+        command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+        try:
+            return subprocess.run(command, capture_output=True, check=False).returncode == 0
+        except OSError:
+            return False
+
+    def version(self) -> str:
+        return "tmpfs"
+
+
 class PortabilityTools:
     """The environments of the tools of docs/portability.md, made from the present requirements."""
 
@@ -229,10 +246,11 @@ PARTS: dict[str, Part] = {
     "tensorrt": TensorRTBindings(),
     "triton": TritonServer(),
     "portability": PortabilityTools(),
+    "small-disk": SmallDisk(),
     "rtx": Packages((Package(RTX.module, RTX.distributions), Package("cuda.bindings.runtime", ("cuda-bindings",)))),
 }
 # What takes long to install, to start or to run: the fast part of the suite does without.
-SLOW_PARTS = {"ray", "ray-serve", "nvcc", "browser", "tensorrt", "triton", "portability"}
+SLOW_PARTS = {"ray", "ray-serve", "nvcc", "browser", "tensorrt", "triton", "portability", "small-disk"}
 REQUIRED = pytest.StashKey[tuple[str, ...]]()
 PRESENT = pytest.StashKey[set[str]]()
 SECONDS = pytest.StashKey[Counter[str]]()

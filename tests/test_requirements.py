@@ -46,7 +46,7 @@ def run_suite(folder: Path, *options: str, require: str, suite: str = SUITE) -> 
     (folder / "pytest.ini").write_text(
         "[pytest]\naddopts = --strict-markers\nmarkers =\n  requires(*parts): parts\n  slow: slow\n"
     )
-    environment = {**os.environ, "EFFEXPORT_REQUIRE": require, "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "EFFEXPORT_REQUIRE": require, "PYTHONPATH": f"{folder}:{HERE.parent / 'scripts'}"}
     # the options of the run that this test belongs to are not for the inner one, which needs no plugins either
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -227,10 +227,17 @@ def test_the_environment_with_tritonserver_counts_only_as_made_from_the_present_
 
 
 def required_parts(
-    folder: Path, size: str, *, uname: str, variables: dict[str, str] | None = None, browser: bool = False
+    folder: Path,
+    size: str,
+    *,
+    uname: str,
+    variables: dict[str, str] | None = None,
+    browser: bool = False,
+    disk: bool = False,
 ) -> str:
     """What scripts/test_environment.sh requires on a machine that calls itself so and has no nvcc."""
-    stubs = f"has_tool() {{ false; }}; has_node() {{ true; }}; has_browser() {{ {'true' if browser else 'false'}; }}"
+    stubs = f"has_tool() {{ false; }}; has_node() {{ true; }}; has_browser() {{ {str(browser).lower()}; }}"
+    stubs += f"; has_small_disk() {{ {str(disk).lower()}; }}"
     script = f'source "{HERE.parent}/scripts/test_environment.sh"; {stubs}; required_parts {size}'
     (folder / "uname").write_text(f"#!/bin/sh\necho {uname}\n")
     (folder / "uname").chmod(0o755)
@@ -251,6 +258,7 @@ def test_all_that_a_machine_can_have_is_required(tmp_path: Path) -> None:
     assert required_parts(tmp_path, "all", uname=linux) == f"{FAST},rtx,ray,ray-serve,tensorrt{triton},portability"
     assert required_parts(tmp_path, "all", uname=mac) == f"{FAST},ray,ray-serve"
     assert required_parts(tmp_path, "all", uname=mac, browser=True) == f"{FAST},ray,ray-serve,browser"
+    assert required_parts(tmp_path, "all", uname=mac, disk=True) == f"{FAST},ray,ray-serve,small-disk"
 
 
 def test_the_fast_part_requires_no_slow_part(tmp_path: Path) -> None:

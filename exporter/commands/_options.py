@@ -96,6 +96,18 @@ def check_output_file(output: Path, *, force: bool) -> None:
         raise UserError(f"{output} exists; choose another file with -o, or replace it with --force")
 
 
+def write_output(output: Path, text: str) -> None:
+    """Write a file of -o completely or not at all, with its folder if that is missing. Raises as `write_error`."""
+    from effexport.disk import ANOTHER_FILE, write_error
+    from effexport.files import created_folder, write_file
+
+    try:
+        with created_folder(output.parent):
+            write_file(output, text)
+    except OSError as error:
+        raise write_error(output, error, ANOTHER_FILE) from error
+
+
 def implementation_text(implementation: Mapping[str, str], verb: str = "ran as") -> str:
     """The end of a sentence that says how the custom operators ran; empty for a model without any."""
     if not implementation:

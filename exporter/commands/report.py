@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import check_output_file, common_options, result_console, say
+from effexport.commands._options import check_output_file, common_options, result_console, say, write_output
 from effexport.commands._types import OneOf
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ def command(
     on the verdict.
     """
     from effexport.cli import print_json
-    from effexport.disk import ANOTHER_FILE, write_error
     from effexport.errors import UserError
-    from effexport.files import created_folder, write_file
 
     if output is not None:
         check_output_file(output, force=force)
@@ -65,11 +63,7 @@ def command(
     if output is None:
         click.echo(text, nl=False)
         return
-    try:
-        with created_folder(output.parent):
-            write_file(output, text)
-    except OSError as error:
-        raise write_error(output, error, ANOTHER_FILE) from error
+    write_output(output, text)
     if as_json:
         print_json({"output": str(output), **about})
     say(result_console(as_json=as_json), f"{output}: written")
