@@ -129,12 +129,19 @@ def command(
         BENCH_FOLDER.check(target, force=force)
     require_torch("effexport bench")
     results = measured_grid(what, settings) if isinstance(what, Grid) else measured_plan(what, settings)
-    written = write_results(results, target, force=force) if target is not None else ()
     console = result_console(as_json=as_json)
-    if isinstance(what, Grid):
-        show_results(console, results, as_json=as_json)
-    else:
-        show_advice(console, results, what, as_json=as_json)
+
+    def show() -> None:
+        if isinstance(what, Grid):
+            show_results(console, results, as_json=as_json)
+        else:
+            show_advice(console, results, what, as_json=as_json)
+
+    if not as_json:
+        show()  # first: a full disk must not cost the measurements
+    written = write_results(results, target, force=force) if target is not None else ()
+    if as_json:
+        show()  # last: one object on stdout, this or the error
     if written:
         say(console, f"written: {', '.join(map(str, written))}")
     code = exit_code(results, needs_timing=advise)

@@ -107,6 +107,16 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.requires("torch")
+def test_measurements_are_shown_even_if_they_cannot_be_written(cli: Cli, full: Path) -> None:
+    command = "bench --variants aft-simple --seq-lens 8 --heads 1 --runtimes torch --rounds 1 --no-memory"
+    shown = cli(*command.split(), "-o", full / "bench")
+    assert shown.code == 1
+    assert "aft-simple  torch" in shown.out
+    as_json = cli(*command.split(), "-o", full / "bench", "--json")
+    assert as_json.json["exit_code"] == 1
+
+
 @pytest.mark.requires("ort")
 @pytest.mark.parametrize(
     "command",
