@@ -176,9 +176,9 @@ def not_an_artifact(path: Path) -> str:
     """Why a file or folder is not an artifact, and what to use instead."""
     if path.is_file():
         whole = f", such as {path.parent}" if (path.parent / MANIFEST).is_file() else ""
-        return f"{path} is a file; expected a folder made by effexport build{whole}"
+        return f"{path} is not an artifact: it is a file; expected a folder made by effexport build{whole}"
     if is_checkpoint(path):
-        return f"{path} is a checkpoint; export it first: effexport build --checkpoint {path}"
+        return f"{path} is not an artifact: it is a checkpoint; export it first: effexport build --checkpoint {path}"
     # the folder of a sweep has artifacts in it, and a page of its own, which that of a benchmark has, too
     manifests = [found for name in ("*", "cells/*/*") for found in sorted(path.glob(f"{name}/{MANIFEST}"))]
     page = f"; its own report is {path / REPORT_HTML}" if (path / REPORT_HTML).is_file() else ""

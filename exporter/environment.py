@@ -40,14 +40,15 @@ _BESIDE_RUNTIMES = (
 )
 
 
-def _packages() -> tuple[Package, ...]:
-    found: dict[str, Package] = {}
-    for package in (*_CORE, *(runtime.package for runtime in RUNTIMES.values()), *_BESIDE_RUNTIMES):
-        found.setdefault(package.module, package)
-    return tuple(found.values())
-
-
-PACKAGES = _packages()
+_ALL = (*_CORE, *(runtime.package for runtime in RUNTIMES.values()), *_BESIDE_RUNTIMES)
+# What a result may depend on, one package for each module; later ones are other builds of the same module.
+PACKAGES = tuple({package.module: package for package in reversed(_ALL)}.values())[::-1]
+# What `doctor` lists: every extra of effexport is in it, other than those for developers.
+PARTS = (
+    *dict.fromkeys(_ALL),
+    Package(("uvicorn",), "uvicorn", "serve over HTTP", "serve", optional=True),
+    Package(("ray",), "ray", "serve on Ray", "serve-ray", optional=True),
+)
 
 
 def versions() -> dict[str, str | None]:
@@ -118,15 +119,19 @@ def _innermost_module(error: ImportError) -> str:
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
 
 
-def examine(package: Package) -> dict[str, Any]:
-    """Whether a package can really be imported, and what to do if it cannot."""
+def examine(package: Package, *, load: bool = True) -> dict[str, Any]:
+    """Whether a package is installed, and what to do if it is not. load: whether it can be imported, too."""
     problem = None
     try:
-        importlib.import_module(package.module)
+        if load:
+            importlib.import_module(package.module)
+        elif package.version is None or importlib.util.find_spec(package.module.partition(".")[0]) is None:
+            problem = MISSING
     except ImportError as error:
         problem = MISSING if package.version is None else f"does not load: {error}"
     return {
         "name": package.module,
+        "distribution": package.distributions[0],
         "version": package.version,
         "purpose": package.purpose,
         "extra": package.extra or None,

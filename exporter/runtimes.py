@@ -89,7 +89,7 @@ _ORT_CPU = partial(
 _ORT_GPU = partial(
     Runtime,
     device="cuda",
-    package=Package(("onnxruntime-gpu",), "onnxruntime", "run and verify on an NVIDIA GPU", "gpu"),
+    package=Package(("onnxruntime-gpu",), "onnxruntime", "run and verify on a GPU", "gpu", optional=True),
     folder="ort",
     platform="onnxruntime_onnx",
 )
@@ -112,7 +112,7 @@ RUNTIMES: dict[str, Runtime] = {
             package=Package(
                 ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
                 "tensorrt",
-                "build TensorRT engines, on a GPU",
+                "build TensorRT engines",
                 "tensorrt",
                 optional=True,
                 oldest=(10, 13),
@@ -124,7 +124,7 @@ RUNTIMES: dict[str, Runtime] = {
             package=Package(
                 ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
                 "tensorrt_rtx",
-                "build TensorRT-RTX engines, without a GPU",
+                "build TensorRT-RTX engines",
                 "rtx",
                 optional=True,
                 oldest=(1, 7),
@@ -143,7 +143,9 @@ RUNTIMES: dict[str, Runtime] = {
             name="ort-openvino",
             label="ONNX Runtime with its OpenVINO provider",
             device="cpu",
-            package=Package(("onnxruntime-openvino",), "onnxruntime", "run and verify in OpenVINO", "ort-openvino"),
+            package=Package(
+                ("onnxruntime-openvino",), "onnxruntime", "run and verify in OpenVINO", "ort-openvino", optional=True
+            ),
             folder="ort",
             platform="onnxruntime_onnx",
             provider="openvino",

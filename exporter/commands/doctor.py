@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -9,41 +10,87 @@ import click
 from effexport.commands._options import common_options, result_console, say
 from effexport.environment import MISSING
 
+# The lines fit into a terminal of the usual width.
+WIDTH = 80
+
 
 @click.command("doctor")
+@click.option("--load", is_flag=True, help="Also load every part, which takes some seconds, to find broken ones.")
 @common_options
-def command(as_json: bool) -> None:
-    """Show what is installed, whether it works, and the command that adds each missing part.
+def command(load: bool, as_json: bool) -> None:
+    """Show which parts, tools and GPUs are here, and how to add what is missing.
 
-    Exit status 1 if a required part is missing, or if an installed part does not work.
+    Exit status 1 if a required part is missing, or if an installed part does not load (with --load).
     """
+    from effexport import environment
     from effexport.cli import print_json
-    from effexport.environment import PACKAGES, examine, versions
 
-    findings = [examine(package) for package in PACKAGES]
+    findings = [environment.examine(part, load=load) for part in environment.PARTS]
+    tools = examine_tools()
     library = examine_library()
     ok = all(finding["works"] or is_left_out(finding) for finding in findings) and library["problem"] is None
     if as_json:
-        print_json({"ok": ok, "environment": versions(), "parts": findings, "library": library})
+        described = {"environment": environment.versions(), "parts": findings, "tools": tools, "library": library}
+        print_json({"ok": ok, "loaded": load, **described})
     else:
-        from rich.table import Column, Table
-        from rich.text import Text
-
-        table = Table(
-            "part", "version", "state", "needed to", Column("to add it", no_wrap=True), box=None, pad_edge=False
+        print_findings(findings, tools, library)
+        done = "everything needed is installed" + (
+            " and loads" if load else "; to load it, too: effexport doctor --load"
         )
-        for finding in findings:
-            style = "green" if finding["works"] else "dim" if is_left_out(finding) else "bold red"
-            state = Text("works" if finding["works"] else finding["problem"], style=style)
-            table.add_row(
-                finding["name"], finding["version"] or "–", state, finding["purpose"], Text(finding["remedy"] or "")
-            )
-        console = result_console()
-        console.print(table)
-        say(console, library_line(library))
-        say(console, "everything works" if ok else "something is missing, see above")
+        say(result_console(), done if ok else "something is missing or broken, see above")
     if not ok:
         raise click.exceptions.Exit(1)
+
+
+def examine_tools() -> list[dict[str, str | None]]:
+    """Programs and GPUs: what each is needed for, what was found (None: nothing), and what adds it."""
+    from effexport.environment import gpus_here
+    from effexport.plugins.building.library import LibraryError
+    from effexport.plugins.building.toolchain import examine_compiler, examine_nvcc, require_cmake
+
+    def found(find: Callable[[], object]) -> str | None:
+        try:
+            return str(find() or "") or None
+        except LibraryError:
+            return None
+
+    gpus = ", ".join(f"{gpu.architecture} ({gpu.identifier})" for gpu in gpus_here())
+    nvcc = found(lambda: (nvcc := examine_nvcc()) and nvcc.version)
+    rows = (
+        ("C++ compiler", "build the kernel library", found(lambda: examine_compiler().version), "install g++"),
+        ("cmake", "build the kernel library", found(require_cmake), "pip install 'effexport[kernels]'"),
+        ("nvcc", "build CUDA kernels", nvcc, "install the CUDA toolkit"),
+        ("GPU", "run on a GPU", gpus or None, ""),
+    )
+    keys = ("name", "purpose", "found", "remedy")
+    return [dict(zip(keys, (*row[:3], None if row[2] else row[3] or None), strict=True)) for row in rows]
+
+
+def print_findings(findings: list[dict[str, Any]], tools: list[dict[str, str | None]], library: dict[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    console = result_console()
+    parts = Table("part", "version", "extra", "needed to", box=None, pad_edge=False, width=WIDTH)
+    for finding in findings:
+        style = "green" if finding["works"] else "dim" if is_left_out(finding) else "bold red"
+        version = finding["version"] or "–" if finding["works"] else finding["problem"]
+        parts.add_row(finding["distribution"], Text(version, style=style), finding["extra"] or "–", finding["purpose"])
+    console.print(parts)
+    say(console, "To add an extra: pip install 'effexport[EXTRA]'\n", style="dim")
+    for finding in findings:
+        if not finding["works"] and not is_left_out(finding):
+            say(console, f"{finding['distribution']}: {finding['problem']}; {finding['remedy']}", style="bold red")
+    rows = Table("tool", "needed to", "found", box=None, pad_edge=False, width=WIDTH)
+    for tool in tools:
+        rows.add_row(
+            tool["name"],
+            tool["purpose"],
+            tool["found"] or Text("; ".join(filter(None, ("none", tool["remedy"]))), style="dim"),
+        )
+    console.print(rows)
+    say(console, "")
+    say(console, library_line(library))
 
 
 def is_left_out(finding: dict[str, Any]) -> bool:
@@ -74,11 +121,8 @@ def library_line(library: dict[str, Any]) -> str:
     if library["problem"]:
         return f"kernel library: {library['problem']}"
     if library["path"] is None:
-        return (
-            "kernel library: not built, so custom operators run as their ONNX function bodies; "
-            f"build the kernels with: {library['remedy']}"
-        )
+        return f"kernel library: none, function bodies run instead; build it: {library['remedy']}"
     if library["outdated"]:
-        return f"kernel library: OUTDATED, built from different sources: {library['path']}; run: {library['remedy']}"
+        return f"kernel library: OUTDATED, built from other sources; run: {library['remedy']}"
     devices = {True: "CPU and CUDA", False: "CPU only", None: "given by EFFEXPORT_LIBRARY"}[library["cuda"]]
-    return f"kernel library: {devices}: {library['path']}"
+    return f"kernel library: {devices}; for its path: effexport plugins path"

@@ -57,7 +57,7 @@ def command(
     A text that is longer than the model allows is cut into windows, which become rows of the batch.
     """
     if (input_file is None) == (text_file is None):
-        raise UserError("expected either --input FILE.npz or --text FILE, and not both")
+        raise UserError("give either --input FILE.npz or --text FILE, and not both")
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.files import check_writable, load_npz, save_npz

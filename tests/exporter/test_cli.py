@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -556,7 +557,37 @@ def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
     assert {part["name"] for part in result.json["parts"]} >= {"torch", "onnx", "onnxruntime"}
     assert result.json["environment"]["effexport"] == __version__
     assert result.json["library"].keys() == {"path", "outdated", "cuda", "problem", "remedy"}
-    assert "everything works" in cli("doctor").out
+    assert result.json["loaded"] is False
+    assert cli("doctor", "--load", "--json").json["loaded"] is True
+    text = cli("doctor").out
+    assert "everything needed is installed" in text
+    assert max(map(len, text.splitlines())) <= 80
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for extra in extras.keys() - {"test", "dev"}:  # cmake is named by its extra where it is missing
+        assert extra == "kernels" or f" {extra} " in text
+    for tool in ("C++ compiler", "cmake", "nvcc", "GPU"):
+        assert f"\n{tool} " in text
+
+
+def test_doctor_loads_no_framework_so_it_is_fast() -> None:
+    modules, result = modules_after(RUN_CLI, "doctor")
+    assert not modules & {*FRAMEWORKS, "ray", "openvino"}
+    assert "EXIT 0" in result.stderr
+
+
+def test_doctor_finds_a_part_that_does_not_load_if_asked(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "openvino.py").write_text("raise ImportError('libopenvino.so is missing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "openvino", raising=False)
+    monkeypatch.setattr("effexport.runtimes.Package.version", property(lambda package: "1.0"))
+    assert cli("doctor").code == 0
+    broken = cli("doctor", "--load")
+    assert broken.code == 1
+    assert "openvino: does not load: libopenvino.so is missing" in broken.out
 
 
 def test_doctor_takes_optional_parts_that_are_missing_for_no_problem(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,7 +600,7 @@ def test_doctor_takes_optional_parts_that_are_missing_for_no_problem(cli: Cli, m
     result = cli("doctor", "--json")
     assert result.code == 0, result.err
     optional = {part["name"]: part for part in result.json["parts"] if part["optional"]}
-    assert optional.keys() == left_out
+    assert optional.keys() == left_out | {"onnxruntime", "uvicorn"}  # onnxruntime for GPUs, for OpenVINO
     assert all(part["problem"] == "missing" for part in optional.values())
     assert optional["tensorrt_rtx"]["remedy"] == "pip install 'effexport[rtx]'"
 
@@ -657,7 +688,7 @@ def test_debug_shows_the_traceback_of_an_error_and_nothing_else_does(cli: Cli, t
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     from effexport.cli import main
 
-    def bug(*arguments: object) -> None:
+    def bug(*arguments: object, **options: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr("effexport.environment.examine", bug)
@@ -666,7 +697,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("effexport.environment.examine", interrupt)

@@ -108,7 +108,7 @@ MISTAKES: list[tuple[str, int, str]] = [
         2,
         ". is not an artifact: it has no manifest.json; expected a folder made by",
     ),
-    ("verify art/model.onnx", 2, "is a file; expected a folder made by effexport build, such as art"),
+    ("verify art/model.onnx", 2, "it is a file; expected a folder made by effexport build, such as art"),
     ("verify checkpoint", 2, "export it first: effexport build --checkpoint checkpoint"),
     ("verify art --model nope.onnx", 2, "no model file at nope.onnx"),
     ("verify art --model garbage", 2, "garbage is not an ONNX model"),
@@ -120,7 +120,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("verify art --reference nope@ort", 2, "there is no nope; expected an artifact or an ONNX file before the @"),
     ("verify art --reference golden --case nope", 2, "there is no case 'nope'. Expected: 'export'"),
     # run
-    ("run art", 2, "expected either --input FILE.npz or --text FILE"),
+    ("run art", 2, "give either --input FILE.npz or --text FILE"),
     ("run art --text text --input in.npz", 2, "and not both"),
     ("run nope --text text", 2, "no artifact at nope"),
     ("run art --text nope", 2, "no text file at nope"),

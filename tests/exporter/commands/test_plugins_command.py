@@ -168,4 +168,4 @@ def test_doctor_says_whether_the_library_is_there_and_does_not_insist(cli: Cli, 
         "problem": None,
         "remedy": None,
     }
-    assert f"kernel library: CPU only: {library}" in cli("doctor").out
+    assert "kernel library: CPU only" in cli("doctor").out

@@ -81,7 +81,7 @@ def test_words_files_and_runtimes_are_told_apart(built: Built) -> None:
         ("PATH", "names no runtime; expected PATH@RUNTIME, such as "),
         ("PATH/model.onnx@trt", "an engine belongs to an artifact"),
         ("PATH@trt", "has no trt engine"),
-        ("absent.safetensors", "absent.safetensors is not a reference of effexport"),
+        ("absent.safetensors", "no reference file at absent.safetensors"),
         ("PATH/reference.safetensors@ort", "is not an ONNX model"),
     ],
 )
