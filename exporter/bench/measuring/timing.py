@@ -103,6 +103,19 @@ class Rotation:
                 on_round(number + 1)
         finally:
             self.use = self.machine.use_since(start)
+            self.keep_own_waits()
+
+    def keep_own_waits(self) -> None:
+        """Count the disturbed rounds of a call that has hardly any others if nobody else used the machine.
+
+        Such a call makes its own threads wait, for example because it wakes them for every operation.
+        """
+        if self.use is None or self.use.others + self.use.stolen > self.machine.idle_cores:
+            return
+        for name, good in self.samples.items():
+            if not self.has_enough(good):
+                self.samples[name] = good | self.disturbed[name]
+                self.disturbed[name] = {}
 
     def wants_more(self, name: str, number: int) -> bool:
         good, bad = len(self.samples[name]), len(self.disturbed[name])

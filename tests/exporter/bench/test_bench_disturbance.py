@@ -76,6 +76,7 @@ def test_a_row_whose_threads_always_waited_has_no_ratio_and_gives_none(
     from effexport.bench.measuring.candidates import TorchCandidate
 
     run = TorchCandidate.run
+    monkeypatch.setattr(machine, "use_since", lambda start: CoreUse(1.2, 0.0))
 
     def waiting_run(self: TorchCandidate) -> None:
         run(self)
@@ -86,7 +87,9 @@ def test_a_row_whose_threads_always_waited_has_no_ratio_and_gives_none(
     monkeypatch.setattr(TorchCandidate, "run", waiting_run)
     softmax, linear = small(machine)
     assert (softmax.status, softmax.is_quotable, softmax.tokens_per_second) == ("disturbed", False, None)
-    assert softmax.reason.startswith("its threads had to wait for a core in too many rounds")
+    assert softmax.reason.startswith(
+        "its threads had to wait for a core in too many rounds; other programs used 1.2 of"
+    )
     assert (softmax.times_softmax, softmax.times_torch, softmax.times_floor) == (None, None, None)
     assert softmax.timing is not None
     assert softmax.disturbance is not None

@@ -131,6 +131,7 @@ def test_disturbed_rounds_are_repeated_at_most_as_often_as_planned(clock: FakeCl
 
 def test_what_is_always_disturbed_is_not_repeated_and_has_no_median(clock: FakeClock) -> None:
     machine = PlantedMachine(clock)
+    machine.others = 1.0
     work = waiting(machine, clock.worker("a", 2.0), itertools.repeat(1.0))
     rotation = in_turns(clock, [TimedCall("a", work, "a")], 6, machine=machine)
     rotation.run()
@@ -140,6 +141,7 @@ def test_what_is_always_disturbed_is_not_repeated_and_has_no_median(clock: FakeC
 
 def test_a_short_call_is_repeated_at_once_and_disturbed_runs_do_not_count(clock: FakeClock) -> None:
     machine = PlantedMachine(clock)
+    machine.others = 1.0
     lengths = iter([0.01] * 3 + [0.5, 0.01, 0.7, 0.02, 0.03])
 
     def work() -> None:
@@ -169,8 +171,22 @@ def test_waking_a_thread_is_not_a_disturbance(clock: FakeClock) -> None:
 
 def test_a_thread_that_never_got_a_core_disturbs_although_its_wait_is_not_counted_yet(clock: FakeClock) -> None:
     machine = PlantedMachine(clock)
+    machine.others = 1.0
     machine.is_waiting = lambda: True  # type: ignore[method-assign]
     rotation = in_turns(clock, [TimedCall("a", clock.worker("a", 2.0), "a")], 3, machine=machine)
+    rotation.run()
+    assert rotation.samples["a"] == {}
+
+
+def test_a_call_whose_threads_always_wait_on_an_idle_machine_waits_for_itself(clock: FakeClock) -> None:
+    machine = PlantedMachine(clock)
+    work = waiting(machine, clock.worker("a", 2.0), itertools.repeat(1.0))
+    rotation = in_turns(clock, [TimedCall("a", work, "a")], 4, machine=machine)
+    rotation.run()
+    assert (list(rotation.samples["a"]), rotation.disturbed["a"]) == ([0, 1, 2, 3], {})
+    # the host of a virtual machine is somebody else, too
+    machine.stolen = 0.2
+    rotation = in_turns(clock, [TimedCall("a", work, "a")], 4, machine=machine)
     rotation.run()
     assert rotation.samples["a"] == {}
 
