@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
-from portability.environments import BROWSERS
 
 from effexport.runtimes import RUNTIMES
 
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = "EFFEXPORT_REQUIRE"
+# As in scripts/portability/environments.py, which is not there when this file is tested by itself.
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Part(Protocol):
