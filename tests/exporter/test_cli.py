@@ -394,6 +394,15 @@ def test_text_becomes_windows(cli: Cli, built: Built, tmp_path: Path, name: str)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["in.txt", "out.npz"]
 
 
+def test_text_comes_from_standard_input_for_a_dash(
+    cli: Cli, built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"some text")))
+    result = cli("run", built("lsh", "encoder").path, "--text", "-", "-o", tmp_path / "out.npz")
+    assert (result.code, "9 tokens in" in result.out) == (0, True), result.err
+    assert (tmp_path / "out.npz").is_file()
+
+
 def test_text_that_cannot_be_read(cli: Cli, built: Built, tmp_path: Path) -> None:
     encoder, attention = built("lsh", "encoder").path, built("lsh", "attention").path
     (tmp_path / "empty").write_bytes(b"")
