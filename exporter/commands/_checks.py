@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from effexport.commands._options import say
-from effexport.proof.checks.result import Check, Kind, outcome_of, summary
+from effexport.proof.checks.result import NOT_MEASURED, Check, Kind, outcome_of, summary
 from effexport.report.problems import problems_of
 from effexport.report.rendering.text import cases_text
 from effexport.units import NOTHING, number
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 _STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "not applicable": "dim"}
 
 
-def print_checks(console: Console, checks: Sequence[Check]) -> None:
-    """Print one row per kind of check. Failures come first, because a reader begins at the top; below the table comes
-    what did not run, and whether the reference disagreed with itself."""
+def print_checks(console: Console, checks: Sequence[Check], divergence: str = "") -> None:
+    """Print one row per kind of check. Failures come first, because a reader begins at the top, and before them the
+    first divergence inside the graph; below the table comes what did not run, and whether the reference disagreed with
+    itself."""
     problems = problems_of(checks)
+    if divergence:
+        say(console, divergence, style="bold")
     for problem in problems:
         if problem.outcome == "failed":
             say(console, problem.text, style=_STYLES["failed"])
@@ -43,11 +46,11 @@ def print_table(console: Console, checks: Sequence[Check]) -> None:
     for name, entry in summary(checks).items():
         group = [check for check in checks if check.name == name]
         outcome = outcome_of(group)
-        ran = outcome in ("passed", "failed")
+        measured = outcome in ("passed", "failed") and entry["metric"] != NOT_MEASURED
         table.add_row(
             name,
             Text(outcome, style=_STYLES[outcome]),
-            entry["metric"] if ran else NOTHING,
+            entry["metric"] if measured else NOTHING,
             number(entry["worst"]),
             number(entry["limit"]),
             cases_text(group),

@@ -9,12 +9,10 @@ import click
 
 from effexport.commands._options import check_output_file, common_options, result_console, say, write_output
 from effexport.commands._types import OneOf
+from effexport.report.rendering.formats import FORMAT_OF_SUFFIX, FORMATS, text_from_report
 
 if TYPE_CHECKING:
-    from effexport.report.compare import Comparison, Side
-
-FORMATS = ("html", "json", "markdown", "junit")
-_FORMAT_OF_SUFFIX = {".html": "html", ".htm": "html", ".json": "json", ".md": "markdown", ".xml": "junit"}
+    from effexport.report.compare import Comparison
 
 
 @click.command("report")
@@ -81,10 +79,10 @@ def chosen_format(form: str | None, output: Path | None, *, as_json: bool) -> st
         return form
     if output is None or not output.suffix:
         return "markdown"
-    if output.suffix.lower() not in _FORMAT_OF_SUFFIX:
-        known = ", ".join(_FORMAT_OF_SUFFIX)
+    if output.suffix.lower() not in FORMAT_OF_SUFFIX:
+        known = ", ".join(FORMAT_OF_SUFFIX)
         raise UserError(f"{output}: the suffix does not name a format; expected one of {known}, or --format")
-    return _FORMAT_OF_SUFFIX[output.suffix.lower()]
+    return FORMAT_OF_SUFFIX[output.suffix.lower()]
 
 
 def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[str, Any]]:
@@ -106,20 +104,8 @@ def rendering(first: Path, second: Path | None, form: str) -> tuple[str, dict[st
 
         return junit_from_reports([(side.name, side.report) for side in sides]), about
     if len(sides) == 1:
-        return one_report(sides[0], form), about
+        return text_from_report(sides[0], form), about
     return comparison_text(Comparison(*sides), form), about
-
-
-def one_report(side: Side, form: str) -> str:
-    from effexport.report.model import json_from_report
-    from effexport.report.rendering.html import html_from_report
-    from effexport.report.rendering.markdown import markdown_from_report
-
-    if form == "json":
-        return json_from_report(side.report)
-    if form == "html":
-        return html_from_report(side)
-    return markdown_from_report(side.report, side.name)
 
 
 def comparison_text(comparison: Comparison, form: str) -> str:

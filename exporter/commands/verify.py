@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from effexport.commands._options import (
+    check_output_file,
     common_options,
     implementation_text,
     precision_hint_option,
@@ -15,10 +18,15 @@ from effexport.commands._options import (
     say,
     stage_progress,
     stderr_console,
+    write_output,
 )
 from effexport.commands._types import Named
 from effexport.errors import Unavailable
-from effexport.runtimes import ARTIFACT_RUNTIMES, RUNTIMES
+from effexport.runtimes import ARTIFACT_RUNTIMES
+
+if TYPE_CHECKING:
+    from effexport.proof.verify_artifact import Request
+    from effexport.report.model import Report
 
 
 @click.command("verify")
@@ -45,6 +53,13 @@ from effexport.runtimes import ARTIFACT_RUNTIMES, RUNTIMES
 @click.option(
     "--trace", is_flag=True, help="Find the first value inside the graph that differs, even if no check fails."
 )
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Also write a report, whether the checks pass or fail: FILE.html, FILE.md, FILE.json or FILE.xml (JUnit).",
+)
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 @common_options
 def command(
     artifact: Path,
@@ -56,11 +71,13 @@ def command(
     reference: str,
     cases: tuple[str, ...],
     trace: bool,
+    output: Path | None,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Check that a model computes what PyTorch computes: several shapes, padding, repetition, batch invariance.
 
-    Exit status 1 if a check fails.
+    Exit status 1 if a check fails, or if something that the options name was not compared.
     """
     from effexport.cli import print_json
     from effexport.proof.references.choice import parse_choice
@@ -71,50 +88,80 @@ def command(
     # cases have different shapes and up to two sessions are open, so memory is released after each run
     options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint)
     check_runtime(runtime, options)
+    form = chosen_format(output, force=force)
     from effexport.artifact import open_artifact
     from effexport.commands._checks import print_checks
-    from effexport.environment import versions
     from effexport.proof.checks.result import passed, summary
-    from effexport.proof.lost_parts import check_nothing_lost
-    from effexport.proof.verify_artifact import Candidate, verify_artifact
+    from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
     from effexport.report.model import dict_of_check
+    from effexport.report.reading import side_of_artifact
+    from effexport.report.rendering.formats import text_from_report
     from effexport.report.rendering.text import trace_text
+    from effexport.report.verified import report_from_verification
 
-    opened = open_artifact(artifact)
-    if model is not None and not RUNTIMES[runtime].engine:
-        check_nothing_lost(model, opened.spec)
+    candidate = Candidate(open_artifact(artifact), runtime, options, model)
+    request = Request(choice, weights, cases, trace)
+    start = time.perf_counter()
     with stage_progress(stderr_console()) as on_stage:
-        candidate = Candidate(opened, runtime, options, model)
-        verification, found = verify_artifact(candidate, weights, choice, cases, trace, on_stage)
-    checks = verification.checks
-    ok = passed(checks)
+        verification, found = verify_artifact(candidate, request, on_stage)
+    report = report_from_verification(candidate, request, verification, found, time.perf_counter() - start)
+    if output is not None:
+        side = side_of_artifact(candidate.artifact, str(artifact), report)
+        write_output(output, text_from_report(side, form))
     if as_json:
         print_json(
             {
                 "artifact": str(artifact),
                 "model": str(candidate.path),
                 "reference": reference,
-                "passed": ok,
+                "passed": passed(report.checks),
                 "runtime": runtime,
                 "precision_hint": precision_hint or None,
-                "implementation": verification.implementation,
-                "environment": versions(),
-                "summary": summary(checks),
-                "checks": [dict_of_check(check) for check in checks],
+                "implementation": report.implementation,
+                "environment": report.environment,
+                "summary": summary(report.checks),
+                "checks": [dict_of_check(check) for check in report.checks],
                 "trace": {"not_run": trace_text(found)}
                 if isinstance(found, Unavailable)
                 else found and found.to_dict(),
+                **({"output": str(output)} if output is not None else {}),
             }
         )
     console = result_console(as_json=as_json)
-    print_checks(console, checks)
-    if found is not None:
+    print_checks(console, report.checks, report.divergence)
+    if found is not None and not report.divergence and not trace:
         say(console, trace_text(found))
-    count = sum(check.status == "passed" for check in checks)
-    verdict = f"{'equal' if ok else 'NOT proven equal'} to {choice.title}"
-    if precision_hint:
-        verdict += f" within the limits of {precision_hint}"
-    ran = implementation_text(verification.implementation)
-    say(console, f"{model or artifact}: {verdict}, {count} of {len(checks)} checks passed{ran}")
-    if not ok:
+    say(console, f"{model or artifact}: {verdict_text(report, request, precision_hint)}")
+    if output is not None:
+        say(console, f"{output}: written")
+    if not passed(report.checks):
         raise click.exceptions.Exit(1)
+
+
+def chosen_format(output: Path | None, *, force: bool) -> str:
+    """The format of the report, by the name of its file. Raises UserError for a name that says none, or a file that may
+    not be written."""
+    from effexport.errors import UserError
+    from effexport.report.rendering.formats import FORMAT_OF_SUFFIX
+
+    if output is None:
+        return ""
+    form = FORMAT_OF_SUFFIX.get(output.suffix.lower())
+    if form is None:
+        raise UserError(f"-o {output}: expected a file name that ends in {', '.join(FORMAT_OF_SUFFIX)}")
+    check_output_file(output, force=force)
+    return form
+
+
+def verdict_text(report: Report, request: Request, precision_hint: str) -> str:
+    """`equal to PyTorch, 35 checks passed, 1 not run`, and how the custom operators ran."""
+    from effexport.proof.checks.result import Kind, outcomes_text
+
+    title = report.reference
+    stored = any(check.kind == Kind.PYTORCH_MODULE for check in report.checks)
+    if request.choice.kind == "golden" or (request.choice.kind == "auto" and stored):
+        title = "PyTorch's stored answers"
+    verdict = {"passed": "equal to", "failed": "NOT proven equal to", "not run": "NOT compared with"}[report.verdict]
+    limits = f" within the limits of {precision_hint}" if precision_hint else ""
+    ran = implementation_text(report.implementation)
+    return f"{verdict} {title}{limits}, {outcomes_text(report.checks)}{ran}"

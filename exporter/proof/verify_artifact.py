@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from effexport.artifact import Artifact
+from effexport.environment import require_torch
 from effexport.errors import Unavailable, UserError
 from effexport.export.onnx_graph import custom_ops_of_model
+from effexport.models.module_spec import ModuleSpec
+from effexport.proof.case_label import ALL_CASES
 from effexport.proof.cases import Case
-from effexport.proof.checks.result import Kind, not_run
+from effexport.proof.checks.result import Check, Kind, is_about_the_model, not_run
+from effexport.proof.lost_parts import check_nothing_lost
 from effexport.proof.references.choice import ReferenceChoice, references_from_choice
+from effexport.proof.references.rebuilt_module import check_weights, why_not_rebuilt
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_possible
 from effexport.proof.verify import (
@@ -52,13 +57,31 @@ class Candidate:
             )
         return self.artifact.engine_path(self.runtime)
 
+    def check(self) -> None:
+        """Raises UserError for options that the model or the runtime cannot follow."""
+        check_precision_of_model(self.artifact.spec, self.options)
+        if not self.is_engine and self.model is not None:
+            check_nothing_lost(self.model, self.artifact.spec)
+        if self.options.implementation == "kernel" and not custom_ops_of_model(self.path):
+            raise UserError(
+                f"--implementation kernel: {self.path} has no custom operators, so there is no kernel to check; "
+                "leave it out"
+            )
+
+    @property
+    def why_not_traced(self) -> str:
+        """Why the values inside the graph cannot be read in this runtime; "" if they can."""
+        if self.runtime in ORT_RUNTIMES and self.settings.provider != "tensorrt":
+            return ""
+        kind = f"a {self.runtime} engine" if self.is_engine else self.runtime
+        return f"{kind} keeps no intermediate values; trace its model with --runtime ort"
+
     @property
     def settings(self) -> OrtSettings:
         """Of ONNX Runtime, for a runtime that is one of its providers."""
         return OrtSettings(ORT_RUNTIMES[self.runtime].provider, self.options.implementation)
 
     def verify(self, cases: Sequence[Case]) -> Verification:
-        check_precision_of_model(self.artifact.spec, self.options)
         spec, hashes = self.artifact.spec, self.artifact.manifest.hash_values
         if self.is_engine:
             return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
@@ -73,24 +96,60 @@ class Candidate:
 
     def trace(self, weights: Path | None, case: Case) -> Trace | Unavailable:
         """The first values that differ from the module's on the inputs of one case."""
-        if self.runtime not in ORT_RUNTIMES:
-            kind = f"a {self.runtime} engine" if self.is_engine else self.runtime
-            return Unavailable(f"{kind} keeps no intermediate values; trace its model with --runtime ort")
+        if self.why_not_traced:
+            return Unavailable(self.why_not_traced)
         return trace_if_possible(self.path, self.artifact, weights, case, self.settings)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a model is to be compared with. weights: what the artifact was built from, if the user names it.
+
+    cases: the names of those to check; none for all. trace: whether to look for the first value inside the graph that
+    differs, even if no check fails.
+    """
+
+    choice: ReferenceChoice
+    weights: Path | None = None
+    cases: tuple[str, ...] = ()
+    trace: bool = False
+
+    def check(self, candidate: Candidate) -> None:
+        """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""
+        artifact = candidate.artifact
+        if self.weights is not None:
+            if isinstance(artifact.spec.model, ModuleSpec):
+                raise UserError(
+                    f"--weights {self.weights} does not apply to {artifact.path}: its weights came from "
+                    f"{artifact.manifest.weights_from}, code that an artifact does not hold; leave it out"
+                )
+            require_torch("--weights")
+        reason = why_not_rebuilt(artifact, self.weights)
+        if reason and self.choice.needs_module:
+            raise UserError(f"--reference {self.choice.option}: {reason}")
+        if self.trace and (why := candidate.why_not_traced or reason):
+            raise UserError(f"--trace: {why}")
+
+
 def verify_artifact(
-    candidate: Candidate,
-    weights: Path | None,
-    choice: ReferenceChoice,
-    names: Sequence[str],
-    trace: bool,
-    on_stage: Callable[[str], None],
+    candidate: Candidate, request: Request, on_stage: Callable[[str], None]
 ) -> tuple[Verification, Trace | Unavailable | None]:
-    """Checks against the chosen references; and a trace, if it is asked for or a check has failed."""
-    artifact, spec = candidate.artifact, candidate.artifact.spec
+    """Checks against the chosen references; and a trace, if it is asked for or a check has failed.
+
+    Whatever the request names is compared, or has failed. Raises UserError for what cannot be compared.
+    """
+    candidate.check()
+    request.check(candidate)
+    artifact, spec, choice = candidate.artifact, candidate.artifact.spec, request.choice
     result, cases = Verification(), []
-    for reference in references_from_choice(choice, artifact, weights, names, on_stage):
+    if request.weights is not None:
+        on_stage("comparing the weights")
+        weights = check_weights(artifact, request.weights)
+        result.checks.append(weights)
+        if weights.status == "failed" and choice.kind in ("auto", "torch", "transformers"):
+            # a module of other weights cannot judge the model; the trace will show where it differs
+            choice = ReferenceChoice("golden")
+    for reference in references_from_choice(choice, artifact, request.weights, request.cases, on_stage):
         if reference.cases:
             result += candidate.verify(reference.cases)
             cases += reference.cases
@@ -103,11 +162,36 @@ def verify_artifact(
                 reason = f"a decode step runs in ONNX Runtime only, not in {candidate.runtime}"
                 result.checks.append(not_run(Kind.DECODE_STEP, reason))
     # an engine has no function bodies: TensorRT has compiled them
-    if not names and not candidate.is_engine and custom_ops_of_model(candidate.path):
+    if not request.cases and not candidate.is_engine and custom_ops_of_model(candidate.path):
         on_stage("checking the function bodies of custom operators")
         result += candidate.verify_bodies(cases, result.implementation)
-    case = case_to_trace(result.checks, cases, wanted=trace)
+    result.checks = with_named_cases(result.checks, request.cases)
+    case = case_to_trace(result.checks, cases, wanted=request.trace)
     if case is None:
         return result, None
     on_stage("tracing the values of the graph")
-    return result, candidate.trace(weights, case)
+    found = candidate.trace(request.weights, case)
+    if request.trace and (isinstance(found, Unavailable) or not found.values):
+        result.checks.append(failed_trace(found))
+    return result, found
+
+
+def with_named_cases(checks: Sequence[Check], names: Sequence[str]) -> list[Check]:
+    """The checks; a case that the user named and that nothing compared has failed."""
+    compared = {check.case.name for check in checks if check.status != "not run" and is_about_the_model(check)}
+    missing = set(names) - compared
+    return [
+        replace(check, status="failed", detail=f"--case asks for it, but {check.reason}", reason="")
+        if check.status == "not run" and check.case.name in missing
+        else check
+        for check in checks
+    ]
+
+
+def failed_trace(found: Trace | Unavailable) -> Check:
+    """A trace that was asked for and compared nothing."""
+    if isinstance(found, Unavailable):
+        detail = f"--trace asks for it, but {found}"
+    else:
+        detail = f"--trace asks for it, but none of the {found.pairable} values has kept its name in {found.model}"
+    return Check(Kind.TRACE, ALL_CASES, "values compared", "failed", detail=detail)

@@ -37,11 +37,11 @@ def report_from_values(values: dict[str, Any], file: Path) -> Report:
     return report_from_file(report)
 
 
-def side_of_artifact(artifact: Artifact, name: str) -> Side:
-    """The report of an artifact, and what the artifact holds."""
+def side_of_artifact(artifact: Artifact, name: str, report: Report | None = None) -> Side:
+    """The report of an artifact, its own or that of a verification, and what the artifact holds."""
     manifest = artifact.manifest
     sizes = {file: entry.bytes for file, entry in manifest.files.items() if file not in (REPORT_JSON, REPORT_HTML)}
-    return Side(name, report_of_artifact(artifact), sizes, manifest.inputs, manifest.outputs)
+    return Side(name, report or report_of_artifact(artifact), sizes, manifest.inputs, manifest.outputs)
 
 
 def _values_of_file(file: Path) -> dict[str, Any]:

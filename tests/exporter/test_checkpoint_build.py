@@ -177,7 +177,9 @@ def test_verify_needs_the_checkpoint_for_new_inputs(cli: Callable[..., Any], tmp
     assert not [c for c in both.json["checks"] if c["name"] == "PyTorch module"]
     saved(tmp_path / "other", "NystromformerModel", NYSTROM, seed=1)
     other = cli("verify", tmp_path / "out", "--weights", tmp_path / "other", "--json")
-    assert "not the weights that the artifact was built with" in other.err
+    assert other.code == 1
+    assert "holds other weights than the artifact was built with, which were those of checkpoint" in other.err
+    assert "NOT proven equal to PyTorch" in other.err
 
 
 def test_inspect_describes_a_checkpoint_before_it_is_built(cli: Callable[..., Any], tmp_path: Path) -> None:
@@ -298,10 +300,12 @@ def test_a_module_of_ones_own(cli: Callable[..., Any], tmp_path: Path, monkeypat
         {"name": "output0", "dtype": "float32", "dims": ["batch", 3]},
         {"name": "output1", "dtype": "float32", "dims": ["batch", "seq", 32]},
     ]
-    for weights in ((), ("--weights", tmp_path)):
-        verified = cli("verify", tmp_path / "out", *weights)
-        assert verified.code == 0
-        assert "came from my_models_for_a_test:make, code that an artifact does not hold" in verified.out
+    verified = cli("verify", tmp_path / "out")
+    assert verified.code == 0
+    reason = "came from my_models_for_a_test:make, code that an artifact does not hold"
+    assert reason in verified.out
+    for words in (("--weights", tmp_path), ("--reference", "torch"), ("--trace",)):
+        assert reason in cli("verify", tmp_path / "out", *words).error()
     for name, message in {
         "my_models_for_a_test:number": "returned a int; expected an nn.Module",
         "my_models_for_a_test:absent": "has no attribute 'absent'",

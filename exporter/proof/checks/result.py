@@ -65,12 +65,21 @@ class Kind(StrEnum):
     # the reference itself
     REFERENCE = "reference", "PyTorch's float32 results are close to its own in float64."
     REFERENCE_REPEATABLE = "reference repeatable", "PyTorch gives the same bits twice."
+    REFERENCE_BUCKETS = (
+        "reference bucket agreement",
+        "In the model that it is compared with, few tokens are in another bucket than in PyTorch.",
+    )
+    REFERENCE_NEAR_TIES = (
+        "reference bucket near-ties",
+        "In the model that it is compared with, tokens in another bucket were nearly tied between the two.",
+    )
     # what could not run as a whole
     SHAPES = "shapes", "The model was built for the shapes of these inputs."
     PARITY = "parity", "The model runs here, so that it can be compared at all."
     PYTORCH_MODULE = "PyTorch module", "The PyTorch module can be made again, to compute new answers."
-    # what the user named beside the model
-    WEIGHTS = "weights", "The weights that were named are those of the model."
+    # what the user named or asked for beside the model
+    WEIGHTS = "weights", "The weights that were named are those that the artifact was built with, bit by bit."
+    TRACE = "trace", "The values inside the graph could be compared with PyTorch's."
     TRANSFORMERS = "transformers", "The model gives the results of the checkpoint in transformers."
 
 
@@ -96,7 +105,12 @@ def is_about_bodies(check: Check) -> bool:
 
 
 # Checks that judge the reference: however many of them pass, nothing is known about the model.
-OF_THE_REFERENCE = (Kind.REFERENCE, Kind.REFERENCE_REPEATABLE)
+OF_THE_REFERENCE = (
+    Kind.REFERENCE,
+    Kind.REFERENCE_REPEATABLE,
+    Kind.REFERENCE_BUCKETS,
+    Kind.REFERENCE_NEAR_TIES,
+)
 # Checks of what a model need not promise, or of shapes that it may not be built for: those that do not run are not
 # applicable, wherever the model is checked.
 WHERE_APPLICABLE = (
@@ -165,8 +179,8 @@ def passed(checks: Sequence[Check]) -> bool:
 
 
 def is_about_the_model(check: Check) -> bool:
-    """Whether a check ran the whole model, and not only the reference, its weights or one function body."""
-    others = (*OF_THE_REFERENCE, Kind.WEIGHTS)
+    """Whether a check compared what the whole model computes: not the reference, weights, or one function body."""
+    others = (*OF_THE_REFERENCE, Kind.WEIGHTS, Kind.TRACE)
     return check.kind not in others and not check.kind.startswith(_FUNCTION_BODY_OF)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,11 @@ import numpy as np
 
 from effexport.artifact import Artifact, open_artifact
 from effexport.environment import require_torch
-from effexport.errors import Unavailable, UserError
+from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.models.validation import did_you_mean
 from effexport.proof.answers import REFERENCE_SEED_OFFSET
 from effexport.proof.checks.candidate import Candidate
+from effexport.proof.checks.hashed import check_buckets
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.runners.artifact_runner import model_opener
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from effexport.dtypes import Array
     from effexport.proof.cases import Case
+    from effexport.spec import BuildSpec
 
 NAMED = ("auto", "golden", "torch", "transformers")
 GOLDEN_SUFFIX = ".safetensors"
@@ -50,7 +51,18 @@ class ReferenceChoice:
     @property
     def title(self) -> str:
         """What a model that passes is equal to."""
-        return {"file": str(self.path), "runtime": f"{self.path}@{self.runtime}"}.get(self.kind, "PyTorch")
+        titles = {"file": str(self.path), "runtime": self.option, "transformers": "transformers"}
+        return titles.get(self.kind, "PyTorch")
+
+    @property
+    def option(self) -> str:
+        """The value of --reference."""
+        return {"file": str(self.path), "runtime": f"{self.path}@{self.runtime}"}.get(self.kind, self.kind)
+
+    @property
+    def needs_module(self) -> bool:
+        """Whether nothing can be compared without the PyTorch module of the artifact."""
+        return self.kind in ("torch", "transformers")
 
 
 @dataclass
@@ -128,9 +140,9 @@ def all_references(
     elif choice.kind == "runtime":
         on_stage(f"comparing with {choice.title}")
         yield runtime_reference(choice, artifact, cases)
-    if choice.kind == "torch" or (choice.kind == "auto" and importlib.util.find_spec("torch") is not None):
+    if choice.kind in ("auto", "torch"):
         on_stage("comparing with PyTorch on new inputs")
-        yield torch_reference(artifact, weights, names)
+        yield torch_reference(choice, artifact, weights, names)
     elif choice.kind == "transformers":
         yield from transformers_references(artifact, weights, cases, names, on_stage)
 
@@ -163,10 +175,17 @@ def check_cases(reference: Reference, artifact: Artifact, choice: ReferenceChoic
                 )
 
 
-def torch_reference(artifact: Artifact, weights: Path | None, names: Sequence[str]) -> Reference:
-    """The PyTorch module itself, made again, on inputs of a new seed."""
+def torch_reference(
+    choice: ReferenceChoice, artifact: Artifact, weights: Path | None, names: Sequence[str]
+) -> Reference:
+    """The PyTorch module itself, made again, on inputs of a new seed.
+
+    Raises UserError if it was asked for and cannot be made again.
+    """
     module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
+        if choice.needs_module:
+            raise UserError(f"--reference {choice.option}: {module}")
         return Reference("torch", checks=[not_run(Kind.PYTORCH_MODULE, module.reason)])
     return Reference("torch", *new_answers(artifact, module, names))
 
@@ -185,11 +204,16 @@ def transformers_references(
 ) -> Iterator[Reference]:
     """transformers' answers to the golden inputs, then to new ones.
 
-    Raises UserError for an artifact of no checkpoint, another checkpoint than that, and without transformers.
+    Raises UserError for an artifact of no checkpoint, one that corrects what transformers computes, and without
+    transformers.
     """
     from effexport.models.checkpoint_spec import CheckpointSpec
     from effexport.models.families import PUBLISHED
-    from effexport.proof.references.transformers import import_transformers, with_answers_of_transformers
+    from effexport.proof.references.transformers import (
+        import_transformers,
+        why_not_comparable,
+        with_answers_of_transformers,
+    )
 
     model = artifact.spec.model
     if not isinstance(model, CheckpointSpec) or model.family not in PUBLISHED:
@@ -197,6 +221,8 @@ def transformers_references(
             f"--reference transformers: {artifact.path} was not built from a checkpoint; expected an artifact of "
             "effexport build --checkpoint; for this one use --reference torch"
         )
+    if reason := why_not_comparable(model):
+        raise UserError(f"--reference transformers: {reason}; use --reference torch")
     import_transformers()
     module = module_of_artifact(artifact, weights)
     if isinstance(module, Unavailable):
@@ -210,7 +236,12 @@ def transformers_references(
 
 
 def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequence[Case]) -> Reference:
-    """What another model, or another runtime, answers to the golden inputs."""
+    """What another model, or another runtime, answers to the golden inputs.
+
+    A model that hashes answers with the buckets of the case, so that its arithmetic can be compared; the buckets that
+    it would have chosen itself are compared too, or a model with other rotations would pass.
+    Raises UserError for a model that cannot answer them.
+    """
     result = Reference("runtime")
     with contextlib.ExitStack() as stack:
         candidate, longest = opened_reference(choice, artifact, stack)
@@ -221,10 +252,25 @@ def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequen
             elif not candidate.accepts(case.inputs):
                 reason = f"this case is outside the shapes that {choice.title} was built for"
             else:
-                result.cases.append(dataclasses.replace(case, outputs=answers(candidate, case)))
+                try:
+                    outputs, buckets = answers(candidate, case)
+                except RuntimeFailedError as error:
+                    problem = str(error).splitlines()[0]
+                    raise UserError(
+                        f"--reference {choice.title} does not answer the golden inputs: {problem}"
+                    ) from error
+                result.cases.append(dataclasses.replace(case, outputs=outputs))
+                result.checks += reference_buckets(case, buckets, artifact.spec)
                 continue
             result.checks.append(not_run(Kind.REFERENCE, reason, case.label))
     return result
+
+
+def reference_buckets(case: Case, buckets: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
+    """Whether a reference chooses the buckets of the case. buckets: its own; empty if it does not show any."""
+    for check in check_buckets(case, buckets, spec) if buckets else ():
+        agreement = check.kind == Kind.BUCKET_AGREEMENT
+        yield dataclasses.replace(check, kind=Kind.REFERENCE_BUCKETS if agreement else Kind.REFERENCE_NEAR_TIES)
 
 
 def opened_reference(
@@ -241,18 +287,31 @@ def opened_reference(
         other = open_artifact(choice.path)
         hashes, path, limits = other.manifest.hash_values, other.model_path, limits_from_spec(other.spec)
         if choice.runtime in ENGINE_RUNTIMES:
+            check_same_hashes(choice, artifact, hashes)
             engine = other.engine_path(choice.runtime)
             candidate = engine_candidate(engine, read_sidecar(engine), path, other.spec, hashes)
             return stack.enter_context(candidate), limits.max_seq_len
+    check_same_hashes(choice, artifact, hashes)
     open_model = model_opener(choice.runtime, ModelOptions(memory_arena=False))
     return ModelCandidate(path, hashes, limits, open_model), limits.max_seq_len
 
 
-def answers(candidate: Candidate, case: Case) -> Mapping[str, Array]:
+def check_same_hashes(choice: ReferenceChoice, artifact: Artifact, hashes: Sequence[str]) -> None:
+    """Raises UserError for a model that hashes in other layers: the buckets of a case do not fit it."""
+    ours = artifact.manifest.hash_values
+    if hashes and ours and set(hashes) != set(ours):
+        raise UserError(
+            f"--reference {choice.title} is of another model: it hashes in {', '.join(hashes)}; {artifact.path} in "
+            f"{', '.join(ours)}"
+        )
+
+
+def answers(candidate: Candidate, case: Case) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
     """Float32 outputs, with the buckets of the case where the model shows its own: one that flips would change a third
-    of all outputs."""
+    of all outputs. And its own buckets, if it shows them."""
+    own: Mapping[str, Array] = {}
     if candidate.run_with_buckets is not None and case.buckets:
-        outputs, _ = candidate.run_with_buckets(case.inputs, case.buckets)
+        outputs, own = candidate.run_with_buckets(case.inputs, case.buckets)
     else:
         outputs = candidate.run(case.inputs)
-    return {name: array.astype(np.float32) for name, array in outputs.items()}
+    return {name: array.astype(np.float32) for name, array in outputs.items()}, own

@@ -1,7 +1,8 @@
-"""The PyTorch module of an artifact, made again from the seed or from the weights that it was built with."""
+"""The PyTorch module of an artifact, made again, and whether the weights that the user names are the artifact's."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,26 @@ from effexport.artifact import Artifact
 from effexport.errors import Unavailable
 from effexport.export.module_source import SEED, source_from_path, weights_digest
 from effexport.models.module_spec import ModuleSpec
+from effexport.proof.case_label import ALL_CASES
+from effexport.proof.checks.result import Check, Kind
+from effexport.runtimes import TORCH
 
 if TYPE_CHECKING:
     from torch import nn
 
 OTHER_DRAW = "this PyTorch draws other weights from the seed than the one that built the artifact"
+
+
+def why_not_rebuilt(artifact: Artifact, weights: Path | None) -> str:
+    """Why the PyTorch module of an artifact cannot be made again here, as far as that is known before it is tried."""
+    origin = artifact.manifest.weights_from
+    if isinstance(artifact.spec.model, ModuleSpec):
+        return f"the module came from {origin}, code that an artifact does not hold: build again to compare"
+    if importlib.util.find_spec("torch") is None:
+        return f"PyTorch is not installed; add it with: {TORCH.remedy}"
+    if origin != SEED and weights is None:
+        return f"the weights came from {origin}: name it with --weights to compare with PyTorch on new inputs"
+    return ""
 
 
 def module_of_artifact(artifact: Artifact, weights: Path | None) -> nn.Module | Unavailable:
@@ -22,17 +38,25 @@ def module_of_artifact(artifact: Artifact, weights: Path | None) -> nn.Module | 
     weights: where they came from, a checkpoint folder or a file; None where they were drawn from the seed.
     Raises SpecError for weights that do not fit.
     """
-    spec = artifact.spec
-    origin = artifact.manifest.weights_from
-    if isinstance(spec.model, ModuleSpec):
-        return Unavailable(
-            f"the module came from {origin}, code that an artifact does not hold: build again to compare"
-        )
-    if origin != SEED and weights is None:
-        return Unavailable(
-            f"the weights came from {origin}: name it with --weights to compare with PyTorch on new inputs"
-        )
-    module = source_from_path(weights).make(spec)
-    if weights_digest(module) != artifact.manifest.weights_sha256:
-        return Unavailable("these are not the weights that the artifact was built with" if weights else OTHER_DRAW)
+    reason = why_not_rebuilt(artifact, weights)
+    if reason:
+        return Unavailable(reason)
+    module = source_from_path(weights).make(artifact.spec)
+    # weights that were named are judged by `check_weights`
+    if weights is None and weights_digest(module) != artifact.manifest.weights_sha256:
+        return Unavailable(OTHER_DRAW)
     return module
+
+
+def check_weights(artifact: Artifact, weights: Path) -> Check:
+    """Whether the weights that the user names are those that the artifact was built from, bit by bit.
+
+    Raises SpecError for weights that do not fit, and UserError for a file that is missing or damaged.
+    """
+    module = source_from_path(weights).make(artifact.spec)
+    metric, origin = "checksum", artifact.manifest.weights_from
+    if weights_digest(module) == artifact.manifest.weights_sha256:
+        return Check(Kind.WEIGHTS, ALL_CASES, metric, "passed")
+    built_from = f"drawn from seed {artifact.spec.seed}" if origin == SEED else f"those of {origin}"
+    detail = f"{weights} holds other weights than the artifact was built with, which were {built_from}"
+    return Check(Kind.WEIGHTS, ALL_CASES, metric, "failed", detail=detail)

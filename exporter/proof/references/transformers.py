@@ -52,9 +52,6 @@ def with_answers_of_transformers(
     cases: of our own module, whose buckets and noise are kept: with equal rotations transformers chooses the same
     buckets. folder: the checkpoint.
     """
-    reason = why_not_comparable(spec)
-    if reason:
-        return [], [not_run(Kind.TRANSFORMERS, reason)]
     model = model_from_checkpoint(spec, folder)
     warm_up()
     runs = RepeatedRuns("transformers")

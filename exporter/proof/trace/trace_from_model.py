@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,8 +39,6 @@ def trace_if_possible(
     model: Path, artifact: Artifact, weights: Path | None, case: Case, settings: OrtSettings
 ) -> Trace | Unavailable:
     """As `trace_if_it_runs`, with the module made again from the seed or `weights`, if it can be."""
-    if importlib.util.find_spec("torch") is None:
-        return Unavailable("PyTorch is not installed")
     if settings.provider == "tensorrt":
         return Unavailable("TensorRT keeps no intermediate values; trace the file with --runtime ort")
     module = module_of_artifact(artifact, weights)

@@ -30,7 +30,8 @@ def markdown_from_report(report: Report, artifact: str) -> str:
     parts += [escaped(_facts(report)), _check_table(report.checks)]
     parts += ["\n".join(others)] if others else []
     parts += ["\n".join(f"* {escaped(note)}" for note in report.notes)] if report.notes else []
-    commands = f"effexport verify {quoted(artifact)}\n\n{build_command(report, REBUILT)}"
+    verify = " ".join(map(quoted, ["effexport", "verify", artifact, *report.options]))
+    commands = f"{verify}\n\n{build_command(report, REBUILT)}"
     parts.append(folded("Check it again, build it again", fenced(commands)))
     versions = [(name, version or "not installed") for name, version in report.environment.items()]
     parts.append(folded("Environment", table(("part", "version"), versions)))
@@ -90,7 +91,7 @@ def _check_table(checks: Sequence[Check]) -> str:
 
 def _problem(problem: Problem, report: Report, artifact: str) -> str:
     head = f"{SIGNS[problem.outcome]} **{problem.outcome}**: {escaped(problem.subject)}"
-    text = f"* {head}: {escaped('. '.join(part for part in (problem.finding, limit_text(problem.worst)) if part))}"
+    text = f"* {head}: {escaped('; '.join(part for part in (problem.finding, limit_text(problem.worst)) if part))}"
     return f"{text}\n{_indented(fenced(verify_command(problem.worst, report, artifact)))}"
 
 

@@ -64,15 +64,14 @@ def trace_text(trace: Trace | Unavailable) -> str:
 
 def _suspects_text(suspects: Sequence[Suspect]) -> str:
     """Where the fault behind a divergence lies."""
-    text = "its inputs agree"
+    weights = list(dict.fromkeys(name for suspect in suspects for name in suspect.weights))
+    listed = f"{', '.join(weights[:LISTED])}{' …' if len(weights) > LISTED else ''}"
     if len(suspects) > 1:
         nodes = ", ".join(f"{s.op_type} `{s.value}`" for s in suspects[:LISTED])
         more = f" and {len(suspects) - LISTED} more" if len(suspects) > LISTED else ""
         text = f"the last values that agree enter these nodes, one of which is wrong: {nodes}{more}"
-    weights = list(dict.fromkeys(name for suspect in suspects for name in suspect.weights))
-    if weights:
-        text += f", or the weights {', '.join(weights[:LISTED])}{' …' if len(weights) > LISTED else ''}"
-    return text
+        return f"{text}, or the weights {listed}" if weights else text
+    return f"its inputs agree, so its node is wrong, or the weights {listed}" if weights else "its inputs agree"
 
 
 def share_of_limit(value: float | None, limit: float | None) -> str:

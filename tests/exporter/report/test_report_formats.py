@@ -174,7 +174,7 @@ def test_markdown_has_the_verdict_the_table_and_failures_in_full() -> None:
         in text
     )
     assert "| arithmetic | ✅ passed | max \\|error\\| / RMS | 1.5e-06 | 2e-05 | 8 % | 1 of 1 |" in text
-    failure = "**failed**: finite in short (2 × 7): NaN or Inf elements 3, limit 0; worst at x\\[0, 1, 2\\]. "
+    failure = "**failed**: finite in short (2 × 7): NaN or Inf elements 3, limit 0; worst at x\\[0, 1, 2\\]; "
     assert f"{failure}why this limit: no NaN" in text
     assert "effexport verify artifacts/lsh --case short" in text
     assert "**not run**: parity: no bfloat16 kernels here" in text

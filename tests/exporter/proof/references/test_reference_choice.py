@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import onnx
 import pytest
 from onnx import numpy_helper
+from safetensors.torch import save_file
 from transformers_models import saved
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
+from effexport.models.encoder import module_from_spec
 from effexport.proof.cases import load_reference
 from effexport.proof.references.choice import ReferenceChoice, parse_choice
+from effexport.proof.references.rebuilt_module import why_not_rebuilt
+from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
+from effexport.runners.runner import ModelOptions
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]
@@ -118,11 +126,133 @@ def test_a_reference_of_another_model_is_refused(cli: Cli, built: Built) -> None
     assert "its hashes are []" in cli("verify", hashed.path, "--reference", artifact.reference_path).error()
 
 
-def test_cases_that_the_reference_does_not_take_are_not_run(cli: Cli, built: Built) -> None:
+def test_cases_that_the_reference_does_not_take_are_not_run_or_failed_if_they_were_named(
+    cli: Cli, built: Built
+) -> None:
     artifact, short = built("linear", "encoder"), built("linear", "encoder", seq_len=48)
-    result = cli("verify", artifact.path, "--reference", f"{short.path}@ort", "--json")
-    reasons = {check["reason"] for check in result.json["checks"] if check["name"] == "reference"}
+    command = ("verify", artifact.path, "--reference", f"{short.path}@ort", "--json")
+    reasons = {check["reason"] for check in cli(*command).json["checks"] if check["name"] == "reference"}
     assert reasons == {f"{short.path}@ort takes at most 48 tokens"}
+    named = cli(*command, "--case", "export", "--case", "short")
+    assert named.code == 1
+    (missing,) = [check for check in named.json["checks"] if check["name"] == "reference"]
+    assert missing["status"] == "failed"
+    assert missing["detail"] == f"--case asks for it, but {short.path}@ort takes at most 48 tokens"
+
+
+def test_a_reference_that_hashes_otherwise_is_not_equal(cli: Cli, built: Built) -> None:
+    artifact = built("lsh", "attention")
+    # with the buckets of the artifact, other rotations or more rounds would compute the same
+    for fields, words in (
+        ({"hash_seed": 7}, "failed: reference bucket near-ties"),
+        ({"num_hashes": 4}, "is [8, 64]; expected [4, 64]"),
+    ):
+        other = built("lsh", "attention", **fields)
+        result = cli("verify", artifact.path, "--reference", f"{other.path}@ort", "--json")
+        assert result.code == 1
+        assert "failed: reference bucket agreement" in result.err
+        assert words in result.err
+        assert f"NOT proven equal to {other.path}@ort" in result.err
+
+
+def test_a_reference_that_hashes_in_other_layers_is_refused(cli: Cli, built: Built) -> None:
+    artifact, deeper = built("lsh", "encoder"), built("lsh", "encoder", layers=2)
+    message = cli("verify", artifact.path, "--reference", f"{deeper.path}@ort").error()
+    assert "is of another model: it hashes in blocks.0.attention.buckets, blocks.1.attention.buckets; " in message
+
+
+def saved_weights(artifact: Artifact, seed: int, path: Path) -> Path:
+    """A file with the weights that a seed draws for the model of an artifact."""
+    save_file(module_from_spec(artifact.spec.model, seed).state_dict(), path)
+    return path
+
+
+def test_weights_that_were_named_are_compared(cli: Cli, built: Built, tmp_path: Path) -> None:
+    artifact = built("aft-simple", "attention")
+    path = str(artifact.path)
+    same = cli("verify", path, "--weights", saved_weights(artifact, 0, tmp_path / "same.safetensors"), "--json")
+    assert same.code == 0, same.err
+    assert same.json["summary"]["weights"]["passed"] == 1
+    assert "PyTorch module" not in same.json["summary"]
+    other = saved_weights(artifact, 1, tmp_path / "other.safetensors")
+    for reference in ("auto", "golden", "torch", f"{path}@ort"):
+        result = cli("verify", path, "--weights", other, "--reference", reference, "--json")
+        assert result.code == 1
+        lines = result.err.splitlines()
+        assert "failed: weights: " in result.err
+        assert (
+            f"{other} holds other weights than the artifact was built with, which were drawn from seed 0" in result.err
+        )
+        assert " NOT proven equal to " in lines[-1]
+        # the trace finds the first value that the named weights would have changed, and it stands at the top
+        first = next(line for line in lines if not line.startswith("…"))
+        assert first.startswith("first divergence: value `")
+
+
+def test_what_was_named_and_cannot_be_compared_is_refused_before_anything_runs(
+    cli: Cli, built: Built, tmp_path: Path
+) -> None:
+    path = built("softmax", "attention").path
+    for words, message in (
+        (("--runtime", "ort-trt", "--trace"), "--trace: ort-trt keeps no intermediate values"),
+        (("--weights", tmp_path / "absent"), "no weights file at"),
+        (("-o", tmp_path / "report.txt"), "expected a file name that ends in .html, .htm, .json, .md, .xml"),
+        (("-o", path / "report.html", "--force"), "would change the artifact"),
+    ):
+        result = cli("verify", path, *words)
+        assert message in result.error()
+        assert "comparing with" not in result.err
+
+
+def from_elsewhere(artifact: Artifact) -> Candidate:
+    """An artifact whose weights came from a file."""
+    manifest = msgspec.structs.replace(artifact.manifest, weights_from="A.safetensors")
+    return Candidate(Artifact(artifact.path, manifest), "ort", ModelOptions(), None)
+
+
+def test_a_module_that_was_asked_for_and_cannot_be_made_again_is_an_error(built: Built) -> None:
+    candidate = from_elsewhere(built("softmax", "attention"))
+    reason = "the weights came from A.safetensors: name it with --weights"
+    for request in (Request(parse_choice("torch")), Request(parse_choice("auto"), trace=True)):
+        with pytest.raises(UserError, match=reason):
+            request.check(candidate)
+    # it was not asked for by name: a check that is not run, with the reason
+    verification, _ = verify_artifact(candidate, Request(parse_choice("auto")), lambda stage: None)
+    (missing,) = [check for check in verification.checks if check.status == "not run"]
+    assert missing.reason.startswith(reason)
+
+
+def test_without_pytorch_the_reason_names_the_extra(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    assert "pip install 'effexport[build]'" in why_not_rebuilt(built("softmax", "attention"), None)
+
+
+def test_kernels_that_were_asked_for_need_an_operator(cli: Cli, built: Built) -> None:
+    path = built("softmax", "attention", fused=False).path
+    message = cli("verify", path, "--implementation", "kernel").error()
+    assert "model.onnx has no custom operators, so there is no kernel to check; leave it out" in message
+
+
+def test_the_report_of_a_failed_verification_is_written_in_every_format(cli: Cli, built: Built, tmp_path: Path) -> None:
+    artifact = built("softmax", "attention")
+    bad = damaged_copy(artifact.model_path, tmp_path)
+    for name, words in (("r.md", "### ❌"), ("r.xml", "<failure"), ("r.html", "Failed: "), ("r.json", '"failed"')):
+        result = cli("verify", artifact.path, "--model", bad, "--case", "short", "-o", tmp_path / name)
+        assert result.code == 1
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert words in text
+        assert "first divergence: value" in text
+        assert result.out.startswith("first divergence: value `")
+    lines = result.out.splitlines()
+    assert [line.partition(" ")[0] for line in lines[1:3]] == ["failed:", "failed:"]
+    failures = [line for line in lines if line.startswith("failed: ")]
+    assert len(failures) == len({line.split(" in ")[0] for line in failures})
+    assert "NOT proven equal to PyTorch, " in lines[-2]
+    assert lines[-1] == f"{tmp_path / name}: written"
+    report = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert report["options"] == ["--model", str(bad)]
+    assert "exists; choose another file" in cli("verify", artifact.path, "-o", tmp_path / "r.md").error()
 
 
 def test_a_golden_file_from_elsewhere(cli: Cli, built: Built, tmp_path: Path) -> None:

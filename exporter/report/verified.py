@@ -1,0 +1,62 @@
+"""The report of a verification, which holds failures too: a build that fails writes nothing."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from effexport.environment import versions
+from effexport.proof.trace.trace import Trace
+from effexport.report.model import PYTORCH, LayerError, Report
+from effexport.report.rendering.text import trace_text
+from effexport.report.reproduce import REFERENCE_OPTION, WEIGHTS_OPTION
+
+if TYPE_CHECKING:
+    from effexport.proof.verify import Verification
+    from effexport.proof.verify_artifact import Candidate, Request
+
+
+def report_from_verification(
+    candidate: Candidate, request: Request, verification: Verification, trace: object, seconds: float
+) -> Report:
+    """The report of what `verify_artifact` returned: checks, and a trace or None. seconds: how long it took."""
+    artifact = candidate.artifact
+    spec, manifest = artifact.spec, artifact.manifest
+    traced = trace if isinstance(trace, Trace) and trace.values else None
+    return Report(
+        title=f"{spec.model.title}: {candidate.model}" if candidate.model else spec.model.title,
+        spec=spec.to_dict(),
+        checks=verification.checks,
+        environment=versions(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        runtime=candidate.runtime,
+        notes=list(manifest.notes),
+        seconds={"effexport verify": seconds},
+        implementation=verification.implementation,
+        engines=[engine for engine in manifest.engines if engine.target == candidate.runtime],
+        layers=[LayerError(**row) for row in traced.layers()] if traced else [],
+        weights_from=manifest.weights_from,
+        reference=request.choice.title,
+        options=options_of(candidate, request),
+        divergence=divergence_text(traced, request) if traced else "",
+    )
+
+
+def divergence_text(trace: Trace, request: Request) -> str:
+    """The first divergence from the artifact's own PyTorch module, whatever the outputs were compared with."""
+    text = trace_text(trace)
+    if trace.first_divergence is None and request.choice.title != PYTORCH:
+        return f"{text}. So the model computes what its own PyTorch module computes, and {request.choice.title} differs"
+    return text
+
+
+def options_of(candidate: Candidate, request: Request) -> list[str]:
+    """The options of `effexport verify` that chose the model and the reference, but for --runtime and --case."""
+    given = {
+        "--model": candidate.model,
+        WEIGHTS_OPTION: request.weights,
+        REFERENCE_OPTION: None if request.choice.kind == "auto" else request.choice.option,
+        "--implementation": None if candidate.options.implementation == "auto" else candidate.options.implementation,
+        "--precision-hint": candidate.options.precision_hint or None,
+    }
+    return [word for option, value in given.items() if value is not None for word in (option, str(value))]
