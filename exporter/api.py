@@ -133,40 +133,27 @@ def verify(
         assert effexport.verify("artifacts/lsh", runtime="openvino").verdict == "passed"
 
     The arguments have the names and values of the flags. A check that fails does not raise: it makes the verdict of the
-    report "failed". Raises UserError for an artifact, a file or a runtime that is not available.
+    report "failed". Raises UserError for an artifact, a file or a runtime that is not available, and for what was asked
+    for and cannot be compared.
     """
-    from datetime import UTC, datetime
+    import time
 
     from effexport.artifact import open_artifact
-    from effexport.environment import versions
-    from effexport.proof.lost_parts import check_nothing_lost
     from effexport.proof.references.choice import parse_choice
-    from effexport.proof.verify_artifact import Candidate, verify_artifact
-    from effexport.report.model import Report
+    from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
+    from effexport.report.verified import report_from_verification
     from effexport.runners.artifact_runner import check_runtime
     from effexport.runners.runner import ModelOptions
 
     choice = parse_choice(reference)
     options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint)
     check_runtime(runtime, options)
-    candidate = Candidate(open_artifact(Path(artifact)), runtime, options, optional_path(model))
-    spec, manifest = candidate.artifact.spec, candidate.artifact.manifest
+    start = time.perf_counter()
     with user_errors():
-        if candidate.model is not None and not candidate.is_engine:
-            check_nothing_lost(candidate.model, spec)
-        verification, _ = verify_artifact(candidate, optional_path(weights), choice, cases, trace, on_stage)
-    return Report(
-        title=spec.model.title,
-        spec=spec.to_dict(),
-        checks=verification.checks,
-        environment=versions(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        runtime=runtime,
-        notes=list(manifest.notes),
-        implementation=verification.implementation,
-        weights_from=manifest.weights_from,
-        reference=choice.title,
-    )
+        candidate = Candidate(open_artifact(Path(artifact)), runtime, options, optional_path(model))
+        request = Request(choice, optional_path(weights), tuple(cases), trace)
+        verification, found = verify_artifact(candidate, request, on_stage)
+    return report_from_verification(candidate, request, verification, found, time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
