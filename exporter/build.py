@@ -144,7 +144,7 @@ def artifact_from_spec(
             environment=versions(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             runtime=settings.runtime,
-            notes=list(notes),
+            notes=[*notes, *([f"--trace: {found.reason}"] if trace and isinstance(found, Unavailable) else [])],
             implementation=verification.implementation,
             engines=entries,
             weights_from=source.origin,

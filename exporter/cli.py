@@ -136,6 +136,7 @@ def run(arguments: list[str]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show_warning
+            check_not_empty(arguments)
             code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)
     except click.exceptions.Abort:
         fail("interrupted", 130, arguments)
@@ -154,6 +155,13 @@ def run(arguments: list[str]) -> None:
             raise
         fail(f"the disk is full: {error}; free some space, or {ANOTHER_TEMPORARY}", 1, arguments)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def check_not_empty(arguments: list[str]) -> None:
+    """Refuse an empty argument, which as a path would be the current folder. Raises UserError."""
+    if "" in arguments:
+        before = ["effexport", *arguments][arguments.index("")]
+        raise UserError(f"the argument after {before} is empty; expected a value: is a shell variable unset?")
 
 
 def usage_text(error: click.UsageError) -> str:

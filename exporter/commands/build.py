@@ -23,6 +23,7 @@ from effexport.commands._options import (
 from effexport.commands._types import Named, OneOf
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.environment import require_torch
+from effexport.errors import UserError
 from effexport.models.families import tasks
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.runtimes import ORT_RUNTIMES
@@ -162,6 +163,8 @@ def command(
     request = BuildRequest(flags, spec_file, checkpoint, weights, factory)
     settings = settings_from_options(runtime, implementation)
     spec, source, notes, name = request.resolve()
+    if implementation == "kernel" and not spec.custom_ops:
+        raise UserError(f"--implementation kernel: {spec.model.title} has no custom operators; leave it out")
     engines = engines_from_flags(engine_flags, spec)
     output = output or Path("artifacts") / name
     ARTIFACT_FOLDER.check(output, force=force)

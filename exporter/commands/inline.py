@@ -142,11 +142,10 @@ def save_inlined(artifact: Artifact, path: Path) -> int:
 
 def written_text(written: Written, artifact: Artifact, output: Path) -> str:
     """One line: what was written, whether it is proven, and what it is for."""
-    from effexport.proof.checks.result import passed
+    from effexport.proof.checks.result import outcomes_text, passed
 
-    count = sum(check.status == "passed" for check in written.checks)
     if passed(written.checks):
-        verdict = f"equal to PyTorch, {count} of {len(written.checks)} checks passed"
+        verdict = f"equal to PyTorch, {outcomes_text(written.checks)}"
     else:
         reason = next(check.reason for check in written.checks if check.status == "not run")
         verdict = f"NOT compared with PyTorch: {reason}"

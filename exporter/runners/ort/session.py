@@ -225,6 +225,12 @@ def implementation_of(
         if elsewhere:
             warn(f"{op} runs on {', '.join(elsewhere)}: the library has no kernel for {wanted}")
     ran = set().union(*assigned.values())
+    missing = [op for op in custom_ops if op not in ran]
+    if missing and settings.implementation == "kernel":
+        raise UserError(
+            f"kernels were requested, but the library has none for {', '.join(missing)} with the types of this model; "
+            "use the default, which runs their function bodies"
+        )
     return {op: "kernel" if op in ran else "body" for op in custom_ops}
 
 

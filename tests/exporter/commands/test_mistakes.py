@@ -34,6 +34,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("plugins xyz", 2, "no command 'xyz'. Commands: build, info, path"),
     ("plugins info extra", 2, "expected: effexport plugins info [OPTIONS]"),
     ("plugins build --cude", 2, "there is no option --cude; did you mean '--cuda'?"),
+    ("verify ''", 2, "the argument after verify is empty; expected a value: is a shell variable unset?"),
+    ("run art --text text -o ''", 2, "the argument after -o is empty"),
     # build: what to export
     ("build", 2, "no variant given; expected one of: softmax, linear"),
     ("build extra", 2, "unexpected extra argument (extra)"),
@@ -57,6 +59,11 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("build --variant lsh --pinv-init global", 2, "--pinv-init does not apply to lsh"),
     ("build --variant lsh --task masked-lm", 2, "--task only works with --checkpoint"),
     ("build --variant lsh --scope attention --layers 2", 2, "layers belongs to the encoder"),
+    (
+        "build --variant aft-full --implementation kernel",
+        2,
+        "aft-full encoder has no custom operators",
+    ),
     ("build --spec nope.toml", 2, "no spec file at nope.toml"),
     ("build --spec garbage", 2, "cannot read the spec file garbage: it is not text; expected TOML"),
     ("build --spec text", 2, "cannot read the spec file text: it is not TOML"),
