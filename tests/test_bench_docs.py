@@ -61,9 +61,9 @@ def test_rows_without_a_timing_say_why_below_the_table() -> None:
         ["not run", "–", "–", "–", "–", "–"],
     ]
     assert "* failed: parity failed; max \\|error\\| / RMS 0.003, limit 0.0002" in text
-    assert "* not run: there is no GPU. 1 row (linear on trt)" in text
-    assert "❌ 1 of 1 candidate failed parity: linear on ort. 1 row was not run." in text
-    assert "Interrupted: 2 rows were finished" in text
+    assert "* not run: there is no GPU. 1 row (linear on trt at 1,024 tokens)" in text
+    assert "❌ The one candidate failed parity: linear on ort at 512 tokens. 1 row was not run." in text
+    assert "Interrupted after 2 rows. The other rows are missing." in text
 
 
 def test_the_length_at_which_softmax_is_overtaken_is_in_a_table() -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from effexport.commands._options import say
-from effexport.units import NOTHING, duration_with, listed, memory, rough_duration
+from effexport.units import counted, listed, memory, rough_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from effexport.bench.measuring.plan import Plan
     from effexport.bench.measuring.run import Settings
-    from effexport.bench.rendering.advise import Advice, Entry
+    from effexport.bench.rendering.advise import Advice
     from effexport.bench.results import BenchResults
 
 
 def print_plan(console: Console, plan: Plan, settings: Settings) -> None:
+    from effexport.bench.rendering.advise import model_text
+
     seconds = plan.seconds(settings.rounds, settings.max_seconds)
     say(console, f"plan: {model_text(plan)}; about {rough_duration(seconds)}, and Ctrl-C gives the advice so far")
     order = "; ".join(cases[0].label for cases in plan.models)
@@ -26,18 +28,7 @@ def print_plan(console: Console, plan: Plan, settings: Settings) -> None:
         say(console, f"      each is first timed with {probed}, and left out if it would clearly miss a limit")
 
 
-def model_text(plan: Plan) -> str:
-    """What is measured: `one attention layer (width 256, 4 heads), 1 × 32,768 tokens, fp32`."""
-    from effexport.bench.grid import model_of_case
-
-    case, grid = plan.cases[0], plan.grid
-    model = model_of_case(case)
-    layers = f"an encoder of {model.layers} layers" if case.scope == "encoder" else "one attention layer"
-    size = f"{grid.batches[0]} × {case.seq_len:,} tokens"
-    return f"{layers} (width {model.attention.dim}, {model.attention.heads} heads), {size}, {case.precision}"
-
-
-def print_advice(console: Console, advice: Advice, plan: Plan, results: BenchResults) -> None:
+def print_advice(console: Console, advice: Advice, results: BenchResults) -> None:
     """Print what to use and how to get it, then the table of all candidates."""
     from rich.table import Table
     from rich.text import Text
@@ -54,20 +45,14 @@ def print_advice(console: Console, advice: Advice, plan: Plan, results: BenchRes
     table.add_column("", no_wrap=True)
     table.add_column("")
     for entry in advice.entries:
-        cells = (entry.label, entry.runtime, latency(entry), memory(entry.peak_bytes), entry.standing, entry.why)
+        cells = (entry.label, entry.runtime, entry.latency, memory(entry.peak_bytes), entry.standing, entry.why)
         table.add_row(*map(Text, cells))
     console.print(table)
     for sentence in caveats:
         say(console, sentence)
-    runs = f"{results.threads} threads; median of up to {results.rounds} runs ± half the interquartile range"
-    footnote = f"{model_text(plan)}, without padding; {runs}; memory: peak beyond what was in use before"
+    runs = f"{counted(results.threads, 'thread')}; median of up to {results.rounds} runs ± half the interquartile range"
+    footnote = f"{advice.model}, without padding; {runs}; memory: peak beyond what was in use before"
     say(console, footnote, style="dim")
-
-
-def latency(entry: Entry) -> str:
-    if entry.row is None or entry.row.timing is None:
-        return NOTHING
-    return duration_with(entry.row.timing.median_ms, entry.row.timing.spread_ms)
 
 
 def json_of_advice(advice: Advice) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from effexport.commands._options import say
-from effexport.units import NOTHING, memory, three_digits
+from effexport.units import NOTHING, counted, memory, three_digits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,9 +45,10 @@ def print_rows(console: Console, results: BenchResults) -> None:
         console.print(table)
         say(
             console,
-            f"median of up to {results.rounds} interleaved runs ± half the interquartile range, {results.threads} "
-            "threads; × softmax, × torch: times faster; floor: the matrix products of the formula plus one pass over "
-            "inputs and outputs; parity: the error measured before timing" + (IN_BRACKETS if warning else ""),
+            f"median of up to {results.rounds} interleaved runs ± half the interquartile range, "
+            f"{counted(results.threads, 'thread')}; × softmax, × torch: times faster; floor: the matrix products "
+            "of the formula plus one pass over inputs and outputs; parity: the error measured before timing"
+            + (IN_BRACKETS if warning else ""),
             style="dim",
         )
     for text, style in remarks(results):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from effexport.bench.measuring.plan import Plan
     from effexport.bench.measuring.progress import OnStep
     from effexport.bench.measuring.run import Settings
+    from effexport.bench.rendering.advise import Advice
     from effexport.bench.results import BenchResults
 
 DEFAULT_OUTPUT = Path("bench")
@@ -121,6 +122,7 @@ def command(
     With --advise, only what an advice needs is measured: the cheapest variants first, and none that would clearly miss
     a limit. It exits with 1 if nothing could be measured, and writes a folder only with -o.
     """
+    from effexport.bench.rendering.advise import advice_from_results
     from effexport.bench.rendering.output import BENCH_FOLDER, write_results
 
     what, settings = BenchRequest(flags, advise=advise, command=repeated(context)).resolve()
@@ -129,17 +131,18 @@ def command(
         BENCH_FOLDER.check(target, force=force)
     require_torch("effexport bench")
     results = measured_grid(what, settings) if isinstance(what, Grid) else measured_plan(what, settings)
+    advice = None if isinstance(what, Grid) else advice_from_results(results, what)
     console = result_console(as_json=as_json)
 
     def show() -> None:
-        if isinstance(what, Grid):
+        if advice is None:
             show_results(console, results, as_json=as_json)
         else:
-            show_advice(console, results, what, as_json=as_json)
+            show_advice(console, results, advice, as_json=as_json)
 
     if not as_json:
         show()  # first: a full disk must not cost the measurements
-    written = write_results(results, target, force=force) if target is not None else ()
+    written = write_results(results, target, advice, force=force) if target is not None else ()
     if as_json:
         show()  # last: one object on stdout, this or the error
     if written:
@@ -184,16 +187,14 @@ def show_results(console: Console, results: BenchResults, *, as_json: bool) -> N
     print_rows(console, results)
 
 
-def show_advice(console: Console, results: BenchResults, plan: Plan, *, as_json: bool) -> None:
+def show_advice(console: Console, results: BenchResults, advice: Advice, *, as_json: bool) -> None:
     """Print the advice; with --json as a part of the one object, next to the contents of results.json."""
-    from effexport.bench.rendering.advise import advice_from_results
     from effexport.cli import print_json
     from effexport.commands._advice_text import json_of_advice, print_advice
 
-    advice = advice_from_results(results, plan)
     if as_json:
         print_json(json.loads(results.to_json()) | {"advice": json_of_advice(advice)})
-    print_advice(console, advice, plan, results)
+    print_advice(console, advice, results)
 
 
 def exit_code(results: BenchResults, *, needs_timing: bool = False) -> int:

@@ -6,18 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from effexport.bench.grid import model_of_case
 from effexport.bench.limits import Limits
 from effexport.bench.measuring.plan import MOST_DISTURBED, Plan
 from effexport.bench.rendering.build_command import BuildCommand, command_from_case
 from effexport.bench.results import BenchResults, Case, Row
-from effexport.units import counted, duration, listed, memory, three_digits
+from effexport.units import NOTHING, counted, duration, duration_with, listed, memory, three_digits
 
 Standing = Literal[
-    "use this", "fits", "memory unknown", "disturbed", "over the limit", "not measured", "failed", "not reached"
+    "use this", "fits", "–", "memory unknown", "disturbed", "over the limit", "not measured", "failed", "not reached"
 ]
-# The order of the table.
+# The order of the table. Without any limit, "–" stands for "fits".
 STANDINGS: tuple[Standing, ...] = (
-    *("use this", "fits", "memory unknown", "disturbed", "over the limit"),
+    *("use this", "fits", "–", "memory unknown", "disturbed", "over the limit"),
     *("not measured", "failed", "not reached"),
 )
 OTHER_MODELS = (
@@ -47,6 +48,13 @@ class Entry:
         return None if self.row is None or self.row.timing is None else self.row.timing.median_ms
 
     @property
+    def latency(self) -> str:
+        """`12.3 ± 0.42 ms`: the median and its spread."""
+        if self.row is None or self.row.timing is None:
+            return NOTHING
+        return duration_with(self.row.timing.median_ms, self.row.timing.spread_ms)
+
+    @property
     def peak_bytes(self) -> int | None:
         return None if self.row is None else self.row.peak_bytes
 
@@ -63,7 +71,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Advice:
-    """The candidates, the best first. sentences: what to do, then caveats.
+    """The candidates, the best first. sentences: what to do, then caveats. model: what was measured.
 
     build: how to get the recommended one; None if nothing is recommended, or there is nothing to build.
     """
@@ -71,6 +79,7 @@ class Advice:
     entries: tuple[Entry, ...]
     limits: Limits
     sentences: tuple[str, ...]
+    model: str
     build: BuildCommand | None
 
 
@@ -78,11 +87,20 @@ def advice_from_results(results: BenchResults, plan: Plan) -> Advice:
     """The advice that the rows of a plan support; those of shorter lengths are not ranked."""
     entries = ranked(results, plan)
     measured = any(row.timing is not None for row in results.rows)
-    best = next((entry for entry in entries if entry.standing in ("use this", "fits")), None)
-    first = sentences_of_best(best, plan) if best else sentences_of_none(entries, plan, measured=measured)
+    best = next((entry for entry in entries if entry.standing in ("use this", "fits", "–")), None)
+    first = sentences_of_best(best, entries, plan) if best else sentences_of_none(entries, plan, measured=measured)
     sentences = (*first, *caveats(results, entries))
     build = None if best is None or best.row is None else command_from_case(best.row.case, plan.spec_file)
-    return Advice(entries, plan.limits, sentences, build)
+    return Advice(entries, plan.limits, sentences, model_text(plan), build)
+
+
+def model_text(plan: Plan) -> str:
+    """What is measured: `one attention layer (width 256, 4 heads), 1 × 32,768 tokens, fp32`."""
+    case = plan.cases[0]
+    model = model_of_case(case)
+    name = f"an encoder of {counted(model.layers, 'layer')}" if case.scope == "encoder" else "one attention layer"
+    size = f"width {model.attention.dim}, {counted(model.attention.heads, 'head')}"
+    return f"{name} ({size}), {case.batch} × {case.seq_len:,} tokens, {case.precision}"
 
 
 def ranked(results: BenchResults, plan: Plan) -> tuple[Entry, ...]:
@@ -91,7 +109,7 @@ def ranked(results: BenchResults, plan: Plan) -> tuple[Entry, ...]:
     entries = [entry_of(case, rows.get((case.label, case.runtime)), plan.limits) for case in plan.cases]
     entries += [Entry(variant, "–", "not measured", reason) for variant, reason in plan.refused.items()]
     entries.sort(key=lambda entry: (STANDINGS.index(entry.standing), entry.is_disturbed, entry.latency_ms or 0.0))
-    if entries[0].standing == "fits" and is_fastest(entries[0], entries):
+    if entries[0].standing in ("fits", "–") and is_fastest(entries[0], entries):
         entries[0] = replace(entries[0], standing="use this")
     return tuple(entries)
 
@@ -123,7 +141,7 @@ def judged(row: Row, limits: Limits) -> tuple[Standing, str]:
         return "over the limit" if is_known else "disturbed", "; ".join(filter(None, (late, large)))
     if limits.memory_bytes is not None and row.peak_bytes is None:
         return "memory unknown", row.note or "its memory was not measured"
-    return "fits", ""
+    return "fits" if limits.text else "–", ""
 
 
 def over_limit(name: str, value: float | None, limit: float | None) -> str:
@@ -133,8 +151,8 @@ def over_limit(name: str, value: float | None, limit: float | None) -> str:
     return f"{name} {three_digits(value / limit)} times the limit"
 
 
-def sentences_of_best(best: Entry, plan: Plan) -> Iterator[str]:
-    """What to use; if disturbed rows leave that open, what fits."""
+def sentences_of_best(best: Entry, entries: Sequence[Entry], plan: Plan) -> Iterator[str]:
+    """What to use; if disturbed rows leave that open, what fits, or without any limit what is the fastest so far."""
     assert best.row is not None
     assert best.row.timing is not None
     limits, timing = plan.limits, best.row.timing
@@ -142,9 +160,15 @@ def sentences_of_best(best: Entry, plan: Plan) -> Iterator[str]:
     within = f", within {limits.text}" if limits.text else ""
     measured = f"{best.figures} for {seq_len:,} tokens, measured on this machine{within}."
     if best.standing == "use this":
-        yield f"Use {best.name}: {measured}"
-    else:
+        has_rivals = sum(entry.latency_ms is not None for entry in entries) > 1
+        fastest = "the fastest so far" if any(entry.standing == "not reached" for entry in entries) else "the fastest"
+        yield f"{best.name} is {fastest}: {measured}" if has_rivals and not within else f"Use {best.name}: {measured}"
+    elif within:
         yield f"{best.name} fits: {measured} Another model may be faster."
+    elif best.is_disturbed:
+        yield f"{best.name} is the fastest, but it was disturbed: {measured} Another model may be faster."
+    else:
+        yield f"{best.name} is the fastest that was not disturbed: {measured} Another model may be faster."
     if limits.latency_ms is not None and timing.highest_ms > limits.latency_ms:
         slowest = duration(timing.highest_ms)
         yield f"That is the median; the slowest of {counted(timing.runs, 'run')} took {slowest}, over the limit."

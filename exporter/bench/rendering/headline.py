@@ -24,10 +24,10 @@ class Problem:
 
 
 def verdict(results: BenchResults) -> Verdict:
-    """The verdict. failed: a row failed. not run: nothing was timed, or the rest might have failed."""
+    """The verdict on parity; a disturbed row counts. failed: a row failed. not run: a missing row might fail."""
     if any(_failed(row) for row in results.rows):
         return "failed"
-    whole = results.complete and results.rows and all(row.is_quotable for row in results.rows)
+    whole = results.complete and results.rows and all(status_of(row) != "not run" for row in results.rows)
     return "passed" if whole else "not run"
 
 
@@ -35,7 +35,9 @@ def interruption(results: BenchResults) -> str:
     """A sentence for an interrupted benchmark; "" for a complete one."""
     if results.complete:
         return ""
-    return f"Interrupted: {counted(len(results.rows), 'row was', 'rows were')} finished; the rest is missing."
+    if not results.rows:
+        return "Interrupted before the first row was finished."
+    return f"Interrupted after {counted(len(results.rows), 'row')}. The other rows are missing."
 
 
 def disturbance(results: BenchResults) -> str:
@@ -45,10 +47,12 @@ def disturbance(results: BenchResults) -> str:
         return ""
     known = [row.disturbance.other_cores for row in results.rows if row.disturbance]
     used = max((cores for cores in known if cores is not None), default=None)
-    others = "" if used is None else f", which used up to {used:.1f} of {results.machine.get('cores', '?')} cores"
+    others = "" if used is None else f", which used up to {used:.1f} of {results.machine.get('cores', '?')} cores,"
+    rows = "the only row" if len(results.rows) == 1 else f"{count:,} of {len(results.rows):,} rows"
+    these = "this row" if count == 1 else "these rows"
     return (
-        f"Other programs{others}, disturbed {count} of {counted(len(results.rows), 'row')}. No ratio, rank or "
-        "crossover is derived from these rows. Measure again on an idle machine, or with --wait-idle."
+        f"Other programs{others} disturbed {rows}. No ratio, rank or crossover is derived from {these}. "
+        "Measure again on an idle machine, or with --wait-idle."
     )
 
 
@@ -57,10 +61,11 @@ def parity_sentence(results: BenchResults) -> str:
     compared = [row for row in results.rows if row.parity and (row.parity.value is not None or not row.parity.passed)]
     wrong = [row for row in compared if row.parity and not row.parity.passed]
     parts = []
+    one = len(compared) == 1
     if wrong:
-        parts.append(f"{len(wrong)} of {counted(len(compared), 'candidate')} failed parity: {_labels(wrong)}.")
+        who = "The one candidate" if one else f"{len(wrong):,} of {len(compared):,} candidates"
+        parts.append(f"{who} failed parity: {_labels(wrong)}.")
     elif compared:
-        one = len(compared) == 1
         parts.append("The one candidate passed parity." if one else f"All {len(compared):,} candidates passed parity.")
     else:
         parts.append("No candidate was compared with a reference.")
@@ -119,12 +124,18 @@ def _failed(row: Row) -> bool:
 
 
 def _labels(rows: Sequence[Row]) -> str:
-    names: dict[str, list[str]] = {}
+    """`linear on torch and ort at 512 and 1,024 tokens; …`."""
+    sizes: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        runtimes = names.setdefault(row.case.label, [])
-        if row.case.runtime not in runtimes:
-            runtimes.append(row.case.runtime)
-    return "; ".join(f"{label} on {listed(runtimes)}" for label, runtimes in names.items())
+        case = row.case
+        size = f"{case.seq_len:,}" if case.batch == 1 else f"{case.batch} × {case.seq_len:,}"
+        known = sizes.setdefault((case.label, case.runtime), [])
+        if size not in known:
+            known.append(size)
+    runtimes: dict[tuple[str, str], list[str]] = {}
+    for (label, runtime), found in sizes.items():
+        runtimes.setdefault((label, listed(found)), []).append(runtime)
+    return "; ".join(f"{label} on {listed(found)} at {size} tokens" for (label, size), found in runtimes.items())
 
 
 def _headline(group: Sequence[Curve], found: Sequence[Curve]) -> tuple[int, float, str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from effexport.bench.rendering.page import html_from_results
 from effexport.bench.results import BenchResults, Row
 from effexport.files import FolderKind, csv_text
+
+if TYPE_CHECKING:
+    from effexport.bench.rendering.advise import Advice
 
 JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
 BENCH_FOLDER = FolderKind("a benchmark", JSON)
@@ -28,9 +31,11 @@ COLUMNS: dict[str, str] = {
 }
 
 
-def write_results(results: BenchResults, output: Path, *, force: bool) -> tuple[Path, ...]:
-    """Write all files or none. Returns their paths. Raises as `FolderKind.new`."""
-    texts = {JSON: results.to_json(), CSV: csv_from_results(results), PAGE: html_from_results(results)}
+def write_results(
+    results: BenchResults, output: Path, advice: Advice | None = None, *, force: bool
+) -> tuple[Path, ...]:
+    """Write all files or none; the page begins with the advice. Returns their paths. Raises as `FolderKind.new`."""
+    texts = {JSON: results.to_json(), CSV: csv_from_results(results), PAGE: html_from_results(results, advice)}
     with BENCH_FOLDER.new(output, force=force) as folder:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")

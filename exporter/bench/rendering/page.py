@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from effexport.bench.rendering.beside import measured_sheet, sections
 from effexport.bench.rendering.curves import crossovers, curves
 from effexport.bench.rendering.headline import disturbance, headlines, interruption, parity_sentence, problems, verdict
@@ -10,19 +12,24 @@ from effexport.bench.rendering.published import TITLES
 from effexport.bench.rendering.table import differing_options, table_of
 from effexport.bench.results import BenchResults
 from effexport.report.rendering.templates import template_environment
-from effexport.units import listed, moment
+from effexport.units import listed, memory, moment
+
+if TYPE_CHECKING:
+    from effexport.bench.rendering.advise import Advice
 
 # A longer table is folded, so that the sections below it are easy to find.
 MAX_OPEN_ROWS = 40
 
 
-def html_from_results(results: BenchResults) -> str:
-    """The page of a benchmark, which may be incomplete."""
+def html_from_results(results: BenchResults, advice: Advice | None = None) -> str:
+    """The page of a benchmark, which may be incomplete; one of `bench --advise` begins with its advice."""
     environment = template_environment(
-        ("report/rendering", "plots", "bench/rendering"), {"moment": moment, "css": lambda text: text.replace(" ", "-")}
+        ("report/rendering", "plots", "bench/rendering"),
+        {"moment": moment, "memory": memory, "css": lambda text: text.replace(" ", "-")},
     )
     return environment.get_template("page.html.j2").render(
         results=results,
+        advice=advice,
         title=title_of(results),
         headlines=headlines(results),
         verdict=verdict(results),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from effexport.errors import Unavailable
 from effexport.proof.checks.result import METRIC, Check, outcome_of, outcomes_text
 from effexport.proof.trace.trace import Suspect, Trace
 from effexport.report.problems import problems_of
-from effexport.units import NOTHING, number
+from effexport.units import NOTHING, counted, number
 
 # How many nodes or weights a sentence lists.
 LISTED = 5
@@ -93,15 +93,15 @@ def measures_text(measures: Mapping[str, float]) -> str:
 
 def size_text(fields: dict[str, Any]) -> str:
     """The sizes of a model that a spec has, in words."""
-    words = {
-        "dim": "width {}",
-        "hidden_size": "width {}",
-        "heads": "{} heads",
-        "layers": "{} layers",
-        "seq_len": "exported for {} tokens",
-        "batch": "batch {}",
+    words: dict[str, Callable[[int], str]] = {
+        "dim": "width {}".format,
+        "hidden_size": "width {}".format,
+        "heads": lambda heads: counted(heads, "head"),
+        "layers": lambda layers: counted(layers, "layer"),
+        "seq_len": lambda length: f"exported for {counted(length, 'token')}",
+        "batch": "batch {}".format,
     }
-    return ", ".join(text.format(fields[name]) for name, text in words.items() if name in fields)
+    return ", ".join(text(fields[name]) for name, text in words.items() if name in fields)
 
 
 def field_text(value: Any) -> str:

@@ -17,8 +17,9 @@ from effexport.bench.measuring import advise as advise_module
 from effexport.bench.measuring.advise import Adviser, Speed
 from effexport.bench.measuring.plan import Plan, least_ms_by_products, misses
 from effexport.bench.measuring.run import Settings
-from effexport.bench.rendering.advise import Advice, advice_from_results
+from effexport.bench.rendering.advise import Advice, advice_from_results, model_text
 from effexport.bench.rendering.build_command import command_from_case
+from effexport.bench.rendering.page import html_from_results
 from effexport.bench.results import Case, Row, Status
 from effexport.commands._advice_request import AdviceRequest
 from effexport.errors import UserError
@@ -99,6 +100,48 @@ def test_if_nothing_fits_the_advice_names_the_fastest_that_was_measured() -> Non
     assert advice.sentences[1] == "The fastest that was measured is linear on ort with 120 ms and 100 MB."
     assert advice.entries[0].why == "latency 1.20 times the limit; memory 1.11 times the limit"
     assert (advice.entries[1].standing, advice.entries[1].why) == ("not measured", reason)
+
+
+def test_without_a_limit_nothing_fits_and_the_fastest_is_named() -> None:
+    plan = plan_of()
+    softmax, linear = row_of(plan, "softmax", 150.0), row_of(plan, "linear", 120.0)
+    advice = advice_of(plan, softmax, linear, left_out(plan, "nystrom", "it would take too long"))
+    assert standings(advice) == {"linear": "use this", "softmax": "–", "nystrom": "not measured"}
+    assert advice.sentences[0].startswith("linear on ort is the fastest: 120 ms and 100 MB for 32,768 tokens, measured")
+    disturbed = advice_of(plan, softmax, replace(linear, status="disturbed", reason="its threads waited for a core"))
+    assert standings(disturbed)["softmax"] == "–"
+    assert disturbed.sentences[0].startswith("softmax on ort is the fastest that was not disturbed: 150 ms")
+    assert disturbed.sentences[0].endswith("Another model may be faster.")
+    alone = advice_of(plan, replace(linear, status="disturbed", reason="its threads waited for a core"), complete=False)
+    assert alone.sentences[0].startswith("linear on ort is the fastest, but it was disturbed: 120 ms")
+
+
+def test_the_page_begins_with_the_advice_its_limits_its_command_and_all_candidates() -> None:
+    plan = plan_of(latency_ms=200.0)
+    results = bench_results.results((row_of(plan, "linear", 120.0), row_of(plan, "nystrom", 900.0)))
+    advice = advice_from_results(results, plan)
+    header, _, _ = html_from_results(results, advice).partition("<nav")
+    assert f'<p class="verdict">{advice.sentences[0]}</p>' in header
+    assert "Limits: 200 ms. Measured: one attention layer (width 256, 4 heads), 1 × 32,768 tokens, fp32" in header
+    assert advice.build is not None
+    assert f"<pre><code>{advice.build.text}</code></pre>" in header
+    for entry in advice.entries:
+        assert entry.standing in header
+        assert entry.why in header
+    assert '<table class="candidates">' not in html_from_results(results)
+
+
+def test_a_model_of_one_layer_and_one_head_is_told_in_the_singular() -> None:
+    grid = Grid(
+        models=models_from_text("linear"),
+        seq_lens=(64,),
+        runtimes=("ort",),
+        scope="encoder",
+        heads=1,
+        head_dim=32,
+        encoder={"layers": 1},
+    )
+    assert model_text(Plan(grid=grid, limits=Limits())).startswith("an encoder of 1 layer (width 32, 1 head), 1 × 64")
 
 
 def test_without_any_timing_there_is_no_advice() -> None:

@@ -129,7 +129,7 @@ def test_the_speed_of_a_wrong_answer_is_no_speed() -> None:
     found = results((wrong, row("softmax", 8192)))
     assert "linear" not in headlines(found)[0]
     assert verdict(found) == "failed"
-    assert parity_sentence(found) == "1 of 2 candidates failed parity: linear on ort."
+    assert parity_sentence(found) == "1 of 2 candidates failed parity: linear on ort at 8,192 tokens."
     (problem,) = problems(found)
     assert problem.reason == "parity; max |error| / RMS 0.003, limit 0.0002; worst at y[0, 63, 17]"
     assert crossovers(curves(found)) == []
@@ -139,7 +139,7 @@ def test_the_speed_of_a_wrong_answer_is_no_speed() -> None:
 def test_an_interrupted_benchmark_says_so_and_does_not_pass() -> None:
     found = results(complete=False)
     assert verdict(found) == "not run"
-    assert interruption(found) == "Interrupted: 60 rows were finished; the rest is missing."
+    assert interruption(found) == "Interrupted after 60 rows. The other rows are missing."
     assert interruption(found) in html_from_results(found)
     assert interruption(results()) == ""
 
@@ -147,7 +147,7 @@ def test_an_interrupted_benchmark_says_so_and_does_not_pass() -> None:
 def test_rows_without_a_timing_are_gathered_by_reason() -> None:
     found = {problem.reason: problem for problem in problems(broken_results())}
     assert found["there is no GPU"].status == "not run"
-    assert found["there is no GPU"].rows.startswith("4 rows (softmax on trt; linear on trt;")
+    assert found["there is no GPU"].rows.startswith("4 rows (softmax on trt at 1,024 tokens; linear on trt at ")
     assert found["the runtime ended"].status == "failed"
     (unknown,) = problems(results((without_timing("not run", ""),)))
     assert unknown.reason == "no reason is known"

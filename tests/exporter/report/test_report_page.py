@@ -255,3 +255,13 @@ def test_the_ratio_of_a_comparison_is_in_sight_on_a_narrow_screen(browser: Brows
     )
     assert heads
     assert all(right <= NARROW for right in heads)
+
+
+def test_no_number_of_a_comparison_is_cut_on_a_narrow_screen(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["comparison"], 600)
+    browser.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
+    widths = browser.evaluate(
+        "[...document.querySelectorAll('.checks')].map(e => [e.scrollWidth, e.parentElement.clientWidth])"
+    )
+    assert len(widths) == 2
+    assert all(inner <= outer for inner, outer in widths)
