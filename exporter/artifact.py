@@ -202,7 +202,9 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{file} is damaged: {error}; {REMEDY}") from error
     if not isinstance(values, dict) or type(values.get("format_version")) is not int:
-        raise UserError(f"{file} is not a manifest of effexport: it has no format_version")
+        raise UserError(
+            f"{file} is not a manifest of effexport: it has no format_version; expected one that effexport build wrote"
+        )
     version = values["format_version"]
     if version > FORMAT_VERSION:
         raise UserError(

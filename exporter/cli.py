@@ -182,7 +182,7 @@ def usage_text(error: click.UsageError) -> str:
         case click.MissingParameter(param=click.Option() as option):
             return f"{option.opts[-1]} is missing; {see}"
         case click.BadParameter(param=click.Option() as option):
-            return f"{option.opts[-1]}: {message.replace('integer range', 'integer')}"
+            return f"{option.opts[-1]}: {message}"
     return f"{message}; expected: {usage}"
 
 

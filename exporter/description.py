@@ -9,12 +9,16 @@ import msgspec
 
 from effexport.artifact import open_artifact
 from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
+from effexport.errors import UserError
 from effexport.export.onnx_graph import graph_summary, load_graph
-from effexport.models.families import is_checkpoint
+from effexport.models.families import how_to_download, is_checkpoint
 from effexport.runners.ort.session import kernel_library
 from effexport.spec import build_spec_from_checkpoint
 
 Kind = Literal["artifact", "model", "engine", "checkpoint"]
+# Files that belong to models, but cannot be described.
+OTHER_SUFFIXES = (".safetensors", ".toml", ".json", ".npz")
+EXPECTED = "expected an artifact folder, a checkpoint folder, an ONNX file or an engine"
 
 
 def describe(path: Path) -> tuple[Kind, dict[str, Any]]:
@@ -25,7 +29,14 @@ def describe(path: Path) -> tuple[Kind, dict[str, Any]]:
         return "engine", {"path": str(path), "engine": info.to_dict()}
     if is_checkpoint(path):
         return "checkpoint", describe_checkpoint(path)
-    described = describe_model(path)
+    if not path.exists():
+        raise UserError(f"there is no {path}; {EXPECTED}{how_to_download(path)}")
+    try:
+        described = describe_model(path)
+    except UserError as error:
+        if path.suffix not in OTHER_SUFFIXES or path.is_dir():
+            raise
+        raise UserError(f"{path} is not an ONNX model but a {path.suffix} file; {EXPECTED}") from error
     return "artifact" if "spec" in described else "model", described
 
 
@@ -33,7 +44,7 @@ def describe_model(path: Path) -> dict[str, Any]:
     """A description of an artifact folder or an ONNX file."""
     described: dict[str, Any] = {"path": str(path)}
     file = path
-    if path.is_dir() or not path.exists():
+    if path.is_dir():
         artifact = open_artifact(path)
         file = artifact.model_path
         keys = ("variant", "spec", "precision", "effexport_version", "parity", "engines", "notes")

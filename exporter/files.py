@@ -228,19 +228,24 @@ def load_npz(path: Path) -> dict[str, NDArray[Any]]:
     """Every array of the file. Raises UserError when the file is missing or contains anything but arrays."""
     import numpy as np
 
+    expected = "expected an .npz file with one array per input name, as numpy.savez writes it"
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; {expected}")
     try:
         # numpy leaves the file open if it opened it itself and the archive is damaged
         with path.open("rb") as stream:
             loaded = np.load(stream, allow_pickle=False)
             if not isinstance(loaded, np.lib.npyio.NpzFile):
-                raise UserError(f"{path} holds a single array; expected an .npz file with one array per input name")
+                raise UserError(f"{path} holds a single array; {expected}")
             with loaded as file:
                 return {name: file[name] for name in file.files}
     except FileNotFoundError:
-        raise UserError(f"no input file at {path}") from None
+        raise UserError(f"no input file at {path}; {expected}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error).partition(". ")[0]
-        raise UserError(f"{path} is not an .npz file of plain arrays: {reason}") from error
+        if path.is_file() and not zipfile.is_zipfile(path):  # numpy then speaks of pickles
+            reason = "it has another format or is damaged"
+        raise UserError(f"{path} is not an .npz file of plain arrays: {reason}; {expected}") from error
 
 
 def check_writable(path: Path) -> None:

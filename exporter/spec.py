@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.dtypes import DTYPE_OF_PRECISION, TensorInfo
-from effexport.errors import UserError
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.model_spec import ModelSpec, Scope
 from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_from_dict, attention_spec, field_names
 from effexport.models.validation import ShortRepr, SpecError, check_field_types, did_you_mean, require
+from effexport.toml_file import read_toml
 
 if TYPE_CHECKING:
     from effexport.models.module_spec import ModuleSpec
@@ -126,6 +125,7 @@ class BuildSpec(ShortRepr):
 
 BUILD_FIELDS = [field.name for field in fields(BuildSpec) if field.name != "model"]
 ENCODER_FIELDS = [name for name in field_names(EncoderSpec) if name != "attention"]
+_EXAMPLE = 'expected a TOML file with options of the model, such as variant = "lsh"'
 _TABLES = ("attention", "encoder", "build")
 
 
@@ -206,16 +206,7 @@ def build_spec_from_module(flags: Mapping[str, Any], model: ModuleSpec) -> Build
 
 def options_from_toml(path: Path) -> dict[str, Any]:
     """The fields of a spec file, flat; the tables [attention], [encoder] and [build] are optional grouping."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"no spec file at {path}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read the spec file {path}: it is not text; expected TOML") from error
-    except OSError as error:
-        raise UserError(f"cannot read the spec file {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"cannot read the spec file {path}: it is not TOML: {error}") from error
+    document = read_toml(path, "spec", _EXAMPLE)
     options: dict[str, Any] = {}
     for table in (
         document,

@@ -82,16 +82,21 @@ def check_checkpoint_folder(path: Path) -> None:
         not path.is_file(),
         f"{path} is a file; {expected}. Weights of effexport's own layers go with --variant NAME --weights FILE",
     )
-    is_hub_name = len(path.parts) == 2 and not path.parent.exists()
-    download = f"; to download it from the Hugging Face hub: hf download {path} --local-dir {path.name}"
-    require(path.is_dir(), f"there is no folder {path}; {expected}{download if is_hub_name else ''}")
+    require(path.is_dir(), f"there is no folder {path}; {expected}{how_to_download(path)}")
+
+
+def how_to_download(path: Path) -> str:
+    """The end of an error about a path that does not exist: the command, if the path may be a name on a hub."""
+    may_be_on_hub = len(path.parts) == 2 and not path.parent.exists()
+    command = f"hf download {path} --local-dir {path.name}"
+    return f"; to download it from the Hugging Face hub: {command}" if may_be_on_hub else ""
 
 
 def check_weights_file(path: Path) -> None:
     """Raise SpecError for a path that is not a file of weights. Nothing is read."""
     checkpoint = f"; export a checkpoint with --checkpoint {path}" if is_checkpoint(path) else ""
     require(not path.is_dir(), f"{path} is a folder; expected a weights file{checkpoint}")
-    require(path.is_file(), f"no weights file at {path}")
+    require(path.is_file(), f"no weights file at {path}; expected a safetensors file with weights for the variant")
 
 
 def checkpoint_from_dict(values: Mapping[str, Any]) -> CheckpointSpec:

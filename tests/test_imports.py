@@ -62,7 +62,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("artifact",),
     ("export",),
     ("spec", "runtimes", "dtypes", "environment"),
-    ("plots", "errors", "disk", "files", "units", "version"),
+    ("plots", "errors", "disk", "files", "toml_file", "units", "version"),
     ("models",),
     ("plugins",),
 )

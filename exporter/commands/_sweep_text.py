@@ -46,7 +46,7 @@ def sweep_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
 
         def print_progress(progress: Progress) -> None:
             left = time_left(progress.seconds_left)
-            say(console, f"[{progress.done}/{progress.total}] {progress.text}{left and f'; {left}'}")
+            say(console, f"[{progress.done}/{progress.total}{left and f', {left}'}] {progress.text}")
 
         yield print_progress
         return

@@ -130,7 +130,12 @@ EXAMPLES = (
 )
 @runtime_options(ORT_RUNTIMES)
 @engine_options
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write; default: artifacts/VARIANT.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Folder to write; default: artifacts/ and the name of the variant or checkpoint.",
+)
 @click.option(
     "--trace", is_flag=True, help="Also compare the values inside the graph; the report then shows errors by layer."
 )

@@ -58,6 +58,8 @@ def command(
     """
     if (input_file is None) == (text_file is None):
         raise UserError("give either --input FILE.npz or --text FILE, and not both")
+    if str(input_file) == "-":
+        raise UserError("--input does not read standard input; expected an .npz file. A text can be piped: --text -")
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.files import check_writable, load_npz, save_npz

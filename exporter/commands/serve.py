@@ -32,6 +32,7 @@ TOKEN_VARIABLE = "EFFEXPORT_SERVE_TOKEN"
 SERVER_MODULES = ("starlette", "uvicorn", "httptools", "orjson", "prometheus_client")
 # Modules whose package has another name.
 PACKAGES = {"prometheus_client": "prometheus-client", "ray.serve": "ray[serve]"}
+LAST_PORT = 65535
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -47,9 +48,7 @@ def setting(option: str, field: str, help: str) -> Callable[[Callable[..., None]
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 listens on all interfaces."
 )
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 picks a free one."
-)
+@click.option("--port", type=int, default=8000, show_default=True, help="Port; 0 picks a free one.")
 @runtime_options(ARTIFACT_RUNTIMES)
 @setting("--max-batch", "max_batch", "Largest batch of a run, in rows.")
 @setting("--batch-delay-ms", "batch_delay_ms", "How long a run waits for more requests to fill its batch.")
@@ -89,6 +88,8 @@ def command(
     """
     from effexport.serving.server.target import ServingTarget
 
+    if not 0 <= port <= LAST_PORT:
+        raise UserError(f"--port is {port}; expected 0 to {LAST_PORT}")
     settings = ServingSettings(**{field.name: flags.pop(field.name) for field in fields(ServingSettings)})
     target = ServingTarget(artifact, name, runtime, implementation, settings)
     # the other options are fields of ReplicaSettings

@@ -89,12 +89,12 @@ def module_from_factory(name: str) -> nn.Module:
             function = getattr(importlib.import_module(path), factory)
         except (ImportError, AttributeError) as error:
             raise UserError(f"--module {name}: {error}; expected a function that can be imported from here") from error
-        except Exception as error:  # as below
+        except (Exception, SystemExit) as error:  # as below
             raise UserError(f"--module {name}: importing {path} failed with {failure_of_user(error)}") from error
         check_needs_no_arguments(function, name)
         try:
             module = function()
-        except Exception as error:  # code of the user's, which may raise anything
+        except (Exception, SystemExit) as error:  # code of the user's, which may raise anything
             raise UserError(f"--module {name} failed with {failure_of_user(error)}") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"--module {name} returned a {type(module).__name__}; expected an nn.Module")
@@ -118,11 +118,13 @@ def check_needs_no_arguments(function: object, name: str) -> None:
         )
 
 
-def failure_of_user(error: Exception) -> str:
+def failure_of_user(error: BaseException) -> str:
     """The type, message and place of an error in code of the user's, in one line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text} ({Path(frame.filename).name}, line {frame.lineno}); --debug shows all of it"
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    # a function that is not Python, such as sys.exit, has no line of its own
+    place = "" if frame.filename == __file__ else f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return f"{text}{place}; --debug shows all of it"
 
 
 @contextlib.contextmanager

@@ -144,17 +144,20 @@ def load_graph(path: Path) -> onnx.ModelProto:
     import onnx
     from google.protobuf.message import DecodeError
 
+    expected = "expected the path of an ONNX file"
     if path.is_dir():
-        raise UserError(f"{path} is a folder; expected the path of an ONNX file")
+        raise UserError(f"{path} is a folder; {expected}")
     try:
         # a name such as model.json would make onnx read it as text
         model = onnx.load(str(path), format="protobuf", load_external_data=False)
     except FileNotFoundError:
-        raise UserError(f"no model file at {path}") from None
-    except (DecodeError, OSError, ValueError) as error:
-        raise UserError(f"{path} is not an ONNX model: {error}") from error
+        raise UserError(f"no model file at {path}; {expected}") from None
+    except (DecodeError, ValueError) as error:
+        raise UserError(f"{path} is not an ONNX model: it has another format or is damaged; {expected}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; {expected}") from error
     if not model.graph.node:
-        raise UserError(f"{path} is not an ONNX model: it has no nodes")
+        raise UserError(f"{path} is not an ONNX model: it has no nodes; {expected}")
     check_external_data(model, path)
     return model
 

@@ -45,7 +45,7 @@ def plan_of(store: Store, cells: Sequence[Cell], *, retry_failed: bool, only: Se
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a sweep. text: the last event. done, total: numbers of cells. seconds_left: None if unknown."""
+    """Progress of a sweep. text: the last event. done, total: cells. seconds_left: None if unknown or over."""
 
     text: str
     done: int
@@ -143,7 +143,7 @@ class Sweep:
     def _say(self, text: str) -> None:
         done = self._total - len(self._open)
         left = None
-        if done:
+        if done and self._open:
             elapsed = self.clock() - self._begin
             # on average, the running cells are half done
             left = elapsed / (done + len(self._started) / 2) * (len(self._open) - len(self._started) / 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -27,6 +26,7 @@ from effexport.sweep.values import (
     tables,
     toml_text,
 )
+from effexport.toml_file import read_toml
 
 AXES = ("variants", "seq_lens", "precisions", "targets", "gpus")
 # The same for one cell: the keys of [[include]] and [[exclude]].
@@ -71,16 +71,7 @@ class SweepFile:
 
 def sweep_file_from_path(path: Path) -> SweepFile:
     """Raises UserError, with the name of the file, if it cannot be read or has errors."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"no sweep file at {path}; docs/sweep.md has a complete example") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read the sweep file {path}: it is not text; expected TOML") from error
-    except OSError as error:
-        raise UserError(f"cannot read the sweep file {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"cannot read the sweep file {path}: it is not TOML: {error}") from error
+    document = read_toml(path, "sweep", "docs/sweep.md has a complete example")
     try:
         return sweep_file_from_document(document)
     except (SpecError, UserError) as error:

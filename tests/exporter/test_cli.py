@@ -495,7 +495,9 @@ def test_input_and_output_paths_that_cannot_be(cli: Cli, built: Built, tmp_path:
     path, source = built("lsh", "encoder").path, npz(tmp_path / "in.npz", input_ids=IDS)
     assert "no input file at" in cli("run", path, "--input", tmp_path / "absent.npz").error()
     assert "is a folder" in cli("run", path, "--input", source, "--output", tmp_path).error()
-    assert "does not exist; create it" in cli("run", path, "--input", source, "--output", tmp_path / "a" / "b").error()
+    assert (
+        "does not exist; create it" in cli("run", path, "--input", source, "--output", tmp_path / "a" / "b.npz").error()
+    )
     assert "no artifact at" in cli("run", tmp_path / "absent", "--input", source).error()
 
 
@@ -555,7 +557,7 @@ def test_inspect_counts_external_weights(cli: Cli, built: Built) -> None:
 def test_inspect_of_garbage(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "garbage").write_bytes(os.urandom(500))
     assert "is not an ONNX model" in cli("inspect", tmp_path / "garbage").error()
-    assert "no artifact at" in cli("inspect", tmp_path / "absent").error()
+    assert "absent; expected an artifact folder, a checkpoint" in cli("inspect", tmp_path / "absent").error()
     assert "is not an artifact" in cli("inspect", tmp_path).error()
 
 
@@ -691,7 +693,7 @@ def test_debug_shows_the_traceback_of_an_error_and_nothing_else_does(cli: Cli, t
     debug = cli("inspect", tmp_path / "absent", "--debug")
     assert debug.code == 2
     assert "Traceback (most recent call last)" in debug.err
-    assert "effexport: error: no artifact at" in debug.err
+    assert "effexport: error: there is no " in debug.err
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_a_file_that_is_no_toml_is_an_error_with_its_path(tmp_path: Path, data: 
 def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no spec file at"):
         build_spec_from_options({}, tmp_path / "absent.toml")
-    with pytest.raises(UserError, match="cannot read the spec file"):
+    with pytest.raises(UserError, match=r"the spec file .* is a folder; expected a TOML file"):
         build_spec_from_options({}, tmp_path)
 
 

@@ -1,7 +1,7 @@
 """A hundred mistakes, each answered with one clear line and the right exit status, without a traceback.
 
 Every row runs in this process, in a folder with one small artifact `art`, a folder `swept` of a sweep, a folder
-`checkpoint` whose weights are missing, a text file, a file of random bytes, and nothing else. Afterwards the folder
+`checkpoint` whose weights are missing, two modules that exit, and files of other kinds. Afterwards the folder
 is as it was: what cannot work leaves nothing behind.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ MISTAKES: list[tuple[str, int, str]] = [
         2,
         "aft-full encoder has no custom operators",
     ),
-    ("build --spec nope.toml", 2, "no spec file at nope.toml"),
+    ("build --spec nope.toml", 2, "no spec file at nope.toml; expected a TOML file with options of the model, such as"),
+    ("build --spec art", 2, "the spec file art is a folder; expected a TOML file"),
     ("build --spec garbage", 2, "cannot read the spec file garbage: it is not text; expected TOML"),
     ("build --spec text", 2, "cannot read the spec file text: it is not TOML"),
     ("build --checkpoint google/reformer-enwik8", 2, "hf download google/reformer-enwik8 --local-dir reformer-enwik8"),
@@ -82,7 +84,7 @@ MISTAKES: list[tuple[str, int, str]] = [
         "--variant was given with --checkpoint",
     ),
     ("build --checkpoint checkpoint --weights text", 2, "--checkpoint and --weights cannot be combined"),
-    ("build --variant lsh --weights nope", 2, "no weights file at nope"),
+    ("build --variant lsh --weights nope", 2, "no weights file at nope; expected a safetensors file with weights"),
     ("build --variant lsh --weights art", 2, "art is a folder; expected a weights file"),
     ("build --variant lsh --weights checkpoint", 2, "export a checkpoint with --checkpoint checkpoint"),
     ("build --variant lsh --weights garbage", 2, "garbage is not a readable weights file"),
@@ -90,6 +92,9 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("build --module nope", 2, "--module is 'nope'; expected package.module:factory"),
     ("build --module nope:make", 2, "No module named 'nope'; expected a function that can be imported from here"),
     ("build --module json:nope", 2, "module 'json' has no attribute 'nope'"),
+    ("build --module sys:exit -o x", 2, "--module sys:exit failed with SystemExit; --debug shows all of it"),
+    ("build --module leaving:make -o x", 2, "--module leaving:make failed with SystemExit: 3 (leaving.py, line 4)"),
+    ("build --module usage:make -o x", 2, "importing usage failed with SystemExit: usage: make MODEL (usage.py, line"),
     ("build --module os:getcwd", 2, "--module os:getcwd returned a str; expected an nn.Module"),
     # build: where, and for what
     ("build --variant lsh --runtime cuda", 2, "unknown --runtime 'cuda'; did you mean 'ort-cuda'?"),
@@ -117,8 +122,13 @@ MISTAKES: list[tuple[str, int, str]] = [
     ),
     ("verify art/model.onnx", 2, "it is a file; expected a folder made by effexport build, such as art"),
     ("verify checkpoint", 2, "export it first: effexport build --checkpoint checkpoint"),
-    ("verify art --model nope.onnx", 2, "no model file at nope.onnx"),
-    ("verify art --model garbage", 2, "garbage is not an ONNX model"),
+    ("verify foreign", 2, "it has no format_version; expected one that effexport build wrote"),
+    ("verify art --model nope.onnx", 2, "no model file at nope.onnx; expected the path of an ONNX file"),
+    (
+        "verify art --model garbage",
+        2,
+        "garbage is not an ONNX model: it has another format or is damaged; expected the path",
+    ),
     ("verify art --runtime orrt", 2, "unknown --runtime 'orrt'; did you mean 'ort'?"),
     ("verify art --runtime trt-rtx", 2, "art has no trt-rtx engine"),
     ("verify art --precision-hint bf16", 2, "does not apply to --runtime ort"),
@@ -132,8 +142,12 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run nope --text text", 2, "no artifact at nope"),
     ("run art --text nope", 2, "no text file at nope"),
     ("run art --text .", 2, "cannot read .: Is a directory"),
-    ("run art --input nope.npz", 2, "no input file at nope.npz"),
-    ("run art --input garbage", 2, "garbage is not an .npz file of plain arrays"),
+    ("run art --input nope.npz", 2, "no input file at nope.npz; expected an .npz file with one array per input name"),
+    ("run art --input -", 2, "--input does not read standard input; expected an .npz file. A text can be piped"),
+    ("run art --input art", 2, "art is a folder; expected an .npz file with one array per input name"),
+    ("run art --input garbage", 2, "it has another format or is damaged; expected an .npz file with one array"),
+    ("run art --input empty", 2, "it has another format or is damaged; expected an .npz file with one array"),
+    ("run art --input objects.npz", 2, "objects.npz is not an .npz file of plain arrays: Object arrays cannot be"),
     ("run art --input in.npz", 2, "unknown input 'ids'; did you mean 'input_ids'?"),
     ("run art --text text -o out.txt", 2, "out.txt does not end in .npz"),
     ("run art --text text -o nope/out.npz", 2, "the folder nope does not exist; create it"),
@@ -141,7 +155,15 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run art --text text --runtime ort-cuda", 2, "has no CUDAExecutionProvider"),
     # inspect and report
     ("inspect", 2, "PATH is missing; expected: effexport inspect [OPTIONS] PATH"),
-    ("inspect nope", 2, "no artifact at nope"),
+    (
+        "inspect nope",
+        2,
+        "there is no nope; expected an artifact folder, a checkpoint folder, an ONNX file or an engine",
+    ),
+    ("inspect google/reformer-enwik8", 2, "hf download google/reformer-enwik8 --local-dir reformer-enwik8"),
+    ("inspect art/reference.safetensors", 2, "but a .safetensors file; expected an artifact folder, a checkpoint"),
+    ("inspect art/manifest.json", 2, "but a .json file; expected an artifact folder"),
+    ("inspect in.npz", 2, "but a .npz file; expected an artifact folder"),
     ("inspect garbage", 2, "garbage is not an ONNX model"),
     ("inspect nope.engine", 2, "no engine at nope.engine"),
     ("report", 2, "no artifact given"),
@@ -170,7 +192,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("package art -o repository --format helm", 2, "unknown --format 'helm'. Expected: triton"),
     # serve
     ("serve nope", 2, "no artifact at nope"),
-    ("serve art --port 99999", 2, "--port: 99999 is not in the range"),
+    ("serve art --port 99999", 2, "--port is 99999; expected 0 to 65535"),
     ("serve art --port http", 2, "--port: 'http' is not a valid integer"),
     ("serve art --host nowhere.invalid", 2, "--host is 'nowhere.invalid', which is not an address"),
     ("serve art --runtime orrt", 2, "unknown --runtime 'orrt'; did you mean 'ort'?"),
@@ -192,7 +214,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     # sweep
     ("sweep", 2, "SWEEP.toml is missing; expected: effexport sweep [OPTIONS] SWEEP.toml"),
     ("sweep nope.toml", 2, "no sweep file at nope.toml; docs/sweep.md has a complete example"),
-    ("sweep art", 2, "cannot read the sweep file art: Is a directory"),
+    ("sweep art", 2, "the sweep file art is a folder; docs/sweep.md has a complete example"),
     ("sweep text", 2, "cannot read the sweep file text: it is not TOML"),
     ("sweep nope.toml --jobs 0", 2, "--jobs is 0; expected a number above 0"),
 ]
@@ -212,6 +234,12 @@ def folder(built: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFact
     )
     (folder / "text").write_text("no TOML, but a text\n")
     (folder / "garbage").write_bytes(bytes([0xFF, 0x80, *range(256)]))
+    (folder / "empty").touch()
+    (folder / "leaving.py").write_text("import sys\n\ndef make():\n    sys.exit(3)\n")
+    (folder / "usage.py").write_text("import sys\n\nsys.exit('usage: make MODEL')\n")
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "manifest.json").write_text("{}")
+    np.savez(folder / "objects.npz", ids=np.array([{}], dtype=object))
     np.savez(folder / "in.npz", ids=np.ones((1, 4), np.int64))
     return folder
 
@@ -220,6 +248,7 @@ def folder(built: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFact
 def unchanged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Work in the folder; afterwards it has the same files as before."""
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = sorted(folder.rglob("*"))
     yield
     assert sorted(folder.rglob("*")) == before

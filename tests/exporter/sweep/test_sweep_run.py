@@ -244,7 +244,12 @@ def test_the_time_left_follows_the_pace_so_far(tmp_path: Path) -> None:
     news: list[Progress] = []
     with (store := Store(tmp_path / "out")).opened():
         Sweep(store, LosingExecutor(0), news.append, clock=lambda: next(now)).run(tiny_cells(16, 17, 18, 19))
-    assert [(one.done, one.total, one.seconds_left) for one in news] == [(1, 4, 30), (2, 4, 20), (3, 4, 10), (4, 4, 0)]
+    assert [(one.done, one.total, one.seconds_left) for one in news] == [
+        (1, 4, 30),
+        (2, 4, 20),
+        (3, 4, 10),
+        (4, 4, None),
+    ]
 
 
 def test_a_folder_belongs_to_one_sweep_at_a_time(tmp_path: Path) -> None:
