@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from effexport.commands._options import say
-from effexport.proof.checks.result import NOT_MEASURED, Check, Kind, outcome_of, summary
+from effexport.proof.checks.result import NOT_MEASURED, Check, Kind, only_weights_failed, outcome_of, summary
 from effexport.report.problems import problems_of
 from effexport.report.rendering.text import cases_text
 from effexport.units import NOTHING, number
@@ -19,14 +19,17 @@ _STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "not ap
 
 def print_checks(console: Console, checks: Sequence[Check], divergence: str = "") -> None:
     """Print one row per kind of check. Failures come first, because a reader begins at the top, and before them the
-    first divergence inside the graph; below the table comes what did not run, and whether the reference disagreed with
-    itself."""
+    first divergence inside the graph, unless it is known to follow from other weights; below the table comes what did
+    not run, and whether the reference disagreed with itself."""
     problems = problems_of(checks)
-    if divergence:
+    weights_first = only_weights_failed(checks)
+    if divergence and not weights_first:
         say(console, divergence, style="bold")
     for problem in problems:
         if problem.outcome == "failed":
             say(console, problem.text, style=_STYLES["failed"])
+    if divergence and weights_first:
+        say(console, divergence, style="bold")
     print_table(console, checks)
     for problem in problems:
         if problem.outcome != "failed":

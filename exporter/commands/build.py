@@ -169,7 +169,8 @@ def command(
     settings = settings_from_options(runtime, implementation)
     spec, source, notes, name = request.resolve()
     if implementation == "kernel" and not spec.custom_ops:
-        raise UserError(f"--implementation kernel: {spec.model.title} has no custom operators; leave it out")
+        what = f"{spec.model.title} with --inline" if spec.inline else spec.model.title
+        raise UserError(f"--implementation kernel: {what} has no custom operators; leave it out")
     engines = engines_from_flags(engine_flags, spec)
     output = output or Path("artifacts") / name
     ARTIFACT_FOLDER.check(output, force=force)

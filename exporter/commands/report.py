@@ -75,6 +75,9 @@ def chosen_format(form: str | None, output: Path | None, *, as_json: bool) -> st
         if form not in (None, "json"):
             raise UserError(f"--json and --format {form} would both print on stdout; add -o FILE")
         return "json"
+    named = FORMAT_OF_SUFFIX.get(output.suffix.lower()) if output is not None else None
+    if form is not None and named not in (None, form):
+        raise UserError(f"--format {form} contradicts -o {output}, a file of the format {named}; leave out --format")
     if form is not None:
         return form
     if output is None or not output.suffix:

@@ -104,6 +104,12 @@ def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
                 yield from nodes_within(graph.node)
 
 
+def graph_inputs(model: onnx.ModelProto) -> tuple[TensorInfo, ...]:
+    """The inputs without weights, which old files list as inputs too."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    return tuple(tensor for tensor in graph_tensors(model.graph.input) if tensor.name not in weights)
+
+
 def graph_tensors(values: object) -> tuple[TensorInfo, ...]:
     """Names, dtypes and dims of graph inputs or outputs. Unnamed dynamic dimensions read "?", unknown types too."""
     import onnx

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # The arrays of a case, in the order in which the golden file stores them.
 PARTS = ("inputs", "outputs", "buckets", "margins")
+EXPECTED = "expected the reference.safetensors of an artifact"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def load_reference(path: Path) -> list[Case]:
 
     try:
         with safe_open(path, framework="numpy") as file:
+            if "noise" not in (file.metadata() or {}):
+                raise UserError(f"{path} holds no stored answers; {EXPECTED}; weights go with --weights")
             noise = json.loads(file.metadata()["noise"])
             parts: dict[str, dict[str, dict[str, Array]]] = {name: {part: {} for part in PARTS} for name in noise}
             for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping
@@ -95,4 +98,4 @@ def load_reference(path: Path) -> list[Case]:
     except FileNotFoundError:
         raise UserError(f"no reference file at {path}") from None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not a reference of effexport: {error!r}") from error
+        raise UserError(f"{path} holds no stored answers, or is damaged; {EXPECTED}") from error

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
-from effexport.export.onnx_graph import graph_tensors, load_graph, ops_without_body
+from effexport.export.onnx_graph import graph_inputs, graph_tensors, load_graph, ops_without_body
 from effexport.plugins.ops import DOMAIN
-from effexport.spec import BuildSpec
+from effexport.spec import MASK_NAME, BuildSpec
 
 if TYPE_CHECKING:
     import onnx
+
+    from effexport.artifact import Artifact
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,25 @@ def check_nothing_lost(path: Path, spec: BuildSpec) -> None:
     if not found:
         return
     reason = "it has more than the artifact" if {loss for loss, _ in found} == {ADDED} else "parts are lost"
-    lines = [f"{path} cannot be compared with the artifact, because {reason}"]
-    for loss, text in found:
+    parts = []
+    for number, (loss, text) in enumerate(found, start=1):
         known = f" Known: {loss.tools}." if loss.tools else ""
-        lines.append(f"{loss.part}: {text}.{known} Remedy: {loss.remedy}")
-    raise UserError("\n  ".join(lines))
+        counter = f"({number}) " if len(found) > 1 else ""
+        parts.append(f"{counter}{loss.part}: {text}.{known} Remedy: {loss.remedy}")
+    raise UserError(f"{path} cannot be compared with the artifact, because {reason}: {'; '.join(parts)}")
+
+
+def check_same_inputs(path: Path, artifact: Artifact) -> None:
+    """Raise UserError if nothing in a file resembles the data that the artifact reads: it has lost nothing, it is
+    another model. A renamed input still has its type and rank; the mask is an input of nearly every model."""
+    given, expected = graph_inputs(load_graph(path)), artifact.spec.inputs
+    data, theirs = ([tensor for tensor in inputs if tensor.name != MASK_NAME] for inputs in (expected, given))
+    names = {tensor.name for tensor in theirs}
+    kinds = {(tensor.dtype, len(tensor.dims)) for tensor in theirs}
+    if not any(tensor.name in names or (tensor.dtype, len(tensor.dims)) in kinds for tensor in data):
+        raise UserError(
+            f"{path} is another model: its inputs are {listed(given)}; those of {artifact.path} are {listed(expected)}"
+        )
 
 
 def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[Loss, str]]:
@@ -85,10 +101,7 @@ def losses(model: onnx.ModelProto, spec: BuildSpec) -> Iterator[tuple[Loss, str]
             BODIES,
             f"{', '.join(f'{DOMAIN}::{op}' for op in ops)} have none, so only effexport's kernels could run the file",
         )
-    weights = {tensor.name for tensor in model.graph.initializer}
-    # old files list their weights as inputs too
-    inputs = tuple(tensor for tensor in graph_tensors(model.graph.input) if tensor.name not in weights)
-    given = {tensor.name: tensor for tensor in (*inputs, *graph_tensors(model.graph.output))}
+    given = {tensor.name: tensor for tensor in (*graph_inputs(model), *graph_tensors(model.graph.output))}
     expected = (*spec.inputs, *spec.outputs)
     both = f"the file has {listed(tuple(given.values()))}; expected {listed(expected)}"
     names = {tensor.name for tensor in expected}

@@ -14,7 +14,7 @@ from effexport.models.module_spec import ModuleSpec
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import Check, Kind, is_about_the_model, not_run
-from effexport.proof.lost_parts import check_nothing_lost
+from effexport.proof.lost_parts import check_nothing_lost, check_same_inputs
 from effexport.proof.references.choice import ReferenceChoice, references_from_choice
 from effexport.proof.references.rebuilt_module import check_weights, why_not_rebuilt
 from effexport.proof.trace.trace import Trace
@@ -61,6 +61,7 @@ class Candidate:
         """Raises UserError for options that the model or the runtime cannot follow."""
         check_precision_of_model(self.artifact.spec, self.options)
         if not self.is_engine and self.model is not None:
+            check_same_inputs(self.model, self.artifact)
             check_nothing_lost(self.model, self.artifact.spec)
         if self.options.implementation == "kernel" and not custom_ops_of_model(self.path):
             raise UserError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from effexport.environment import versions
+from effexport.proof.checks.result import Check, is_about_bodies, only_weights_failed
 from effexport.proof.trace.trace import Trace
 from effexport.report.model import PYTORCH, LayerError, Report
 from effexport.report.rendering.text import trace_text
@@ -38,14 +40,18 @@ def report_from_verification(
         weights_from=manifest.weights_from,
         reference=request.choice.title,
         options=options_of(candidate, request),
-        divergence=divergence_text(traced, request) if traced else "",
+        divergence=divergence_text(traced, request, verification.checks) if traced else "",
     )
 
 
-def divergence_text(trace: Trace, request: Request) -> str:
-    """The first divergence from the artifact's own PyTorch module, whatever the outputs were compared with."""
-    text = trace_text(trace)
-    if trace.first_divergence is None and request.choice.title != PYTORCH:
+def divergence_text(trace: Trace, request: Request, checks: Sequence[Check]) -> str:
+    """The first divergence from the artifact's own PyTorch module, whatever the outputs were compared with.
+
+    checks: of the verification. Where all pass, the reference does not differ either.
+    """
+    text = trace_text(trace, other_weights=only_weights_failed(checks))
+    failed = any(check.status == "failed" and not is_about_bodies(check) for check in checks)
+    if trace.first_divergence is None and failed and request.choice.title != PYTORCH:
         return f"{text}. So the model computes what its own PyTorch module computes, and {request.choice.title} differs"
     return text
 

@@ -306,7 +306,7 @@ def test_a_reference_that_is_something_else_is_an_error(copied: Copied, rewrite_
     folder = copied()
     for data in (b"", b"nonsense", b"\xff" * 100, (2).to_bytes(8, "little") + b"{}"):
         (folder / "reference.safetensors").write_bytes(data)
-        with pytest.raises(UserError, match=r"reference\.safetensors is not a reference of effexport"):
+        with pytest.raises(UserError, match=r"reference\.safetensors holds no stored answers"):
             load_reference(folder / "reference.safetensors")
 
 

@@ -178,6 +178,11 @@ def passed(checks: Sequence[Check]) -> bool:
     return ran and all(c.status != "failed" for c in checks)
 
 
+def only_weights_failed(checks: Sequence[Check]) -> bool:
+    """Whether the weights that were named are others, and nothing else is wrong."""
+    return {check.kind for check in checks if check.status == "failed"} == {Kind.WEIGHTS}
+
+
 def is_about_the_model(check: Check) -> bool:
     """Whether a check compared what the whole model computes: not the reference, weights, or one function body."""
     others = (*OF_THE_REFERENCE, Kind.WEIGHTS, Kind.TRACE)

@@ -14,6 +14,7 @@ import numpy as np
 from effexport.artifact import Artifact, open_artifact
 from effexport.environment import require_torch
 from effexport.errors import RuntimeFailedError, Unavailable, UserError
+from effexport.export.onnx_graph import graph_inputs, load_graph
 from effexport.models.validation import did_you_mean
 from effexport.proof.answers import REFERENCE_SEED_OFFSET
 from effexport.proof.checks.candidate import Candidate
@@ -22,7 +23,7 @@ from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import FeedLimits, limits_from_spec
-from effexport.runners.runner import ModelOptions
+from effexport.runners.runner import ModelOptions, tensors_text
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES, ORT_RUNTIMES
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequen
 
     A model that hashes answers with the buckets of the case, so that its arithmetic can be compared; the buckets that
     it would have chosen itself are compared too, or a model with other rotations would pass.
-    Raises UserError for a model that cannot answer them.
+    Raises UserError for another model, which cannot answer them.
     """
     result = Reference("runtime")
     with contextlib.ExitStack() as stack:
@@ -287,17 +288,24 @@ def opened_reference(
         other = open_artifact(choice.path)
         hashes, path, limits = other.manifest.hash_values, other.model_path, limits_from_spec(other.spec)
         if choice.runtime in ENGINE_RUNTIMES:
-            check_same_hashes(choice, artifact, hashes)
+            check_same_model(choice, artifact, path, hashes)
             engine = other.engine_path(choice.runtime)
             candidate = engine_candidate(engine, read_sidecar(engine), path, other.spec, hashes)
             return stack.enter_context(candidate), limits.max_seq_len
-    check_same_hashes(choice, artifact, hashes)
+    check_same_model(choice, artifact, path, hashes)
     open_model = model_opener(choice.runtime, ModelOptions(memory_arena=False))
     return ModelCandidate(path, hashes, limits, open_model), limits.max_seq_len
 
 
-def check_same_hashes(choice: ReferenceChoice, artifact: Artifact, hashes: Sequence[str]) -> None:
-    """Raises UserError for a model that hashes in other layers: the buckets of a case do not fit it."""
+def check_same_model(choice: ReferenceChoice, artifact: Artifact, path: Path, hashes: Sequence[str]) -> None:
+    """Raises UserError for a model that cannot answer the cases: it lacks an input of the artifact, or it hashes in
+    other layers, so that the buckets of a case do not fit it."""
+    given, expected = graph_inputs(load_graph(path)), artifact.spec.inputs
+    if not {tensor.name for tensor in expected} <= {tensor.name for tensor in given}:
+        raise UserError(
+            f"--reference {choice.title} is another model: its inputs are {tensors_text(given)}; those of "
+            f"{artifact.path} are {tensors_text(expected)}"
+        )
     ours = artifact.manifest.hash_values
     if hashes and ours and set(hashes) != set(ours):
         raise UserError(

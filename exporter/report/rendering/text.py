@@ -43,8 +43,11 @@ def failure_text(checks: Sequence[Check], trace: Trace | Unavailable | None = No
     return "\n  ".join([f"{outcomes_text(checks)}; nothing was written", *lines])
 
 
-def trace_text(trace: Trace | Unavailable) -> str:
-    """The first divergence of a trace, what agrees before it, and how many values were compared."""
+def trace_text(trace: Trace | Unavailable, *, other_weights: bool = False) -> str:
+    """The first divergence of a trace, what agrees before it, and how many values were compared.
+
+    other_weights: whether PyTorch is known to have other weights than the model, so that no node is to blame.
+    """
     if isinstance(trace, Unavailable):
         return f"no trace: {trace.reason}"
     compared = f"{len(trace.values)} of {trace.pairable} values were compared with PyTorch's ({trace.case})"
@@ -55,17 +58,22 @@ def trace_text(trace: Trace | Unavailable) -> str:
         return f"no divergence: {compared}, and all agree where the runtime does not optimise the graph"
     agreeing = trace.values.index(value)
     metric = METRIC if value.limit else "share of elements that differ"
-    before = f"the {agreeing} values before it agree" if agreeing else "it is the first value"
+    before = "it is the first value"
+    if agreeing:
+        before = f"the {agreeing} values before it agree" if agreeing > 1 else "the value before it agrees"
+    cause = _suspects_text(trace.suspects, other_weights=other_weights)
     return (
         f"first divergence: value `{value.name}` of {value.module or 'the model itself'} ({value.op_type}), {metric} "
-        f"{value.error:.2g} > {value.limit:.2g}; {before}; {_suspects_text(trace.suspects)}. {compared}"
+        f"{value.error:.2g} > {value.limit:.2g}; {before}; {cause}. {compared}"
     )
 
 
-def _suspects_text(suspects: Sequence[Suspect]) -> str:
+def _suspects_text(suspects: Sequence[Suspect], *, other_weights: bool) -> str:
     """Where the fault behind a divergence lies."""
     weights = list(dict.fromkeys(name for suspect in suspects for name in suspect.weights))
     listed = f"{', '.join(weights[:LISTED])}{' …' if len(weights) > LISTED else ''}"
+    if other_weights:
+        return f"it is computed from the weights {listed}" if weights else "it depends on the weights"
     if len(suspects) > 1:
         nodes = ", ".join(f"{s.op_type} `{s.value}`" for s in suspects[:LISTED])
         more = f" and {len(suspects) - LISTED} more" if len(suspects) > LISTED else ""

@@ -132,6 +132,10 @@ def test_bad_usage_is_said(cli: Cli, artifact: Path, tmp_path: Path) -> None:
     assert "unknown --format 'pdf'" in message
     assert "html, json, markdown, junit" in message
     assert "add -o FILE" in cli("report", artifact, "--format", "html", "--json").error()
+    page = tmp_path / "r.html"
+    message = cli("report", artifact, "--format", "json", "-o", page).error(2)
+    assert f"--format json contradicts -o {page}, a file of the format html; leave out --format" in message
+    assert not page.exists()
 
 
 DAMAGE: dict[str, tuple[str, str]] = {

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import onnx
 import pytest
+import torch
 from onnx import numpy_helper
 from safetensors.torch import save_file
 from transformers_models import saved
@@ -81,7 +82,7 @@ def test_words_files_and_runtimes_are_told_apart(built: Built) -> None:
     ("text", "message"),
     [
         ("gold", "unknown --reference 'gold'; did you mean 'golden'?"),
-        ("", "unknown --reference ''"),
+        ("", "the argument after --reference is empty"),
         ("PATH@orrt", "unknown runtime 'orrt'; did you mean 'ort'?"),
         ("PATH@", "unknown runtime ''"),
         ("@ort", "expected an artifact or an ONNX file before the @"),
@@ -115,13 +116,19 @@ def test_another_file_or_artifact_answers_the_golden_inputs(cli: Cli, built: Bui
     assert wrong.json["trace"]["first_divergence"] is None
     equal = cli("verify", artifact.path, "--model", bad, "--reference", f"{bad}@ort")
     assert equal.code == 0, equal.err
+    itself = cli("verify", artifact.path, "--reference", f"{artifact.path}@ort", "--trace")
+    assert itself.code == 0, itself.err
+    assert "no divergence: " in itself.out
+    assert "differs" not in itself.out
 
 
 def test_a_reference_of_another_model_is_refused(cli: Cli, built: Built) -> None:
     artifact, other = built("softmax", "attention"), built("softmax", "encoder")
     golden = cli("verify", artifact.path, "--reference", other.reference_path).error()
     assert "is of another model: its inputs are ['attention_mask', 'input_ids']" in golden
-    assert "unknown input 'hidden_states'" in cli("verify", artifact.path, "--reference", f"{other.path}@ort").error()
+    reference = f"{other.path}@ort"
+    message = cli("verify", artifact.path, "--reference", reference).error()
+    assert f"--reference {reference} is another model: its inputs are input_ids int64 [batch, seq], " in message
     hashed = built("lsh", "attention")
     assert "its hashes are []" in cli("verify", hashed.path, "--reference", artifact.reference_path).error()
 
@@ -184,9 +191,12 @@ def test_weights_that_were_named_are_compared(cli: Cli, built: Built, tmp_path: 
             f"{other} holds other weights than the artifact was built with, which were drawn from seed 0" in result.err
         )
         assert " NOT proven equal to " in lines[-1]
-        # the trace finds the first value that the named weights would have changed, and it stands at the top
-        first = next(line for line in lines if not line.startswith("…"))
-        assert first.startswith("first divergence: value `")
+        # the model is right, so the cause stands at the top: no node is to blame for what the trace finds
+        first, second = [line for line in lines if not line.startswith("…")][:2]
+        assert first.startswith("failed: weights: ")
+        assert second.startswith("first divergence: value `")
+        assert "it is computed from the weights " in second
+        assert "wrong" not in second
 
 
 def test_what_was_named_and_cannot_be_compared_is_refused_before_anything_runs(
@@ -263,7 +273,11 @@ def test_a_golden_file_from_elsewhere(cli: Cli, built: Built, tmp_path: Path) ->
     assert result.code == 0, result.err
     assert f"equal to {file}" in result.err
     file.write_bytes(b"nothing")
-    assert "is not a reference of effexport" in cli("verify", artifact.path, "--reference", file).error()
+    expected = f"{file} holds no stored answers, or is damaged; expected the reference.safetensors of an artifact"
+    assert expected in cli("verify", artifact.path, "--reference", file).error()
+    save_file({"weight": torch.zeros(2)}, file)
+    expected = f"{file} holds no stored answers; expected the reference.safetensors of an artifact; weights go with"
+    assert expected in cli("verify", artifact.path, "--reference", file).error()
 
 
 def test_only_the_named_cases_run(cli: Cli, built: Built) -> None:
