@@ -5,6 +5,7 @@ Everything but types is imported inside the functions, so that `import effexport
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,13 +94,18 @@ def build(
     from effexport.spec import BuildSpec
 
     require_torch("effexport.build")
-    wanted = spec if isinstance(spec, BuildSpec) else optional_path(spec)
+    check_build_types(variant, module, settings, engines)
+    wanted = spec if isinstance(spec, BuildSpec) else optional_path("spec", spec)
     request = BuildRequest(
-        {"variant": variant, **options}, wanted, optional_path(checkpoint), optional_path(weights), module
+        {"variant": variant, **options},
+        wanted,
+        optional_path("checkpoint", checkpoint),
+        optional_path("weights", weights),
+        module,
     )
     with user_errors():
         resolved, source, notes, name = request.resolve()
-        folder = optional_path(output) or Path("artifacts") / name
+        folder = optional_path("output", output) or Path("artifacts") / name
         ARTIFACT_FOLDER.check(folder, force=force)
         artifact, found = artifact_from_spec(
             resolved,
@@ -115,6 +121,24 @@ def build(
     return BuildResult(artifact, found)
 
 
+def check_build_types(variant: object, module: object, settings: OrtSettings | None, engines: object) -> None:
+    """Raise UserError for arguments of `build` that have another type than expected, other than paths."""
+    from torch import nn
+
+    from effexport.engines.spec import EngineSpec
+    from effexport.errors import check_type
+
+    check_type("variant", variant, (str, type(None)), "the name of a variant")
+    check_type(
+        "module", module, (nn.Module, str, type(None)), "an nn.Module, not its class, or 'package.module:factory'"
+    )
+    check_settings(settings)
+    check_type("engines", engines, (list, tuple), "a list of EngineSpec")
+    assert isinstance(engines, (list, tuple))
+    for engine in engines:
+        check_type("an item of engines", engine, EngineSpec, "an EngineSpec")
+
+
 def verify(
     artifact: str | Path,
     *,
@@ -124,7 +148,7 @@ def verify(
     implementation: str = "auto",
     precision_hint: str = "",
     reference: str = "auto",
-    cases: Sequence[str] = (),
+    cases: str | Sequence[str] = (),
     trace: bool = False,
     on_stage: OnStage = quiet,
 ) -> Report:
@@ -132,26 +156,35 @@ def verify(
 
         assert effexport.verify("artifacts/lsh", runtime="openvino").verdict == "passed"
 
-    The arguments have the names and values of the flags. A check that fails does not raise: it makes the verdict of the
-    report "failed". Raises UserError for an artifact, a file or a runtime that is not available, and for what was asked
-    for and cannot be compared.
+    The arguments have the names and values of the flags; cases may be one name or several. A check that fails does not
+    raise: it makes the verdict of the report "failed".
+    Raises UserError for an artifact, a file or a runtime that is not available, and for what was asked for and cannot
+    be compared.
     """
     import time
 
     from effexport.artifact import open_artifact
+    from effexport.errors import check_type
     from effexport.proof.references.choice import parse_choice
     from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
     from effexport.report.verified import report_from_verification
     from effexport.runners.artifact_runner import check_runtime
     from effexport.runners.runner import ModelOptions
 
+    check_texts(runtime=runtime, implementation=implementation, precision_hint=precision_hint, reference=reference)
+    names = (cases,) if isinstance(cases, str) else cases
+    check_type("cases", names, (list, tuple), "a name or a list of names")
+    for case in names:
+        check_type("an item of cases", case, str, "the name of a case")
     choice = parse_choice(reference)
     options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint)
     check_runtime(runtime, options)
     start = time.perf_counter()
     with user_errors():
-        candidate = Candidate(open_artifact(Path(artifact)), runtime, options, optional_path(model))
-        request = Request(choice, optional_path(weights), tuple(cases), trace)
+        candidate = Candidate(
+            open_artifact(path_of("artifact", artifact)), runtime, options, optional_path("model", model)
+        )
+        request = Request(choice, optional_path("weights", weights), tuple(names), trace)
         verification, found = verify_artifact(candidate, request, on_stage)
     return report_from_verification(candidate, request, verification, found, time.perf_counter() - start)
 
@@ -176,8 +209,8 @@ def inspect(path: str | Path) -> Description:
     from effexport.description import describe
 
     with user_errors():
-        kind, details = describe(Path(path))
-    return Description(kind, Path(path), details)
+        kind, details = describe(path_of("path", path))
+    return Description(kind, path_of("path", path), details)
 
 
 def report(artifact: str | Path) -> Report:
@@ -188,7 +221,7 @@ def report(artifact: str | Path) -> Report:
     from effexport.artifact import open_artifact
     from effexport.report.reading import report_of_artifact
 
-    return report_of_artifact(open_artifact(Path(artifact)))
+    return report_of_artifact(open_artifact(path_of("artifact", artifact)))
 
 
 @overload
@@ -218,7 +251,10 @@ def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str 
     from effexport.runners.feeds import limits_from_spec
     from effexport.runners.ort.runner import OrtRunner
 
-    artifact = open_artifact(Path(path))
+    check_settings(settings)
+    if runtime is not None:
+        check_texts(runtime=runtime)
+    artifact = open_artifact(path_of("path", path))
     if runtime is not None:
         if settings is not None:
             raise UserError("settings and runtime were both given; settings are for ONNX Runtime, so give one of them")
@@ -237,12 +273,37 @@ def load_decoder(path: str | Path, settings: OrtSettings | None = None) -> Decod
     from effexport.runners.feeds import limits_from_spec
     from effexport.runners.ort.decode import DecodeRunner
 
-    artifact = open_artifact(Path(path))
+    check_settings(settings)
+    artifact = open_artifact(path_of("path", path))
     if not artifact.spec.model.has_decode_step:
         raise UserError(f"{path} has no decode step; only causal linear and aft-simple models have one")
     limits = limits_from_spec(artifact.spec)
     return DecodeRunner(artifact.decode_step_path, artifact.prefill_path, limits, settings)
 
 
-def optional_path(path: str | Path | None) -> Path | None:
-    return None if path is None else Path(path)
+def path_of(name: str, path: str | Path) -> Path:
+    """The argument of this name as a path. Raises UserError for something else."""
+    from effexport.errors import check_type
+
+    check_type(name, path, (str, os.PathLike), "a path, as str or pathlib.Path")
+    return Path(path)
+
+
+def optional_path(name: str, path: str | Path | None) -> Path | None:
+    return None if path is None else path_of(name, path)
+
+
+def check_settings(settings: OrtSettings | None) -> None:
+    """Raise UserError for settings that are something else."""
+    from effexport.errors import check_type
+    from effexport.runners.ort.settings import OrtSettings
+
+    check_type("settings", settings, (OrtSettings, type(None)), "an effexport.OrtSettings")
+
+
+def check_texts(**values: str) -> None:
+    """Raise UserError for arguments that must be text and are something else."""
+    from effexport.errors import check_type
+
+    for name, value in values.items():
+        check_type(name, value, str, "text")

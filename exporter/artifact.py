@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +179,8 @@ def not_an_artifact(path: Path) -> str:
         whole = f", such as {path.parent}" if (path.parent / MANIFEST).is_file() else ""
         return f"{path} is not an artifact: it is a file; expected a folder made by effexport build{whole}"
     if is_checkpoint(path):
-        return f"{path} is not an artifact: it is a checkpoint; export it first: effexport build --checkpoint {path}"
+        quoted = shlex.quote(str(path))
+        return f"{path} is not an artifact: it is a checkpoint; export it first: effexport build --checkpoint {quoted}"
     # the folder of a sweep has artifacts in it, and a page of its own, which that of a benchmark has, too
     manifests = [found for name in ("*", "cells/*/*") for found in sorted(path.glob(f"{name}/{MANIFEST}"))]
     page = f"; its own report is {path / REPORT_HTML}" if (path / REPORT_HTML).is_file() else ""
@@ -193,7 +195,9 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     if not path.exists():
-        raise UserError(f"no artifact at {path}; make one with: effexport build --variant lsh -o {path}")
+        raise UserError(
+            f"no artifact at {path}; make one with: effexport build --variant lsh -o {shlex.quote(str(path))}"
+        )
     if not file.is_file():
         raise UserError(not_an_artifact(path))
     try:

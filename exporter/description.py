@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,5 +66,5 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         "custom_ops": spec.custom_ops,
         "spec": spec.to_dict()["model"],
         "notes": list(notes),
-        "build": f"effexport build --checkpoint {folder}",
+        "build": f"effexport build --checkpoint {shlex.quote(str(folder))}",
     }

@@ -53,6 +53,14 @@ class MissingExtraError(UserError):
         super().__init__(f"{remedy} ({remark})" if remark else remedy)
 
 
+def check_type(name: str, value: object, accepted: type | tuple[type, ...], expected: str) -> None:
+    """Raise UserError unless a value has a type that is accepted. name: of the argument. expected: in words."""
+    if not isinstance(value, accepted):
+        text = repr(value)
+        given = text if len(text) <= 80 and text.isprintable() else f"a value of the type {type(value).__name__}"
+        raise UserError(f"{name} is {given}; expected {expected}")
+
+
 @dataclass(frozen=True)
 class Unavailable:
     """The reason why a result is not available here. It is returned instead of the result and is not an error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,9 +221,8 @@ def next_step(artifact: Artifact, report: Report) -> str:
         for engine in report.engines
         if any(check.status == "not run" and check.target == engine.target for check in report.checks)
     ]
-    if unproven:
-        return f"on a machine with a GPU, effexport verify {artifact.path} --runtime {unproven[0]}"
-    return f"effexport verify {artifact.path}"
+    command = f"effexport verify {shlex.quote(str(artifact.path))}"
+    return f"on a machine with a GPU, {command} --runtime {unproven[0]}" if unproven else command
 
 
 def print_engine(console: Console, artifact: Artifact, engine: EngineEntry) -> None:

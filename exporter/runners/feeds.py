@@ -44,7 +44,7 @@ def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLim
     for name in feeds:
         if name not in names:
             raise UserError(f"unknown input {name!r}{did_you_mean(name, names)} Expected: {expected}")
-    complete = {name: array_of(name, value) for name, value in feeds.items()}
+    complete = {tensor.name: array_of(feeds[tensor.name], tensor) for tensor in inputs if tensor.name in feeds}
     sizes: dict[str, tuple[int, str]] = {}
     for tensor in inputs:
         if tensor.name not in complete and tensor.name in INPUT_DEFAULTS:
@@ -58,21 +58,32 @@ def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLim
     return {name: complete[name] for name in names}
 
 
-def array_of(name: str, value: Any) -> Array:
-    """An array, or nested lists as an array. Raises UserError for lists of different lengths."""
+def array_of(value: Any, tensor: TensorInfo, what: str = "input") -> Array:
+    """An array, or nested lists as an array.
+
+    Raises UserError for lists of different lengths, and for lists of something that becomes another element type.
+    """
     import numpy as np
 
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
     except ValueError as error:  # "inhomogeneous shape"
         raise UserError(
-            f"input {name!r} has rows of different lengths; pad them to one length, and mask the padding"
+            f"{what} {tensor.name!r} has rows of different lengths; pad them to one length, and mask the padding"
         ) from error
+    if array.size and array.dtype.name != tensor.dtype and not hasattr(value, "dtype"):
+        given = f"{what} {tensor.name!r} is a {type(value).__name__} that numpy reads as {array.dtype.name}"
+        if tensor.dtype.startswith("int"):
+            raise UserError(f"{given}; expected {tensor}, as nested lists of integers that fit in {tensor.dtype}")
+        raise UserError(f"{given}; expected an array: {tensor}: make one with numpy.array(…, dtype={tensor.dtype!r})")
+    return array
 
 
-def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, str]]) -> None:
+def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, str]], what: str = "input") -> None:
     """Check dtype, rank and dims of one input. `sizes` collects the named dimensions seen so far."""
-    given = f"input {tensor.name!r} is {value.dtype} {list(value.shape)}"
+    given = f"{what} {tensor.name!r} is {value.dtype} {list(value.shape)}"
+    if value.size == 0:
+        raise UserError(f"{given}, which is empty; expected at least one element in every dimension of {tensor}")
     if value.dtype.name != tensor.dtype:
         raise UserError(f"{given}; expected {tensor}: convert it with .astype({tensor.dtype!r})")
     if value.ndim != len(tensor.dims):
@@ -80,12 +91,10 @@ def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, st
     for dim, size in zip(tensor.dims, value.shape, strict=True):
         if isinstance(dim, int) and size != dim:
             raise UserError(f"{given}; expected {tensor}")
-        if size == 0:
-            raise UserError(f"{given}, which is empty; expected at least one element in every dimension of {tensor}")
         if isinstance(dim, str) and dim != "?":
             known, owner = sizes.setdefault(dim, (size, tensor.name))
             if known != size:
-                raise UserError(f"{given}, but {dim} is {known} in {owner!r}; expected the same {dim} in all inputs")
+                raise UserError(f"{given}, but {dim} is {known} in {owner!r}; expected the same {dim} in all {what}s")
 
 
 def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> None:

@@ -146,6 +146,49 @@ def test_the_repr_of_a_spec_is_the_call_that_makes_it(small_spec: Callable[..., 
     assert eval(repr(spec), names) == spec
 
 
+@pytest.mark.parametrize("value", [None, 3, b"x", [], {"a\nb": 1}], ids=repr)
+@pytest.mark.parametrize("name", ["inspect", "report", "verify", "load", "load_decoder"])
+def test_something_else_than_a_path_is_refused_in_one_line(name: str, value: object) -> None:
+    with pytest.raises(effexport.UserError, match=r"(path|artifact) is .*; expected a path, as str or") as refused:
+        getattr(effexport, name)(value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.requires("torch", "onnx", "ort")
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("build", {"variant": []}, r"variant is \[\]; expected the name of a variant"),
+        ("build", {"spec": {"variant": "lsh"}}, r"spec is {'variant': 'lsh'}; expected a path"),
+        ("build", {"variant": "lsh", "output": 3}, "output is 3; expected a path"),
+        ("build", {"module": 3}, "module is 3; expected an nn.Module, not its class, or 'package.module:factory'"),
+        ("build", {"module": str}, "module is <class 'str'>; expected an nn.Module"),
+        (
+            "build",
+            {"variant": "lsh", "settings": {"threads": 1}},
+            "settings is {'threads': 1}; expected an effexport.Ort",
+        ),
+        ("build", {"variant": "lsh", "engines": "trt"}, "engines is 'trt'; expected a list of EngineSpec"),
+        ("build", {"variant": "lsh", "engines": ["trt"]}, "an item of engines is 'trt'; expected an EngineSpec"),
+        ("verify", {"artifact": "x", "cases": 3}, "cases is 3; expected a name or a list of names"),
+        ("verify", {"artifact": "x", "cases": [3]}, "an item of cases is 3; expected the name of a case"),
+        ("verify", {"artifact": "x", "model": 3}, "no artifact at x|model is 3; expected a path"),
+        ("verify", {"artifact": "x", "runtime": []}, r"runtime is \[\]; expected text"),
+        ("load", {"path": "x", "settings": {}}, "settings is {}; expected an effexport.OrtSettings"),
+        ("load", {"path": "x", "runtime": 3}, "runtime is 3; expected text"),
+        ("load_decoder", {"path": "x", "settings": 3}, "settings is 3; expected an effexport.OrtSettings"),
+        ("OrtSettings", {"threads": "a"}, "threads is 'a'; expected an integer"),
+        ("OrtSettings", {"threads": 1.5}, "threads is 1.5; expected an integer"),
+        ("OrtSettings", {"threads": 10**9}, "threads is 1000000000; expected at most"),
+        ("OrtSettings", {"cuda_graph": "yes"}, "cuda_graph is 'yes'; expected true or false"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_in_one_line(name: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(effexport.UserError, match=message) as refused:
+        getattr(effexport, name)(**arguments)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.requires("ort")
 def test_verify_returns_a_report_whose_verdict_is_that_of_the_command(built: Built, cli: Callable[..., Any]) -> None:
     artifact = built("softmax", "attention")
@@ -175,6 +218,7 @@ def test_verify_does_not_raise_for_another_model_that_differs(built: Built, tmp_
         ({"runtime": "otr"}, "unknown --runtime 'otr'; did you mean"),
         ({"reference": "gold"}, "gold"),
         ({"model": "absent.onnx"}, "absent.onnx"),
+        ({"cases": "exprot"}, "there is no case 'exprot'; did you mean 'export'"),
         ({"cases": ["exprot"]}, "there is no case 'exprot'; did you mean 'export'"),
     ],
 )

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -188,7 +189,7 @@ def test_list_is_one_object_with_all_variants(cli: Cli) -> None:
 
 
 def test_build_prints_one_object_and_progress_elsewhere(cli: Cli, tmp_path: Path) -> None:
-    output = tmp_path / "deep" / "aft"
+    output = tmp_path / "a deep" / "aft é"
     result = cli("build", "--variant", "aft-simple", *SMALL, "--seed", "3", "-o", output, "--json")
     assert result.code == 0
     assert result.json["artifact"] == str(output)
@@ -196,7 +197,7 @@ def test_build_prints_one_object_and_progress_elsewhere(cli: Cli, tmp_path: Path
     assert result.json["spec"]["seed"] == 3
     assert json.loads((output / "manifest.json").read_text()).items() <= result.json.items()
     assert "… exporting to ONNX" in result.err
-    assert f"Next: effexport verify {output}" in result.err
+    assert f"Next: effexport verify {shlex.quote(str(output))}" in result.err
     again = cli("build", "--variant", "aft-simple", *SMALL, "-o", output)
     assert "exists; choose another folder with -o, or replace it with --force" in again.error()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import MissingExtraError, UserError
-from effexport.models.validation import did_you_mean
+from effexport.models.validation import SpecError, check_field_types, did_you_mean
 from effexport.runtimes import ORT_RUNTIMES, RUNTIMES
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ PROVIDERS: dict[str, str] = {
 }
 # For custom operators: our kernels if they are built, our kernels or an error, the function bodies of the model.
 IMPLEMENTATIONS = ("auto", "kernel", "body")
+# ONNX Runtime starts all threads when it loads a model: more than this is a slip, unless the machine has as many cores.
+MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,18 @@ class OrtSettings:
         return "cuda" if self.provider in ("cuda", "tensorrt") else "cpu"
 
     def __post_init__(self) -> None:
+        try:
+            check_field_types(self)
+        except SpecError as error:
+            raise UserError(str(error)) from error
         for name, known in (("provider", tuple(PROVIDERS)), ("implementation", IMPLEMENTATIONS)):
             value = getattr(self, name)
             if value not in known:
                 raise UserError(f"unknown {name} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"threads is {self.threads}; expected at least 1")
+        most = max(MOST_THREADS, os.cpu_count() or 1)
+        if self.threads is not None and not 1 <= self.threads <= most:
+            limit = "at least 1" if self.threads < 1 else f"at most {most}"
+            raise UserError(f"threads is {self.threads}; expected {limit}")
         # a CUDA graph must hold the whole model, and the parts that TensorRT takes are not known in advance
         for name, useful in (("cuda_graph", ("cuda",)), ("tf32", ("cuda", "tensorrt")), ("profile", ("tensorrt",))):
             if getattr(self, name) and self.provider not in useful:

@@ -151,6 +151,19 @@ def of_tokens(built: Built) -> Iterator[DecodeRunner]:
             {"input_ids": [[1, 2], [3, 4]]},
             r"'input_ids' is int64 \[2, 2\]; expected input_ids int64 \[batch, 1",
         ),
+        (
+            "step",
+            {"input_ids": [["a"], ["b"]]},
+            "a list that numpy reads as str32; expected input_ids int64",
+        ),
+        (
+            "step",
+            {"input_ids": [[None]]},
+            "a list that numpy reads as object; expected input_ids int64",
+        ),
+        ("step", {"input_ids": [[10**30]]}, r"\[batch, 1\], as nested lists of integers that fit in int64$"),
+        ("step", {"input_ids": []}, r"'input_ids' is float64 \[0\], which is empty; expected at least one element"),
+        ("step", {"input_ids": [[]]}, r"'input_ids' is float64 \[1, 0\], which is empty; expected at least one"),
         ("step", {"input_ids": [[1]]}, r"the batch size is 1, but the state is of 2; call reset\(\) to begin"),
         ("step", {"input_ids": [[1], [2]], "position": [0, 0]}, "unknown input 'position'"),
         ("prefill", {}, r"input 'input_ids' is missing; expected: input_ids int64 \[batch, seq\], attention_mask"),
@@ -172,6 +185,59 @@ def test_what_does_not_fit_is_refused_and_the_state_stays(
     of_tokens.step({"input_ids": [[1], [2]]})
     of_tokens.reset()
     of_tokens.step({"input_ids": [[1]]})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("position", np.int64(-1), "position is -1; expected one integer, or one for each sample, from 0 to 1024$"),
+        ("position", [3, 1025], "position is 1025; expected one integer, or one for each sample, from 0 to 1024$"),
+        ("position", "a", r"position is str32 \[\]; expected one integer"),
+        ("position", None, r"position is object \[\]; expected one integer"),
+        ("position", 10**20, "position is object|position is 100000000000000000000"),
+        ("position", 1.0, r"position is float64 \[\]; expected one integer"),
+        ("position", [[1], [2]], r"position is int64 \[2, 1\]; expected .*, int64 \[\] or \[batch\]"),
+        ("position", [[1], [2, 3]], "position is .*; expected one integer"),
+        ("state", {"x": 1}, "the state has 'x'; expected .*, or an empty dictionary"),
+        ("state", None, "the state is given as NoneType; expected a dictionary of arrays"),
+    ],
+)
+def test_a_state_or_position_that_does_not_fit_is_refused_when_it_is_set(
+    of_tokens: DecodeRunner, name: str, value: object, message: str
+) -> None:
+    before = getattr(of_tokens, name)
+    with pytest.raises(UserError, match=message) as refused:
+        setattr(of_tokens, name, value)
+    assert "\n" not in str(refused.value)
+    assert getattr(of_tokens, name) is before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda array: None, "is a NoneType that numpy reads as object; expected an array: "),
+        (lambda array: array.astype(np.float64), r"is float64 .*; expected .*: convert it with .astype\('float32'\)"),
+        (lambda array: array[..., :-1], "is float32 .*; expected "),
+        (lambda array: array[:1], "but batch is 2 in .*; expected the same batch in all states"),
+    ],
+)
+def test_one_wrong_array_of_a_state_is_refused(
+    of_tokens: DecodeRunner, change: Callable[[np.ndarray], object], message: str
+) -> None:
+    name = of_tokens.states[-1].name
+    with pytest.raises(UserError, match=f"state '{name}' .*{message}"):
+        of_tokens.state = {**of_tokens.state, name: change(of_tokens.state[name])}  # type: ignore[dict-item]
+    of_tokens.step({"input_ids": [[1], [2]]})
+
+
+def test_what_was_written_into_a_state_or_position_is_checked_before_the_next_step(of_tokens: DecodeRunner) -> None:
+    of_tokens.position = [7, 8, 9]
+    with pytest.raises(UserError, match=r"the batch size is 2, but the position is of 3; call reset\(\)"):
+        of_tokens.step({"input_ids": [[1], [2]]})
+    of_tokens.position = 3
+    of_tokens.position[...] = -2
+    with pytest.raises(UserError, match="position is -2; expected one integer"):
+        of_tokens.step({"input_ids": [[1], [2]]})
 
 
 def test_padding_may_lie_beyond_the_last_position(of_tokens: DecodeRunner) -> None:
