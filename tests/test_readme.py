@@ -175,7 +175,7 @@ def parse(words: list[str]) -> None:
         _, found, words = command.resolve_command(click.Context(command), list(words))
         assert found is not None
         command = found
-    command.make_context(command.name, words)
+    command.make_context(command.name, words, **cli.context_settings)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

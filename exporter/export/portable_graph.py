@@ -13,6 +13,7 @@ def make_portable(model: ir.Model) -> None:
     """Replace what tools misread, in the graph and its subgraphs. Function bodies are written without it."""
     make_divisions_exact(model)
     select_instead_of_casting(model)
+    reduce_parts_of_concatenations(model)
 
 
 def make_divisions_exact(model: ir.Model) -> None:
@@ -67,3 +68,49 @@ def select_instead_of_casting(model: ir.Model) -> None:
         choice.metadata_props.update(cast.metadata_props)
         assert cast.graph is not None
         ir.convenience.replace_nodes_and_values(cast.graph, cast, [cast], [choice], cast.outputs, choice.outputs)
+
+
+def reduce_parts_of_concatenations(model: ir.Model) -> None:
+    """Replace the maximum of a concatenation along its axis by the maximum of the parts' maxima, and minima likewise.
+
+    The result has the same bits. OpenVINO before 2026.2 takes the first form for an elementwise maximum of the parts.
+    """
+    import onnx_ir as ir
+
+    elementwise = {"ReduceMax": "Max", "ReduceMin": "Min"}
+    waiting = [node for node in model.graph.all_nodes() if node.domain == "" and node.op_type in elementwise]
+    while waiting:
+        node = waiting.pop()
+        reduced = node.inputs[0]
+        source = reduced.producer() if reduced is not None else None
+        if source is None or source.op_type != "Concat" or not _reduces_axis_of(node, source):
+            continue
+        parts = [ir.node(node.op_type, [part, node.inputs[1]], dict(node.attributes)) for part in source.inputs]
+        whole = ir.node(elementwise[node.op_type], [part.outputs[0] for part in parts], name=node.name)
+        whole.metadata_props.update(node.metadata_props)
+        for part in parts:
+            part.outputs[0].type, part.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+        assert node.graph is not None
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], [*parts, whole], node.outputs, whole.outputs)
+        waiting += parts
+        if not source.outputs[0].uses():
+            assert source.graph is not None
+            source.graph.remove(source, safe=True)
+
+
+def _reduces_axis_of(reduction: ir.Node, concatenation: ir.Node) -> bool:
+    """Whether a reduction runs over the axis of a concatenation, and no part of it can be empty."""
+    import onnx_ir as ir
+
+    given = reduction.inputs[1] if len(reduction.inputs) > 1 else None
+    axes = ir.convenience.get_const_tensor(given) if given is not None else None
+    axis = concatenation.attributes["axis"].as_int()
+    sizes = []
+    for part in concatenation.inputs:
+        if axes is None or part is None or part.shape is None:
+            return False
+        rank, size = len(part.shape), part.shape[axis]
+        if axis % rank not in {int(number) % rank for number in axes.numpy()}:
+            return False
+        sizes.append(size)
+    return all(isinstance(size, int) and size > 0 for size in sizes)

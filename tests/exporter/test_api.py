@@ -16,6 +16,7 @@ import pytest
 
 import effexport
 from effexport.artifact import Artifact
+from effexport.cli import cli as program
 from effexport.spec import BuildSpec, build_spec_from_options
 
 Built = Callable[..., Artifact]
@@ -50,7 +51,7 @@ def test_a_function_keeps_its_name_when_the_module_of_that_name_is_imported(name
 def test_arguments_have_the_defaults_of_the_command(name: str) -> None:
     command = importlib.import_module(f"effexport.commands.{name}").command
     parameters = python_inspect.signature(getattr(effexport, name)).parameters
-    own = command.make_context(name, [], resilient_parsing=True).params
+    own = command.make_context(name, [], resilient_parsing=True, **program.context_settings).params
     defaults = {key: own[key] for key, parameter in parameters.items() if key in own and has_default(parameter)}
     assert {key: parameters[key].default for key in defaults} == defaults
 

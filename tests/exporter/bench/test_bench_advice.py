@@ -21,6 +21,7 @@ from effexport.bench.rendering.advise import Advice, advice_from_results, model_
 from effexport.bench.rendering.build_command import command_from_case
 from effexport.bench.rendering.page import html_from_results
 from effexport.bench.results import Case, Row, Status
+from effexport.cli import cli as program
 from effexport.commands._advice_request import AdviceRequest
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
@@ -390,7 +391,7 @@ def test_the_command_builds_the_model_that_was_measured(tmp_path: Path, toml: st
         if found.lines:
             words[words.index(found.file)] = str(tmp_path / "written.toml")
             (tmp_path / "written.toml").write_text((toml and toml + "\n") + "\n".join(found.lines))
-        parsed = command.make_context("build", words[2:]).params
+        parsed = command.make_context("build", words[2:], **program.context_settings).params
         spec_file, given = parsed.pop("spec_file"), dict(parsed)
         names = ("variant", "scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "precision")
         request = BuildRequest(

@@ -128,6 +128,11 @@ def test_causal_layers_export_and_compute_the_same(built: Built, name: str) -> N
     assert worst_error(artifact.model_path, artifact.spec) <= arithmetic_limit(artifact.spec).value
 
 
+def test_a_causal_window_of_several_blocks_exports_and_computes_the_same(built: Built) -> None:
+    artifact = built("aft-local", "attention", causal=True, window=32)
+    assert worst_error(artifact.model_path, artifact.spec) <= arithmetic_limit(artifact.spec).value
+
+
 def test_two_lsh_layers_have_a_sort_and_rotations_each(small_spec: Specs) -> None:
     spec = small_spec("lsh", "encoder", layers=2)
     model = onnx.load(exported(spec))

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 
 from effexport.export.portable_graph import make_portable
+from effexport.plugins.function_body import traps
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 
@@ -53,3 +55,31 @@ def test_a_boolean_becomes_one_or_zero_without_a_cast() -> None:
     assert [value.name for value in model.graph.outputs] == ["a", "b", "c", "sum"]
     a, b, c, total = run(model, {"x": np.array([True, False]), "y": np.array([3, 4])})
     assert (a.dtype, a.tolist(), b.tolist(), c.tolist(), total.tolist()) == (np.float32, [1, 0], [3, 4], [1, 0], [4, 4])
+
+
+def test_the_maximum_of_a_concatenation_is_the_maximum_of_the_maxima_of_its_parts() -> None:
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        main (float[n, 2] a, float[n, 3] b, float[n, 4] c) => (float[n, 1] high, float[n, 1] low, float[k, 9] other) {
+            axes = Constant <value = int64[1] {-1}> ()
+            first = Constant <value = int64[1] {0}> ()
+            ab = Concat <axis = 1> (a, b)
+            abc = Concat <axis = -1> (ab, c)
+            high = ReduceMax (abc, axes)
+            low = ReduceMin (abc, axes)
+            sum = Add (abc, abc)
+            other = ReduceMax (sum, first)
+        }
+    """)
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(model)))
+    make_portable(model)
+    assert list(traps(ir.to_proto(model))) == []
+    rng = np.random.default_rng(0)
+    feeds = {
+        name: rng.standard_normal((5, size)).astype(np.float32) for name, size in zip("abc", (2, 3, 4), strict=True)
+    }
+    high, low, other = run(model, feeds)
+    joined = np.concatenate(list(feeds.values()), axis=1)
+    assert np.array_equal(high, joined.max(axis=1, keepdims=True))
+    assert np.array_equal(low, joined.min(axis=1, keepdims=True))
+    assert np.array_equal(other, 2 * joined.max(axis=0, keepdims=True))

@@ -21,6 +21,7 @@ import pytest
 
 from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.build_request import BuildRequest
+from effexport.cli import cli as program
 from effexport.commands.build import command as build_cli
 from effexport.errors import UserError
 from effexport.proof.case_label import ALL_CASES, CaseLabel
@@ -267,7 +268,7 @@ def arguments_of(command: str, folder: Path) -> dict[str, Any]:
         tomllib.loads((folder / "spec.toml").read_text(encoding="utf-8"))
     words = shlex.split(last)
     assert words[:2] == ["effexport", "build"]
-    return build_cli.make_context("build", words[2:]).params
+    return build_cli.make_context("build", words[2:], **program.context_settings).params
 
 
 SPEC_FLAGS = ("variant", "scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "precision", "opset", "seed")
