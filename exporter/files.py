@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from effexport.disk import ANOTHER_FOLDER, is_disk_full, write_error
+from effexport.disk import ANOTHER_FILE, ANOTHER_FOLDER, is_disk_full, write_error
 from effexport.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,13 +64,19 @@ class FolderKind:
     def check(self, output: Path, *, force: bool) -> None:
         """Refuse an output that exists or cannot be written.
 
-        With `force`, a folder of this kind, or an empty one, may be replaced.
+        With `force`, a folder of this kind, or an empty one, may be replaced. Raises UserError.
         """
+        if output.is_symlink() and not output.exists():
+            raise UserError(
+                f"{output} is a link to {output.readlink()}, which does not exist; remove the link, or {ANOTHER_FOLDER}"
+            )
         if not output.exists():
             check_creatable(output)
             return
         if not output.is_dir():
             raise UserError(f"{output} is a file; expected the path of a folder to create")
+        if os.path.ismount(output.resolve()):
+            raise UserError(f"{output} is a mount point, which cannot be replaced; choose a folder below it with -o")
         if not force:
             raise UserError(f"{output} exists; choose another folder with -o, or replace it with --force")
         if any(output.iterdir()) and not (output / self.mark).is_file():
@@ -82,24 +88,29 @@ class FolderKind:
     def new(self, output: Path, *, force: bool) -> Iterator[Path]:
         """Yield a temporary sibling folder to fill; it replaces `output` when the block ends without an error.
 
-        An existing folder is refused without `force`, and survives any failure. A process that is killed leaves the
-        old folder or none, and a sibling that the next call removes.
-        Raises UserError when `output` exists or its parent cannot be written, DiskFullError when the disk is full.
+        An existing folder is refused without `force`, and survives any failure. A link stays, and the folder that it
+        leads to is replaced. A process that is killed leaves the old folder or none, and a sibling that the next call
+        removes.
+        Raises UserError when `output` exists or cannot be written, DiskFullError when the disk is full.
         """
         self.check(output, force=force)
-        building = output.parent / f".{output.name}.building-{os.getpid()}"
+        place = output.resolve() if output.is_symlink() else output
+        building = place.parent / f".{place.name}.building-{os.getpid()}"
         try:
             with contextlib.ExitStack() as stack:
                 try:
-                    stack.enter_context(created_folder(output.parent))
-                    self._recover(output)
+                    stack.enter_context(created_folder(place.parent))
+                    self._recover(place)
                     building.mkdir()
                 except OSError as error:
                     raise write_error(output, error, ANOTHER_FOLDER) from error
                 stack.callback(shutil.rmtree, building, ignore_errors=True)
                 yield building
                 self.check(output, force=force)
-                _replace_folder(building, output)
+                try:
+                    _replace_folder(building, place)
+                except OSError as error:
+                    raise write_error(output, error, ANOTHER_FOLDER) from error
         except Exception as error:
             # libraries wrap what the system says in errors of their own
             if is_disk_full(error):
@@ -248,18 +259,6 @@ def load_npz(path: Path) -> dict[str, NDArray[Any]]:
         raise UserError(f"{path} is not an .npz file of plain arrays: {reason}; {expected}") from error
 
 
-def check_writable(path: Path) -> None:
-    """Refuse the path of an output file before the work is done."""
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; expected the path of an .npz file to write")
-    if path.suffix != ".npz":
-        raise UserError(f"{path} does not end in .npz; outputs are arrays: choose a name such as {path.stem}.npz")
-    if not path.parent.is_dir():
-        raise UserError(f"the folder {path.parent} does not exist; create it, or choose another path with --output")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"cannot write to {path.parent}; choose another path with --output")
-
-
 def save_npz(arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
     """Write all arrays or nothing. bfloat16, which .npz does not support, becomes float32. Raises as write_error."""
     import numpy as np
@@ -271,4 +270,4 @@ def save_npz(arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
         with replacing(path) as partial, partial.open("wb") as stream:
             np.savez(stream, allow_pickle=False, **plain)
     except OSError as error:
-        raise write_error(path, error, "choose another path with --output") from error
+        raise write_error(path, error, ANOTHER_FILE) from error

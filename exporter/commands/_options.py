@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,12 +82,18 @@ def settings_from_options(runtime: str, implementation: str) -> OrtSettings:
 
 
 def check_output_file(output: Path, *, force: bool) -> None:
-    """Refuse an output that exists, or that lies inside an artifact, which it would damage. Raises UserError."""
+    """Refuse, before any work, an output that exists or cannot be written, or that would change an artifact.
+
+    Raises UserError.
+    """
     from effexport.artifact import MANIFEST
     from effexport.errors import UserError
 
     if output.is_dir():
         raise UserError(f"{output} is a folder; expected the path of a file to write")
+    if not output.parent.is_dir():
+        problem = "is not a folder;" if output.parent.exists() else "does not exist; create the folder, or"
+        raise UserError(f"{output.parent} {problem} choose another file with -o")
     for folder in output.resolve().parents:
         if (folder / MANIFEST).is_file():
             raise UserError(f"{output} would change the artifact {folder}; choose a file outside it with -o")
@@ -94,16 +101,17 @@ def check_output_file(output: Path, *, force: bool) -> None:
         raise UserError(f"{output} is not a regular file; choose another file with -o")
     if output.exists() and not force:
         raise UserError(f"{output} exists; choose another file with -o, or replace it with --force")
+    if not os.access(output.parent, os.W_OK):
+        raise UserError(f"cannot write to {output.parent}; choose another file with -o")
 
 
 def write_output(output: Path, text: str) -> None:
-    """Write a file of -o completely or not at all, with its folder if that is missing. Raises as `write_error`."""
+    """Write a file of -o completely or not at all. Raises as `write_error`."""
     from effexport.disk import ANOTHER_FILE, write_error
-    from effexport.files import created_folder, write_file
+    from effexport.files import write_file
 
     try:
-        with created_folder(output.parent):
-            write_file(output, text)
+        write_file(output, text)
     except OSError as error:
         raise write_error(output, error, ANOTHER_FILE) from error
 

@@ -80,10 +80,6 @@ class Written:
 
 def check_outputs(artifact: Artifact, output: Path, *, force: bool) -> None:
     """Refuse, before any work, files that exist or cannot be written. Raises UserError."""
-    from effexport.errors import UserError
-
-    if not output.parent.is_dir():
-        raise UserError(f"the folder {output.parent} does not exist; create it, or choose another file with -o")
     check_output_file(output, force=force)
     if f"{artifact.model_path.name}.data" in artifact.manifest.files:
         check_output_file(data_file(output), force=force)

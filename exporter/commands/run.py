@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.commands._options import (
+    check_output_file,
     common_options,
     implementation_text,
     precision_hint_option,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 @click.option(
     "-o", "--output", "output_file", type=click.Path(path_type=Path), help=".npz file to write the outputs to."
 )
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 @runtime_options(ARTIFACT_RUNTIMES)
 @precision_hint_option
 @common_options
@@ -47,6 +49,7 @@ def command(
     input_file: Path | None,
     text_file: Path | None,
     output_file: Path | None,
+    force: bool,
     runtime: str,
     implementation: str,
     precision_hint: str,
@@ -62,7 +65,7 @@ def command(
         raise UserError("--input does not read standard input; expected an .npz file. A text can be piped: --text -")
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
-    from effexport.files import check_writable, load_npz, save_npz
+    from effexport.files import load_npz, save_npz
     from effexport.proof.inputs.text import windows_from_text
     from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
     from effexport.runners.runner import ModelOptions
@@ -70,7 +73,7 @@ def command(
     options = ModelOptions(implementation, precision_hint=precision_hint)
     check_runtime(runtime, options)
     if output_file is not None:
-        check_writable(output_file)
+        check_outputs(output_file, input_file or text_file, force=force)
     opened = open_artifact(artifact)
     spec = opened.spec
     with stage_progress(stderr_console()) as on_stage:
@@ -97,6 +100,15 @@ def command(
     where = f"written to {output_file}" if output_file else "not saved; add --output FILE.npz to save the outputs"
     ran = implementation_text(runner.implementation)
     say(console, f"{tokens} tokens in {duration(1e3 * seconds)}{ran}, {where}")
+
+
+def check_outputs(output: Path, source: Path | None, *, force: bool) -> None:
+    """Refuse, before any work, a file that cannot be written, or that is the input itself. Raises UserError."""
+    if output.is_file() and source is not None and source.exists() and output.samefile(source):
+        raise UserError(f"{output} is the input itself, which the outputs would replace; choose another file with -o")
+    if output.suffix != ".npz" and not output.is_dir():
+        raise UserError(f"{output} does not end in .npz; outputs are arrays: choose a name such as {output.stem}.npz")
+    check_output_file(output, force=force)
 
 
 def run_windows(runner: Runner, feeds: dict[str, Array], batch: int) -> dict[str, Array]:

@@ -428,7 +428,7 @@ def test_run_on_arrays(cli: Cli, built: Built, tmp_path: Path) -> None:
     source = npz(tmp_path / "in.npz", hidden_states=hidden)
     output = tmp_path / "out.npz"
     output.write_text("old")
-    result = cli("run", built("softmax", "attention").path, "--input", source, "--output", output, "--json")
+    result = cli("run", built("softmax", "attention").path, "--input", source, "--output", output, "--force", "--json")
     assert result.code == 0
     assert result.json["output_file"] == str(output)
     with np.load(output) as arrays:
@@ -496,9 +496,8 @@ def test_input_and_output_paths_that_cannot_be(cli: Cli, built: Built, tmp_path:
     path, source = built("lsh", "encoder").path, npz(tmp_path / "in.npz", input_ids=IDS)
     assert "no input file at" in cli("run", path, "--input", tmp_path / "absent.npz").error()
     assert "is a folder" in cli("run", path, "--input", source, "--output", tmp_path).error()
-    assert (
-        "does not exist; create it" in cli("run", path, "--input", source, "--output", tmp_path / "a" / "b.npz").error()
-    )
+    absent = tmp_path / "a" / "b.npz"
+    assert "does not exist; create the folder" in cli("run", path, "--input", source, "--output", absent).error()
     assert "no artifact at" in cli("run", tmp_path / "absent", "--input", source).error()
 
 
@@ -513,7 +512,7 @@ def test_a_full_disk_leaves_no_half_output(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez", full)
-    result = cli("run", built("lsh", "encoder").path, "--input", source, "--output", output)
+    result = cli("run", built("lsh", "encoder").path, "--input", source, "--output", output, "--force")
     assert result.code == 1
     assert "out.npz: the disk is full (" in result.err
     assert output.read_text() == "old"

@@ -121,7 +121,7 @@ def test_measurements_are_shown_even_if_they_cannot_be_written(cli: Cli, full: P
 @pytest.mark.parametrize(
     "command",
     [
-        "report ARTIFACT -o FULL/new/report.html",
+        "report ARTIFACT -o FULL/report.html",
         "report ARTIFACT -o FULL/report.xml",
         "package ARTIFACT --format triton -o FULL/repository",
         "bench --variants aft-simple --seq-lens 8 --heads 1 --runtimes torch --rounds 1 --no-memory -o FULL/bench",

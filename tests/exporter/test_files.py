@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -43,6 +44,35 @@ def test_a_failure_keeps_the_old_folder_and_removes_parents_that_were_made_for_i
         BOX.check(tmp_path / "deep" / "box", force=False)
     with pytest.raises(UserError, match="is not a box, so --force does not replace it"):
         BOX.check(tmp_path / "deep", force=True)
+
+
+def test_a_link_stays_and_the_folder_behind_it_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "box").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "box" / BOX.mark).write_text("old")
+    link = tmp_path / "link"
+    link.symlink_to("elsewhere/box")
+    with BOX.new(link, force=True) as folder:
+        (folder / BOX.mark).write_text("new")
+    assert link.is_symlink()
+    assert (tmp_path / "elsewhere" / "box" / BOX.mark).read_text() == "new"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["box", "elsewhere", "link", BOX.mark]
+
+
+def test_a_folder_that_cannot_be_renamed_is_one_line_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "box").mkdir()
+    (tmp_path / "box" / BOX.mark).write_text("old")
+
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with (
+        pytest.raises(UserError, match="box: Device or resource busy; choose another folder with -o"),
+        BOX.new(tmp_path / "box", force=True) as folder,
+    ):
+        (folder / BOX.mark).write_text("new")
+    assert (tmp_path / "box" / BOX.mark).read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
 
 
 def test_only_entries_of_ended_processes_are_abandoned(tmp_path: Path) -> None:

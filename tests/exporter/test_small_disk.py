@@ -34,7 +34,7 @@ COMMANDS = [
     (f"{BUILD} -o DISK/a", "120k", FOLDER),
     (f"{BUILD} -o DISK/a", "300k", FOLDER),
     (f"{BENCH} --runtimes ort -o DISK/b", "4k", FOLDER),
-    ("run ARTIFACT --text TEXT --output DISK/o.npz", "4k", "choose another path with --output"),
+    ("run ARTIFACT --text TEXT --output DISK/o.npz", "4k", "choose another file with -o"),
     ("report ARTIFACT -o DISK/new/r.html", "4k", FILE),
     ("verify ARTIFACT -o DISK/v.html", "4k", FILE),
     ("inline ARTIFACT -o DISK/i.onnx", "8k", FILE),

@@ -111,6 +111,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("build --variant lsh -o text", 2, "text is a file; expected the path of a folder to create"),
     ("build --variant lsh -o text/below", 2, "cannot write to text: not a folder; choose another folder with -o"),
     ("build --variant lsh -o checkpoint --force", 2, "is not an artifact, so --force does not replace it"),
+    ("build --variant lsh -o dangling", 2, "dangling is a link to nowhere, which does not exist; remove the link"),
+    ("build --variant lsh -o /proc --force", 2, "/proc is a mount point, which cannot be replaced"),
     ("build --variant lsh -o /proc/out", 2, "cannot write to /proc"),
     # verify
     ("verify", 2, "ARTIFACT is missing; expected: effexport verify [OPTIONS] ARTIFACT"),
@@ -136,6 +138,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("verify art --reference nope.safetensors", 2, "no reference file at nope.safetensors"),
     ("verify art --reference nope@ort", 2, "there is no nope; expected an artifact or an ONNX file before the @"),
     ("verify art --reference golden --case nope", 2, "there is no case 'nope'. Expected: 'export'"),
+    ("verify art -o nope/x.html", 2, "nope does not exist; create the folder"),
     # run
     ("run art", 2, "give either --input FILE.npz or --text FILE"),
     ("run art --text text --input in.npz", 2, "and not both"),
@@ -150,7 +153,10 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run art --input objects.npz", 2, "objects.npz is not an .npz file of plain arrays: Object arrays cannot be"),
     ("run art --input in.npz", 2, "unknown input 'ids'; did you mean 'input_ids'?"),
     ("run art --text text -o out.txt", 2, "out.txt does not end in .npz"),
-    ("run art --text text -o nope/out.npz", 2, "the folder nope does not exist; create it"),
+    ("run art --text text -o nope/out.npz", 2, "nope does not exist; create the folder"),
+    ("run art --text text -o in.npz", 2, "in.npz exists; choose another file with -o, or replace it with --force"),
+    ("run art --input in.npz -o in.npz --force", 2, "in.npz is the input itself, which the outputs would replace"),
+    ("run art --text text -o art/out.npz", 2, "would change the artifact"),
     ("run art --text text -o art", 2, "art is a folder"),
     ("run art --text text --runtime ort-cuda", 2, "has no CUDAExecutionProvider"),
     # inspect and report
@@ -174,12 +180,14 @@ MISTAKES: list[tuple[str, int, str]] = [
     ),
     ("report art --format pdf", 2, "unknown --format 'pdf'. Expected: html, json, markdown, junit"),
     ("report art -o report.pdf", 2, "the suffix does not name a format; expected one of .html"),
+    ("report art -o nope/x.html", 2, "nope does not exist; create the folder"),
+    ("report art -o text/x.html", 2, "text is not a folder; choose another file with -o"),
     ("report art -o text", 2, "text exists; choose another file with -o, or replace it with --force"),
     ("report art -o art/other.html", 2, "would change the artifact"),
     # inline and package
     ("inline art", 2, "--output is missing; see: effexport inline --help"),
     ("inline nope -o x.onnx", 2, "no artifact at nope"),
-    ("inline art -o nope/x.onnx", 2, "the folder nope does not exist; create it"),
+    ("inline art -o nope/x.onnx", 2, "nope does not exist; create the folder"),
     ("inline art -o art/x.onnx", 2, "would change the artifact"),
     ("package art", 2, "--output is missing"),
     ("package nope -o repository", 2, "no artifact at nope"),
@@ -240,6 +248,7 @@ def folder(built: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFact
     (folder / "foreign").mkdir()
     (folder / "foreign" / "manifest.json").write_text("{}")
     np.savez(folder / "objects.npz", ids=np.array([{}], dtype=object))
+    (folder / "dangling").symlink_to("nowhere")
     np.savez(folder / "in.npz", ids=np.ones((1, 4), np.int64))
     return folder
 

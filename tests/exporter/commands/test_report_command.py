@@ -44,21 +44,21 @@ def test_every_format_is_written_for_one_and_for_two(
     cli: Cli, built: Built, artifact: Path, tmp_path: Path, form: str, count: int
 ) -> None:
     folders = [artifact, built("linear", "attention").path][:count]
-    result = cli("report", *folders, "--format", form, "-o", tmp_path / "deep" / "out.txt", "--json")
+    result = cli("report", *folders, "--format", form, "-o", tmp_path / "out.txt", "--json")
     assert result.json == {
-        "output": str(tmp_path / "deep" / "out.txt"),
+        "output": str(tmp_path / "out.txt"),
         "format": form,
         "artifacts": [str(folder) for folder in folders],
         "verdicts": ["passed"] * count,
     }
-    text = (tmp_path / "deep" / "out.txt").read_text(encoding="utf-8")
+    text = (tmp_path / "out.txt").read_text(encoding="utf-8")
     beginning = {"html": "<!doctype html>", "json": "{", "markdown": "### ", "junit": "<?xml"}
     assert text.startswith(beginning[form])
     for folder in folders if form != "json" or count == 2 else []:
         assert str(folder) in text
     if form == "junit":
         assert len(ElementTree.fromstring(text.encode()).findall("testsuite")) == count
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_artifact_itself_is_not_written_to(cli: Cli, copied: Callable[..., P
 
 def test_a_file_that_cannot_be_written_leaves_nothing(cli: Cli, artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "cannot write" in cli("report", artifact, "-o", tmp_path / "file" / "r.md").error()
+    assert "is not a folder" in cli("report", artifact, "-o", tmp_path / "file" / "r.md").error()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
