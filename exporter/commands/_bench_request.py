@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from effexport.commands._advice_request import AdviceRequest
+from effexport.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from effexport.bench.grid import Grid
     from effexport.bench.measuring.plan import Plan
     from effexport.bench.measuring.run import Settings
@@ -47,6 +50,7 @@ class BenchRequest:
         else:
             preset = self.preset()
             what = self.grid(preset)
+            check_any_runs_here(what.runtimes)
             if preset is not None:
                 settings = replace(settings, rounds=preset.rounds, max_seconds=preset.max_seconds, preset=preset.name)
         chosen = {
@@ -126,3 +130,19 @@ class BenchRequest:
             if flags[name] is not None:
                 fields[field] = read(flags[name], option)
         return fields | {name: flags[name] for name in ("scope", "heads", "head_dim") if flags[name] is not None}
+
+
+def check_any_runs_here(runtimes: Sequence[str]) -> None:
+    """Raise UserError if this machine can run none of the runtimes; rows of some that it cannot run are shown so."""
+    from effexport.bench.measuring.candidates import reason_not_here
+    from effexport.environment import require_torch
+
+    require_torch("effexport bench")
+    reasons = {}
+    for name in runtimes:
+        reason = reason_not_here(name)
+        if reason is None:
+            return
+        reasons[name] = reason
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise UserError(f"--runtimes {','.join(runtimes)} cannot run here: {why}; choose others, such as torch,ort")

@@ -212,6 +212,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench --seq-lens long", 2, "--seq-lens has 'long'; expected"),
     ("bench --precision int8", 2, "unknown name 'int8' in --precision"),
     ("bench --runtimes cuda", 2, "unknown name 'cuda' in --runtimes; did you mean 'ort-cuda'?"),
+    ("bench --runtimes ort-cuda", 2, "--runtimes ort-cuda cannot run here: ort-cuda: "),
     ("bench --scope layer", 2, "unknown --scope 'layer'"),
     ("bench --rounds 0", 2, "--rounds is 0; expected at least 1"),
     ("bench --preset linear", 2, "unknown --preset 'linear'; did you mean 'linear-blog'?"),
