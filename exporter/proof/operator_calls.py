@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,11 +125,13 @@ class Definition:
 
 
 def definition(use: OperatorUse, inputs: Mapping[str, Array]) -> Definition:
-    """The operator's PyTorch reference, in float64 and in float32; without PyTorch, our kernel.
+    """The operator's PyTorch reference, in float64 and in float32; our kernel where PyTorch does not load.
 
-    Raises UserError if neither is installed.
+    Raises UserError without either.
     """
-    if importlib.util.find_spec("torch") is None:
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError):  # OSError: a shared library of it is missing
         kernel = call_in_ort(use, "kernel", inputs)
         return Definition(kernel, kernel)
     return Definition(call_in_torch(use, np.float64), call_in_torch(use, np.float32))

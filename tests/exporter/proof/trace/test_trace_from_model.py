@@ -17,10 +17,11 @@ from small_specs import spec_of
 from effexport.artifact import Artifact, open_artifact
 from effexport.errors import Unavailable
 from effexport.export.module_source import source_from_path
+from effexport.proof.case_label import CaseLabel
 from effexport.proof.cases import Case, load_reference
 from effexport.proof.metrics import value_error
 from effexport.proof.trace import trace_from_model as tracing
-from effexport.proof.trace.trace import Trace
+from effexport.proof.trace.trace import Trace, TracedValue
 from effexport.proof.trace.trace_from_model import batches, module_of_node, trace_from_model, trace_if_possible
 from effexport.proof.trace.traced_module import TracedModule
 from effexport.proof.trace.value_limits import ValueLimits
@@ -224,6 +225,12 @@ def test_a_sentence_names_the_weights_and_the_steps_that_may_be_wrong(
     assert "enter these nodes, one of which is wrong: MatMul" in text
     assert "or the weights" in text
     assert "values before it agree" in text
+
+
+def test_one_value_that_agrees_is_said_in_the_singular() -> None:
+    values = tuple(TracedValue(name, "", "Add", error, 1.0) for name, error in (("a", 0.0), ("b", 2.0)))
+    text = trace_text(Trace("model.onnx", CaseLabel("short"), values, pairable=2, not_paired=0))
+    assert "; the value before it agrees; " in text
 
 
 def test_a_node_that_makes_nan_diverges(built: Built, traced: Callable[..., TracedModule], tmp_path: Path) -> None:
