@@ -35,7 +35,7 @@ COMMANDS = [
     (f"{BUILD} -o DISK/a", "300k", FOLDER),
     (f"{BENCH} --runtimes ort -o DISK/b", "4k", FOLDER),
     ("run ARTIFACT --text TEXT --output DISK/o.npz", "4k", "choose another file with -o"),
-    ("report ARTIFACT -o DISK/new/r.html", "4k", FILE),
+    ("report ARTIFACT -o DISK/r.html", "4k", FILE),
     ("verify ARTIFACT -o DISK/v.html", "4k", FILE),
     ("inline ARTIFACT -o DISK/i.onnx", "8k", FILE),
     ("package ARTIFACT --format triton -o DISK/repository", "40k", FOLDER),
