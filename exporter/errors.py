@@ -33,6 +33,12 @@ class UserError(EffexportError):
     exit_code = 2
 
 
+class InterruptError(EffexportError):
+    """Ctrl-C ended a command before it had anything to show."""
+
+    exit_code = 130
+
+
 class StageError(EffexportError):
     """A stage of the pipeline failed, or its result is not what it must be."""
 

@@ -87,9 +87,10 @@ class Disturbance:
     """What other programs did while a row was timed; None for what the system does not tell.
 
     kept, dropped: its rounds; those are dropped in which its threads had to wait for a core.
-    waited_share: seconds that its threads waited, all together, per second of all its runs.
-    own_cores: cores that this process used on average during its runs. other_cores: cores that other programs used, and
-    stolen_cores: cores that the host of a virtual machine took, on average while all rows of its size were timed.
+    waited_share: seconds that its threads waited, all together, per second of the runs that its timing is made of.
+    own_cores: cores that this process used on average during them. Both count from just before a run to just after it.
+    other_cores: cores that other programs used, and stolen_cores: cores that the host of a virtual machine took, on
+    average while all rows of its size were timed.
     """
 
     kept: int

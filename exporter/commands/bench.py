@@ -24,6 +24,7 @@ from effexport.commands._options import (
 from effexport.commands._types import ListOf, OneOf
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.environment import require_torch
+from effexport.errors import InterruptError
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.runtimes import BENCH_RUNTIMES
 
@@ -131,6 +132,8 @@ def command(
         BENCH_FOLDER.check(target, force=force)
     require_torch("effexport bench")
     results = measured_grid(what, settings) if isinstance(what, Grid) else measured_plan(what, settings)
+    if not results.complete and all(row.status == "not run" for row in results.rows):
+        raise InterruptError("Interrupted before anything was measured; nothing was written.")
     advice = None if isinstance(what, Grid) else advice_from_results(results, what)
     console = result_console(as_json=as_json)
 
@@ -147,7 +150,7 @@ def command(
         show()  # last: one object on stdout, this or the error
     if written:
         say(console, f"written: {', '.join(map(str, written))}")
-    code = exit_code(results, needs_timing=advise)
+    code = exit_code(results)
     if code == INTERRUPTED:
         say(stderr_console(), "Interrupted; the results so far are above.", "yellow")
     if code:
@@ -197,8 +200,8 @@ def show_advice(console: Console, results: BenchResults, advice: Advice, *, as_j
     print_advice(console, advice, results)
 
 
-def exit_code(results: BenchResults, *, needs_timing: bool = False) -> int:
-    """1 if a parity check failed or one of our own models did not run, or if something had to be timed and was not.
+def exit_code(results: BenchResults) -> int:
+    """1 if a parity check failed or one of our own models did not run, or if nothing was timed.
 
     A model that other tools cannot export or compile is a result; one that this machine cannot run is not a failure.
     """
@@ -206,7 +209,7 @@ def exit_code(results: BenchResults, *, needs_timing: bool = False) -> int:
 
     if not results.complete:
         return INTERRUPTED
-    if needs_timing and all(row.timing is None for row in results.rows):
+    if all(row.timing is None for row in results.rows):
         return 1
     failed = [row for row in results.rows if row.status == "failed"]
     return 1 if any(row.parity is not None or RUNTIMES[row.case.runtime].graph == "ours" for row in failed) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from effexport.bench.measuring.timing import Rotation
 from effexport.bench.results import Disturbance, Row
@@ -16,13 +17,14 @@ NOTHING_KNOWN = "this system does not tell what other programs do, so disturbed 
 
 def disturbance_of(rotation: Rotation, name: str) -> Disturbance:
     """What is known of a call of the rotation."""
-    runs, use = rotation.runs[name], rotation.use
-    share = None if runs.waited is None or not runs.wall else runs.waited / runs.wall
+    use = rotation.use
+    runs = [run for number in rotation.used_rounds(name) for run in rotation.runs[name][number]]
+    waited = [run.waited for run in runs if run.waited is not None]
     return Disturbance(
         kept=len(rotation.samples[name]),
         dropped=len(rotation.disturbed[name]),
-        waited_share=share,
-        own_cores=runs.own / runs.wall if runs.wall else None,
+        waited_share=fmean(waited) if waited else None,
+        own_cores=fmean(run.own for run in runs) if runs else None,
         other_cores=None if use is None else use.others,
         stolen_cores=None if use is None else use.stolen,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from effexport.bench.grid import Grid, products_of_case
 from effexport.bench.limits import Limits
+from effexport.bench.measuring.memory import reason_too_large
 from effexport.bench.measuring.progress import (
     EXPORT_SECONDS,
     FLOPS_PER_CORE,
@@ -78,15 +79,17 @@ class Plan:
         return START_SECONDS + sum(self.case_seconds(case, rounds, max_seconds, longest) for case in self.cases)
 
     def case_seconds(self, case: Case, rounds: int, max_seconds: float, longest_ms: float | None) -> float:
-        """The same for one case. One that misses the limit costs a probe only, or nothing."""
+        """The same for one case. One that misses the limit or needs too much memory costs a probe only, or nothing."""
         by_products = least_ms_by_products(case, FLOPS_PER_CORE * usable_cores())
         if misses(by_products, longest_ms):
             return 0.0
         cost = EXPORT_SECONDS if RUNTIMES[case.runtime].graph else 0.0
-        probe = probe_of(case, self.probed_length)
+        probe, is_refused = probe_of(case, self.probed_length), reason_too_large(case) is not None
+        if is_refused and (probe is None or reason_too_large(probe) is not None):
+            return 0.0
         if probe is not None:
             cost += prepare_cost(probe) + timing_cost(probe, PROBE_ROUNDS, max_seconds)
-        if probe is not None and misses(1e3 * call_seconds(case), longest_ms):
+        if is_refused or (probe is not None and misses(1e3 * call_seconds(case), longest_ms)):
             return cost
         return cost + prepare_cost(case) + timing_cost(case, rounds, max_seconds) + memory_cost(case)
 

@@ -166,18 +166,13 @@ class Bench:
             files = len(self._models)
             self.pace.say(f"{describe(case)}: preparing")
             item = Prepared(Row(case=case, status="measured"))
-            reason = self.reason_not_run(case)
+            reason = reason_not_run(case, self._not_here)
             if reason is not None:
                 item.stop(reason, failed=False)
             else:
                 self.prepare(item, question)
-            self.pace.pay(prepare_cost(case) + EXPORT_SECONDS * (len(self._models) - files))
+                self.pace.pay(prepare_cost(case) + EXPORT_SECONDS * (len(self._models) - files))
             yield item
-
-    def reason_not_run(self, case: Case) -> str | None:
-        if case.runtime not in self._not_here:
-            self._not_here[case.runtime] = reason_not_here(case.runtime)
-        return self._not_here[case.runtime] or reason_too_large(case)
 
     def prepare(self, item: Prepared, question: Question) -> None:
         """Load the candidate, run it once and compare."""
@@ -264,11 +259,10 @@ class Bench:
     def finish(self, rotation: Rotation, found: Sequence[Prepared]) -> None:
         """Fill in timings, floors and ratios of a rotation, also of one that was interrupted."""
         for item in found:
-            good, bad = rotation.samples.get(item.name, {}), rotation.disturbed.get(item.name, {})
+            seconds = rotation.used_rounds(item.name)
             if item.name in rotation.failures:
                 item.stop(f"while it was timed: {short(rotation.failures[item.name])}", failed=True)
-            elif rotation.has_enough(good | bad):
-                seconds = good if rotation.has_enough(good) else good | bad
+            elif rotation.has_enough(seconds):
                 case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
                 row = replace(
                     item.row,
@@ -286,11 +280,12 @@ class Bench:
         good = {item.name: rotation.samples[item.name] for item in found if item.row.is_quotable}
         for item in found:
             case, device = item.row.case, RUNTIMES[item.row.case.runtime].device
-            own = good.get(item.name, {})
+            own, softmax = good.get(item.name, {}), good.get(f"{self.softmax_label} on {case.runtime}", {})
+            torch = good.get(f"{case.label} on {TORCH_OF_DEVICE[device]}", {})
             item.row = replace(
                 item.row,
-                times_softmax=times_faster(own, good.get(f"{self.softmax_label} on {case.runtime}", {})),
-                times_torch=times_faster(own, good.get(f"{case.label} on {TORCH_OF_DEVICE[device]}", {})),
+                times_softmax=times_faster(own, softmax, rotation.fewest),
+                times_torch=times_faster(own, torch, rotation.fewest),
             )
 
     @property
@@ -301,15 +296,16 @@ class Bench:
 
     def measure_memory(self, found: Sequence[Prepared]) -> None:
         for item in found:
+            if item.row.timing is None:
+                continue
             case = item.row.case
             self.pace.say(f"{describe(case)}: measuring memory")
-            if item.row.timing is not None:
-                try:
-                    peak = peak_memory(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
-                    item.row = replace(item.row, peak_bytes=peak)
-                except MemoryUnknownError as error:
-                    note = f"peak memory is unknown: {short(error)}"
-                    item.row = replace(item.row, note="; ".join(filter(None, (item.row.note, note))))
+            try:
+                peak = peak_memory(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
+                item.row = replace(item.row, peak_bytes=peak)
+            except MemoryUnknownError as error:
+                note = f"peak memory is unknown: {short(error)}"
+                item.row = replace(item.row, note="; ".join(filter(None, (item.row.note, note))))
             self.pace.pay(memory_cost(case))
 
 
@@ -362,9 +358,18 @@ def bench(
     )
 
 
+def reason_not_run(case: Case, not_here: dict[str, str | None]) -> str | None:
+    """Why this machine cannot run a case; None if it can. not_here: what is known of runtimes already, added to."""
+    if case.runtime not in not_here:
+        not_here[case.runtime] = reason_not_here(case.runtime)
+    return not_here[case.runtime] or reason_too_large(case)
+
+
 def total_cost(grid: Grid, settings: Settings) -> float:
-    """Roughly how many seconds a benchmark takes."""
-    files = {file_name(case) for case in grid.cases() if RUNTIMES[case.runtime].graph}
+    """Roughly how many seconds a benchmark takes, without the rows that this machine cannot run."""
+    not_here: dict[str, str | None] = {}
+    cases = [case for case in grid.cases() if reason_not_run(case, not_here) is None]
+    files = {file_name(case) for case in cases if RUNTIMES[case.runtime].graph}
     return (
         START_SECONDS
         + EXPORT_SECONDS * len(files)
@@ -372,7 +377,7 @@ def total_cost(grid: Grid, settings: Settings) -> float:
             prepare_cost(case)
             + timing_cost(case, settings.rounds, settings.max_seconds)
             + (memory_cost(case) if settings.memory else 0.0)
-            for case in grid.cases()
+            for case in cases
         )
     )
 

@@ -21,7 +21,7 @@ WARM_UP_RUNS = 2
 PAUSE_SECONDS, QUIET_SHARE, SETTLE_SECONDS = 0.005, 0.1, 0.5
 # A shorter run first runs untimed, to wake its threads and fill its caches; in a longer run, that does not matter.
 WAKE_UP_BELOW_SECONDS = 0.2
-# The turn of a short call is the median of this many undisturbed runs, or of fewer if MOST_SHORT_RUNS have no more.
+# The turn of a short call is the median of this many undisturbed runs; it is disturbed if MOST_SHORT_RUNS have fewer.
 SHORT_RUNS, MOST_SHORT_RUNS = 3, 9
 # A call that takes this long is warm after one run.
 LONG_SECONDS = 1.0
@@ -43,30 +43,26 @@ class TimedCall:
     pool: str
 
 
-@dataclass
-class Runs:
-    """All timed runs of one call, in seconds: their number, length, CPU time, and how long their threads waited.
+@dataclass(frozen=True)
+class Watched:
+    """One timed run. seconds: its length. own: cores that this process used. waited: cores that its threads waited for.
 
-    waited is None if the system does not tell.
+    The last two are averages between the readings of their counters, which are just outside the run: in a run of some
+    microseconds, the readings take longer than the run. waited is None if the system does not tell.
     """
 
-    count: int = 0
-    wall: float = 0.0
-    own: float = 0.0
-    waited: float | None = 0.0
-
-    def add(self, wall: float, own: float, waited: float | None) -> None:
-        self.count += 1
-        self.wall += wall
-        self.own += own
-        self.waited = None if waited is None or self.waited is None else self.waited + waited
+    seconds: float
+    own: float
+    waited: float | None
+    is_disturbed: bool
 
 
 @dataclass
 class Rotation:
     """Calls that take turns. samples: per call, seconds by undisturbed round. failures: what calls raised.
 
-    disturbed: per call, seconds by disturbed round. runs: per call, all timed runs. use: what others used meanwhile.
+    disturbed: per call, seconds by disturbed round. runs: per call and round, the runs whose median that is.
+    timed: per call, the seconds of all timed runs. use: what others used meanwhile.
     max_seconds: the timed seconds after which a call takes no more turns. clock, sleep, machine: for tests.
     judges_waits: False if the calls have more threads than there are cores, so that they wait for each other.
     After an interrupt, samples hold what was measured so far.
@@ -81,7 +77,8 @@ class Rotation:
     sleep: Callable[[float], object] = time.sleep
     samples: dict[str, dict[int, float]] = field(default_factory=dict)
     disturbed: dict[str, dict[int, float]] = field(default_factory=dict)
-    runs: dict[str, Runs] = field(default_factory=dict)
+    runs: dict[str, dict[int, list[Watched]]] = field(default_factory=dict)
+    timed: dict[str, float] = field(default_factory=dict)
     use: CoreUse | None = None
     failures: dict[str, Exception] = field(default_factory=dict)
     _shortest: dict[str, float] = field(default_factory=dict)
@@ -91,7 +88,8 @@ class Rotation:
         """Warm up, then run all rounds. on_round is called with the number of rounds done."""
         for call in self.calls:
             self._shortest[call.name] = self.warmed_up(call)
-            self.samples[call.name], self.disturbed[call.name], self.runs[call.name] = {}, {}, Runs()
+            self.samples[call.name], self.disturbed[call.name] = {}, {}
+            self.runs[call.name], self.timed[call.name] = {}, 0.0
         start = self.machine.core_times()
         try:
             for number in range(MOST_TIMES_ROUNDS * self.rounds):
@@ -124,7 +122,7 @@ class Rotation:
         # what was never undisturbed in the planned rounds would hardly be in further ones
         if number >= self.rounds and not good:
             return False
-        return good + bad < FEWEST_ROUNDS or self.runs[name].wall < self.max_seconds
+        return good + bad < FEWEST_ROUNDS or self.timed[name] < self.max_seconds
 
     def warmed_up(self, call: TimedCall) -> float:
         """Run it until its caches, pools and compilers are ready; returns the seconds of the shortest run."""
@@ -141,17 +139,18 @@ class Rotation:
         is_short = self._shortest[call.name] < WAKE_UP_BELOW_SECONDS
         if is_short:
             self.guarded(call)
-        good: list[float] = []
-        bad: list[float] = []
+        good: list[Watched] = []
+        bad: list[Watched] = []
         # one delay by the scheduler would outweigh a short run, so its median is taken
         wanted, most = (SHORT_RUNS, MOST_SHORT_RUNS) if is_short else (1, 1)
         while len(good) < wanted and len(good) + len(bad) < most:
-            seconds, is_disturbed = self.watched(call)
-            (bad if is_disturbed else good).append(seconds)
+            run = self.watched(call)
+            (bad if run.is_disturbed else good).append(run)
         if call.name not in self.failures:
-            self._shortest[call.name] = min(self._shortest[call.name], *good, *bad)
-            kept = self.samples if good else self.disturbed
-            kept[call.name][number] = statistics.median(good or bad)
+            self._shortest[call.name] = min(self._shortest[call.name], *(run.seconds for run in good + bad))
+            rounds = self.samples if len(good) == wanted else self.disturbed
+            self.runs[call.name][number] = good or bad
+            rounds[call.name][number] = statistics.median(run.seconds for run in good or bad)
 
     def settle(self) -> None:
         """Wait until the threads of the last call have stopped spinning."""
@@ -163,17 +162,22 @@ class Rotation:
             if self.machine.own_seconds() - own <= QUIET_SHARE * (now - start) or now >= end:
                 return
 
-    def watched(self, call: TimedCall) -> tuple[float, bool]:
-        """Seconds of one call, and whether its threads had to wait for a core."""
-        before, own = self.machine.waits(), self.machine.own_seconds()
+    def watched(self, call: TimedCall) -> Watched:
+        """Time one call, and tell whether its threads had to wait for a core."""
+        waits_start, before = self.clock(), self.machine.waits()
+        own_start, own = self.clock(), self.machine.own_seconds()
         seconds = self.guarded(call)
-        own = self.machine.own_seconds() - own
+        own, own_end = self.machine.own_seconds() - own, self.clock()
         is_waiting = self.machine.is_waiting()
-        waited = waited_between(before, self.machine.waits())
-        self.runs[call.name].add(seconds, own, waited)
-        if waited is None or not self.judges_waits:
-            return seconds, False
-        return seconds, is_waiting or waited > max(WAKING_SECONDS, WAITED_SHARE * seconds)
+        waited, waits_end = waited_between(before, self.machine.waits()), self.clock()
+        self.timed[call.name] += seconds
+        is_disturbed = waited is not None and (is_waiting or waited > max(WAKING_SECONDS, WAITED_SHARE * seconds))
+        return Watched(
+            seconds,
+            per_second(own, own_end - own_start),
+            None if waited is None else per_second(waited, waits_end - waits_start),
+            is_disturbed and self.judges_waits,
+        )
 
     def guarded(self, call: TimedCall) -> float:
         """Seconds of one call. A call that raises takes no more turns, and the others go on."""
@@ -186,6 +190,11 @@ class Rotation:
             self.failures[call.name] = error
         return self.clock() - start
 
+    def used_rounds(self, name: str) -> dict[int, float]:
+        """Seconds by round that the timing of a call is made of: the undisturbed ones, or all if they are too few."""
+        good, bad = self.samples.get(name, {}), self.disturbed.get(name, {})
+        return good if self.has_enough(good) else good | bad
+
     def median_ms(self, name: str) -> float | None:
         """Median milliseconds of the undisturbed rounds of a call; None if they are too few."""
         own = self.samples.get(name, {})
@@ -193,10 +202,20 @@ class Rotation:
 
     def sees_waits(self, name: str) -> bool:
         """Whether waiting for a core tells which runs of a call were disturbed."""
-        return self.judges_waits and self.runs[name].waited is not None
+        return self.judges_waits and all(run.waited is not None for runs in self.runs[name].values() for run in runs)
 
     def has_enough(self, rounds: Collection[int]) -> bool:
-        return len(rounds) >= min(FEWEST_ROUNDS, self.rounds)
+        return len(rounds) >= self.fewest
+
+    @property
+    def fewest(self) -> int:
+        """The number of rounds below which a median says little."""
+        return min(FEWEST_ROUNDS, self.rounds)
+
+
+def per_second(value: float, seconds: float) -> float:
+    """0 if no time passed, as with a clock that is coarser than the call."""
+    return value / seconds if seconds > 0 else 0.0
 
 
 def timing_from_samples(seconds: Sequence[float]) -> Timing:
@@ -214,7 +233,7 @@ def timing_from_samples(seconds: Sequence[float]) -> Timing:
     )
 
 
-def times_faster(own: dict[int, float], other: dict[int, float]) -> float | None:
-    """How many times faster than the other: the median over the rounds of both; None without any."""
+def times_faster(own: dict[int, float], other: dict[int, float], fewest: int) -> float | None:
+    """How many times faster than the other: the median over the rounds of both; None with fewer than `fewest`."""
     ratios = [other[number] / seconds for number, seconds in own.items() if number in other and seconds > 0]
-    return statistics.median(ratios) if ratios else None
+    return statistics.median(ratios) if len(ratios) >= fewest else None

@@ -284,6 +284,36 @@ def test_ctrl_c_writes_what_was_measured_and_exits_130(
     assert "Interrupted; the results so far are above." in result.err
 
 
+@pytest.mark.parametrize("advise", [(), ("--advise",)])
+@pytest.mark.parametrize("moment", ["preparing", "waiting"])
+def test_ctrl_c_before_the_first_measurement_writes_nothing_and_says_so(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, advise: tuple[str, ...]
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    target, name = (bench_run, "wait_until_idle") if moment == "waiting" else (bench_run.Bench, "prepare")
+    monkeypatch.setattr(target, name, interrupt)
+    length = ["--seq-len" if advise else "--seq-lens", "64"]
+    arguments = [*advise, "--variants", "linear", "--heads", "2", "--dim", "32", *length, "--runtimes", "torch"]
+    arguments += ["--rounds", "3", "--threads", "1", "--wait-idle", "60", "-o", str(tmp_path / "out")]
+    result = cli("bench", *arguments, "--json")
+    assert result.code == 130
+    message = "Interrupted before anything was measured; nothing was written."
+    assert result.json == {"error": message, "exit_code": 130}
+    assert message in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_benchmark_that_fits_nowhere_fails_and_is_announced_as_short(cli: Cli, tmp_path: Path) -> None:
+    arguments = ["--seq-lens", "99999999999", "--variants", "linear,softmax", "--runtimes", "torch,ort", *SMALL]
+    result = cli("bench", *arguments, "-o", tmp_path / "out", "--json")
+    assert result.code == 1
+    assert {row["status"] for row in result.json["rows"]} == {"not run"}
+    assert "plan: 4 rows; about 3 s; Ctrl-C keeps the results so far" in result.err
+    assert "measuring memory" not in result.err
+
+
 def test_progress_says_how_far_and_how_long() -> None:
     from effexport.bench.measuring.progress import Pace, Step
     from effexport.commands._options import time_left

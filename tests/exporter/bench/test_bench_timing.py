@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 
 import pytest
 from planted_machine import FakeClock, PlantedMachine, waiting
 
+from effexport.bench.measuring.disturbance import disturbance_of
 from effexport.bench.measuring.timing import (
     MOST_SHORT_RUNS,
     SETTLE_SECONDS,
+    SHORT_RUNS,
     Rotation,
     TimedCall,
     times_faster,
@@ -100,8 +103,15 @@ def test_a_timing_says_median_spread_mean_and_deviation() -> None:
 
 def test_a_ratio_is_taken_within_rounds() -> None:
     # both are ten times slower in the second round: the ratio is the same
-    assert times_faster({0: 1.0, 1: 10.0, 2: 1.0}, {0: 2.0, 1: 20.0}) == 2.0
-    assert times_faster({0: 1.0}, {}) is None
+    assert times_faster({0: 1.0, 1: 10.0, 2: 1.0}, {0: 2.0, 1: 20.0}, 2) == 2.0
+    assert times_faster({0: 1.0}, {}, 1) is None
+
+
+def test_a_ratio_needs_as_many_shared_rounds_as_a_median_needs_rounds(clock: FakeClock) -> None:
+    own, other = dict.fromkeys(range(4), 1.0), dict.fromkeys(range(2, 6), 1.3)
+    assert (rotation_of(clock, {}, rounds=15).fewest, rotation_of(clock, {}, rounds=2).fewest) == (3, 2)
+    assert times_faster(own, other, 3) is None
+    assert times_faster(own | {4: 1.0}, other, 3) == 1.3
 
 
 # ---- beside other programs
@@ -116,8 +126,9 @@ def test_a_round_in_which_threads_waited_is_dropped_and_repeated(clock: FakeCloc
     rotation.run()
     assert list(rotation.samples["a"]) == [0, 3, 4, 5]
     assert list(rotation.disturbed["a"]) == [1, 2]
-    assert rotation.runs["a"].count == 6
-    assert rotation.runs["a"].waited == pytest.approx(0.59)
+    assert rotation.timed["a"] == pytest.approx(6 * 2.0)
+    # of the undisturbed rounds: 0.09 of 2 seconds in one of four
+    assert disturbance_of(rotation, "a").waited_share == pytest.approx(0.09 / 2 / 4)
 
 
 def test_disturbed_rounds_are_repeated_at_most_as_often_as_planned(clock: FakeClock) -> None:
@@ -153,12 +164,55 @@ def test_a_short_call_is_repeated_at_once_and_disturbed_runs_do_not_count(clock:
     rotation = in_turns(clock, [TimedCall("a", work, "a")], 1, machine=machine)
     rotation.run()
     assert rotation.samples["a"] == {0: pytest.approx(0.02)}
-    assert rotation.runs["a"].count == 5
+    assert list(lengths) == []
     always = waiting(machine, clock.worker("b", 0.01), itertools.repeat(0.4))
     rotation = in_turns(clock, [TimedCall("b", always, "b")], 1, machine=machine)
     rotation.run()
-    assert rotation.runs["b"].count == MOST_SHORT_RUNS
+    assert len(rotation.runs["b"][0]) == MOST_SHORT_RUNS
     assert rotation.samples["b"] == {}
+
+
+@pytest.mark.parametrize(("good", "is_kept"), [(SHORT_RUNS - 1, False), (SHORT_RUNS, True)])
+def test_a_short_turn_with_too_few_undisturbed_runs_is_disturbed(clock: FakeClock, good: int, is_kept: bool) -> None:
+    machine = PlantedMachine(clock)
+    machine.others = 1.0
+    # two to warm up and one to wake up come first; the good ones come last
+    waits = iter([0.4] * (3 + MOST_SHORT_RUNS - good))
+    work = waiting(machine, clock.worker("a", 0.01), waits)
+    rotation = in_turns(clock, [TimedCall("a", work, "a")], 1, machine=machine)
+    rotation.run()
+    assert (len(rotation.samples["a"]), len(rotation.disturbed["a"])) == (is_kept, not is_kept)
+
+
+class SlowMachine(PlantedMachine):
+    """A machine whose readings take a millisecond, in which both cores compute and three threads wait for one."""
+
+    def passes(self) -> None:
+        assert isinstance(self.clock, FakeClock)
+        assert self.waited is not None
+        self.clock.now += 0.001
+        self.own += 2 * 0.001
+        self.waited += 3 * 0.001
+
+    def own_seconds(self) -> float:
+        self.passes()
+        return super().own_seconds()
+
+    def waits(self) -> dict[str, float] | None:
+        self.passes()
+        return super().waits()
+
+
+def test_what_happens_during_the_readings_is_not_ascribed_to_a_call_of_microseconds(clock: FakeClock) -> None:
+    machine = SlowMachine(clock)
+    rotation = in_turns(clock, [TimedCall("a", clock.worker("a", 3e-5), "a")], 3, machine=machine)
+    rotation.run()
+    found = disturbance_of(rotation, "a")
+    assert found.own_cores is not None
+    assert found.waited_share is not None
+    assert 0 < found.own_cores <= machine.cores
+    assert 0 < found.waited_share <= 3
+    assert statistics.median(rotation.samples["a"].values()) == pytest.approx(3e-5)
 
 
 def test_waking_a_thread_is_not_a_disturbance(clock: FakeClock) -> None:
