@@ -32,8 +32,8 @@ from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import profile_remarks
 from effexport.engines.sidecar import summary_of_engine
 from effexport.engines.spec import EngineSpec
-from effexport.environment import require_build, versions
-from effexport.errors import StageError, Unavailable
+from effexport.environment import free_memory_bytes, require_build, versions
+from effexport.errors import EffexportError, StageError, Unavailable, is_out_of_memory
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
 from effexport.export.onnx_from_module import onnx_from_module
@@ -55,6 +55,7 @@ from effexport.runners.ort.session import check_settings
 from effexport.runners.ort.settings import OrtSettings
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
+from effexport.units import memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +63,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Stopwatch:
-    """Seconds per stage, and a callback that is called with the name of each stage as it begins."""
+    """Seconds per stage, and a callback that is called with the name of each stage as it begins.
+
+    A stage for which memory does not suffice raises StageError.
+    """
 
     on_stage: Callable[[str], None]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -71,7 +75,14 @@ class Stopwatch:
     def stage(self, name: str) -> Iterator[None]:
         self.on_stage(name)
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, EffexportError) or not is_out_of_memory(error):
+                raise
+            free = free_memory_bytes()
+            room = "" if free is None else f" ({memory(free)} free)"
+            raise StageError(name, f"not enough memory{room}; use a smaller --dim, --seq-len or --batch") from error
         self.seconds[name] = time.perf_counter() - start
 
 

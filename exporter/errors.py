@@ -75,3 +75,16 @@ class Unavailable:
 
     def __str__(self) -> str:
         return self.reason
+
+
+# What PyTorch and ONNX Runtime say, in lower case; the last two, of sizes that do not even fit into an integer.
+_OUT_OF_MEMORY = (
+    *("can't allocate memory", "failed to allocate memory", "out of memory", "bad_alloc"),
+    *("overflow when unpacking long", "storage size calculation overflowed"),
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, or would have: PyTorch and ONNX Runtime say so only in their messages."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in text for words in _OUT_OF_MEMORY)

@@ -28,6 +28,9 @@ from effexport.models.validation import (
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+# Indices into a tensor of this many rows still fit into int32, which the operators count with.
+LARGEST_SIZE = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class HostileInputs:
@@ -88,6 +91,7 @@ class AttentionSpec(ShortRepr, ABC):
         for name in ("dim", "heads", "seq_len"):
             value = getattr(self, name)
             require(value >= 1, f"{name} is {value}; expected a positive integer")
+            require(value <= LARGEST_SIZE, f"{name} is {value}; expected at most {LARGEST_SIZE}")
         require(self.head_dim is None or self.head_dim >= 1, f"head_dim is {self.head_dim}; expected at least 1")
         if self.has_heads and self.head_dim is None:
             require(

@@ -236,14 +236,6 @@ def array_from_tensor(tensor: torch.Tensor) -> Array:
     return np.asarray(value.numpy())
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: PyTorch and ONNX Runtime say so only in their messages."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or any(
-        words in text for words in ("can't allocate memory", "failed to allocate memory", "out of memory", "bad_alloc")
-    )
-
-
 def is_beyond_runtime(error: BaseException) -> bool:
     """Whether the runtime has no kernel for an element type, such as bfloat16 on a CPU: not a failure of the model."""
     return isinstance(error, RuntimeUnsupportedError) and "NOT_IMPLEMENTED" in str(error)

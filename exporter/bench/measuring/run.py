@@ -20,7 +20,6 @@ from effexport.bench.measuring.candidates import (
     candidate_from_case,
     engine_from_case,
     is_beyond_runtime,
-    is_out_of_memory,
     reason_not_here,
     short,
 )
@@ -43,7 +42,7 @@ from effexport.bench.measuring.timing import Rotation, TimedCall, times_faster, 
 from effexport.bench.results import BenchResults, Case, Floor, Row
 from effexport.disk import ANOTHER_TEMPORARY, is_disk_full, write_error
 from effexport.environment import describe_machine, usable_cores, versions
-from effexport.errors import EffexportError
+from effexport.errors import EffexportError, is_out_of_memory
 from effexport.models.validation import SpecError
 from effexport.runtimes import RUNTIMES, TORCH_OF_DEVICE
 
