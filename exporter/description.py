@@ -31,7 +31,7 @@ def describe(path: Path) -> tuple[Kind, dict[str, Any]]:
     if is_checkpoint(path):
         return "checkpoint", describe_checkpoint(path)
     if not path.exists():
-        raise UserError(f"there is no {path}; {EXPECTED}{how_to_download(path)}")
+        raise UserError(f"nothing is at {path}; {EXPECTED}{how_to_download(path)}")
     try:
         described = describe_model(path)
     except UserError as error:

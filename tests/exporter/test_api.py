@@ -132,7 +132,7 @@ def test_inspect_describes_what_the_command_prints(built: Built, cli: Callable[.
         printed = cli("inspect", path, "--json")
         assert json.loads(printed.out) == json.loads(json.dumps(found.details))  # type: ignore[attr-defined]
         assert repr(found).startswith(f"<Description of the {kind} {path}: path, ")
-    with pytest.raises(effexport.UserError, match="no artifact at nowhere"):
+    with pytest.raises(effexport.UserError, match="nothing is at nowhere; expected an artifact folder"):
         effexport.inspect("nowhere")
 
 

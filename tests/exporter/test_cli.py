@@ -369,8 +369,8 @@ def test_verify_of_a_model_with_other_inputs_is_an_error(cli: Cli, built: Built)
     other = built("softmax", "encoder").model_path
     result = cli("verify", built("softmax", "attention").path, "--model", other, "--reference", "golden")
     message = result.error()
-    assert "inputs or outputs: the file has input_ids int64 [batch, seq], attention_mask" in message
-    assert "expected hidden_states float32 [batch, seq, 32], attention_mask" in message
+    assert "is another model: its inputs are input_ids int64 [batch, seq], attention_mask" in message
+    assert "are hidden_states float32 [batch, seq, 32], attention_mask" in message
 
 
 TEXT_SIZES = {"one byte": b"x", "non-UTF-8": bytes(range(256)), "two windows and a bit": b"abc" * 50}

@@ -167,7 +167,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     (
         "inspect nope",
         2,
-        "there is no nope; expected an artifact folder, a checkpoint folder, an ONNX file or an engine",
+        "nothing is at nope; expected an artifact folder, a checkpoint folder, an ONNX file or an engine",
     ),
     ("inspect google/reformer-enwik8", 2, "hf download google/reformer-enwik8 --local-dir reformer-enwik8"),
     ("inspect art/reference.safetensors", 2, "but a .safetensors file; expected an artifact folder, a checkpoint"),
