@@ -90,7 +90,7 @@ def program_from_module(
         getattr(torch.ops.effexport, op.torch_name).default: op.load().SIGNATURE.onnx_translation()
         for op in OPS.values()
     }
-    with quiet_exporter(), fused_operators(module, spec.fused):
+    with quiet_exporter(), without_shape_cache(), fused_operators(module, spec.fused):
         try:
             program = torch.onnx.export(
                 module,
@@ -154,6 +154,17 @@ def quiet_exporter() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def without_shape_cache() -> contextlib.AbstractContextManager[None]:
+    """Let the exporter infer the shapes of every call anew.
+
+    With lengths that stay free, its cache of shapes costs up to a third of the time and hardly ever hits.
+    """
+    import torch._dynamo.config
+
+    patch: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    return patch
 
 
 def register_schemas() -> None:
