@@ -6,7 +6,7 @@ whatever their axes mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,15 +15,23 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.proof.cases import Case
 
-# Elements that a comparison works on at once: its float64 temporaries are a few times 8 bytes each.
-SLICE_ELEMENTS = 2**20
+# Elements that a comparison works on at once, so that its float64 temporaries stay in the cache of a core.
+SLICE_ELEMENTS = 2**16
 # Logits of hidden keys are −1e9 or −3e38. They must agree too, but do not count for the scale of the others.
 MASK_CONSTANT = 1e8
 
 
 def rms(x: Array) -> float:
     """Root mean square, in float64."""
-    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+    flat = x.reshape(-1)
+    total = sum(float(np.sum(np.square(flat[part], dtype=np.float64))) for part in slices(len(flat), 1))
+    return float(np.sqrt(total / max(1, len(flat))))
+
+
+def slices(rows: int, width: int) -> Iterator[slice]:
+    """Parts of rows of this width, each small enough for a cache; a row is never cut."""
+    step = max(1, SLICE_ELEMENTS // max(1, width))
+    yield from (slice(start, start + step) for start in range(0, rows, step))
 
 
 def relative_error(actual: Array, expected: Array) -> tuple[float, tuple[int, int]]:
@@ -32,18 +40,30 @@ def relative_error(actual: Array, expected: Array) -> tuple[float, tuple[int, in
     The scale of a token is the RMS of its sample, or its own RMS if that is larger: the first tokens of a causal model,
     which average over few keys, are ten times larger than the rest, and so is their rounding.
     """
-    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # inf − inf is NaN, which is what it should be
-        error = np.abs(actual - expected) / scale_of(expected)
-    token, channel = np.unravel_index(int(np.argmax(error)), error.shape)
-    return float(error[token, channel]), (int(token), int(channel))
+    return largest(relative for _, _, relative in relative_errors(actual, expected))
 
 
-def scale_of(expected: Array) -> Array:
-    """The scale of each token, to which its errors are relative, [tokens, 1]."""
-    own = np.sqrt(np.mean(np.square(expected), axis=-1, keepdims=True))
-    scale: Array = np.maximum(np.maximum(own, rms(expected)), np.finfo(np.float32).tiny)
-    return scale
+def relative_errors(actual: Array, expected: Array) -> Iterator[tuple[Array, Array, Array]]:
+    """Some rows of both in float64, and |actual − expected| / scale of them, part after part; see `relative_error`."""
+    whole = rms(expected)
+    for rows in slices(*expected.shape):
+        ours, wanted = actual[rows].astype(np.float64), expected[rows].astype(np.float64)
+        own = np.sqrt(np.mean(np.square(wanted), axis=-1, keepdims=True))
+        scale = np.maximum(np.maximum(own, whole), np.finfo(np.float32).tiny)
+        with np.errstate(invalid="ignore"):  # inf − inf is NaN, which is what it should be
+            yield ours, wanted, np.abs(ours - wanted) / scale
+
+
+def largest(parts: Iterable[Array]) -> tuple[float, tuple[int, int]]:
+    """The largest element of rows that come in parts, and its place; NaN counts as the largest."""
+    value, place, first = -1.0, (0, 0), 0
+    for part in parts:
+        row, column = np.unravel_index(int(np.argmax(part)), part.shape)
+        # NaN wins over every number, and stays
+        if value == value and not part[row, column] <= value:
+            value, place = float(part[row, column]), (first + int(row), int(column))
+        first += len(part)
+    return value, place
 
 
 def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
@@ -80,24 +100,22 @@ def value_error(actual: Array, expected: Array) -> float:
         return float(np.mean(actual != expected))
     width = expected.shape[-1] if expected.ndim else 1
     actual, expected = actual.reshape(-1, width), expected.reshape(-1, width)
-    step = max(1, SLICE_ELEMENTS // width)
-    slices = [slice(start, start + step) for start in range(0, len(expected), step)]
-    sums = np.sum([square_sums(expected[rows]).sum(axis=1) for rows in slices], axis=0)
+    parts = [*slices(len(expected), width)]
+    sums = np.sum([square_sums(expected[rows]).sum(axis=1) for rows in parts], axis=0)
     whole = mean_root(*sums)
-    errors = [slice_error(actual[rows], expected[rows], whole) for rows in slices]
+    errors = [slice_error(actual[rows], expected[rows], whole) for rows in parts]
     return float(np.max(errors))  # not the built-in max, which may drop NaN
 
 
 def magnitude(x: Array) -> tuple[float, float]:
     """The largest absolute value and the RMS of all elements except mask constants; zeros if there are no others."""
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    step = max(1, SLICE_ELEMENTS // max(1, rows.shape[1]))
-    largest, sums = 0.0, np.zeros(2)
-    for start in range(0, len(rows), step):
-        part = np.abs(rows[start : start + step].astype(np.float64))
-        largest = max(largest, float(np.max(part, where=part < MASK_CONSTANT, initial=0.0)))
+    highest, sums = 0.0, np.zeros(2)
+    for part_rows in slices(*rows.shape):
+        part = np.abs(rows[part_rows].astype(np.float64))
+        highest = max(highest, float(np.max(part, where=part < MASK_CONSTANT, initial=0.0)))
         sums += square_sums(part).sum(axis=1)
-    return largest, float(mean_root(*sums))
+    return highest, float(mean_root(*sums))
 
 
 def square_sums(x: Array) -> Array:

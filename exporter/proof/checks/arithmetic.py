@@ -11,7 +11,7 @@ import numpy as np
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import HISTOGRAM_EDGES, METRIC, RMS_METRIC, Check, Kind, Worst, judged
-from effexport.proof.metrics import relative_error, scale_of
+from effexport.proof.metrics import largest, relative_errors
 from effexport.proof.tolerances import Limit
 from effexport.spec import BuildSpec
 
@@ -59,8 +59,7 @@ def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, kin
     for output, expected in case.outputs.items():
         for sample in range(len(expected)):
             actual, wanted = case.kept(outputs[output], sample), case.kept(expected, sample)
-            error, (row, channel) = relative_error(actual, wanted)
-            figures.add(actual, wanted)
+            error, (row, channel) = figures.add(actual, wanted)
             # NaN wins over every number, and stays
             if value == value and (error > value or error != error):
                 value = error
@@ -90,16 +89,20 @@ class Figures:
         self._product = 0.0
         self._counts = np.zeros(len(HISTOGRAM_EDGES) + 1, dtype=np.int64)
 
-    def add(self, actual: Array, expected: Array) -> None:
-        """actual, expected: [tokens, channels] of one sample."""
-        actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-        with np.errstate(invalid="ignore", over="ignore"):  # NaN makes the measures NaN
-            error = np.abs(actual - expected)
-            self._max_abs = float(np.maximum(self._max_abs, error.max(initial=0.0)))
-            self._squares += [np.sum(np.square(x)) for x in (error, expected, actual)]
-            self._product += float(np.sum(actual * expected))
-            relative = error / scale_of(expected)
-        self._counts += np.bincount(np.digitize(relative.ravel(), HISTOGRAM_EDGES), minlength=len(self._counts))
+    def add(self, actual: Array, expected: Array) -> tuple[float, tuple[int, int]]:
+        """Add [tokens, channels] of one sample. Returns its `relative_error`, found in the same pass."""
+        return largest(self._added(actual, expected))
+
+    def _added(self, actual: Array, expected: Array) -> Iterator[Array]:
+        for ours, wanted, relative in relative_errors(actual, expected):
+            with np.errstate(invalid="ignore", over="ignore"):  # NaN makes the measures NaN
+                error = np.abs(ours - wanted)
+                self._max_abs = float(np.maximum(self._max_abs, error.max(initial=0.0)))
+                self._squares += [np.sum(np.square(x)) for x in (error, wanted, ours)]
+                self._product += float(np.sum(ours * wanted))
+            below = [np.count_nonzero(relative < edge) for edge in HISTOGRAM_EDGES]  # NaN is beyond the last
+            self._counts += np.diff([0, *below, relative.size])
+            yield relative
 
     def measures(self) -> dict[str, float]:
         """max_abs, in the units of the output; rms_error, relative to the RMS of the reference; cosine similarity.

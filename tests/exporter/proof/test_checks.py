@@ -253,6 +253,8 @@ def test_the_histogram_counts_every_kept_element_once() -> None:
     assert len(check.histogram) == len(HISTOGRAM_EDGES) + 1
     assert sum(check.histogram) == 3 * 8
     assert check.histogram[0] == 3 * 8 - 1
+    actual[0, 0, 1] = np.nan
+    assert check_arithmetic(case, {OUTPUT: actual}, Limit(1e-5, "of the test")).histogram[-1] == 1
     assert check.seq_len == 4
 
 

@@ -20,7 +20,7 @@ from effexport.proof.cases import Case, load_reference
 from effexport.proof.checks.candidate import RunWithBuckets
 from effexport.proof.checks.result import Check, function_body_of, passed, summary
 from effexport.proof.checks.run_checks import run_checks
-from effexport.proof.metrics import relative_error
+from effexport.proof.metrics import SLICE_ELEMENTS, relative_error
 from effexport.proof.tolerances import BUCKET_FLIPS, near_tie_limit
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.runner import OrtRunner
@@ -404,6 +404,22 @@ def test_relative_error_lets_nothing_hide_a_value_that_is_no_number(bad: float) 
         actual[0, 0] += 5
         actual.flat[place] = bad
         assert not relative_error(actual, expected)[0] <= 1e30
+
+
+@pytest.mark.parametrize("bad", [7.0, math.nan])
+def test_relative_error_of_many_tokens_is_that_of_the_formula(bad: float) -> None:
+    """They are compared part by part; the last part is smaller than the others."""
+    rng = np.random.default_rng(0)
+    expected = rng.standard_normal((3 * SLICE_ELEMENTS // 8 + 5, 8), np.float32)
+    actual = expected + 1e-3 * rng.standard_normal(expected.shape, np.float32)
+    actual[SLICE_ELEMENTS // 8 + 1, 6] += bad
+    exact = expected.astype(np.float64)
+    own = np.sqrt(np.mean(exact**2, axis=1, keepdims=True))
+    error = np.abs(actual - exact) / np.maximum(own, np.sqrt(np.mean(exact**2)))
+    assert relative_error(actual, expected) == (
+        pytest.approx(np.max(error), rel=1e-12, nan_ok=True),
+        (SLICE_ELEMENTS // 8 + 1, 6),
+    )
 
 
 def test_relative_error_of_all_zeros() -> None:
