@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from effexport.bench.presets import Preset
 
 # An advice is wanted within a minute.
-ADVICE_ROUNDS, ADVICE_SECONDS = 5, 3.0
+ADVICE_ROUNDS, ADVICE_SECONDS = 3, 3.0
 ADVICE_OPTIONS = ("seq_len", "latency_limit", "memory_limit", "spec_file")
 SECONDS = "a number of seconds above 0"
 EXPECTED = {"rounds": "at least 1", "threads": "at least 1", "max_seconds": SECONDS, "wait_idle": SECONDS}
@@ -46,7 +46,8 @@ class BenchRequest:
         what: Grid | Plan
         if self.advise:
             what = AdviceRequest(self.flags).plan()
-            settings = replace(settings, rounds=ADVICE_ROUNDS, max_seconds=ADVICE_SECONDS)
+            longest_ms = what.limits.latency_ms or settings.longest_ms
+            settings = replace(settings, rounds=ADVICE_ROUNDS, max_seconds=ADVICE_SECONDS, longest_ms=longest_ms)
         else:
             preset = self.preset()
             what = self.grid(preset)

@@ -51,10 +51,10 @@ class Adviser:
         return self.leaves_out(case, least_ms, "its matrix products alone", source, speed.is_disturbed)
 
     def probe(self, cases: Sequence[Case]) -> dict[str, Row]:
-        """The rows of these cases of one model at a shorter length, by runtime."""
+        """The rows of these cases of one model at a shorter length, by runtime; parity is judged at the full length."""
         probes = [probe for case in cases if (probe := probe_of(case, self.plan.probed_length))]
         settings, done = self.bench.settings, len(self.bench.rows)
-        self.bench.settings = replace(settings, rounds=PROBE_ROUNDS, memory=False)
+        self.bench.settings = replace(settings, rounds=PROBE_ROUNDS, parity=False, memory=False)
         try:
             self.bench.size(probes)
         finally:

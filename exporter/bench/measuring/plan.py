@@ -24,8 +24,8 @@ from effexport.runtimes import RUNTIMES
 # A probe times a case at this part of the length. Up to SHORTEST_PROBED tokens, no variant takes long enough.
 PROBE_PART, SHORTEST_PROBED = 8, 2048
 PROBE_ROUNDS = 3
-# Timings at two lengths vary by up to a third against each other, so only what misses the limit by more is left out.
-MARGIN = 1.5
+# The shortest of a probe's runs varies by less than a quarter, so only what misses the limit by more is left out.
+MARGIN = 1.25
 # What would take less than this at the full length is measured there: leaving it out would save little, and at such
 # lengths the fixed part of a call, which does not grow with the length, counts.
 WORTH_LEAVING_OUT_MS = 100.0
@@ -88,7 +88,7 @@ class Plan:
         if is_refused and (probe is None or reason_too_large(probe) is not None):
             return 0.0
         if probe is not None:
-            cost += prepare_cost(probe) + timing_cost(probe, PROBE_ROUNDS, max_seconds)
+            cost += prepare_cost(probe, parity=False) + timing_cost(probe, PROBE_ROUNDS, max_seconds)
         if is_refused or (probe is not None and misses(1e3 * call_seconds(case), longest_ms)):
             return cost
         return cost + prepare_cost(case) + timing_cost(case, rounds, max_seconds) + memory_cost(case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -59,13 +60,16 @@ NO_ARENA = "ran without ONNX Runtime's memory arena, which would have kept memor
 class Settings:
     """How to measure. threads: those of each runtime (None: one per core). max_seconds: timed seconds per row.
 
+    parity: compare with PyTorch before timing. memory: measure it too, except of rows slower than `longest_ms`.
     wait_seconds: how long, in all, to wait until other programs leave the machine alone.
     """
 
     rounds: int = 15
     max_seconds: float = 10.0
     threads: int | None = None
+    parity: bool = True
     memory: bool = True
+    longest_ms: float = math.inf
     wait_seconds: float = 0.0
     preset: str = ""
     command: str = ""
@@ -170,7 +174,7 @@ class Bench:
                 item.stop(reason, failed=False)
             else:
                 self.prepare(item, question)
-                self.pace.pay(prepare_cost(case) + EXPORT_SECONDS * (len(self._models) - files))
+                self.pace.pay(prepare_cost(case, self.settings.parity) + EXPORT_SECONDS * (len(self._models) - files))
             yield item
 
     def prepare(self, item: Prepared, question: Question) -> None:
@@ -182,7 +186,7 @@ class Bench:
             item.candidate = candidate_from_case(case, item.model, threads=self.threads, memory_arena=item.memory_arena)
             item.candidate.bind(question.feeds)
             item.candidate.run()
-            parity = agreement(item.candidate, case, question.reference)
+            parity = agreement(item.candidate, case, question.reference) if self.settings.parity else None
         except NotRunnableError as reason:
             item.stop(str(reason), failed=False)
             return
@@ -193,7 +197,7 @@ class Bench:
             return
         note = "" if item.memory_arena else NO_ARENA
         item.row = replace(item.row, parity=parity, implementation=dict(item.candidate.implementation), note=note)
-        if not parity.passed:
+        if parity is not None and not parity.passed:
             item.stop(
                 f"parity: {parity.metric} {digits(parity.value)} > {digits(parity.limit)}; {parity.detail}", failed=True
             )
@@ -295,7 +299,7 @@ class Bench:
 
     def measure_memory(self, found: Sequence[Prepared]) -> None:
         for item in found:
-            if item.row.timing is None:
+            if item.row.timing is None or item.row.timing.median_ms > self.settings.longest_ms:
                 continue
             case = item.row.case
             self.pace.say(f"{describe(case)}: measuring memory")

@@ -271,7 +271,7 @@ def test_the_speed_of_products_is_measured_or_a_bound_of_it() -> None:
 
 
 def test_what_misses_the_limit_by_little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = carried_out(plan_of("linear", latency_ms=200.0), {"linear": 9.0}, monkeypatch)
+    bench = carried_out(plan_of("linear", latency_ms=200.0), {"linear": 7.5}, monkeypatch)
     assert [length for _, length, _ in bench.sizes] == [4096, LENGTH]
 
 

@@ -306,7 +306,7 @@ def test_ctrl_c_before_the_first_measurement_writes_nothing_and_says_so(
 
 
 def test_a_benchmark_that_fits_nowhere_fails_and_is_announced_as_short(cli: Cli, tmp_path: Path) -> None:
-    arguments = ["--seq-lens", "99999999999", "--variants", "linear,softmax", "--runtimes", "torch,ort", *SMALL]
+    arguments = ["--seq-lens", "2147483647", "--variants", "linear,softmax", "--runtimes", "torch,ort", *SMALL]
     result = cli("bench", *arguments, "-o", tmp_path / "out", "--json")
     assert result.code == 1
     assert {row["status"] for row in result.json["rows"]} == {"not run"}
