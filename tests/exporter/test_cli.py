@@ -693,7 +693,7 @@ def test_debug_shows_the_traceback_of_an_error_and_nothing_else_does(cli: Cli, t
     debug = cli("inspect", tmp_path / "absent", "--debug")
     assert debug.code == 2
     assert "Traceback (most recent call last)" in debug.err
-    assert "effexport: error: there is no " in debug.err
+    assert "effexport: error: nothing is at " in debug.err
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
