@@ -1,0 +1,160 @@
+"""What an operator declares for the checks of its CUDA kernels on a GPU: the types, and helpers for the declarations.
+
+An operator's declaration is CHECK in the gpu_check.py of its folder; gpu_check.cc beside it calls its launch_cuda with
+the arrays and sizes declared here (see native/gpu_check.h). scripts/gpu reads the declarations, nothing else does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from effexport.plugins.ops import FLOAT_TYPES, Op
+
+# The relative error of one rounding, which every kernel may make when it writes its results.
+ROUNDING = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an operator's kernels.
+
+    sizes and numbers: what gpu_check.cc takes, in its order; a flag is a size of 0 or 1. kind: which inputs to make.
+    dtype: the type of the operator's T; "int32" for LSHSort.
+    """
+
+    sizes: tuple[int, ...]
+    numbers: tuple[float, ...] = ()
+    kind: str = "random"
+    dtype: str = "float32"
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.dtype, "×".join(map(str, self.sizes)), *map(str, self.numbers), self.kind])
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+@dataclass(frozen=True)
+class Output:
+    """Shape and type of one output, which the caller allocates."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest error that passes: the largest difference over the reference's largest value. 0: equal integers."""
+
+    value: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A goal: the kernel takes at most this time."""
+
+    us: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class FasterThan:
+    """A goal: the baseline takes at least `times` times as long as the kernel."""
+
+    baseline: str
+    reason: str
+    times: float = 1.0
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A case whose time is measured, and the goals for that time. small: what the rehearsal runs in its place."""
+
+    case: Case
+    small: Case
+    goals: tuple[AtMost | FasterThan, ...]
+
+
+@dataclass(frozen=True)
+class GpuCheck:
+    """Everything that scripts/gpu needs to know about one operator.
+
+    inputs(case, device): the input tensors by name, in the order of the shim's arrays, the same ones on every call.
+    outputs(case): the outputs, which follow the inputs in the shim's arrays.
+    reference(case, inputs): what the outputs should be, in float64 or integers, from the operator's definition. Slow
+    and obvious, in plain PyTorch, on the device of the inputs; memory for the `huge` cases must suffice.
+    limit(case): the largest error that passes.
+    flops(case): floating-point operations of the definition, which give a lower bound of the time. The bytes of all
+    inputs and outputs give the other.
+    baselines(case, inputs): what users would run without the kernel, by name; each call enqueues its work and returns.
+    small: for the emulation on a CPU and for compute-sanitizer, both of which are slow. checked: more sizes for the
+    GPU: tiny, odd and large. huge: some array has more than 2³¹ elements.
+    """
+
+    inputs: Callable[[Case, str], dict[str, Tensor]]
+    outputs: Callable[[Case], dict[str, Output]]
+    reference: Callable[[Case, dict[str, Tensor]], dict[str, Tensor]]
+    limit: Callable[[Case], Limit]
+    flops: Callable[[Case], float]
+    baselines: Callable[[Case, dict[str, Tensor]], dict[str, Callable[[], object]]]
+    small: tuple[Case, ...]
+    checked: tuple[Case, ...]
+    timed: tuple[Timed, ...]
+    huge: tuple[Case, ...] = ()
+
+
+def load_gpu_check(op: Op) -> GpuCheck:
+    """The operator's declaration."""
+    check = importlib.import_module(f"effexport.plugins.{op.torch_name}.gpu_check").CHECK
+    assert isinstance(check, GpuCheck)
+    return check
+
+
+def in_all_types(*cases: Case) -> tuple[Case, ...]:
+    """The cases in float32, float16 and bfloat16."""
+    return tuple(replace(case, dtype=dtype) for case in cases for dtype in FLOAT_TYPES)
+
+
+def generator(case: Case, device: str) -> torch.Generator:
+    """A source of random numbers for the inputs of a case."""
+    return torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
+
+
+def normal(case: Case, source: torch.Generator, *shape: int) -> Tensor:
+    """Normally distributed values of the case's type, on the device of the generator."""
+    return torch.randn(shape, generator=source, dtype=case.torch_dtype, device=source.device)
+
+
+def random_mask(source: torch.Generator, *shape: int) -> Tensor:
+    """A mask that is true for two thirds of all elements, on average."""
+    return torch.rand(shape, generator=source, device=source.device) < 2 / 3
+
+
+def sdpa_baselines(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, Callable[[], object]]:
+    """PyTorch's own attention without a mask, by each backend that takes the type: "SDPA flash", and so on.
+
+    float32 has no flash and no cuDNN kernel. A CPU, where none of them exists, computes all of them plainly.
+    """
+    backends = {"SDPA memory-efficient": SDPBackend.EFFICIENT_ATTENTION}
+    if q.dtype != torch.float32:
+        backends |= {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+    def call(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend if q.is_cuda else SDPBackend.MATH):
+            return scaled_dot_product_attention(q, k, v, scale=scale)
+
+    return {name: partial(call, backend) for name, backend in backends.items()}

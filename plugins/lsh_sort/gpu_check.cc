@@ -1,0 +1,14 @@
+// Calls the CUDA kernel of LSHSort for scripts/gpu; gpu_check.py beside this file has the arrays and sizes.
+#include "lsh_sort/kernel.h"
+#include "native/gpu_check.h"
+
+using namespace effexport;
+
+// sizes: rows, n, num_buckets.
+EFFEXPORT_GPU_CHECK(lsh_sort) {
+  return lsh_sort::launch_cuda(gpu_check::array<std::int32_t>(arrays, 0), sizes[0], sizes[1], sizes[2],
+                               gpu_check::array<std::int32_t>(arrays, 1), gpu_check::array<std::int32_t>(arrays, 2),
+                               stream);
+}
+
+EFFEXPORT_GPU_CHECK_SCRATCH(lsh_sort) { return 0; }

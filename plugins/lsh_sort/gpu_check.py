@@ -1,0 +1,83 @@
+"""What scripts/gpu checks and times of LSHSort. Sizes of a case: rows, n, num_buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from effexport.plugins.gpu_check import Case, FasterThan, GpuCheck, Limit, Output, Timed, generator
+from effexport.plugins.lsh_sort import op
+
+
+def inputs(case: Case, device: str) -> dict[str, Tensor]:
+    """Random buckets. Kind "patterns": rows in one bucket, in descending order and alternating between the ends too."""
+    rows, n, num_buckets = case.sizes
+    shape = (rows, n)
+    source = generator(case, device)
+    buckets = torch.randint(num_buckets, shape, generator=source, dtype=torch.int32, device=device)
+    if case.kind == "patterns":
+        position = torch.arange(n, dtype=torch.int32, device=device)
+        buckets[1::5] = 0
+        buckets[2::5] = num_buckets - 1
+        buckets[3::5] = (n - 1 - position) * num_buckets // max(n, 1)
+        buckets[4::5] = (position + 1) % 2 * (num_buckets - 1)
+    return {"buckets": buckets}
+
+
+def outputs(case: Case) -> dict[str, Output]:
+    rows, n, _ = case.sizes
+    return {name: Output((rows, n), torch.int32) for name in ("order", "rank")}
+
+
+def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """PyTorch's stable sort, some rows at a time: it needs several int64 arrays of the shape of its input."""
+    pairs = [op.reference(rows, case.sizes[2]) for rows in inputs["buckets"].split(256)]
+    return {name: torch.cat(parts) for name, parts in zip(("order", "rank"), zip(*pairs, strict=True), strict=True)}
+
+
+def limit(case: Case) -> Limit:
+    return Limit(0.0, "the result has exactly one right answer")
+
+
+def flops(case: Case) -> float:
+    return 0.0
+
+
+def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """torch.sort, and with the inverse permutation, which is what the operator returns."""
+    (buckets,) = inputs.values()
+    return {
+        "torch.sort": lambda: torch.sort(buckets, dim=-1, stable=True),
+        "torch.sort and inverse": lambda: op.reference(buckets, case.sizes[2]),
+    }
+
+
+def case(rows: int, n: int, num_buckets: int, kind: str = "random") -> Case:
+    return Case((rows, n, num_buckets), kind=kind, dtype="int32")
+
+
+def timed(rows: int, n: int, num_buckets: int) -> Timed:
+    goal = FasterThan("torch.sort", "a counting sort reads keys of a few bits; torch.sort treats them as 32")
+    return Timed(case(rows, n, num_buckets), case(2, 100, num_buckets), (goal,))
+
+
+CHECK = GpuCheck(
+    inputs=inputs,
+    outputs=outputs,
+    reference=reference,
+    limit=limit,
+    flops=flops,
+    baselines=baselines,
+    small=tuple(
+        case(5, n, num_buckets, "patterns") for n, num_buckets in ((1, 1), (63, 2), (100, 353), (1000, 33), (257, 1025))
+    ),
+    checked=tuple(
+        case(10, n, num_buckets, "patterns")
+        for n in (1, 2, 63, 1000, 4096, 65536)
+        for num_buckets in (1, 31, 32, 257, 352, 353, 1025, 4096)
+    ),
+    timed=(timed(32, 32768, 1025), timed(16, 8192, 257), timed(256, 16384, 257)),
+    huge=(case(2049, 2**20, 257),),
+)

@@ -1,0 +1,118 @@
+"""What scripts/gpu checks and times of MaskedAttention. Sizes of a case: batch, heads, n, m, d, e; number: scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from effexport.plugins.gpu_check import (
+    ROUNDING,
+    Case,
+    FasterThan,
+    GpuCheck,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    normal,
+    random_mask,
+    sdpa_baselines,
+)
+from effexport.plugins.masked_attention import op
+
+
+def inputs(case: Case, device: str) -> dict[str, Tensor]:
+    """Kind "random": some keys are hidden, and all keys of the last of several samples. Kind "visible": none."""
+    batch, heads, n, m, d, e = case.sizes
+    source = generator(case, device)
+    q, k, v = (normal(case, source, batch, heads, *shape) for shape in ((n, d), (m, d), (m, e)))
+    keep = random_mask(source, batch, m)
+    if case.kind == "visible":
+        keep = torch.ones_like(keep)
+    elif batch > 1:
+        keep[-1] = False
+    return {"q": q, "k": k, "v": v, "keep": keep}
+
+
+def outputs(case: Case) -> dict[str, Output]:
+    batch, heads, n, _, _, e = case.sizes
+    return {"out": Output((batch, heads, n, e), case.torch_dtype)}
+
+
+def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The operator's definition, head by head, so that one matrix of logits exists at a time."""
+    q, k, v, keep = inputs.values()
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
+    for head in range(q.shape[1]):
+        own = slice(head, head + 1)
+        out[:, own] = op.reference(q[:, own].double(), k[:, own].double(), v[:, own].double(), keep, case.numbers[0])
+    return {"out": out}
+
+
+def limit(case: Case) -> Limit:
+    return Limit(2e-5 + ROUNDING[case.dtype], "the contract's 2e-5 for values of about 1, and one rounding")
+
+
+def flops(case: Case) -> float:
+    batch, heads, n, m, d, e = case.sizes
+    return 2.0 * batch * heads * n * m * (d + e)
+
+
+def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """The body's standard operators and, if no key is hidden, PyTorch's own attention."""
+    q, k, v, keep = inputs.values()
+    scale = case.numbers[0]
+
+    def standard_operators() -> Tensor:
+        logits = ((q * scale) @ k.transpose(-1, -2)).float()
+        return torch.softmax(logits.masked_fill(~keep[:, None, None, :], op.HIDDEN_LOGIT), dim=-1).to(v.dtype) @ v
+
+    fused = sdpa_baselines(q, k, v, scale) if case.kind == "visible" else {}
+    return {"standard operators": standard_operators, **fused}
+
+
+def timed(small: tuple[int, ...], *sizes: int) -> tuple[Timed, ...]:
+    """The case in float16 and float32, beside everything that could replace it."""
+    body = FasterThan("standard operators", "in ONNX Runtime the kernel always replaces the body")
+    efficient = FasterThan("SDPA memory-efficient", "PyTorch users have it in every type")
+    # 0.5: its kernels use wgmma; mma.sync, which runs on SM 75 to 120, reaches about half of its rate
+    flash = FasterThan("SDPA flash", "at least half as fast as dense attention with wgmma", times=0.5)
+    return tuple(
+        Timed(Case(sizes, (0.125,), "visible", dtype), Case(small, (0.125,), "visible", dtype), goals)
+        for dtype, goals in (("float16", (body, efficient, flash)), ("float32", (body, efficient)))
+    )
+
+
+CHECK = GpuCheck(
+    inputs=inputs,
+    outputs=outputs,
+    reference=reference,
+    limit=limit,
+    flops=flops,
+    baselines=baselines,
+    small=in_all_types(
+        Case((1, 1, 1, 1, 1, 1), (0.5,)),
+        Case((1, 1, 3, 0, 8, 8), (0.5,)),  # without keys: zeros
+        Case((2, 2, 5, 70, 24, 40), (0.2,)),
+        Case((1, 2, 20, 130, 64, 64), (0.125,), "visible"),
+    ),
+    checked=in_all_types(
+        Case((2, 3, 63, 100, 24, 40), (0.2,)),
+        Case((1, 2, 17, 1000, 100, 100), (0.1,)),
+        Case((3, 1, 1, 4099, 64, 64), (0.125,)),
+        Case((1, 2, 300, 500, 256, 256), (1 / 16,)),
+        Case((2, 8, 64, 8192, 64, 64), (0.125,)),
+        Case((2, 8, 8192, 64, 64, 64), (0.125,)),
+        Case((2, 8, 2048, 2048, 64, 64), (0.125,)),
+    ),
+    timed=(
+        *timed((1, 2, 8, 70, 64, 64), 1, 8, 64, 8192, 64, 64),
+        *timed((1, 2, 70, 8, 64, 64), 1, 8, 8192, 64, 64, 64),
+        *timed((1, 2, 64, 64, 64, 64), 1, 8, 8192, 8192, 64, 64),
+    ),
+    # queries and results: 64 · 524352 · 64 elements each
+    huge=(Case((1, 64, 524_352, 3, 64, 64), (0.125,), "visible", "float16"),),
+)
