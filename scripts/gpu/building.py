@@ -1,0 +1,137 @@
+"""The build stage: all CUDA kernels and their shims in one shared object, by nvcc or, in the rehearsal, by g++."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from effexport.environment import usable_cores
+from effexport.plugins.building.toolchain import find_compiler, find_nvcc
+from effexport.plugins.ops import OPS
+from gpu import ROOT
+from gpu.device import Kernels, SetupError
+from gpu.stages import PASSED, Result, Run
+
+PLUGINS = ROOT / "plugins"
+NATIVE = Path(__file__).parent / "native"
+EMULATION = ROOT / "tests" / "plugins" / "native"
+SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+EMULATED_SHARED_MEMORY = "effexport_emulated_shared_memory"
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Commands that compile a source and that link objects, without the files' names."""
+
+    compile: tuple[str, ...]
+    link: tuple[str, ...]
+
+
+def library_path(run: Run) -> Path:
+    return run.work / "kernels.so"
+
+
+def driver_path(run: Run) -> Path:
+    return run.work / "driver"
+
+
+def load_kernels(run: Run) -> Kernels:
+    """What the build stage made. Raises SetupError if it has not run."""
+    if not library_path(run).is_file():
+        raise SetupError(f"{library_path(run)} does not exist; expected what the build stage makes. Run that stage too")
+    return Kernels(library_path(run), run.device)
+
+
+def build(run: Run) -> Result:
+    run.work.mkdir(parents=True, exist_ok=True)
+    toolchain = emulating_toolchain("-O2") if run.device.emulated else nvcc_toolchain()
+    seconds, messages = make_library(run, toolchain, library_path(run))
+    make_driver(driver_path(run))
+    load_kernels(run)
+    details = {"machine": run.device.description(), "seconds": seconds, "resources": resources(messages)}
+    return Result(PASSED, f"{len(seconds)} files, the slowest in {max(seconds.values()):.0f} s", details)
+
+
+def nvcc_toolchain() -> Toolchain:
+    """For this machine's GPU, with the names of source lines for compute-sanitizer and ncu."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise SetupError("nvcc is missing; expected CUDA 12 or later. Put nvcc on PATH")
+    options = (str(nvcc), "-std=c++17", "-O3", "-arch=native", "-lineinfo", "-Xcompiler=-fPIC", "-Xptxas=-v")
+    return Toolchain((*options, f"-I{PLUGINS}", "-c"), (str(nvcc), "-arch=native", "-shared"))
+
+
+def emulating_toolchain(*options: str) -> Toolchain:
+    """For the CPU: cuda_on_cpu.h in front of every source, and empty files for the toolkit's headers."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise SetupError("a C++ compiler is missing; expected c++, g++ or clang++ on PATH, or CXX. Install one")
+    includes = [f"-I{folder}" for folder in (PLUGINS, EMULATION, EMULATION / "no_toolkit")]
+    # a fused multiply-add would round differently with another compiler
+    exact = "-ffp-contract=off"
+    common = ("-std=c++17", *options, "-fPIC", exact, "-Wall", "-Wno-unknown-pragmas", *includes)
+    aliases = [f"-Wl,--defsym={name}={EMULATED_SHARED_MEMORY}" for name in shared_memory_names()]
+    return Toolchain(
+        (*compiler, *common, "-include", "cuda_on_cpu.h", "-x", "c++", "-c"),
+        (*compiler, *options, "-shared", *aliases),
+    )
+
+
+def shared_memory_names() -> list[str]:
+    """How the kernels name their dynamic shared memory, which CUDA does not need and C++ does."""
+    sources = [path for op in OPS.values() for path in (PLUGINS / op.torch_name).glob("*.cu")]
+    sources += PLUGINS.glob("**/*.h")
+    return sorted(
+        {name for path in sources for name in re.findall(r"extern __shared__[^;]*?(\w+)\[\];", path.read_text())}
+    )
+
+
+def make_library(run: Run, toolchain: Toolchain, library: Path) -> tuple[dict[str, float], str]:
+    """Compile all files in parallel and link them. Returns the seconds of each, and the compilers' messages."""
+    extra = NATIVE / ("on_cpu.cc" if run.device.emulated else "on_gpu.cu")
+    folders = [PLUGINS / op.torch_name for op in OPS.values()]
+    sources = [folder / name for name in ("kernel_cuda.cu", "gpu_check.cc") for folder in folders] + [extra]
+    objects = [library.with_suffix("") / f"{source.parent.name}_{source.stem}.o" for source in sources]
+    objects[0].parent.mkdir(exist_ok=True)
+
+    def compile_one(source: Path, target: Path) -> tuple[float, str]:
+        begin = time.monotonic()
+        messages = call([*toolchain.compile, str(source), "-o", str(target)])
+        return round(time.monotonic() - begin, 1), messages
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        made = list(pool.map(compile_one, sources, objects))
+    call([*toolchain.link, *map(str, objects), "-o", str(library)])
+    names = [source.relative_to(ROOT).as_posix() for source in sources]
+    return {name: one[0] for name, one in zip(names, made, strict=True)}, "".join(messages for _, messages in made)
+
+
+def make_driver(driver: Path, *options: str) -> None:
+    """The program that runs calls from a file, see native/driver.cc."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise SetupError("a C++ compiler is missing; expected c++, g++ or clang++ on PATH, or CXX. Install one")
+    call([*compiler, "-std=c++17", "-O1", *options, str(NATIVE / "driver.cc"), "-o", str(driver), "-ldl"])
+
+
+def call(command: Sequence[str]) -> str:
+    """Run a command; returns what it prints. Raises RuntimeError with its messages if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return done.stdout + done.stderr
+
+
+def resources(messages: str) -> dict[str, str]:
+    """Registers, shared memory and spills of every kernel, as ptxas prints them."""
+    used = {}
+    for part in messages.split("Compiling entry function ")[1:]:
+        lines = part.splitlines()
+        found = [line.partition(": ")[2] or line.strip() for line in lines if "registers" in line or "spill" in line]
+        used[lines[0].split("'")[1]] = "; ".join(found)
+    return used

@@ -1,0 +1,45 @@
+"""Files of calls for the program native/driver.cc: which kernels to run, and with what."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from effexport.plugins.gpu_check import Case, GpuCheck
+from gpu.device import DTYPE_NUMBERS
+
+
+def write_calls(path: Path, calls: Iterable[tuple[str, GpuCheck, Case]]) -> None:
+    """Write calls in the format that driver.cc describes. Each is an operator's name, its declaration and a case."""
+    with path.open("wb") as stream:
+        for name, check, case in calls:
+            for piece in call_bytes(name, check, case):
+                stream.write(piece)
+
+
+def call_bytes(name: str, check: GpuCheck, case: Case) -> Iterator[bytes]:
+    yield integers(len(name.encode()))
+    yield name.encode()
+    yield integers(DTYPE_NUMBERS[case.dtype], len(case.sizes), *case.sizes, len(case.numbers))
+    yield struct.pack(f"={len(case.numbers)}d", *case.numbers)
+    inputs = check.inputs(case, "cpu")
+    yield integers(len(inputs))
+    for tensor in inputs.values():
+        content = tensor_bytes(tensor)
+        yield integers(len(content))
+        yield content
+    sizes = [math.prod(output.shape) * output.dtype.itemsize for output in check.outputs(case).values()]
+    yield integers(len(sizes), *sizes)
+
+
+def integers(*values: int) -> bytes:
+    return struct.pack(f"={len(values)}q", *values)
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

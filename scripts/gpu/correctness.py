@@ -1,0 +1,151 @@
+"""The correctness stage: every operator's kernels against its reference in float64.
+
+Outputs and scratch memory are filled with NaN, or −1, before a call, and so are guards around them. Every call is made
+twice and must give the same bits; in the emulation the second one runs threads in another order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effexport.plugins.gpu_check import Case, GpuCheck, Output, load_gpu_check
+from effexport.plugins.ops import OPS
+from gpu.building import load_kernels
+from gpu.device import KernelError, Kernels
+from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
+
+# Arrays stay aligned as cudaMalloc aligns them.
+GUARD_BYTES = 256
+POISON = 0xFF
+# Elements that are compared at once: float64 copies of huge arrays would not fit into memory.
+AT_ONCE = 1 << 26
+LATE = "not run: no time was left"
+
+
+class Guarded:
+    """Poisoned memory between guards, and a tensor in it."""
+
+    def __init__(self, output: Output, device: str) -> None:
+        size = math.prod(output.shape) * output.dtype.itemsize
+        self.whole = torch.full((size + 2 * GUARD_BYTES,), POISON, dtype=torch.uint8, device=device)
+        self.tensor = self.whole[GUARD_BYTES : GUARD_BYTES + size].view(output.dtype).view(output.shape)
+
+    def is_intact(self) -> bool:
+        edges = torch.cat([self.whole[:GUARD_BYTES], self.whole[-GUARD_BYTES:]])
+        return bool((edges == POISON).all())
+
+
+def check(run: Run) -> Result:
+    kernels = load_kernels(run)
+    found: list[dict[str, Any]] = []
+    for op in OPS.values():
+        if op.torch_name not in run.ops:
+            continue
+        check = load_gpu_check(op)
+        for case in check.small if run.device.emulated else (*check.small, *check.checked, *check.huge):
+            if run.late:
+                found.append({"op": op.torch_name, "case": case.name, "problem": LATE})
+                continue
+            # arrays of two huge cases, with their references, may be too much for the GPU's memory
+            with one_at_a_time(run.work / "huge") if case in check.huge else nullcontext():
+                found.append(check_case(kernels, op.torch_name, check, case))
+                kernels.device.free_memory()
+            run.keep("correctness", {"cases": found})
+    return result_of(found)
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block with this file."""
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def result_of(found: list[dict[str, Any]]) -> Result:
+    bad = [f"{one['case']}: {one['problem']}" for one in found if one["problem"]]
+    late = [one for one in found if one["problem"] == LATE]
+    status = FAILED if len(bad) > len(late) else NOT_RUN if late else PASSED
+    summary = f"{len(found) - len(bad)} of {len(found)} cases" + (f"; {bad[0]}" if bad else "")
+    return Result(status, summary, {"cases": found})
+
+
+def check_case(kernels: Kernels, name: str, check: GpuCheck, case: Case) -> dict[str, Any]:
+    """One case as JSON. problem: what is wrong, or an empty text."""
+    begin = time.monotonic()
+    inputs = check.inputs(case, kernels.device.name)
+    given = {key: value.clone() for key, value in inputs.items()}
+    try:
+        first, problem = call_guarded(kernels, name, check, case, inputs)
+        again, other_problem = call_guarded(kernels, name, check, case, inputs, schedule=1)
+    except KernelError as error:
+        return {"op": name, "case": case.name, "problem": str(error)}
+    problem = problem or other_problem
+    if not all(torch.equal(given[key], value) for key, value in inputs.items()):
+        problem = problem or "the kernel changed its inputs"
+    if not all(same_bits(first[key], again[key]) for key in first):
+        problem = problem or "two calls gave different bits"
+    del again, given
+    limit = check.limit(case)
+    error = relative_error(first, check.reference(case, inputs))
+    if not error <= limit.value:  # NaN does not pass
+        problem = problem or f"error {error:.3g}; expected at most {limit.value:.3g}"
+    return {
+        "op": name,
+        "case": case.name,
+        "error": error,
+        "limit": limit.value,
+        "reason": limit.reason,
+        "problem": problem,
+        "seconds": round(time.monotonic() - begin, 2),
+    }
+
+
+def call_guarded(
+    kernels: Kernels, name: str, check: GpuCheck, case: Case, inputs: dict[str, Tensor], schedule: int = 0
+) -> tuple[dict[str, Tensor], str]:
+    """The outputs of one call, and what was written outside of them."""
+    device = kernels.device.name
+    outputs = {key: Guarded(output, device) for key, output in check.outputs(case).items()}
+    scratch = Guarded(Output((kernels.scratch_bytes(name, case),), torch.uint8), device)
+    kernels.set_schedule(schedule)
+    kernels.launch(name, case, [*inputs.values(), *(output.tensor for output in outputs.values())], scratch.tensor)
+    kernels.device.synchronize()
+    broken = [key for key, guarded in {**outputs, "scratch": scratch}.items() if not guarded.is_intact()]
+    problem = f"the kernel wrote beyond {', '.join(broken)}" if broken else ""
+    return {key: output.tensor for key, output in outputs.items()}, problem
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def relative_error(outputs: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of an output, over the largest value of its reference, or over 1 if that is zero.
+
+    NaN if any output has one, or another shape than the reference; of integers, the share that differs.
+    """
+    assert outputs.keys() == expected.keys(), f"outputs {[*outputs]} and references {[*expected]} differ"
+    return max(one_error(outputs[key], expected[key]) for key in outputs)
+
+
+def one_error(actual: Tensor, expected: Tensor) -> float:
+    if actual.shape != expected.shape:
+        raise ValueError(f"an output has shape {tuple(actual.shape)}, its reference {tuple(expected.shape)}")
+    if actual.numel() == 0:
+        return 0.0
+    pieces = list(zip(actual.reshape(-1).split(AT_ONCE), expected.reshape(-1).split(AT_ONCE), strict=True))
+    if not actual.is_floating_point():
+        return sum(int((a != e).sum()) for a, e in pieces) / actual.numel()
+    worst = torch.stack([(a.double() - e.double()).abs().amax() for a, e in pieces]).amax()  # NaN stays
+    largest = torch.stack([e.double().abs().amax() for _, e in pieces]).amax()
+    return float(worst / largest) if largest > 0 else float(worst)

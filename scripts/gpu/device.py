@@ -1,0 +1,142 @@
+"""What a stage runs on: an NVIDIA GPU, or the emulation of tests/plugins/native/cuda_on_cpu.h in its place."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from effexport.plugins.gpu_check import Case
+
+# How native/gpu_check.h numbers element types. LSHSort has one type and ignores the number.
+DTYPE_NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
+
+
+class SetupError(Exception):
+    """A requirement is missing on this machine; the message says what was found, what is expected and what to do."""
+
+
+class KernelError(Exception):
+    """A kernel could not be launched or did not finish."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of all tensors of a run. emulated: it is the CPU, and times mean nothing."""
+
+    emulated: bool
+
+    @property
+    def name(self) -> str:
+        """As PyTorch calls it."""
+        return "cpu" if self.emulated else "cuda"
+
+    def stream(self) -> int:
+        """PyTorch's current stream, a cudaStream_t."""
+        if self.emulated:
+            return 0
+        import torch
+
+        return torch.cuda.current_stream().cuda_stream
+
+    def synchronize(self) -> None:
+        if not self.emulated:
+            import torch
+
+            torch.cuda.synchronize()
+
+    def free_memory(self) -> None:
+        """Give cached memory back to the device, for arrays of another size."""
+        if not self.emulated:
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def check_setup(self) -> None:
+        """Check that a GPU and nvcc are present. Raises SetupError. Loads no framework."""
+        if self.emulated:
+            return
+        if not shutil.which("nvidia-smi") or subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode != 0:
+            raise SetupError(
+                "nvidia-smi finds no GPU; expected an NVIDIA GPU with its driver. "
+                "Run this on a machine with a GPU, or add --rehearse to run everything in an emulation"
+            )
+
+    def description(self) -> dict[str, str]:
+        """The machine and the versions that results depend on."""
+        import torch
+
+        described = {"Python": platform.python_version(), "torch": torch.__version__}
+        if self.emulated:
+            return {"device": "emulation on the CPU; times are not measured", **described}
+        fields = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
+        query = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+        values = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(",")
+        properties = torch.cuda.get_device_properties(0)
+        described |= {
+            "device": properties.name,
+            "compute capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": str(properties.multi_processor_count),
+            "L2 bytes": str(properties.L2_cache_size),
+            "memory bytes": str(properties.total_memory),
+            "CUDA of PyTorch": str(torch.version.cuda),
+            "cuDNN": str(torch.backends.cudnn.version()),
+            **dict(zip(fields, map(str.strip, values), strict=True)),
+        }
+        for package in ("triton", "onnxruntime-gpu", "onnxruntime"):
+            try:
+                described[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return described
+
+
+class Kernels:
+    """The library of all operators' kernels. Calls their shims with tensors, on PyTorch's current stream."""
+
+    def __init__(self, library: Path, device: Device) -> None:
+        self.device = device
+        self._library = ctypes.CDLL(str(library))
+        self._library.effexport_error_name.restype = ctypes.c_char_p
+        self.set_schedule(0)
+
+    def set_schedule(self, seed: int) -> None:
+        """Choose the order in which the emulation runs threads. A GPU ignores it."""
+        self._library.effexport_set_schedule(ctypes.c_uint(seed))
+
+    def scratch_bytes(self, op: str, case: Case) -> int:
+        """The scratch memory that a call needs."""
+        function = self._library[f"effexport_check_{op}_scratch"]
+        function.restype = ctypes.c_size_t
+        return int(function(DTYPE_NUMBERS[case.dtype], _sizes(case)))
+
+    def launch(self, op: str, case: Case, arrays: Sequence[Tensor], scratch: Tensor | None = None) -> None:
+        """Enqueue one call. arrays: inputs, then outputs, contiguous. scratch: scratch_bytes of memory.
+
+        Raises KernelError if the launch fails.
+        """
+        assert all(array.is_contiguous() for array in arrays)
+        error = self._library[f"effexport_check_{op}"](
+            DTYPE_NUMBERS[case.dtype],
+            (ctypes.c_void_p * len(arrays))(*(array.data_ptr() for array in arrays)),
+            _sizes(case),
+            (ctypes.c_double * len(case.numbers))(*case.numbers),
+            ctypes.c_void_p(0 if scratch is None else scratch.data_ptr()),
+            ctypes.c_void_p(self.device.stream()),
+        )
+        if error != 0:
+            name = self._library.effexport_error_name(error).decode()
+            raise KernelError(f"{op}, {case.name}: the launch failed with {name} ({error})")
+
+
+def _sizes(case: Case) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(case.sizes))(*case.sizes)

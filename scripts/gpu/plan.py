@@ -1,0 +1,43 @@
+"""The table of stages, in their order, and what it takes to run them."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from collections.abc import Sequence
+
+from gpu import ROOT
+from gpu.stages import Stage
+
+MEGABYTE = 10**6
+
+STAGES = (
+    Stage("build", "all kernels and their shims in one shared object", 45, 100, "gpu.building:build"),
+    Stage("correctness", "float64, tiny to huge sizes, same bits", 100, 60, "gpu.correctness:check", processes=4),
+    Stage("sanitizing", "compute-sanitizer: memcheck, racecheck, initcheck", 70, 100, "gpu.sanitizing:sanitize"),
+    Stage("profiling", "ncu, one call of each operator", 70, 20, "gpu.profiling:profile"),
+)
+
+
+def sources_hash() -> str:
+    """The hash of everything that decides the results, other than the machine."""
+    folders = (ROOT / "plugins", ROOT / "models", ROOT / "scripts" / "gpu", ROOT / "tests" / "plugins" / "native")
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
+        if "__pycache__" not in path.parts:
+            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def carried_bytes() -> int:
+    """The size of the tree without what git ignores, which is all that has to be copied to the machine with a GPU."""
+    listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
+    return sum((ROOT / name).stat().st_size for name in names if name and (ROOT / name).is_file())
+
+
+def print_plan(stages: Sequence[Stage]) -> None:
+    for stage in stages:
+        print(f"{stage.name:12} {stage.seconds:4} s   {stage.about}")
+    total = sum(stage.seconds for stage in stages)
+    print(f"\nat most {total} s = {total / 60:.1f} minutes; {carried_bytes() / MEGABYTE:.1f} MB to copy")

@@ -1,0 +1,67 @@
+"""The profiling stage: ncu over one launch of each kernel at the sizes that are timed.
+
+Writes what ncu measured, and what its rules say about it, for every kernel. In the rehearsal, and where ncu is missing,
+the same program runs the same calls alone, and the stage counts as not run.
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.ops import OPS
+from gpu.building import driver_path, library_path
+from gpu.calls import write_calls
+from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
+
+# --clock-control none: ncu must not change the clocks of a card that is shared
+NCU = ("ncu", "--clock-control", "none", "--set", "detailed", "--csv", "--page", "details")
+LOG_CHARACTERS = 20_000
+
+
+def profile(run: Run) -> Result:
+    """One call of every operator: its first timed case."""
+    calls = run.work / "timed.calls"
+    checks = [(op.torch_name, load_gpu_check(op)) for op in OPS.values() if op.torch_name in run.ops]
+    first = [(name, check, check.timed[0]) for name, check in checks]
+    write_calls(calls, ((name, check, one.small if run.device.emulated else one.case) for name, check, one in first))
+    program = [str(driver_path(run)), str(library_path(run)), str(calls)]
+    have_ncu = not run.device.emulated and shutil.which("ncu") is not None
+    seconds = run.begin_before - time.time()
+    command = [*NCU, *program] if have_ncu else program
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+    if done.returncode != 0:
+        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
+        details = {"log": (done.stdout + done.stderr)[-LOG_CHARACTERS:]}
+        return Result(FAILED, f"{Path(command[0]).name} ended with {done.returncode}: {''.join(last)}", details)
+    if not have_ncu:
+        return Result(NOT_RUN, f"ncu is missing; the {len(first)} calls that it would measure ran without it", {})
+    kernels = kernels_from_csv(done.stdout)
+    if not kernels:
+        return Result(FAILED, "ncu printed no table", {"log": done.stdout[-LOG_CHARACTERS:]})
+    return Result(PASSED, f"{len(kernels)} launches", {"kernels": kernels})
+
+
+def kernels_from_csv(output: str) -> list[dict[str, Any]]:
+    """Every launch with its metrics, "value unit" by "section: name", and the findings of ncu's rules."""
+    begin = output.find('"ID"')
+    launches: dict[str, dict[str, Any]] = {}
+    for row in csv.DictReader(output[begin:].splitlines()) if begin >= 0 else ():
+        if not (row.get("ID") or "").isdecimal():
+            continue
+        launch = launches.setdefault(
+            row["ID"],
+            {"kernel": row["Kernel Name"], "grid": row.get("Grid Size"), "block": row.get("Block Size")}
+            | {"metrics": {}, "rules": []},
+        )
+        if row.get("Metric Name"):
+            value = f"{row['Metric Value']} {row['Metric Unit']}".strip()
+            launch["metrics"][f"{row['Section Name']}: {row['Metric Name']}"] = value
+        if row.get("Rule Description"):
+            launch["rules"].append(f"{row.get('Rule Name')}: {row['Rule Description']}")
+    return list(launches.values())

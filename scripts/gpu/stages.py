@@ -1,0 +1,212 @@
+"""Stages: the parts of a run, each in processes of its own, with a time limit and a JSON file for its result.
+
+A result is written before the next stage begins, so that a run which is stopped loses one stage at most. A later run
+into the same folder repeats only what is missing or did not pass, unless sources have changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from gpu.device import Device
+
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+# Work that a stage has not begun after this share of its time limit is reported as not run.
+SHARE_TO_BEGIN = 0.85
+RUNNING = "stopped before its end"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a stage is given.
+
+    results: the folder of the stages' JSON files. work: a folder for programs and large files, which may be lost.
+    ops: names of operators. sources: the hash of everything that decides the results. begin_before: the time, by
+    time.time(), after which the stage begins nothing new.
+    """
+
+    device: Device
+    results: Path
+    work: Path
+    ops: tuple[str, ...]
+    sources: str
+    begin_before: float = float("inf")
+
+    @property
+    def late(self) -> bool:
+        return time.time() > self.begin_before
+
+    def details(self, stage: str) -> dict[str, Any]:
+        """What another stage has found; empty if it has no result."""
+        path = self.results / f"{stage}.json"
+        return json.loads(path.read_text(encoding="utf-8"))["details"] if path.is_file() else {}
+
+    def keep(self, stage: str, details: dict[str, Any]) -> None:
+        """Write what a stage has found so far, in case it is stopped. Returning a Result writes it too."""
+        self.write(stage, Result(FAILED, RUNNING, details), 0.0)
+
+    def write(self, stage: str, result: Result, seconds: float) -> None:
+        value = {"stage": stage, "sources": self.sources, "seconds": round(seconds, 1), **asdict(result)}
+        path = self.results / f"{stage}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(finite(value), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a stage ended: PASSED, FAILED or NOT_RUN, one line about it, and everything it found, as JSON."""
+
+    status: str
+    summary: str
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of a run.
+
+    name: also that of its JSON file. seconds, rehearsal_seconds: its time limits on a GPU and in the emulation.
+    work: "module:function", which takes a Run and returns a Result; only its process imports it, and PyTorch with it.
+    processes: 0 for one process that takes all operators; otherwise every operator has one, so many at a time.
+    """
+
+    name: str
+    about: str
+    seconds: int
+    rehearsal_seconds: int
+    work: str
+    processes: int = 0
+
+    def limit(self, device: Device) -> int:
+        return self.rehearsal_seconds if device.emulated else self.seconds
+
+
+def finite(value: Any) -> Any:
+    """The value with texts in place of infinities and NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return str(value)
+    return value
+
+
+def run_stages(run: Run, stages: Iterable[Stage]) -> Iterator[tuple[Stage, Result, float]]:
+    """Run the stages in order; yields each with its result and its seconds. Earlier results are taken over."""
+    for stage in stages:
+        earlier = earlier_result(run, stage)
+        if earlier is not None:
+            yield stage, earlier, 0.0
+            continue
+        begin = time.time()
+        result = run_stage(run, stage)
+        seconds = time.time() - begin
+        run.write(stage.name, result, seconds)
+        yield stage, result, seconds
+
+
+def earlier_result(run: Run, stage: Stage) -> Result | None:
+    """The result that an earlier run has left, if it passed and its sources were the same."""
+    path = run.results / f"{stage.name}.json"
+    if not path.is_file() or not run.work.is_dir():
+        return None
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if value["sources"] != run.sources or value["status"] != PASSED:
+        return None
+    return Result(PASSED, f"{value['summary']} (earlier run)", value["details"])
+
+
+def run_stage(run: Run, stage: Stage) -> Result:
+    limit = stage.limit(run.device)
+    deadline = time.time() + limit
+    run = replace(run, begin_before=time.time() + SHARE_TO_BEGIN * limit)
+    if not stage.processes:
+        return run_process(run, stage, deadline)
+    # the parts write into a folder of their own, because the results are few files
+    parts = run.work / stage.name
+    parts.mkdir(parents=True, exist_ok=True)
+
+    def run_part(op: str) -> Result:
+        (parts / op).mkdir(exist_ok=True)
+        return run_process(replace(run, results=parts / op, ops=(op,)), stage, deadline)
+
+    with ThreadPoolExecutor(stage.processes) as pool:
+        results = dict(zip(run.ops, pool.map(run_part, run.ops), strict=True))
+    return merged(results)
+
+
+def merged(results: dict[str, Result]) -> Result:
+    """One result of the operators' own. It is as bad as the worst of them."""
+    statuses = [result.status for result in results.values()]
+    status = next(status for status in (FAILED, NOT_RUN, PASSED) if status in statuses)
+    bad = [f"{op}: {result.summary}" for op, result in results.items() if result.status != PASSED]
+    details = {
+        op: {"status": result.status, "summary": result.summary, **result.details} for op, result in results.items()
+    }
+    return Result(status, "; ".join(bad) or f"{len(results)} operators", {"ops": details})
+
+
+def run_process(run: Run, stage: Stage, deadline: float) -> Result:
+    """Run the stage in a process of its own, which is stopped with its children at the deadline."""
+    path = run.results / f"{stage.name}.json"
+    path.unlink(missing_ok=True)
+    seconds = deadline - time.time()
+    if seconds <= 0:
+        return Result(NOT_RUN, "no time was left", {})
+    process = multiprocessing.get_context("spawn").Process(target=_work, args=(run, stage))
+    process.start()
+    try:
+        process.join(seconds)
+        on_time = process.exitcode is not None
+    finally:
+        stop(process)
+    if not on_time:
+        return Result(FAILED, f"stopped at its time limit of {stage.limit(run.device)} s", _details(path))
+    if process.exitcode != 0:
+        return Result(FAILED, f"its process ended with {process.exitcode}", _details(path))
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return Result(value["status"], value["summary"], value["details"])
+
+
+def stop(process: SpawnProcess) -> None:
+    """Stop the process if it still runs, and whatever it has started in any case."""
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def _details(path: Path) -> dict[str, Any]:
+    details = json.loads(path.read_text(encoding="utf-8"))["details"] if path.is_file() else {}
+    assert isinstance(details, dict)
+    return details
+
+
+def _work(run: Run, stage: Stage) -> None:
+    os.setsid()
+    begin = time.time()
+    try:
+        result = pkgutil.resolve_name(stage.work)(run)
+    except Exception as error:
+        print(f"{stage.name}:\n{traceback.format_exc()}", file=sys.stderr)
+        kept = _details(run.results / f"{stage.name}.json")
+        summary = f"{type(error).__name__}: {error}".splitlines()[0]
+        result = Result(FAILED, summary, {**kept, "error": traceback.format_exc()})
+    run.write(stage.name, result, time.time() - begin)
