@@ -29,21 +29,24 @@ from effexport.plugins.ops import OPS  # noqa: E402
 from gpu import ROOT  # noqa: E402
 from gpu.device import Device, SetupError  # noqa: E402
 from gpu.plan import STAGES, print_plan, sources_hash  # noqa: E402
-from gpu.stages import NOT_RUN, PASSED, Result, Run, Stage, run_stages  # noqa: E402
+from gpu.stages import PASSED, Result, Run, Stage, run_stages  # noqa: E402
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "scripts/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    mode = parser.add_mutually_exclusive_group(required=True)
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="folder for one JSON file per stage")
+    mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
     mode.add_argument("--rehearse", action="store_true", help="run all stages in an emulation on the CPU")
-    mode.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="run on the GPU; one JSON file per stage")
     stages, ops = [stage.name for stage in STAGES], [op.torch_name for op in OPS.values()]
     parser.add_argument("--stages", type=names_among(stages), default=stages, metavar="NAME,…", help="default: all")
     parser.add_argument("--ops", type=names_among(ops), default=ops, metavar="NAME,…", help="default: all operators")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not (options.plan or options.rehearse or options.output):
+        parser.error("no folder for the results is given; add -o FOLDER, --rehearse or --plan")
+    return options
 
 
 class names_among:  # noqa: N801, argparse shows the name of a type in errors
@@ -60,7 +63,7 @@ class names_among:  # noqa: N801, argparse shows the name of a type in errors
 
 
 def run_all(run: Run, stages: Sequence[Stage]) -> bool:
-    """Run the stages, print the table, and return whether all of them passed."""
+    """Run the stages, print their summaries, then their tables, and return whether all of them passed."""
     outcomes: list[tuple[Stage, Result, float]] = []
     for stage, result, seconds in run_stages(run, stages):
         outcomes.append((stage, result, seconds))
@@ -68,9 +71,10 @@ def run_all(run: Run, stages: Sequence[Stage]) -> bool:
     print()
     for stage, result, seconds in outcomes:
         print(f"{stage.name:12} {result.status:8} {seconds:4.0f} of {stage.limit(run.device):3} s  {result.summary}")
-    # tools that need a GPU cannot run in a rehearsal
-    accepted = (PASSED, NOT_RUN) if run.device.emulated else (PASSED,)
-    return all(result.status in accepted for _, result, _ in outcomes)
+    for _, result, _ in outcomes:
+        if result.table:
+            print(f"\n{result.table}")
+    return all(result.status == PASSED for _, result, _ in outcomes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -60,8 +60,7 @@ def build(run: Run) -> Result:
 def nvcc_toolchain() -> Toolchain:
     """For this machine's GPU, with the names of source lines for compute-sanitizer and ncu."""
     nvcc = find_nvcc()
-    if nvcc is None:
-        raise SetupError("nvcc is missing; expected CUDA 12 or later. Put nvcc on PATH")
+    assert nvcc is not None, "Device.check_setup has found it"
     options = (str(nvcc), "-std=c++17", "-O3", "-arch=native", "-lineinfo", "-Xcompiler=-fPIC", "-Xptxas=-v")
     return Toolchain((*options, f"-I{PLUGINS}", "-c"), (str(nvcc), "-arch=native", "-shared"))
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.plugins.building.toolchain import find_nvcc
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -70,6 +72,8 @@ class Device:
                 "nvidia-smi finds no GPU; expected an NVIDIA GPU with its driver. "
                 "Run this on a machine with a GPU, or add --rehearse to run everything in an emulation"
             )
+        if find_nvcc() is None:
+            raise SetupError("nvcc is missing; expected CUDA 12 or later. Put nvcc on PATH")
 
     def description(self) -> dict[str, str]:
         """The machine and the versions that results depend on."""

@@ -69,11 +69,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """How a stage ended: PASSED, FAILED or NOT_RUN, one line about it, and everything it found, as JSON."""
+    """How a stage ended: PASSED, FAILED or NOT_RUN, one line about it, and everything it found, as JSON.
+
+    table: a short text for the end of the output.
+    """
 
     status: str
     summary: str
     details: dict[str, Any]
+    table: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def earlier_result(run: Run, stage: Stage) -> Result | None:
     value = json.loads(path.read_text(encoding="utf-8"))
     if value["sources"] != run.sources or value["status"] != PASSED:
         return None
-    return Result(PASSED, f"{value['summary']} (earlier run)", value["details"])
+    return Result(PASSED, f"{value['summary']} (earlier run)", value["details"], value["table"])
 
 
 def run_stage(run: Run, stage: Stage) -> Result:
@@ -181,7 +185,7 @@ def run_process(run: Run, stage: Stage, deadline: float) -> Result:
     if process.exitcode != 0:
         return Result(FAILED, f"its process ended with {process.exitcode}", _details(path))
     value = json.loads(path.read_text(encoding="utf-8"))
-    return Result(value["status"], value["summary"], value["details"])
+    return Result(value["status"], value["summary"], value["details"], value["table"])
 
 
 def stop(process: SpawnProcess) -> None:

@@ -1,0 +1,100 @@
+"""gpu.correctness finds every kind of fault that a kernel can have, and passes a right one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from gpu.correctness import check_case, relative_error, result_of
+from gpu.device import Device, KernelError
+from gpu.stages import FAILED, NOT_RUN, PASSED
+from torch import Tensor
+
+from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.ops import OPS
+
+CHECK = load_gpu_check(OPS["MaskedAttention"])
+CASE = Case((2, 1, 3, 5, 4, 4), (0.5,))
+SCRATCH_BYTES = 16
+
+
+class FakeKernels:
+    """Right results, computed on the CPU. `spoil` may change arrays or scratch memory after each call."""
+
+    def __init__(self, spoil: Callable[[Sequence[Tensor], Tensor], object] = lambda arrays, scratch: None) -> None:
+        self.device = Device(emulated=True)
+        self.spoil = spoil
+        self.calls = 0
+
+    def set_schedule(self, seed: int) -> None: ...
+
+    def scratch_bytes(self, op: str, case: Case) -> int:
+        return SCRATCH_BYTES
+
+    def launch(self, op: str, case: Case, arrays: Sequence[Tensor], scratch: Tensor) -> None:
+        self.calls += 1
+        assert bool((scratch == 0xFF).all())
+        assert bool(arrays[-1].isnan().all())
+        inputs = dict(zip(("q", "k", "v", "keep"), arrays, strict=False))
+        arrays[-1].copy_(CHECK.reference(case, inputs)["out"])
+        self.spoil(arrays, scratch)
+
+
+def beyond(tensor: Tensor, at: int) -> Tensor:
+    """One element outside of a tensor, in the memory around it."""
+    return tensor.as_strided((1,), (1,), tensor.storage_offset() + at)
+
+
+def problem_of(kernels: FakeKernels) -> str:
+    return check_case(kernels, "masked_attention", CHECK, CASE)["problem"]
+
+
+def test_a_right_kernel_passes() -> None:
+    found = check_case(FakeKernels(), "masked_attention", CHECK, CASE)
+    assert found["problem"] == ""
+    assert 0 <= found["error"] <= found["limit"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda arrays, scratch: arrays[-1].view(-1)[-1:].fill_(float("nan")), "error nan"),
+        (lambda arrays, scratch: arrays[-1].mul_(1.001), "error 0.001"),
+        (lambda arrays, scratch: beyond(arrays[-1], arrays[-1].numel()).fill_(0), "wrote beyond out"),
+        (lambda arrays, scratch: beyond(arrays[-1], -1).fill_(0), "wrote beyond out"),
+        (lambda arrays, scratch: beyond(scratch, SCRATCH_BYTES).fill_(0), "wrote beyond scratch"),
+        (lambda arrays, scratch: arrays[0].add_(1), "changed its inputs"),
+    ],
+    ids=["unwritten", "inaccurate", "after the output", "before the output", "after the scratch", "inputs"],
+)
+def test_a_fault_is_found(spoil: Callable[[Sequence[Tensor], Tensor], object], problem: str) -> None:
+    assert problem in problem_of(FakeKernels(spoil))
+
+
+def test_different_bits_in_the_second_call_are_found() -> None:
+    kernels = FakeKernels()
+    kernels.spoil = lambda arrays, scratch: arrays[-1].view(-1)[0].mul_(1 + 1e-7 * kernels.calls)
+    assert problem_of(kernels) == "two calls gave different bits"
+
+
+def test_a_failed_launch_is_the_problem_of_its_case_alone() -> None:
+    def fail(arrays: Sequence[Tensor], scratch: Tensor) -> None:
+        raise KernelError("cudaErrorInvalidValue")
+
+    assert problem_of(FakeKernels(fail)) == "cudaErrorInvalidValue"
+
+
+def test_integers_are_compared_exactly() -> None:
+    right = torch.arange(4)
+    assert relative_error({"x": right}, {"x": right}) == 0
+    assert relative_error({"x": right}, {"x": torch.tensor([0, 1, 2, 4])}) == 0.25
+
+
+def test_a_result_is_failed_only_if_something_is_wrong() -> None:
+    good = {"case": "a", "problem": ""}
+    late = {"case": "b", "problem": "not run: no time was left"}
+    bad = {"case": "c", "problem": "error nan"}
+    assert result_of([good]).status == PASSED
+    assert result_of([good, late]).status == NOT_RUN
+    assert result_of([good, late, bad]).status == FAILED

@@ -1,0 +1,71 @@
+"""Every operator declares its checks on a GPU, and the declarations agree with each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from effexport.plugins.gpu_check import FasterThan, load_gpu_check
+from effexport.plugins.ops import OPS, Op
+
+PLUGINS = Path(__file__).parents[2] / "plugins"
+HUGE = 2**31
+
+every_operator = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
+
+
+@every_operator
+def test_the_cases_have_all_types_and_no_name_twice(op: Op) -> None:
+    check = load_gpu_check(op)
+    for cases in (check.small, check.checked):
+        assert {case.dtype for case in cases} == set(op.element_types)
+    names = [case.name for case in (*check.small, *check.checked, *check.huge)]
+    assert len(names) == len(set(names))
+    assert check.timed
+
+
+@every_operator
+def test_references_have_the_declared_shapes_and_no_nan(op: Op) -> None:
+    check = load_gpu_check(op)
+    for case in check.small:
+        inputs = check.inputs(case, "cpu")
+        assert all(torch.equal(value, check.inputs(case, "cpu")[name]) for name, value in inputs.items())
+        references, outputs = check.reference(case, inputs), check.outputs(case)
+        assert {name: tuple(value.shape) for name, value in references.items()} == {
+            name: tuple(output.shape) for name, output in outputs.items()
+        }
+        assert all(value.isfinite().all() for value in references.values())
+        exact = not any(output.dtype.is_floating_point for output in outputs.values())
+        assert all(value.dtype == torch.float64 or exact for value in references.values())
+        assert check.limit(case).reason
+
+
+@every_operator
+def test_goals_name_baselines_that_exist_and_run(op: Op) -> None:
+    check = load_gpu_check(op)
+    for timed in check.timed:
+        assert (timed.small.dtype, timed.small.kind) == (timed.case.dtype, timed.case.kind)
+        baselines = check.baselines(timed.small, check.inputs(timed.small, "cpu"))
+        assert baselines
+        for call in baselines.values():
+            call()
+        assert {goal.baseline for goal in timed.goals if isinstance(goal, FasterThan)} <= baselines.keys()
+        assert check.flops(timed.case) >= 0
+        assert timed.goals
+
+
+@every_operator
+def test_the_shim_stands_beside_the_kernel(op: Op) -> None:
+    text = (PLUGINS / op.torch_name / "gpu_check.cc").read_text(encoding="utf-8")
+    assert f"EFFEXPORT_GPU_CHECK({op.torch_name})" in text
+    assert f"EFFEXPORT_GPU_CHECK_SCRATCH({op.torch_name})" in text
+
+
+def test_some_operator_is_checked_with_more_elements_than_int32_counts() -> None:
+    for op in OPS.values():
+        check = load_gpu_check(op)
+        for case in check.huge:
+            assert max(torch.Size(output.shape).numel() for output in check.outputs(case).values()) > HUGE
+    assert any(load_gpu_check(op).huge for op in OPS.values())

@@ -1,0 +1,41 @@
+"""The whole run on a GPU, rehearsed in the emulation."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpu.plan import STAGES
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
+
+
+@pytest.mark.slow
+def test_the_rehearsal_runs_every_stage() -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--rehearse"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for stage in STAGES:
+        assert re.search(rf"^{stage.name} +passed", done.stdout, re.MULTILINE)
+
+
+def test_the_plan_names_every_stage_and_the_size() -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--plan"], capture_output=True, text=True, check=True)
+    assert all(stage.name in done.stdout for stage in STAGES)
+    assert "MB to copy" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no folder for the results is given; add -o FOLDER"),
+        (["--plan", "--ops", "sort"], "sort: expected some of iterative_pinv"),
+        (["--plan", "--stages", "build,cook"], "cook: expected some of build"),
+    ],
+)
+def test_wrong_options_end_with_2_and_say_what_is_expected(arguments: list[str], message: str) -> None:
+    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr

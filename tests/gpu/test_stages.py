@@ -1,0 +1,84 @@
+"""gpu.stages: what becomes of stages that pass, fail, crash or hang, and what a second run repeats."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gpu.device import Device
+from gpu.plan import STAGES, carried_bytes
+from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run, Stage, merged, run_stages
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "work").mkdir()
+    ops = ("lsh_sort", "masked_attention")
+    return Run(Device(emulated=True), tmp_path / "results", tmp_path / "work", ops, sources="abc")
+
+
+def example(work: str, seconds: int = 60, processes: int = 0) -> Stage:
+    return Stage("example", "", seconds, seconds, f"gpu_stage_examples:{work}", processes)
+
+
+def results_of(run: Run, stage: Stage) -> Result:
+    ((_, result, _),) = run_stages(run, [stage])
+    return result
+
+
+def written(run: Run) -> dict:
+    return json.loads((run.results / "example.json").read_text(encoding="utf-8"))
+
+
+def test_a_result_is_written_as_json_without_nan(run: Run) -> None:
+    assert results_of(run, example("passes")).status == PASSED
+    assert written(run)["summary"] == "2 operators"
+    assert written(run)["details"] == {"ops": ["lsh_sort", "masked_attention"], "nan": "nan"}
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds", "summary", "found"),
+    [
+        ("raises", 60, "ValueError: the first line", 1),
+        ("crashes", 60, "its process ended with -9", 2),
+        ("hangs", 3, "stopped at its time limit of 3 s", 3),
+    ],
+)
+def test_what_a_failing_stage_had_found_is_kept(run: Run, work: str, seconds: int, summary: str, found: int) -> None:
+    result = results_of(run, example(work, seconds))
+    assert (result.status, result.summary) == (FAILED, summary)
+    assert written(run)["details"]["found"] == found
+
+
+def test_a_second_run_repeats_what_failed_and_what_other_sources_gave(run: Run) -> None:
+    results_of(run, example("raises"))
+    assert results_of(run, example("passes")).summary == "2 operators"
+    assert results_of(run, example("raises")).summary == "2 operators (earlier run)"
+    assert results_of(replace(run, sources="abd"), example("raises")).status == FAILED
+
+
+def test_every_operator_has_a_process_of_its_own_and_one_failure_fails_the_stage(run: Run) -> None:
+    result = results_of(run, example("raises_for_lsh_sort", processes=2))
+    assert (result.status, result.summary) == (FAILED, "lsh_sort: ValueError: the first line")
+    assert result.details["ops"]["masked_attention"]["ops"] == ["masked_attention"]
+    assert [path.name for path in run.results.iterdir()] == ["example.json"]
+
+
+def test_a_part_that_did_not_run_is_not_a_success() -> None:
+    results = {"a": Result(PASSED, "", {}), "b": Result(NOT_RUN, "no time", {})}
+    assert merged(results).status == NOT_RUN
+
+
+def test_a_stage_is_not_begun_when_no_time_is_left(run: Run) -> None:
+    assert results_of(run, example("passes", seconds=0)).status == NOT_RUN
+
+
+def test_the_plan_keeps_to_nine_minutes_and_twenty_megabytes_and_the_rehearsal_to_six_minutes() -> None:
+    assert sum(stage.seconds for stage in STAGES) <= 9 * 60
+    assert sum(stage.rehearsal_seconds for stage in STAGES) <= 6 * 60
+    assert carried_bytes() <= 20e6
+    # at most so many files come back from the machine with the GPU
+    assert len(STAGES) <= 8

@@ -1,0 +1,78 @@
+"""What the stages make of the output of compilers, compute-sanitizer and ncu, and what they do without the tools."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+from gpu import building, profiling, sanitizing
+from gpu.calls import call_bytes
+from gpu.device import Device
+from gpu.stages import FAILED, NOT_RUN, PASSED, Run
+
+from effexport.plugins.gpu_check import load_gpu_check
+from effexport.plugins.ops import OPS
+
+PTXAS = """ptxas info    : Compiling entry function 'effexport_lsh_sort' for 'sm_90'
+ptxas info    : Function properties for effexport_lsh_sort
+    0 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 4096 bytes smem
+"""
+NCU = """==PROF== Connected to process 1
+8 calls
+"ID","Process ID","Kernel Name","Block Size","Grid Size","Section Name","Metric Name","Metric Unit","Metric Value",\
+"Rule Name","Rule Type","Rule Description"
+"0","1","sort","(1024, 1, 1)","(32, 1, 1)","Occupancy","Achieved Occupancy","%","48.2","","",""
+"0","1","sort","(1024, 1, 1)","(32, 1, 1)","Occupancy","","","","Occupancy","OPT","Too few, ""small"" blocks"
+"1","1","attend","(256, 1, 1)","(64, 1, 1)","Speed","Duration","us","7.5","","",""
+"""
+
+
+def test_registers_and_spills_are_read_from_ptxas() -> None:
+    assert building.resources(PTXAS) == {
+        "effexport_lsh_sort": "0 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads; "
+        "Used 32 registers, used 1 barriers, 4096 bytes smem"
+    }
+
+
+def test_metrics_and_findings_of_each_launch_are_read_from_ncu() -> None:
+    sort, attend = profiling.kernels_from_csv(NCU)
+    assert sort["kernel"] == "sort"
+    assert sort["metrics"] == {"Occupancy: Achieved Occupancy": "48.2 %"}
+    assert sort["rules"] == ['Occupancy: Too few, "small" blocks']
+    assert attend["metrics"] == {"Speed: Duration": "7.5 us"}
+    assert profiling.kernels_from_csv("==ERROR== no counters\n") == []
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("print('8 calls')", PASSED),
+        ("print('8 calls'); raise SystemExit(9)", FAILED),
+        ("print('nothing')", FAILED),
+        ("import time; time.sleep(60)", NOT_RUN),
+    ],
+    ids=["clean", "an error was found", "the program did not run", "too slow"],
+)
+def test_a_sanitizer_passes_only_if_the_program_ran_to_its_end(program: str, status: str) -> None:
+    assert sanitizing.checked([sys.executable, "-c", program], seconds=3)["status"] == status
+
+
+def test_without_compute_sanitizer_the_stage_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = Run(Device(emulated=False), tmp_path, tmp_path, ("lsh_sort",), "")
+    assert sanitizing.sanitize(run).status == NOT_RUN
+
+
+def test_a_call_is_written_with_its_exact_sizes() -> None:
+    check = load_gpu_check(OPS["LSHSort"])
+    case = check.small[0]  # 5 rows of one token in one bucket
+    integers = struct.pack("=q", 8) + b"lsh_sort" + struct.pack("=6q", 3, 3, 5, 1, 1, 0)
+    arrays = struct.pack("=2q5i", 1, 20, 0, 0, 0, 0, 0) + struct.pack("=3q", 2, 20, 20)
+    assert b"".join(call_bytes("lsh_sort", check, case)) == integers + arrays
+
+
+def test_all_names_of_shared_memory_are_found() -> None:
+    assert {"shared_floats", "shared_counters"} <= set(building.shared_memory_names())

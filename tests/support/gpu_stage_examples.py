@@ -1,0 +1,34 @@
+"""Stages that end in different ways, for the tests of gpu.stages. Their processes import this module."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from gpu.stages import PASSED, Result, Run
+
+
+def passes(run: Run) -> Result:
+    return Result(PASSED, f"{len(run.ops)} operators", {"ops": list(run.ops), "nan": float("nan")})
+
+
+def raises(run: Run) -> Result:
+    run.keep("example", {"found": 1})
+    raise ValueError("the first line\nthe second line")
+
+
+def crashes(run: Run) -> Result:
+    run.keep("example", {"found": 2})
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def hangs(run: Run) -> Result:
+    run.keep("example", {"found": 3})
+    time.sleep(600)
+    raise AssertionError("unreachable")
+
+
+def raises_for_lsh_sort(run: Run) -> Result:
+    return raises(run) if "lsh_sort" in run.ops else passes(run)
