@@ -26,10 +26,11 @@ EMULATED_SHARED_MEMORY = "effexport_emulated_shared_memory"
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Commands that compile a source and that link objects, without the files' names."""
+    """Commands that compile a source and that link objects, without the files' names; device: options for .cu files."""
 
     compile: tuple[str, ...]
     link: tuple[str, ...]
+    device: tuple[str, ...] = ()
 
 
 def library_path(run: Run) -> Path:
@@ -57,12 +58,12 @@ def build(run: Run) -> Result:
     return Result(PASSED, f"{len(seconds)} files, the slowest in {max(seconds.values()):.0f} s", details)
 
 
-def nvcc_toolchain() -> Toolchain:
-    """For this machine's GPU, with the names of source lines for compute-sanitizer and ncu."""
+def nvcc_toolchain(architecture: str = "native") -> Toolchain:
+    """For this machine's GPU, with the numbers of source lines for compute-sanitizer and ncu."""
     nvcc = find_nvcc()
     assert nvcc is not None, "Device.check_setup has found it"
-    options = (str(nvcc), "-std=c++17", "-O3", "-arch=native", "-lineinfo", "-Xcompiler=-fPIC", "-Xptxas=-v")
-    return Toolchain((*options, f"-I{PLUGINS}", "-c"), (str(nvcc), "-arch=native", "-shared"))
+    options = (str(nvcc), "-std=c++17", "-O3", f"-arch={architecture}", "-Xcompiler=-fPIC", f"-I{PLUGINS}")
+    return Toolchain((*options, "-c"), (*options, "-shared"), ("-lineinfo", "-Xptxas=-v"))
 
 
 def emulating_toolchain(*options: str) -> Toolchain:
@@ -75,10 +76,8 @@ def emulating_toolchain(*options: str) -> Toolchain:
     exact = "-ffp-contract=off"
     common = ("-std=c++17", *options, "-fPIC", exact, "-Wall", "-Wno-unknown-pragmas", *includes)
     aliases = [f"-Wl,--defsym={name}={EMULATED_SHARED_MEMORY}" for name in shared_memory_names()]
-    return Toolchain(
-        (*compiler, *common, "-include", "cuda_on_cpu.h", "-x", "c++", "-c"),
-        (*compiler, *options, "-shared", *aliases),
-    )
+    device = ("-include", "cuda_on_cpu.h", "-x", "c++")
+    return Toolchain((*compiler, *common, "-c"), (*compiler, *options, "-shared", *aliases), device)
 
 
 def shared_memory_names() -> list[str]:
@@ -100,7 +99,8 @@ def make_library(run: Run, toolchain: Toolchain, library: Path) -> tuple[dict[st
 
     def compile_one(source: Path, target: Path) -> tuple[float, str]:
         begin = time.monotonic()
-        messages = call([*toolchain.compile, str(source), "-o", str(target)])
+        options = toolchain.device if source.suffix == ".cu" else ()
+        messages = call([*toolchain.compile, *options, str(source), "-o", str(target)])
         return round(time.monotonic() - begin, 1), messages
 
     with ThreadPoolExecutor(usable_cores()) as pool:

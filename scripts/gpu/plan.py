@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 from collections.abc import Sequence
 
+from effexport.plugins.ops import OPS
 from gpu import ROOT
 from gpu.stages import Stage
 
@@ -37,6 +38,15 @@ def carried_bytes() -> int:
 
 
 def print_plan(stages: Sequence[Stage]) -> None:
+    """Print what would run, for how long at most, and how much has to be copied to the machine with a GPU."""
+    from effexport.plugins.gpu_check import load_gpu_check
+
+    for op in OPS.values():
+        check = load_gpu_check(op)
+        goals = sum(len(timed.goals) for timed in check.timed)
+        cases = f"{len(check.small)} small cases, {len(check.checked)} larger ones, {len(check.huge)} huge"
+        print(f"{op.torch_name:20} {cases}; {len(check.timed)} timed, with {goals} goals")
+    print()
     for stage in stages:
         print(f"{stage.name:12} {stage.seconds:4} s   {stage.about}")
     total = sum(stage.seconds for stage in stages)

@@ -39,3 +39,11 @@ def test_wrong_options_end_with_2_and_say_what_is_expected(arguments: list[str],
     done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_without_a_gpu_the_run_ends_with_2_and_names_the_rehearsal(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, "-o", tmp_path / "results"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert "error: nvidia-smi finds no GPU" in done.stderr
+    assert "--rehearse" in done.stderr
