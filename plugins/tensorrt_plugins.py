@@ -1,8 +1,8 @@
 """The TensorRT plugins of our operators: which nodes they support, and how they are registered with TensorRT.
 
 A plugin is one kernel launch, compiled ahead of time: the engine carries its PTX, and needs neither Python nor a
-library of ours to run. Nodes that a plugin does not support stay function bodies, which TensorRT runs by its own
-layers.
+library of ours to run. Nodes that a plugin does not support stay function bodies, which TensorRT builds from its
+own layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def why_body(
     """
     op = OPS[op_name]
     if not op.has_trt_plugin:
-        return "TensorRT fuses the operators of this body by itself"
+        return "it has no TensorRT plugin, and how fast TensorRT runs the body was not measured"
     reason: str | None = op.load_trt().why_body(dtypes, dims, attributes)
     return reason
 

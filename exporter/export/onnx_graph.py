@@ -32,7 +32,7 @@ FORBIDDEN_OPS: dict[str, str] = {
     "Scan": "TensorRT runs it step by step",
     "ReduceLogSumExp": "TensorRT imports it without subtracting the maximum",
     "TopK": "TensorRT stops at 3840 elements",
-    "CumSum": "TensorRT runs it as a sequential loop",
+    "CumSum": "TensorRT's parser has made a sequential loop of it (10.1)",
 }
 
 

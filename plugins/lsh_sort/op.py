@@ -79,9 +79,9 @@ def radices(num_buckets: int) -> list[int]:
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators: a counting sort per digit, least significant first (a radix sort).
 
-    No TopK and no Sort, which TensorRT limits to 3840 elements, and no CumSum, which it runs as a loop: prefix sums
-    are products with triangular matrices, exact in float32 up to 2^24 tokens. A function is found by name alone, so
-    one body serves every node of a model; it is unrolled for the largest bucket count among them.
+    No TopK and no Sort, which TensorRT limits to 3840 elements, and no CumSum, of which its parser has made a loop:
+    prefix sums are products with triangular matrices, exact in float32 up to 2^24 tokens. A function is found by name
+    alone, so one body serves every node of a model; it is unrolled for the largest bucket count among them.
     """
     import onnx
 

@@ -382,7 +382,7 @@ def test_the_sort_says_why_it_runs_as_its_body(
 
 @pytest.mark.parametrize("name", [name for name in OPS if name not in PLUGINS])
 def test_an_operator_without_a_plugin_runs_as_its_body_whatever_its_inputs(name: str) -> None:
-    assert "TensorRT fuses the operators of this body" in tensorrt_plugins.why_body(name, [], [], {})
+    assert (tensorrt_plugins.why_body(name, [], [], {}) or "").startswith("it has no TensorRT plugin")
 
 
 def test_no_operators_need_no_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:

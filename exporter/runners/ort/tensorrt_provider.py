@@ -4,8 +4,8 @@ The provider passes to TensorRT what its parser supports, builds engines when sh
 to CUDA. The graph decides the precision: the provider builds strongly typed networks as long as its FP16 and INT8
 options are off. Unlike the engine of `--target trt`, its engines belong to ONNX Runtime.
 
-Custom operators: without our kernels, TensorRT sees the standard operators of their bodies and takes the whole graph;
-with our CUDA kernels, it takes the parts of the graph between them.
+Custom operators: without our kernels, TensorRT is offered the standard operators of their bodies; with our CUDA
+kernels, the parts of the graph between them. None of this has run on a GPU.
 
 Names and values of the options: https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html, and
 the library of onnxruntime-gpu 1.31.1 itself.
