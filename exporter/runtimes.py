@@ -151,6 +151,22 @@ RUNTIMES: dict[str, Runtime] = {
             provider="openvino",
             bench=False,
         ),
+        Runtime(
+            name="ort-rtx",
+            label="ONNX Runtime with TensorRT-RTX's provider",
+            device="cuda",
+            package=Package(
+                tuple(f"onnxruntime-ep-nv-tensorrt-rtx{suffix}" for suffix in ("", "-cu13", "-cu12")),
+                "onnxruntime_ep_nv_tensorrt_rtx",
+                "run and verify in TensorRT-RTX",
+                "ort-rtx",
+                optional=True,
+            ),
+            folder="ort",
+            platform="onnxruntime_onnx",
+            provider="tensorrt-rtx",
+            bench=False,
+        ),
     )
 }
 # Those of --runtime, which run an artifact.

@@ -26,11 +26,12 @@ has_node() { command -v node && command -v npm; } >/dev/null
 # The oldest packages that docs/portability.md tries are for Linux on x86-64 here; onnxruntime-web comes with npm.
 can_have_portability() { [[ "$(uname -sm)" == "Linux x86_64" ]] && has_node; }
 
-# tested_extras fast|all: what is installed into .venv. TensorRT-RTX builds engines without a GPU.
+# tested_extras fast|all: what is installed into .venv. TensorRT-RTX builds engines without a GPU, and its provider for
+# ONNX Runtime registers without one.
 tested_extras() {
   local extras=build,cpu,test,dev,serve,openvino
   [[ "$1" == fast ]] || extras+=,sweep,serve-ray
-  if can_have_tensorrt; then extras+=,rtx; fi
+  if can_have_tensorrt; then extras+=,rtx,ort-rtx; fi
   printf '%s\n' "$extras"
 }
 
@@ -49,7 +50,7 @@ required_parts() {
     printf '%s\n' "${EFFEXPORT_REQUIRE// /}"
     return
   fi
-  if can_have_tensorrt; then parts+=,rtx; fi
+  if can_have_tensorrt; then parts+=,rtx,ort-rtx; fi
   if [[ "$1" == all ]]; then
     parts+=,ray,ray-serve
     if has_tool nvcc; then parts+=,nvcc; fi

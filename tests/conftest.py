@@ -222,7 +222,7 @@ class PortabilityTools:
         return "as in scripts/portability/requirements"
 
 
-ORT, OPENVINO, RTX = (RUNTIMES[name].package for name in ("ort", "openvino", "trt-rtx"))
+ORT, OPENVINO, RTX, ORT_RTX = (RUNTIMES[name].package for name in ("ort", "openvino", "trt-rtx", "ort-rtx"))
 PARTS: dict[str, Part] = {
     "torch": Package("torch", ("torch",)),
     "onnx": Package("onnx", ("onnx",)),
@@ -249,6 +249,7 @@ PARTS: dict[str, Part] = {
     "portability": PortabilityTools(),
     "small-disk": SmallDisk(),
     "rtx": Packages((Package(RTX.module, RTX.distributions), Package("cuda.bindings.runtime", ("cuda-bindings",)))),
+    "ort-rtx": Package(ORT_RTX.module, ORT_RTX.distributions),
 }
 # What takes long to install, to start or to run: the fast part of the suite does without.
 SLOW_PARTS = {"ray", "ray-serve", "nvcc", "browser", "tensorrt", "triton", "portability", "small-disk"}

@@ -255,14 +255,16 @@ def test_all_that_a_machine_can_have_is_required(tmp_path: Path) -> None:
     script = f'source "{HERE.parent}/scripts/test_environment.sh"; can_have_triton'
     triton = ",triton" if subprocess.run(["bash", "-c", script], check=False).returncode == 0 else ""
     linux, mac = "Linux x86_64", "Darwin arm64"
-    assert required_parts(tmp_path, "all", uname=linux) == f"{FAST},rtx,ray,ray-serve,tensorrt{triton},portability"
+    assert (
+        required_parts(tmp_path, "all", uname=linux) == f"{FAST},rtx,ort-rtx,ray,ray-serve,tensorrt{triton},portability"
+    )
     assert required_parts(tmp_path, "all", uname=mac) == f"{FAST},ray,ray-serve"
     assert required_parts(tmp_path, "all", uname=mac, browser=True) == f"{FAST},ray,ray-serve,browser"
     assert required_parts(tmp_path, "all", uname=mac, disk=True) == f"{FAST},ray,ray-serve,small-disk"
 
 
 def test_the_fast_part_requires_no_slow_part(tmp_path: Path) -> None:
-    assert required_parts(tmp_path, "fast", uname="Linux x86_64", browser=True) == f"{FAST},rtx"
+    assert required_parts(tmp_path, "fast", uname="Linux x86_64", browser=True) == f"{FAST},rtx,ort-rtx"
     assert required_parts(tmp_path, "fast", uname="Darwin arm64", browser=True) == FAST
 
 

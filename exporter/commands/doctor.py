@@ -28,12 +28,16 @@ def command(load: bool, as_json: bool) -> None:
     findings = [environment.examine(part, load=load) for part in environment.PARTS]
     tools = examine_tools()
     library = examine_library()
+    tensorrt = examine_tensorrt()
     ok = all(finding["works"] or is_left_out(finding) for finding in findings) and library["problem"] is None
     if as_json:
         described = {"environment": environment.versions(), "parts": findings, "tools": tools, "library": library}
+        described["tensorrt"] = tensorrt
         print_json({"ok": ok, "loaded": load, **described})
     else:
-        print_findings(findings, tools, library)
+        print_findings(findings, tools)
+        print_tensorrt(tensorrt)
+        say(result_console(), library_line(library))
         done = "everything needed is installed" + (
             " and loads" if load else "; to load it, too: effexport doctor --load"
         )
@@ -66,12 +70,50 @@ def examine_tools() -> list[dict[str, str | None]]:
     return [dict(zip(keys, (*row[:3], None if row[2] else row[3] or None), strict=True)) for row in rows]
 
 
-def print_findings(findings: list[dict[str, Any]], tools: list[dict[str, str | None]], library: dict[str, Any]) -> None:
+def examine_tensorrt() -> list[dict[str, str | None]]:
+    """The ways to TensorRT: what makes the engines, and the release that it links (None: it is not installed).
+
+    Packages are looked up, not imported.
+    """
+    from effexport.runners.ort.rtx_provider import linked_release
+    from effexport.runners.ort.tensorrt_provider import linked_libraries_here
+    from effexport.runtimes import RUNTIMES
+
+    majors = [name.rpartition(".")[2] for name in linked_libraries_here()]
+    rows = (
+        ("trt", "--target trt", "TensorRT, on the GPU", "TensorRT", RUNTIMES["trt"].package.version),
+        ("trt-rtx", "--target trt-rtx", "TensorRT-RTX", "TensorRT-RTX", RUNTIMES["trt-rtx"].package.version),
+        ("ort-trt", "--runtime ort-trt", "onnxruntime-gpu", "TensorRT", next(iter(majors), None)),
+        ("ort-rtx", "--runtime ort-rtx", "a plugin of onnxruntime", "TensorRT-RTX", linked_release()),
+    )
+    return [
+        {"runtime": name, "way": way, "maker": maker, "release": f"{product} {release}" if release else None}
+        | {"extra": RUNTIMES[name].package.extra}
+        for name, way, maker, product, release in rows
+    ]
+
+
+def print_tensorrt(ways: list[dict[str, str | None]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    columns = ("way to TensorRT", "engines are made by", "release that it links")
+    table = Table(*columns, box=None, pad_edge=False, width=WIDTH)
+    for way in ways:
+        release = way["release"] or Text(f"none; add the extra {way['extra']}", style="dim")
+        table.add_row(way["way"], way["maker"], release)
+    result_console().print(table)
+    say(result_console(), "")
+
+
+def print_findings(findings: list[dict[str, Any]], tools: list[dict[str, str | None]]) -> None:
+    from rich.table import Column, Table
+    from rich.text import Text
+
     console = result_console()
-    parts = Table("part", "version", "extra", "needed to", box=None, pad_edge=False, width=WIDTH)
+    parts = Table(
+        Column("part", overflow="fold"), "version", "extra", "needed to", box=None, pad_edge=False, width=WIDTH
+    )
     for finding in findings:
         style = "green" if finding["works"] else "dim" if is_left_out(finding) else "bold red"
         version = finding["version"] or "–" if finding["works"] else finding["problem"]
@@ -90,7 +132,6 @@ def print_findings(findings: list[dict[str, Any]], tools: list[dict[str, str | N
         )
     console.print(rows)
     say(console, "")
-    say(console, library_line(library))
 
 
 def is_left_out(finding: dict[str, Any]) -> bool:

@@ -580,6 +580,10 @@ def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
         assert extra == "kernels" or f" {extra} " in text
     for tool in ("C++ compiler", "cmake", "nvcc", "GPU"):
         assert f"\n{tool} " in text
+    ways = {way["runtime"]: way for way in result.json["tensorrt"]}
+    assert list(ways) == ["trt", "trt-rtx", "ort-trt", "ort-rtx"]
+    for way in ways.values():
+        assert (way["release"] or f"none; add the extra {way['extra']}") in text
 
 
 def test_doctor_loads_no_framework_so_it_is_fast() -> None:
@@ -603,6 +607,7 @@ def test_doctor_finds_a_part_that_does_not_load_if_asked(
 
 def test_doctor_takes_optional_parts_that_are_missing_for_no_problem(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = {"torch", "onnxscript", "tensorrt", "tensorrt_rtx", "openvino", "cuda.bindings", "ray"}
+    left_out |= {"onnxruntime_ep_nv_tensorrt_rtx"}
     for module in left_out:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(

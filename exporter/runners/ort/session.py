@@ -13,6 +13,7 @@ from typing import Any, Literal
 from effexport.errors import KernelWarning, RuntimeUnsupportedError, UserError
 from effexport.export.onnx_graph import custom_ops_of_model, external_files
 from effexport.plugins.building.library import Library, LibraryError, find_library
+from effexport.runners.ort import rtx_provider as ort_rtx
 from effexport.runners.ort import tensorrt_provider as ort_tensorrt
 from effexport.runners.ort.settings import PROVIDERS, OrtSettings, import_onnxruntime
 from effexport.runtimes import RUNTIMES
@@ -46,6 +47,8 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
     excluded = custom_ops if library is not None else ()
     if settings.provider == "tensorrt":
         providers.insert(0, tensorrt_provider(ort, model, external_folder, settings, excluded))
+    if settings.provider == "tensorrt-rtx":
+        add_tensorrt_rtx(ort, options, model, external_folder, settings)
     source = model if isinstance(model, bytes) else str(model)
     try:
         # by default, if a provider fails, onnxruntime prints a note and continues with the next one
@@ -54,8 +57,8 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
         raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
     check_provider(inference, settings)
     assigned = assigned_ops(inference)
-    if settings.provider == "tensorrt" and assigned is not None:
-        ort_tensorrt.check_share(assigned, excluded)
+    if settings.provider in ("tensorrt", "tensorrt-rtx") and assigned is not None:
+        ort_tensorrt.check_share(settings, assigned, excluded)
     if settings.provider == "openvino" and assigned is not None and not assigned.get(PROVIDERS["openvino"]):
         raise UserError(
             f"OpenVINO took no node of the model, which would run on {', '.join(assigned)}; use --runtime ort"
@@ -94,12 +97,15 @@ def session_options(ort: Any, settings: OrtSettings, external_folder: Path | Non
 
 def providers_from_settings(ort: Any, settings: OrtSettings) -> list[Any]:
     """The provider list of onnxruntime without TensorRT: CUDA or OpenVINO if wanted, and the CPU for what these do not
-    support.
+    support. Empty for TensorRT-RTX, a plugin that the session's options name.
 
     Raises UserError if onnxruntime does not have the wanted provider.
     """
     if settings.provider == "cpu":
         return [PROVIDERS["cpu"]]
+    if settings.provider == "tensorrt-rtx":
+        ort_rtx.usable_devices(ort)
+        return []
     available = ort.get_available_providers()
     if PROVIDERS[settings.provider] not in available:
         raise UserError(
@@ -130,10 +136,21 @@ def tensorrt_provider(
     Raises UserError if TensorRT's libraries are missing or its engines cannot be stored.
     """
     ort_tensorrt.load_libraries(ort)
-    ort_tensorrt.check_tf32(settings.tf32)
+    ort_tensorrt.check_tf32(settings)
     conditions = (ort.__version__, ort_tensorrt.tf32_allowed(), sorted(excluded), settings.profile)
-    engines = ort_tensorrt.engine_folder(model, external_files(model, external_folder), *conditions)
+    engines = ort_tensorrt.engine_folder(settings.runtime, model, external_files(model, external_folder), *conditions)
     return PROVIDERS["tensorrt"], ort_tensorrt.provider_options(settings.profile, excluded, engines)
+
+
+def add_tensorrt_rtx(
+    ort: Any, options: Any, model: Path | bytes, external_folder: Path | None, settings: OrtSettings
+) -> None:
+    """Add TensorRT-RTX on its first GPU to the options of a session. Raises UserError if engines cannot be stored."""
+    ort_tensorrt.check_tf32(settings)
+    conditions = (ort_rtx.PACKAGE.version, ort_tensorrt.tf32_allowed(), settings.profile)
+    engines = ort_tensorrt.engine_folder(settings.runtime, model, external_files(model, external_folder), *conditions)
+    first = ort_rtx.usable_devices(ort)[:1]
+    options.add_provider_for_devices(first, ort_rtx.provider_options(settings.profile, engines))
 
 
 def check_provider(inference: Any, settings: OrtSettings) -> None:
@@ -156,7 +173,7 @@ def library_for(custom_ops: Sequence[str], settings: OrtSettings) -> Library | N
 
     Raises UserError if the settings ask for kernels that are not built, or together with a profile.
     """
-    if settings.implementation == "body" or not custom_ops:
+    if settings.implementation == "body" or settings.provider == "tensorrt-rtx" or not custom_ops:
         return None
     names = ", ".join(custom_ops)
     if settings.profile:

@@ -18,6 +18,7 @@ PROVIDERS: dict[str, str] = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
+    "tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
     "openvino": "OpenVINOExecutionProvider",
 }
 # For custom operators: our kernels if they are built, our kernels or an error, the function bodies of the model.
@@ -30,18 +31,20 @@ MOST_THREADS = 1024
 class OrtSettings:
     """How ONNX Runtime runs a model.
 
-    provider: "cpu", "cuda", "tensorrt", which leaves to CUDA what TensorRT does not support, or "openvino", which
-    leaves the rest to the CPU provider.
+    provider: "cpu", "cuda", "tensorrt", which leaves to CUDA what TensorRT does not support, or "tensorrt-rtx" or
+    "openvino", which leave the rest to the CPU provider.
     implementation: of custom operators: "kernel" needs the kernel library, "body" ignores it, and "auto" uses kernels
-    if the library is built. TensorRT sees bodies as part of the graph; kernels cut the graph into parts.
+    if the library is built. TensorRT sees bodies as part of the graph; kernels cut the graph into parts. TensorRT-RTX
+    always runs bodies.
     threads: size of the thread pool inside operators; None lets ONNX Runtime decide.
     cuda_graph: capture the runs of what `bind` returns as a CUDA graph, and replay it.
     memory_arena: keep freed CPU memory for later runs. Faster, but a model then keeps its peak memory.
     tf32: let the GPU round the inputs of float32 products to 11 bits. Faster, but outside the limits of fp32 parity.
-    TensorRT does so unless NVIDIA_TF32_OVERRIDE=0 is in the environment.
-    profile: for "tensorrt", the smallest, optimal and largest shape of every input: one engine is built when the model
-    is loaded. Without a profile, engines are built when inputs first arrive, and again for shapes outside the earlier
-    ones. A profile excludes kernels, because it has no shapes for the inputs of parts of a graph.
+    TensorRT and TensorRT-RTX do so unless NVIDIA_TF32_OVERRIDE=0 is in the environment.
+    profile: for "tensorrt" and "tensorrt-rtx", the smallest, optimal and largest shape of every input: one engine is
+    built when the model is loaded. Without a profile, TensorRT's engines are built when inputs first arrive, and again
+    for shapes outside the earlier ones; TensorRT-RTX builds one for all shapes. A profile excludes kernels, because it
+    has no shapes for the inputs of parts of a graph.
     """
 
     provider: str = "cpu"
@@ -75,8 +78,14 @@ class OrtSettings:
         if self.threads is not None and not 1 <= self.threads <= most:
             limit = "at least 1" if self.threads < 1 else f"at most {most}"
             raise UserError(f"threads is {self.threads}; expected {limit}")
+        if (self.provider, self.implementation) == ("tensorrt-rtx", "kernel"):
+            raise UserError(
+                "implementation is 'kernel'; TensorRT-RTX has no plugins, and its onnxruntime runs our kernels on the "
+                "CPU only: leave it out, or use the provider 'cuda'"
+            )
         # a CUDA graph must hold the whole model, and the parts that TensorRT takes are not known in advance
-        for name, useful in (("cuda_graph", ("cuda",)), ("tf32", ("cuda", "tensorrt")), ("profile", ("tensorrt",))):
+        tensorrt = ("tensorrt", "tensorrt-rtx")
+        for name, useful in (("cuda_graph", ("cuda",)), ("tf32", ("cuda", *tensorrt)), ("profile", tensorrt)):
             if getattr(self, name) and self.provider not in useful:
                 needed = " or ".join(map(repr, useful))
                 raise UserError(f"{name} needs the provider {needed}; the provider is {self.provider!r}")

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib
+import importlib.util
 import os
 import re
 import warnings
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.engines.api import version_tuple
 from effexport.errors import KernelWarning, UserError
 from effexport.plugins.building.library import LibraryError, cache_folder
-from effexport.runners.ort.settings import PROVIDERS
+from effexport.runners.ort.settings import PROVIDERS, OrtSettings
 from effexport.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
@@ -35,11 +36,10 @@ if TYPE_CHECKING:
 
 TENSORRT = RUNTIMES["trt"].package
 PROVIDER = PROVIDERS["tensorrt"]
-CACHE_NAME = "ort-trt"
 # NVIDIA's libraries read it once per process: 0 forbids TF32 everywhere.
 TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"
 _PROVIDER_LIBRARY = Path("capi") / "libonnxruntime_providers_tensorrt.so"
-_SHAPE_OPTIONS = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
+_SHAPE_OPTIONS = ("profile_min_shapes", "profile_opt_shapes", "profile_max_shapes")
 
 
 def provider_options(
@@ -62,28 +62,33 @@ def provider_options(
         "trt_timing_cache_path": str(engines),
     }
     if profile:
-        options |= profile_options(profile)
+        options |= profile_options(profile, "trt")
     if excluded:
         options["trt_op_types_to_exclude"] = ",".join(excluded)
     return options
 
 
-def profile_options(profile: Mapping[str, ShapeRange]) -> dict[str, str]:
-    """`name:1x16,other:1x16` for the smallest, the optimal and the largest shapes. Inputs of rank 0 have none."""
+def profile_options(profile: Mapping[str, ShapeRange], prefix: str) -> dict[str, str]:
+    """`name:1x16,other:1x16` for the smallest, the optimal and the largest shapes. Inputs of rank 0 have none.
+
+    prefix: that of the provider's options, "trt" or "nv".
+    """
     for name in profile:
         if "," in name or ":" in name:
             raise UserError(
-                f"the input {name!r} has a comma or a colon in its name, which ONNX Runtime's TensorRT provider cannot "
-                "read in a profile; rename the input, or leave the profile out"
+                f"the input {name!r} has a comma or a colon in its name, which ONNX Runtime's providers of TensorRT "
+                "cannot read in a profile; rename the input, or leave the profile out"
             )
     return {
-        option: ",".join(f"{name}:{'x'.join(map(str, shapes[i]))}" for name, shapes in profile.items() if shapes[i])
+        f"{prefix}_{option}": ",".join(
+            f"{name}:{'x'.join(map(str, shapes[i]))}" for name, shapes in profile.items() if shapes[i]
+        )
         for i, option in enumerate(_SHAPE_OPTIONS)
     }
 
 
-def engine_folder(model: Path | bytes, external: Collection[Path], *conditions: object) -> Path:
-    """The folder for engines of this model under these conditions, created if it does not exist.
+def engine_folder(runtime: str, model: Path | bytes, external: Collection[Path], *conditions: object) -> Path:
+    """The folder for engines that a runtime makes of this model under these conditions, created if it does not exist.
 
     ONNX Runtime names engines only by the names in the graph. It would load an engine with other weights or shapes for
     this model, so each model with its weights and each set of conditions has a folder of its own.
@@ -98,10 +103,10 @@ def engine_folder(model: Path | bytes, external: Collection[Path], *conditions: 
             with part.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     try:
-        folder = cache_folder() / CACHE_NAME / digest.hexdigest()[:32]
+        folder = cache_folder() / runtime / digest.hexdigest()[:32]
         folder.mkdir(parents=True, exist_ok=True)
     except (LibraryError, OSError) as error:
-        raise UserError(f"engines of ONNX Runtime's TensorRT provider cannot be stored: {error}") from error
+        raise UserError(f"engines of {RUNTIMES[runtime].label} cannot be stored: {error}") from error
     return folder
 
 
@@ -110,32 +115,38 @@ def tf32_allowed() -> bool:
     return os.environ.get(TF32_VARIABLE) != "0"
 
 
-def check_tf32(wanted: bool) -> None:
+def check_tf32(settings: OrtSettings) -> None:
     """Warn if float32 products may be rounded although TF32 was not requested.
 
-    TensorRT allows TF32 unless its builder forbids it, and the provider has no option for that
+    TensorRT and TensorRT-RTX allow TF32 unless their builder forbids it, and the providers have no option for that
     (microsoft/onnxruntime issue 26029). Only the user can set the variable: it applies to the whole process.
     """
-    if wanted or not tf32_allowed():
+    if settings.tf32 or not tf32_allowed():
         return
     warnings.warn(
-        "ONNX Runtime's TensorRT provider lets the GPU round the inputs of float32 products to 11 bits (TF32) and has "
-        f"no option against it, so fp32 parity may fail; set {TF32_VARIABLE}=0 before starting Python, or set tf32",
+        f"{RUNTIMES[settings.runtime].label} lets the GPU round the inputs of float32 products to 11 bits (TF32) and "
+        f"has no option against it, so fp32 parity may fail; set {TF32_VARIABLE}=0 before starting Python, or set tf32",
         KernelWarning,
         stacklevel=2,
     )
 
 
-def linked_libraries(ort: Any) -> tuple[str, ...]:
-    """TensorRT libraries that the provider of this onnxruntime is linked with, such as libnvinfer.so.10.
+def linked_libraries(folder: Path) -> tuple[str, ...]:
+    """TensorRT libraries that the provider of the onnxruntime in this folder is linked with, such as libnvinfer.so.10.
 
-    Empty if that library cannot be read, as on Windows.
+    Empty if that library cannot be read, as on Windows, or does not exist, as in a plain onnxruntime.
     """
     try:
-        contents = (Path(ort.__file__).parent / _PROVIDER_LIBRARY).read_bytes()
+        contents = (folder / _PROVIDER_LIBRARY).read_bytes()
     except OSError:
         return ()
     return tuple(sorted({name.decode() for name in re.findall(rb"libnv(?:infer|onnxparser)\.so\.\d+", contents)}))
+
+
+def linked_libraries_here() -> tuple[str, ...]:
+    """As `linked_libraries`, of the installed onnxruntime, which is not imported; empty without one."""
+    spec = importlib.util.find_spec(RUNTIMES["ort-trt"].package.module)
+    return linked_libraries(Path(spec.origin).parent) if spec is not None and spec.origin is not None else ()
 
 
 def load_libraries(ort: Any) -> None:
@@ -143,7 +154,7 @@ def load_libraries(ort: Any) -> None:
 
     Raises UserError if it is not installed, or only in another major version.
     """
-    names = linked_libraries(ort)
+    names = linked_libraries(Path(ort.__file__).parent)
     if not names:
         return
     major = int(names[0].rsplit(".", 1)[1])
@@ -172,21 +183,24 @@ def missing_libraries(ort: Any, major: int, version: str | None, error: OSError)
     )
 
 
-def check_share(assigned: Mapping[str, Collection[str]], excluded: Collection[str]) -> None:
+def check_share(settings: OrtSettings, assigned: Mapping[str, Collection[str]], excluded: Collection[str]) -> None:
     """Raises UserError if TensorRT runs no node of the model; warns of operators that it left to other providers.
 
+    settings: those of one of the two TensorRT providers.
     assigned: per provider, the operators that it runs, as the session reports. excluded: those it must not run.
     """
-    if not assigned.get(PROVIDER):
+    wanted = PROVIDERS[settings.provider]
+    product, rest = ("TensorRT", "CUDA or the CPU") if wanted == PROVIDER else ("TensorRT-RTX", "the CPU")
+    if not assigned.get(wanted):
         others = ", ".join(sorted(assigned))
         raise UserError(
-            f"TensorRT took no node of the model, which would run on {others}; use --runtime ort-cuda, or see the "
+            f"{product} took no node of the model, which would run on {others}; use --runtime ort-cuda, or see the "
             "messages of ONNX Runtime above"
         )
-    left = {op for provider, ops in assigned.items() if provider != PROVIDER for op in ops} - set(excluded)
+    left = {op for provider, ops in assigned.items() if provider != wanted for op in ops} - set(excluded)
     if left:
         warnings.warn(
-            f"TensorRT did not take {', '.join(sorted(left))}, which run on CUDA or the CPU instead; each such node "
+            f"{product} did not take {', '.join(sorted(left))}, which run on {rest} instead; each such node "
             "cuts the graph into parts that copy or wait for each other",
             KernelWarning,
             stacklevel=2,

@@ -74,7 +74,7 @@ def test_only_the_cpu_provider_is_silent() -> None:
         provider: ort_session.session_options(ort, OrtSettings(provider=provider), None).log_severity_level
         for provider in ort_session.PROVIDERS
     }
-    assert levels == {"cpu": 4, "cuda": 3, "tensorrt": 3, "openvino": 3}
+    assert levels == {"cpu": 4, "cuda": 3, "tensorrt": 3, "tensorrt-rtx": 3, "openvino": 3}
 
 
 def test_a_model_without_custom_operators_needs_no_kernels(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_on_a_gpu_bodies_are_preferred_to_kernels_for_the_cpu(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"provider": "gpu"}, "unknown provider 'gpu'.* Expected: cpu, cuda, tensorrt, openvino"),
+        ({"provider": "gpu"}, "unknown provider 'gpu'.* Expected: cpu, cuda, tensorrt, tensorrt-rtx, openvino"),
         ({"implementation": "bodies"}, "unknown implementation 'bodies'.* Expected: auto, kernel, body"),
         ({"threads": 0}, "threads is 0; expected at least 1"),
         ({"cuda_graph": True}, "cuda_graph needs the provider 'cuda'; the provider is 'cpu'"),

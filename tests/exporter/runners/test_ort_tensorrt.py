@@ -157,14 +157,14 @@ def test_without_a_profile_the_provider_makes_its_own(ort: FakeOrt) -> None:
 
 
 def test_inputs_of_rank_zero_have_no_place_in_a_profile() -> None:
-    options = ort_tensorrt.profile_options({"step": ((), (), ()), "x": ((1,), (2,), (3,))})
+    options = ort_tensorrt.profile_options({"step": ((), (), ()), "x": ((1,), (2,), (3,))}, "trt")
     assert set(options.values()) == {"x:1", "x:2", "x:3"}
 
 
 @pytest.mark.parametrize("name", ["a:b", "a,b"])
 def test_a_name_that_the_provider_cannot_read_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"the input {name!r} has a comma or a colon in its name"):
-        ort_tensorrt.profile_options({name: ((1,), (1,), (1,))})
+        ort_tensorrt.profile_options({name: ((1,), (1,), (1,))}, "trt")
 
 
 def test_bodies_leave_the_whole_graph_to_tensorrt(ort: FakeOrt) -> None:
@@ -256,7 +256,7 @@ def test_a_cache_that_cannot_be_written_is_one_clear_error(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(
-        UserError, match=r"engines of ONNX Runtime's TensorRT provider cannot be stored: .*Not a directory"
+        UserError, match=r"engines of ONNX Runtime with its TensorRT provider cannot be stored: .*Not a directory"
     ):
         session_from_model(PLAIN, settings())
 
@@ -388,9 +388,12 @@ def test_the_tensorrt_of_pip_is_imported_where_it_fits(
             {"provider": "tensorrt", "cuda_graph": True},
             "cuda_graph needs the provider 'cuda'; the provider is 'tensorrt'",
         ),
-        ({"provider": "cuda", "profile": PROFILE}, "profile needs the provider 'tensorrt'; the provider is 'cuda'"),
-        ({"profile": PROFILE}, "profile needs the provider 'tensorrt'; the provider is 'cpu'"),
-        ({"tf32": True}, "tf32 needs the provider 'cuda' or 'tensorrt'; the provider is 'cpu'"),
+        (
+            {"provider": "cuda", "profile": PROFILE},
+            "profile needs the provider 'tensorrt' or 'tensorrt-rtx'; the provider is 'cuda'",
+        ),
+        ({"profile": PROFILE}, "profile needs the provider 'tensorrt' or 'tensorrt-rtx'; the provider is 'cpu'"),
+        ({"tf32": True}, "tf32 needs the provider 'cuda' or 'tensorrt' or 'tensorrt-rtx'; the provider is 'cpu'"),
     ],
 )
 def test_settings_that_cannot_work(fields: dict[str, Any], message: str) -> None:
@@ -407,6 +410,6 @@ def test_the_settings_know_their_runtime_and_where_tensors_are() -> None:
 def test_profiles_of_engines_fit_in(small_spec: Callable[..., BuildSpec]) -> None:
     """The shapes of an engine's profile are what the provider takes: one for each input, under its name."""
     spec = small_spec("aft-simple", "encoder")
-    options = ort_tensorrt.profile_options(default_profile(spec).shapes(spec.inputs))
+    options = ort_tensorrt.profile_options(default_profile(spec).shapes(spec.inputs), "trt")
     for text in options.values():
         assert [part.split(":")[0] for part in text.split(",")] == [tensor.name for tensor in spec.inputs]
