@@ -1,0 +1,115 @@
+"""What scripts/gpu checks and times of AFTSimpleAttention. Sizes of a case: batch, heads, seq, channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from effexport.plugins.gpu_check import (
+    ROUNDING,
+    AtMost,
+    Case,
+    GpuCheck,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    normal,
+    random_mask,
+)
+
+
+def inputs(case: Case, device: str) -> dict[str, Tensor]:
+    """A third of the tokens is padding that holds NaN.
+
+    Kind "far apart": weights differ by many powers of ten. Kind "no token": all of the last sample is padding.
+    """
+    batch, _, seq, _ = case.sizes
+    source = generator(case, device)
+    q, k, v = (normal(case, source, *case.sizes) for _ in range(3))
+    if case.kind == "far apart":
+        k.mul_(30)
+    keep = random_mask(source, batch, seq)
+    if case.kind == "no token":
+        keep[-1] = False
+    hidden = ~keep[:, None, :, None]
+    return {"q": q, "k": k.masked_fill_(hidden, torch.nan), "v": v.masked_fill_(hidden, torch.nan), "keep": keep}
+
+
+def outputs(case: Case) -> dict[str, Output]:
+    return {"out": Output(case.sizes, case.torch_dtype)}
+
+
+def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """σ(q) Σ e^(k − m) v / Σ e^(k − m) over the visible tokens of every sample, in float64; 0 where there are none."""
+    samples = zip(*inputs.values(), strict=True)
+    return {"out": torch.stack([formula(q.double(), k.double(), v.double(), keep) for q, k, v, keep in samples])}
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """In standard operators, in the type of q: […, heads, seq, channels] and keep […, seq]."""
+    visible = keep[..., None, :, None]
+    keys = torch.where(visible, k, -1e30)
+    weights = torch.exp(keys - keys.amax(dim=-2, keepdim=True)) * visible
+    total = weights.sum(dim=-2, keepdim=True)
+    context = (weights * torch.where(visible, v, 0)).sum(dim=-2, keepdim=True) / torch.where(total == 0, 1, total)
+    return torch.sigmoid(q) * context
+
+
+def limit(case: Case) -> Limit:
+    slices = -(-case.sizes[2] // 256)
+    reason = (
+        "the contract's 4e-6 for 1000 tokens: 32 rows per thread and 8 threads are added up, one after another; one "
+        "rounding of float32 for every slice of 256 tokens; and one of the result"
+    )
+    return Limit(4e-6 + slices * 2**-24 + ROUNDING[case.dtype], reason)
+
+
+def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """The formula in standard operators, in float32."""
+    q, k, v, keep = inputs.values()
+    return {"formula": lambda: formula(q.float(), k.float(), v.float(), keep).to(v.dtype)}
+
+
+def flops(case: Case) -> float:
+    """Two exponentials, two sums, two products and a quotient per element, each counted as one operation."""
+    batch, heads, seq, channels = case.sizes
+    return 7.0 * batch * heads * seq * channels
+
+
+CHECK = GpuCheck(
+    inputs=inputs,
+    outputs=outputs,
+    reference=reference,
+    limit=limit,
+    flops=flops,
+    baselines=baselines,
+    small=in_all_types(
+        Case((2, 1, 1, 1)),
+        Case((2, 1, 63, 63), kind="far apart"),
+        Case((2, 3, 100, 33), kind="no token"),
+        Case((1, 1, 520, 40)),
+    ),
+    # a slice has 256 tokens, a tile 32 channels
+    checked=in_all_types(
+        *(Case(sizes, kind=kind) for sizes in ((1, 2, 257, 32), (2, 1, 1000, 100)) for kind in ("random", "far apart")),
+        Case((8, 1, 8192, 512)),
+    ),
+    timed=(
+        Timed(
+            Case((8, 1, 8192, 512), dtype="float16"),
+            Case((1, 1, 63, 40), dtype="float16"),
+            (AtMost(95, "1.5 times what reading and writing its 268 MB takes at 4.3 TB/s"),),
+        ),
+        Timed(
+            Case((8, 1, 8192, 512)),
+            Case((1, 1, 63, 40)),
+            (AtMost(190, "1.5 times what reading and writing its 537 MB takes at 4.3 TB/s"),),
+        ),
+    ),
+    # q, k, v and out: 4200 · 1000 · 512 elements each
+    huge=(Case((4200, 1, 1000, 512), dtype="float16"),),
+)

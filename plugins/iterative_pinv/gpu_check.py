@@ -1,0 +1,111 @@
+"""What scripts/gpu checks and times of IterativePinv. Sizes of a case: count, m, iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from effexport.plugins.gpu_check import (
+    ROUNDING,
+    Case,
+    FasterThan,
+    GpuCheck,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+)
+
+# softmax rows are as in Nyströmformer; the other kinds have many singular values at or near zero
+KINDS = ("softmax", "nearly equal rows", "one large column", "zero")
+
+
+def inputs(case: Case, device: str) -> dict[str, Tensor]:
+    """a [count, m, m] and scale [count, 1, 1], the largest column sum of each matrix."""
+    count, m, _ = case.sizes
+    logits = torch.randn(count, m, m, generator=generator(case, device), device=device)
+    a = torch.softmax(logits.mul_(2), dim=-1)
+    if case.kind == "nearly equal rows":
+        a = 1 / m + 1e-6 * a
+    elif case.kind == "one large column":
+        a = torch.zeros_like(a).index_fill_(2, torch.tensor([0], device=device), 1.0)
+    elif case.kind == "zero":
+        a.zero_()
+    smallest = torch.finfo(torch.float16).tiny  # a divisor that exists in all types
+    scale = a.sum(dim=1).amax(dim=-1).clamp(min=smallest).reshape(-1, 1, 1)
+    return {"a": a.to(case.torch_dtype), "scale": scale.to(case.torch_dtype)}
+
+
+def outputs(case: Case) -> dict[str, Output]:
+    count, m, _ = case.sizes
+    return {"z": Output((count, m, m), case.torch_dtype)}
+
+
+def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The formula in float64, some matrices at a time."""
+    slabs = zip(*(x.split(4096) for x in inputs.values()), strict=True)
+    return {"z": torch.cat([iterated(a.double(), scale.double(), case.sizes[2]) for a, scale in slabs])}
+
+
+def iterated(a: Tensor, scale: Tensor, iterations: int) -> Tensor:
+    """Z0 = Aᵀ / scale, then Z ← Z/4 (13 I − P (15 I − P (7 I − P))) with P = A Z, in the type of `a`."""
+    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    z = (1 / scale) * a.mT
+    for _ in range(iterations):
+        p = a @ z
+        z = (0.25 * z) @ (13 * identity - p @ (15 * identity - p @ (7 * identity - p)))
+    return z
+
+
+def limit(case: Case) -> Limit:
+    value, reason = 1e-3, "the contract's limit: roundings near singular values of zero grow by 13/4 a step"
+    if case.kind == "softmax":
+        value, reason = 1e-5, "float32 products of at most 128 terms, whose roundings later steps shrink"
+    return Limit(value + ROUNDING[case.dtype], f"{reason}; and one rounding of the result")
+
+
+def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """Four batched products a step, in float32."""
+    a, scale = inputs.values()
+    return {"products": lambda: iterated(a.float(), scale.float(), case.sizes[2]).to(a.dtype)}
+
+
+def flops(case: Case) -> float:
+    """Four products a step."""
+    count, m, iterations = case.sizes
+    return 8.0 * count * m**3 * iterations
+
+
+def timed(count: int, m: int, goal: FasterThan) -> Timed:
+    """In float32, in which layers call it."""
+    return Timed(Case((count, m, 6), kind="softmax"), Case((2, 8, 6), kind="softmax"), (goal,))
+
+
+FUSED = FasterThan("products", "one launch that keeps everything in shared memory, instead of 24 products", times=5)
+
+
+CHECK = GpuCheck(
+    inputs=inputs,
+    outputs=outputs,
+    reference=reference,
+    limit=limit,
+    flops=flops,
+    baselines=baselines,
+    small=in_all_types(*(Case((2, m, 6), kind=kind) for m in (1, 31, 65) for kind in KINDS)),
+    # shared memory serves m up to 64, scratch memory more
+    checked=in_all_types(
+        *(Case((5, m, 6), kind=kind) for m in (2, 63, 64, 100, 128) for kind in KINDS),
+        Case((768, 64, 1), kind="softmax"),
+        Case((768, 64, 6), kind="softmax"),
+    ),
+    timed=(
+        timed(96, 64, FUSED),
+        timed(768, 64, FUSED),
+        timed(96, 128, FasterThan("products", "a kernel must not be slower than the body that it replaces")),
+    ),
+    # a and z: 524,416 · 64 · 64 elements each
+    huge=(Case((524_416, 64, 6), kind="softmax", dtype="float16"),),
+)

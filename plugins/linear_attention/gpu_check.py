@@ -1,0 +1,126 @@
+"""What scripts/gpu checks and times of EluLinearAttention.
+
+Sizes of a case: batch, heads, seq, head_dim, value_dim, causal. Number: eps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from effexport.plugins.gpu_check import (
+    ROUNDING,
+    AtMost,
+    Case,
+    FasterThan,
+    GpuCheck,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    normal,
+)
+
+EPS = (1e-6,)
+
+
+def both_forms(*shapes: tuple[int, ...]) -> tuple[Case, ...]:
+    """Not causal and causal, in all types."""
+    return in_all_types(*(Case((*shape, causal), EPS) for shape in shapes for causal in (0, 1)))
+
+
+def inputs(case: Case, device: str) -> dict[str, Tensor]:
+    """The last sample ends in padding and has a hole. What is hidden is large, but finite: it has no influence."""
+    batch, heads, seq, head_dim, value_dim, _ = case.sizes
+    source = generator(case, device)
+    q, k, v = (normal(case, source, batch, heads, seq, dim) for dim in (head_dim, head_dim, value_dim))
+    keep = torch.ones(batch, seq, dtype=torch.bool, device=device)
+    if seq > 4:
+        keep[-1, seq - seq // 3 :] = False
+        keep[-1, 1] = False
+    hidden = ~keep[:, None, :, None]
+    return {"q": q, "k": k.masked_fill_(hidden, 8.0), "v": v.masked_fill_(hidden, -1e4), "keep": keep}
+
+
+def outputs(case: Case) -> dict[str, Output]:
+    batch, heads, seq, _, value_dim, _ = case.sizes
+    return {"out": Output((batch, heads, seq, value_dim), case.torch_dtype)}
+
+
+def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """φ(q_i)ᵀ S / (φ(q_i)·z + eps) with S = Σ m_j φ(k_j) v_jᵀ and z = Σ m_j φ(k_j), in float64, sample by sample.
+
+    Where causal, the sums over j ≤ i are taken by way of all weights φ(q_i)·φ(k_j): O(seq²).
+    """
+    (eps,), causal = case.numbers, case.sizes[-1]
+    results = []
+    for q, k, v, keep in zip(*inputs.values(), strict=True):
+        q, k, v = features(q.double()), features(k.double()) * keep[:, None], v.double()
+        if causal:
+            weights = (q @ k.mT).tril()
+            results.append(weights @ v / (weights.sum(dim=-1, keepdim=True) + eps))
+        else:
+            results.append(q @ (k.mT @ v) / (q @ k.sum(dim=1)[..., None] + eps))
+    return {"out": torch.stack(results)}
+
+
+def features(x: Tensor) -> Tensor:
+    """φ(x) = elu(x) + 1."""
+    return x.clamp(min=0) + x.clamp(max=0).exp()
+
+
+def limit(case: Case) -> Limit:
+    reason = (
+        "sums of up to 576 terms in a row, with a rounding of 6e-8 each and of either sign: 6e-8 · √576 = 1.4e-6; "
+        "values of either sign cancel over up to 128 features, √128 times; and one rounding of the result"
+    )
+    return Limit(1.7e-5 + ROUNDING[case.dtype], reason)
+
+
+def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """The formula in standard operators, in float32 as layers compute it; not causal."""
+    (eps,), (q, k, v, keep) = case.numbers, inputs.values()
+
+    def formula() -> Tensor:
+        mapped = features(q.float())
+        masked = features(k.float()) * keep[:, None, :, None]
+        states, sums = masked.mT @ v.float(), masked.sum(dim=2)[..., None]
+        return (mapped @ states / (mapped @ sums + eps)).to(v.dtype)
+
+    return {} if case.sizes[-1] else {"formula": formula}
+
+
+def flops(case: Case) -> float:
+    """Two products of [seq, head_dim, value_dim] and the denominator."""
+    batch, heads, seq, head_dim, value_dim, _ = case.sizes
+    return 4.0 * batch * heads * seq * head_dim * (value_dim + 1)
+
+
+def timed(dtype: str, causal: int, *goals: AtMost | FasterThan) -> Timed:
+    large, small = (Case((*shape, causal), EPS, dtype=dtype) for shape in ((32, 8, 6000, 64, 64), (1, 2, 100, 16, 16)))
+    return Timed(large, small, goals)
+
+
+CHECK = GpuCheck(
+    inputs=inputs,
+    outputs=outputs,
+    reference=reference,
+    limit=limit,
+    flops=flops,
+    baselines=baselines,
+    small=both_forms((1, 1, 1, 1, 1), (2, 2, 63, 16, 24), (1, 2, 130, 65, 40)),
+    # a slice has 512 positions, or 64 where causal; tiles are 64 × 64 × 32
+    checked=both_forms(
+        (2, 2, 64, 64, 64), (2, 2, 600, 5, 3), (2, 2, 1100, 8, 4), (1, 2, 70, 128, 128), (2, 8, 6000, 64, 64)
+    ),
+    timed=(
+        timed("float16", 0, AtMost(300, "1.6 times what reading and writing its 786 MB takes at 4.3 TB/s")),
+        timed("float32", 0, AtMost(600, "1.6 times what reading and writing its 1.6 GB takes at 4.3 TB/s")),
+        timed("float16", 1, AtMost(450, "1.5 times the other form: keys and values are read twice")),
+    ),
+    # q, k, v and out: 4200 · 8 · 1000 · 64 elements each
+    huge=(Case((4200, 8, 1000, 64, 64, 0), EPS, dtype="float16"),),
+)

@@ -1,0 +1,193 @@
+"""What scripts/gpu checks and times of LSHAttention.
+
+Sizes of a case: batch, heads, seq, head_dim, value_dim, rounds, chunk_length, chunks_before, chunks_after, causal,
+circular, rounded. The kernel does not read `rank`, so it is not an input here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effexport.plugins.gpu_check import (
+    ROUNDING,
+    AtMost,
+    Case,
+    FasterThan,
+    GpuCheck,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    normal,
+    sdpa_baselines,
+)
+
+BUCKETS = 8
+
+
+def padded_length(case: Case) -> int:
+    seq, chunk_length = case.sizes[2], case.sizes[6]
+    return -(-seq // chunk_length) * chunk_length
+
+
+def inputs(case: Case, device: str) -> dict[str, Tensor]:
+    """As a layer passes them: tokens sorted by random buckets, padding behind all others.
+
+    A quarter of the last sample is padding, at its end. Kind "no token": all of it is.
+    """
+    batch, heads, seq, head_dim, value_dim, rounds = case.sizes[:6]
+    source = generator(case, device)
+    qk = normal(case, source, batch, heads, seq, head_dim)
+    v = normal(case, source, batch, heads, seq, value_dim)
+    keep = torch.ones(batch, seq, dtype=torch.bool, device=device)
+    keep[-1, 0 if case.kind == "no token" else seq - seq // 4 :] = False
+    buckets = torch.full((batch, heads * rounds, padded_length(case)), BUCKETS, device=device)
+    drawn = torch.randint(BUCKETS, (batch, heads * rounds, seq), generator=source, device=device)
+    buckets[..., :seq] = torch.where(keep[:, None], drawn, BUCKETS)
+    order = torch.sort(buckets.flatten(0, 1), dim=-1, stable=True).indices.to(torch.int32)
+    return {"qk": qk, "v": v, "order": order, "keep": keep}
+
+
+def outputs(case: Case) -> dict[str, Output]:
+    batch, heads, seq, _, value_dim = case.sizes[:5]
+    return {"out": Output((batch, heads, seq, value_dim), case.torch_dtype)}
+
+
+def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The formula in float64, sample by sample; but `rounded` defines its logarithms in float32."""
+    qk, v, order, keep = inputs.values()
+    samples = zip(
+        *(x.split(1) for x in (qk, v)), order.split(case.sizes[1] * case.sizes[5]), keep.split(1), strict=True
+    )
+    return {"out": torch.cat([formula(case, qk.double(), v.double(), *others) for qk, v, *others in samples])}
+
+
+def formula(case: Case, qk: Tensor, v: Tensor, order: Tensor, keep: Tensor) -> Tensor:
+    """The definition in standard operators, with windows and logits in memory. Products are in the type of qk and v,
+    everything else in float32, or in float64 if they are.
+
+    Shapes as in the contract; the number of samples is that of qk.
+    """
+    batch, heads, seq, head_dim = qk.shape
+    value_dim, rounds, chunk_length, before, after, causal, circular, rounded = case.sizes[4:]
+    groups, padded, device = batch * heads, padded_length(case), qk.device
+    chunks = padded // chunk_length
+    q, values = (F.pad(x, (0, 0, 0, padded - seq)).flatten(0, 1) for x in (qk, v))
+    exact = torch.promote_types(qk.dtype, torch.float32)
+    lengths = (q.to(exact).square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * head_dim**0.5
+    keys = (q / lengths).to(qk.dtype)
+
+    # the window of every chunk of all rounds, which are one row of chunks, or a ring
+    chunk = torch.arange(rounds * chunks, device=device)[:, None]
+    near = chunk + torch.arange(-before, after + 1, device=device)
+    absent = (near.div(chunks, rounding_mode="floor") != chunk // chunks) & (not circular)
+    near = near % (rounds * chunks)
+    tokens = order.long().reshape(groups, rounds * chunks, chunk_length)
+    own, seen = tokens[..., None], tokens[:, near].flatten(2)[:, :, None]
+    place = torch.arange(padded, device=device).reshape(chunks, chunk_length).repeat(rounds, 1)[near].flatten(1)
+    absent = absent[..., None].expand(-1, -1, chunk_length).flatten(1)[:, None]
+    hidden = place[:, None] >= keep.sum(dim=1).repeat_interleave(heads)[:, None, None, None]
+    if causal:
+        hidden = hidden | (seen > own)
+
+    group = torch.arange(groups, device=device)[:, None, None]
+    logits = (q[group, tokens] @ keys[group, seen.squeeze(2)].mT).to(exact)
+    logits = logits.masked_fill(hidden, -1e9).masked_fill(seen == own, -1e5).masked_fill(absent, -torch.inf)
+    lse = logarithm_of_sum(logits, -1, rounded)
+    context = (logits - lse).exp().to(v.dtype) @ values[group, seen.squeeze(2)]
+
+    # back to the order of the tokens, and all rounds together
+    rank = torch.argsort(tokens.reshape(groups, rounds, padded), dim=-1)[..., None]
+    lse = lse.reshape(groups, rounds, padded, 1).gather(2, rank)
+    context = context.reshape(groups, rounds, padded, value_dim).gather(2, rank.expand(-1, -1, -1, value_dim))
+    weights = (lse - logarithm_of_sum(lse, 1, rounded)).exp()
+    return (weights * context).sum(dim=1)[:, :seq].reshape(v.shape).to(v.dtype)
+
+
+def logarithm_of_sum(x: Tensor, dim: int, rounded: int) -> Tensor:
+    """log Σ e^x over a dimension, which stays with size 1; rounded to float32 if `rounded`."""
+    result = torch.logsumexp(x, dim=dim, keepdim=True)
+    return result.float().to(x.dtype) if rounded else result
+
+
+def limit(case: Case) -> Limit:
+    reason = (
+        "the contract's 2e-5: logits of up to ‖q‖, about 14, are float32 sums of up to 100 terms and off by 1e-6, and "
+        "so are the weights of keys and rounds that they become; and one rounding of the result"
+    )
+    return Limit(2e-5 + ROUNDING[case.dtype], reason)
+
+
+def flops(case: Case) -> float:
+    """Two products of every token with its window, in every round."""
+    batch, heads, seq, head_dim, value_dim, rounds, chunk_length, before, after = case.sizes[:9]
+    window = (before + 1 + after) * chunk_length
+    return 2.0 * batch * heads * seq * rounds * window * (head_dim + value_dim)
+
+
+def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """The formula in standard operators, and attention of every token to all others."""
+    qk, v, order, keep = inputs.values()
+    dense = sdpa_baselines(qk, qk, v, case.sizes[3] ** -0.5)
+    return {"formula": lambda: formula(case, qk, v, order, keep), **dense}
+
+
+def case_of(
+    *sizes: int, after: int = 0, causal: int = 0, circular: int = 0, rounded: int = 0, kind: str = "random"
+) -> Case:
+    """A case in float32. sizes: batch, heads, seq, head_dim, value_dim, rounds, chunk_length, chunks_before."""
+    return Case((*sizes, after, causal, circular, rounded), kind=kind)
+
+
+def timed(dtype: str, seq: int, *goals: AtMost | FasterThan) -> Timed:
+    """Four rounds and chunks of 64, as in published models."""
+    large, small = case_of(1, 8, seq, 64, 64, 4, 64, 1), case_of(1, 2, 60, 16, 16, 2, 16, 1)
+    return Timed(replace(large, dtype=dtype), replace(small, dtype=dtype), goals)
+
+
+DENSE = FasterThan("SDPA flash", "attention to a part of all keys must pay")
+
+
+CHECK = GpuCheck(
+    inputs=inputs,
+    outputs=outputs,
+    reference=reference,
+    limit=limit,
+    flops=flops,
+    baselines=baselines,
+    small=in_all_types(
+        case_of(1, 1, 1, 1, 1, 1, 1, 1),
+        case_of(2, 2, 63, 24, 24, 2, 10, 1, causal=1),
+        case_of(1, 1, 95, 16, 40, 2, 16, 1, circular=1, causal=1, rounded=1, after=1),
+        case_of(2, 1, 40, 8, 8, 2, 10, 2, kind="no token"),
+    ),
+    # several tiles of 64 queries, of 64 keys and of 128 columns, none of them whole
+    checked=in_all_types(
+        *(
+            case_of(2, 2, *shape, 2, chunk_length, 1, **options)
+            for shape, chunk_length in (((100, 64, 64), 64), ((250, 40, 150), 100), ((1000, 100, 100), 64))
+            for options in ({}, {"causal": 1}, {"after": 1, "circular": 1, "causal": 1, "rounded": 1})
+        ),
+        case_of(2, 8, 8192, 64, 64, 4, 64, 1),
+    ),
+    timed=(
+        timed(
+            "float16",
+            8192,
+            AtMost(
+                70, "tensor cores need a fifteenth of the instructions of a kernel in float32, which takes about 1 ms"
+            ),
+            DENSE,
+        ),
+        timed("float16", 32768, AtMost(280, "four times that of 8192 tokens"), DENSE),
+        timed("float32", 8192, FasterThan("formula", "what the kernel replaces")),
+    ),
+    # qk, v and out: 64 · 8 · 65,600 · 64 elements each
+    huge=(replace(case_of(64, 8, 65_600, 64, 64, 1, 64, 1), dtype="float16"),),
+)

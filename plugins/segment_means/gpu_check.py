@@ -1,0 +1,102 @@
+"""What scripts/gpu checks and times of SegmentMeans. Sizes of a case: batch, heads, seq, channels, segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from effexport.plugins.gpu_check import (
+    ROUNDING,
+    AtMost,
+    Case,
+    GpuCheck,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    normal,
+)
+
+
+def inputs(case: Case, device: str) -> dict[str, Tensor]:
+    """A tenth of the tokens and the last quarter of the last sample are hidden, and hold NaN.
+
+    Kind "no token": all of the last sample is hidden.
+    """
+    batch, heads, seq, channels, _ = case.sizes
+    source = generator(case, device)
+    x = normal(case, source, batch, heads, seq, channels)
+    keep = torch.rand(batch, seq, generator=source, device=device) < 0.9
+    keep[-1, 0 if case.kind == "no token" else seq - seq // 4 :] = False
+    return {"x": x.masked_fill_(~keep[:, None, :, None], torch.nan), "keep": keep}
+
+
+def outputs(case: Case) -> dict[str, Output]:
+    batch, heads, _, channels, segments = case.sizes
+    return {"means": Output((batch, heads, segments, channels), case.torch_dtype)}
+
+
+def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every token is added to its segment, sample by sample, in float64; 0 where a segment has no token."""
+    _, heads, seq, channels, segments = case.sizes
+    results = []
+    for x, keep in zip(*inputs.values(), strict=True):
+        position = torch.arange(seq, device=x.device)
+        length = ((position + 1) * keep).amax()
+        owner = position // (-(-length // segments)).clamp(min=1)
+        owner = torch.where(keep, owner, segments)  # one more segment, for hidden tokens
+        kept = torch.where(keep[:, None], x.double(), 0)
+        sums = x.new_zeros(heads, segments + 1, channels, dtype=torch.float64).index_add_(1, owner, kept)
+        counts = x.new_zeros(segments + 1, dtype=torch.float64).index_add_(0, owner, keep.double())
+        results.append((sums / counts.clamp(min=1)[:, None])[:, :segments])
+    return {"means": torch.stack(results)}
+
+
+def limit(case: Case) -> Limit:
+    reason = (
+        "the contract's 1e-5: float32 sums of up to 1000 values of about 1, one after another, whose roundings have "
+        "either sign; and one rounding of the result"
+    )
+    return Limit(1e-5 + ROUNDING[case.dtype], reason)
+
+
+def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """A mean over equal segments: nearly the same work without a mask, and so a lower bound for PyTorch."""
+    x, segments = inputs["x"], case.sizes[-1]
+    return {"mean": lambda: x.unflatten(2, (segments, -1)).mean(dim=3, dtype=torch.float32)}
+
+
+def flops(case: Case) -> float:
+    batch, heads, seq, channels, _ = case.sizes
+    return 1.0 * batch * heads * seq * channels
+
+
+def timed(dtype: str, goal: AtMost) -> Timed:
+    return Timed(Case((8, 8, 8192, 64, 64), dtype=dtype), Case((1, 2, 64, 8, 4), dtype=dtype), (goal,))
+
+
+CHECK = GpuCheck(
+    inputs=inputs,
+    outputs=outputs,
+    reference=reference,
+    limit=limit,
+    flops=flops,
+    baselines=baselines,
+    small=in_all_types(
+        Case((2, 1, 1, 1, 1)),
+        Case((2, 2, 5, 8, 16)),  # more segments than tokens
+        Case((2, 3, 63, 33, 8), kind="no token"),
+    ),
+    checked=in_all_types(
+        Case((3, 2, 1000, 100, 7)), Case((2, 2, 100, 64, 64), kind="no token"), Case((8, 8, 8192, 64, 64))
+    ),
+    timed=(
+        timed("float16", AtMost(25, "1.6 times what reading its 67 MB takes at 4.3 TB/s")),
+        timed("float32", AtMost(50, "1.6 times what reading its 134 MB takes at 4.3 TB/s")),
+    ),
+    # x: 4200 · 8 · 1000 · 64 elements
+    huge=(Case((4200, 8, 1000, 64, 64), dtype="float16"),),
+)

@@ -1,0 +1,107 @@
+"""What scripts/gpu checks and times of SequenceConv. Sizes of a case: batch, heads, seq, channels, taps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effexport.plugins.gpu_check import (
+    ROUNDING,
+    AtMost,
+    Case,
+    FasterThan,
+    GpuCheck,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    normal,
+)
+
+
+def inputs(case: Case, device: str) -> dict[str, Tensor]:
+    """A tenth of the tokens and the last quarter of the last sample are hidden: NaN in x."""
+    batch, heads, seq, channels, taps = case.sizes
+    source = generator(case, device)
+    x, residual = (normal(case, source, batch, heads, seq, channels) for _ in range(2))
+    weight = normal(case, source, heads, 1, taps, 1) / taps**0.5
+    keep = torch.rand(batch, seq, generator=source, device=device) < 0.9
+    keep[-1, seq - seq // 4 :] = False
+    x.masked_fill_(~keep[:, None, :, None], torch.nan)
+    return {"x": x, "weight": weight, "keep": keep, "residual": residual}
+
+
+def outputs(case: Case) -> dict[str, Output]:
+    return {"out": Output(case.sizes[:4], case.torch_dtype)}
+
+
+def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """residual[t] + Σ_j weight[j] x[t + j − (taps − 1) / 2] over kept tokens, sample by sample, in float64."""
+    seq, taps = case.sizes[2], case.sizes[4]
+    weight = inputs["weight"].double()
+    results = []
+    for x, keep, residual in zip(inputs["x"], inputs["keep"], inputs["residual"], strict=True):
+        padded = F.pad(torch.where(keep[:, None], x.double(), 0), (0, 0, taps // 2, taps // 2))
+        total = residual.double()
+        for j in range(taps):
+            total = total + weight[:, :, j] * padded[:, j : j + seq]
+        results.append(total)
+    return {"out": torch.stack(results)}
+
+
+def limit(case: Case) -> Limit:
+    reason = (
+        "66 additions in float32 with a rounding of at most 6e-8 of the largest value each: 4e-6; and one rounding of "
+        "the result"
+    )
+    return Limit(4e-6 + ROUNDING[case.dtype], reason)
+
+
+def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """What PyTorch has for it: a depth-wise convolution of the masked values, and a sum."""
+    x, weight, keep, residual = inputs.values()
+    heads, taps = case.sizes[1], case.sizes[4]
+
+    def convolution() -> Tensor:
+        kept = torch.where(keep[:, None, :, None], x, 0)
+        return residual + F.conv2d(kept, weight, padding=(taps // 2, 0), groups=heads)
+
+    return {"conv2d": convolution}
+
+
+def flops(case: Case) -> float:
+    batch, heads, seq, channels, taps = case.sizes
+    return 2.0 * batch * heads * seq * channels * taps
+
+
+def timed(dtype: str, *goals: AtMost | FasterThan) -> Timed:
+    return Timed(Case((1, 8, 8192, 64, 65), dtype=dtype), Case((1, 2, 64, 8, 9), dtype=dtype), goals)
+
+
+REPLACED = FasterThan("conv2d", "PyTorch's own convolution and sum")
+
+
+CHECK = GpuCheck(
+    inputs=inputs,
+    outputs=outputs,
+    reference=reference,
+    limit=limit,
+    flops=flops,
+    baselines=baselines,
+    small=in_all_types(
+        Case((2, 2, 1, 1, 1)),
+        Case((1, 1, 10, 8, 33)),  # a filter longer than the sequence
+        Case((2, 2, 63, 33, 3)),
+    ),
+    checked=in_all_types(Case((2, 3, 1000, 24, 65)), Case((4, 8, 8192, 64, 65))),
+    timed=(
+        timed("float16", AtMost(16, "twice the 8 µs of a banded product on tensor cores"), REPLACED),
+        timed("float32", REPLACED),
+    ),
+    # x, residual and out: 4200 · 8 · 1000 · 64 elements each
+    huge=(Case((4200, 8, 1000, 64, 3), dtype="float16"),),
+)
