@@ -1,16 +1,15 @@
-"""The declarations of gpu_check.py: their references and baselines against the operators' own references."""
+"""References and baselines of the checks on a GPU, against the references of the operators' op.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import Case, FasterThan, GpuCheck, load_gpu_check
+from effexport.plugins.gpu_check import Case, load_gpu_check
 from effexport.plugins.ops import OPS, Op
 
 # op.py's reference, called with the inputs and what a case says
@@ -57,37 +56,14 @@ def test_references_agree_with_those_of_the_operators(name: str) -> None:
 
 
 @every_operator
-def test_inputs_are_the_same_on_every_call_and_contiguous(op: Op) -> None:
-    check = load_gpu_check(op)
-    for case in check.small:
-        first, again = (check.inputs(case, "cpu") for _ in range(2))
-        for name, value in first.items():
-            assert value.is_contiguous()
-            torch.testing.assert_close(value, again[name], rtol=0, atol=0, equal_nan=True)
-
-
-def baselines_of(check: GpuCheck) -> list[tuple[Case, dict[str, Tensor], dict[str, Any]]]:
-    inputs = [(timed.small, check.inputs(timed.small, "cpu")) for timed in check.timed]
-    return [(case, values, check.baselines(case, values)) for case, values in inputs]
-
-
-@every_operator
 def test_baselines_compute_what_the_operator_does(op: Op) -> None:
     check = load_gpu_check(op)
-    for case, inputs, baselines in baselines_of(check):
-        expected = next(iter(check.reference(case, inputs).values()))
+    for case in (timed.small for timed in check.timed):
+        inputs = check.inputs(case, "cpu")
+        expected, baselines = next(iter(check.reference(case, inputs).values())), check.baselines(case, inputs)
         for name in baselines.keys() - OTHER_RESULTS:
-            result = baselines[name]()
-            result = result if isinstance(result, Tensor) else result[0]
+            found = baselines[name]()
+            result = found[0] if isinstance(found, tuple) else found
             # standard operators round several times to the inputs' type, and to float32
             limit = 0 if case.dtype == "int32" else 2e-5 if case.dtype == "float32" else 2e-2
             assert relative_error(result, expected) <= limit, f"{case.name}, {name}"
-
-
-@every_operator
-def test_goals_name_baselines_that_exist(op: Op) -> None:
-    check = load_gpu_check(op)
-    for timed, (case, _, baselines) in zip(check.timed, baselines_of(check), strict=True):
-        assert timed.case.dtype == case.dtype
-        wanted = {goal.baseline for goal in timed.goals if isinstance(goal, FasterThan)}
-        assert wanted <= baselines.keys()
