@@ -11,7 +11,7 @@ def main() -> None:
         from effexport.cli import main as run
 
         run()
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         from effexport.environment import why_not_importable
         from effexport.files import json_text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -83,9 +84,11 @@ def kernel_library_version() -> str | None:
 def require_build() -> None:
     """Raise UserError unless everything that a build needs is installed and can be imported."""
     for package in PACKAGES:
-        problem = examine(package)["problem"] if package.extra in ("", TORCH.extra) else None
-        if problem:
-            raise UserError(f"{package.module}, needed to {package.purpose}: {problem}; add it with: {package.remedy}")
+        if package.extra in ("", TORCH.extra):
+            found = examine(package)
+            if found["problem"]:
+                what = f"{package.module}, needed to {package.purpose}: {found['problem']}"
+                raise UserError(f"{what}; {'repeat' if found['version'] else 'add'} it with: {found['remedy']}")
 
 
 def require_torch(what: str) -> None:
@@ -98,9 +101,15 @@ def require_torch(what: str) -> None:
             raise MissingExtraError(package.module, package.extra, remark=f"{what} needs it")
 
 
-def why_not_importable(error: ImportError) -> str | None:
-    """What to do about a package that cannot be imported, in one line; None if the module is one of ours: a bug."""
-    module = (error.name or _innermost_module(error)).partition(".")[0]
+def why_not_importable(error: ImportError | OSError) -> str | None:
+    """What to do about a package that cannot be imported, in one line; None if the module is one of ours: a bug.
+
+    A package of which a shared library is missing may raise OSError; None also for an OSError of any other kind.
+    """
+    if isinstance(error, ImportError):
+        module = (error.name or _innermost_module(error)).partition(".")[0]
+    else:
+        module = _imported_package(error)
     if module in ("", "effexport"):
         return None
     package = next((package for package in PACKAGES if package.module.partition(".")[0] == module), None)
@@ -109,8 +118,14 @@ def why_not_importable(error: ImportError) -> str | None:
     reason = str(error).strip().partition("\n")[0]
     return (
         f"{module} cannot be imported ({reason}), perhaps because an installation was interrupted; repeat it with: "
-        f"pip install --force-reinstall {module.replace('_', '-')}"
+        f"pip install --force-reinstall {installed_name(module)}"
     )
+
+
+def installed_name(module: str) -> str:
+    """The name for pip of a module, such as onnxruntime-gpu where that is the installed one."""
+    names = importlib.metadata.packages_distributions().get(module, [])
+    return names[0] if names else module.replace("_", "-")
 
 
 def _innermost_module(error: ImportError) -> str:
@@ -119,16 +134,29 @@ def _innermost_module(error: ImportError) -> str:
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
 
 
+def _imported_package(error: OSError) -> str:
+    """The package whose import raised an error; empty if none of PACKAGES was being imported."""
+    known = {package.module.partition(".")[0] for package in PACKAGES}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if frame.f_code.co_name == "<module>" and module in known:
+            return module
+    return ""
+
+
 def examine(package: Package, *, load: bool = True) -> dict[str, Any]:
     """Whether a package is installed, and what to do if it is not. load: whether it can be imported, too."""
-    problem = None
+    problem, remedy = None, package.remedy
     try:
         if load:
             importlib.import_module(package.module)
         elif package.version is None or importlib.util.find_spec(package.module.partition(".")[0]) is None:
             problem = MISSING
-    except ImportError as error:
-        problem = MISSING if package.version is None else f"does not load: {error}"
+    except (ImportError, OSError) as error:
+        problem = MISSING
+        if package.version is not None:
+            problem = f"does not load: {error}"
+            remedy = f"pip install --force-reinstall {installed_name(package.module)}"
     return {
         "name": package.module,
         "distribution": package.distributions[0],
@@ -138,7 +166,7 @@ def examine(package: Package, *, load: bool = True) -> dict[str, Any]:
         "optional": package.optional,
         "works": problem is None,
         "problem": problem,
-        "remedy": package.remedy if problem else None,
+        "remedy": remedy if problem else None,
     }
 
 

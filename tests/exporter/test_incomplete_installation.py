@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from effexport.errors import UserError
+from effexport.runners.ort.settings import import_onnxruntime
+
 
 def run(folder: Path, hidden: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`effexport ARGUMENTS` in a process that cannot import the module `hidden`."""
@@ -49,6 +52,29 @@ def test_a_package_that_refuses_to_load_is_one_line_with_its_reason(tmp_path: Pa
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "rich cannot be imported (a file is cut short)" in line
+
+
+@pytest.mark.requires("torch")
+def test_a_package_without_one_of_its_shared_libraries_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import ctypes\nctypes.CDLL('libabsent.so.1')\n")
+    done = run(tmp_path, "torch", "build", "--variant", "softmax", "-o", "out")
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert "torch, needed to build and bench models: does not load: libabsent.so.1: cannot open shared object" in line
+    assert line.endswith("pip install --force-reinstall torch")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.requires("ort")
+def test_a_damaged_onnxruntime_is_not_taken_for_a_missing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "onnxruntime").mkdir()
+    (tmp_path / "onnxruntime" / "__init__.py").write_text("raise ImportError('libabsent.so.1: cannot open')\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "onnxruntime"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"cannot be imported \(libabsent.*pip install --force-reinstall onnxruntime"):
+        import_onnxruntime()
 
 
 def test_a_missing_module_of_our_own_keeps_its_traceback(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from effexport.environment import why_not_importable
 from effexport.errors import MissingExtraError, UserError
 from effexport.models.validation import SpecError, check_field_types, did_you_mean
 from effexport.runtimes import ORT_RUNTIMES, RUNTIMES
@@ -95,5 +96,7 @@ def import_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingExtraError("onnxruntime", RUNTIMES["ort"].package.extra) from error
+        if RUNTIMES["ort"].package.version is None:
+            raise MissingExtraError("onnxruntime", RUNTIMES["ort"].package.extra) from error
+        raise UserError(why_not_importable(error) or str(error)) from error
     return onnxruntime
