@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from effexport.errors import UserError
+from effexport.environment import why_not_importable
 from effexport.runners.ort.settings import import_onnxruntime
 
 
@@ -73,8 +73,12 @@ def test_a_damaged_onnxruntime_is_not_taken_for_a_missing_one(tmp_path: Path, mo
     for name in [name for name in sys.modules if name.partition(".")[0] == "onnxruntime"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"cannot be imported \(libabsent.*pip install --force-reinstall onnxruntime"):
+    with pytest.raises(ImportError) as caught:
         import_onnxruntime()
+    advice = why_not_importable(caught.value)
+    assert advice is not None
+    assert advice.startswith("onnxruntime cannot be imported (libabsent.so.1: cannot open), perhaps")
+    assert advice.endswith("pip install --force-reinstall onnxruntime")
 
 
 def test_a_missing_module_of_our_own_keeps_its_traceback(tmp_path: Path) -> None:

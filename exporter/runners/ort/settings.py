@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from effexport.environment import why_not_importable
 from effexport.errors import MissingExtraError, UserError
 from effexport.models.validation import SpecError, check_field_types, did_you_mean
 from effexport.runtimes import ORT_RUNTIMES, RUNTIMES
@@ -96,7 +95,7 @@ def import_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        if RUNTIMES["ort"].package.version is None:
-            raise MissingExtraError("onnxruntime", RUNTIMES["ort"].package.extra) from error
-        raise UserError(why_not_importable(error) or str(error)) from error
+        if RUNTIMES["ort"].package.version is not None:
+            raise  # it is damaged, which the command line explains
+        raise MissingExtraError("onnxruntime", RUNTIMES["ort"].package.extra) from error
     return onnxruntime
