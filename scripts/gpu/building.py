@@ -20,7 +20,7 @@ from gpu.stages import PASSED, Result, Run
 PLUGINS = ROOT / "plugins"
 NATIVE = Path(__file__).parent / "native"
 EMULATION = ROOT / "tests" / "plugins" / "native"
-SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZER = ("-O1", "-fsanitize=address")
 EMULATED_SHARED_MEMORY = "effexport_emulated_shared_memory"
 
 

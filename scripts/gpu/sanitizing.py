@@ -2,7 +2,7 @@
 
 memcheck finds accesses outside of arrays, racecheck two threads at the same shared memory without a barrier between
 them, initcheck reads of memory that nothing has written. In the rehearsal the same program and calls run under
-AddressSanitizer and UndefinedBehaviorSanitizer, which find the first kind alone.
+AddressSanitizer, which finds the first kind alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS
-from gpu.building import SANITIZERS, driver_path, emulating_toolchain, library_path, make_driver, make_library
+from gpu.building import SANITIZER, driver_path, emulating_toolchain, library_path, make_driver, make_library
 from gpu.calls import write_calls
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 
@@ -71,11 +71,11 @@ def checked(command: Sequence[str], seconds: float, **environment: str) -> dict[
 
 
 def emulated_result(run: Run, calls: Path) -> Result:
-    """The calls under the compiler's own sanitizers."""
+    """The calls under the compiler's AddressSanitizer."""
     folder = run.work / "sanitized"
     folder.mkdir(exist_ok=True)
-    make_library(run, emulating_toolchain(*SANITIZERS), folder / "kernels.so")
-    make_driver(folder / "driver", *SANITIZERS)
+    make_library(run, emulating_toolchain(*SANITIZER), folder / "kernels.so")
+    make_driver(folder / "driver", *SANITIZER)
     program = [str(folder / "driver"), str(folder / "kernels.so"), str(calls)]
     # arrays that are freed after a failure only are not leaks
     found = {"AddressSanitizer": checked(program, run.begin_before - time.time(), ASAN_OPTIONS="detect_leaks=0")}
