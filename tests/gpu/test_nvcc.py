@@ -1,0 +1,30 @@
+"""The shared object that a run on a GPU uses, compiled for one; this machine need not have it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+from gpu import building
+from gpu.device import Device
+from gpu.stages import Run
+
+from effexport.plugins.ops import OPS
+
+
+@pytest.mark.slow
+@pytest.mark.requires("nvcc")
+def test_nvcc_makes_one_library_with_a_function_for_every_operator(tmp_path: Path) -> None:
+    run = Run(Device(emulated=False), tmp_path, tmp_path, (), "")
+    seconds, messages = building.make_library(run, building.nvcc_toolchain("sm_90"), tmp_path / "kernels.so")
+    assert len(seconds) == 2 * len(OPS) + 1
+    library = ctypes.CDLL(str(tmp_path / "kernels.so"), mode=os.RTLD_NOW)
+    for op in OPS.values():
+        assert library[f"effexport_check_{op.torch_name}"]
+        assert library[f"effexport_check_{op.torch_name}_scratch"]
+    library.effexport_error_name.restype = ctypes.c_char_p
+    assert library.effexport_error_name(1) == b"cudaErrorInvalidValue"
+    used = building.resources(messages)
+    assert all(any(op.torch_name.removesuffix("_attention") in entry for entry in used) for op in OPS.values())
