@@ -16,7 +16,12 @@ STAGES = (
     Stage("build", "all kernels and their shims in one shared object", 45, 100, "gpu.building:build"),
     Stage("correctness", "float64, tiny to huge sizes, same bits", 100, 60, "gpu.correctness:check", processes=4),
     Stage("sanitizing", "compute-sanitizer: memcheck, racecheck, initcheck", 70, 100, "gpu.sanitizing:sanitize"),
+    Stage(
+        "timing", "ceilings, then kernels and baselines in turns, in CUDA graphs", 110, 40, "gpu.timing:time_operators"
+    ),
+    Stage("layers", "four layers: kernels, eager, torch.compile, SDPA", 110, 100, "gpu.layers:time_layers"),
     Stage("profiling", "ncu, one call of each operator", 70, 20, "gpu.profiling:profile"),
+    Stage("goals", "all goals, met or missed", 10, 20, "gpu.goals:compare"),
 )
 
 

@@ -1,0 +1,193 @@
+"""The layers stage: four attention layers, between their projections, with our kernels and with what PyTorch has.
+
+"kernel" is the layer as it is exported, with fused operators, whose torch operators call our kernels here. "eager" and
+"compile" are the formulas that PyTorch runs otherwise. "SDPA" is PyTorch's own attention of every token to all others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from effexport.models import AttentionSpec, attention_from_spec
+from effexport.models.layers import AttentionCore
+from effexport.models.spec import LinearSpec, LSHSpec, NystromSpec, SoftmaxSpec
+from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.ops import OPS
+from gpu.building import load_kernels
+from gpu.device import Kernels
+from gpu.stages import Result, Run
+from gpu.stopwatch import copies_of, nbytes, number_of_copies, readings
+from gpu.timing import KERNEL, result_of
+
+DTYPE = torch.float16
+# of the results, as a share of the largest value: standard operators round to float16 several times
+AGREEMENT = 2e-2
+REPLACED = {"baseline": "compile", "times": 1.0, "reason": "who can compile the layer must not lose by exporting it"}
+DENSE = {"baseline": "SDPA", "times": 1.0, "reason": "attention to a part of all keys must pay"}
+# mma.sync reaches about half of the rate of wgmma
+HALF_OF_DENSE = {"baseline": "SDPA", "times": 0.5, "reason": "at least half as fast as dense attention with wgmma"}
+GOALS = {
+    "softmax": [REPLACED, HALF_OF_DENSE],
+    "linear": [REPLACED, DENSE],
+    "nystrom": [REPLACED, DENSE],
+    "lsh": [REPLACED, DENSE],
+}
+
+# What a case of the operator is, from the arguments of its torch operator.
+CASES: dict[str, Callable[..., Case]] = {
+    "iterative_pinv": lambda a, scale, iterations=6: case_of(a, *a.shape[:2], iterations),
+    "linear_attention": lambda q, k, v, keep, eps, causal=False, chunk_length=128: case_of(
+        q, *q.shape, v.shape[3], causal, numbers=(eps,)
+    ),
+    "lsh_sort": lambda buckets, num_buckets: case_of(buckets, *buckets.shape, num_buckets),
+    "lsh_attention": lambda qk, v, order, rank, keep, chunk_length, before=1, after=0, *flags: case_of(
+        qk,
+        *qk.shape,
+        v.shape[3],
+        order.shape[0] // (qk.shape[0] * qk.shape[1]),
+        *(chunk_length, before, after),
+        *(*flags, False, False, False)[:3],  # causal, circular, rounded: PyTorch leaves defaults out
+    ),
+    "masked_attention": lambda q, k, v, keep, scale: case_of(
+        q, *q.shape[:3], k.shape[2], q.shape[3], v.shape[3], numbers=(scale,)
+    ),
+    "segment_means": lambda x, keep, num_segments: case_of(x, *x.shape, num_segments),
+    "sequence_conv": lambda x, weight, keep, residual: case_of(x, *x.shape, weight.shape[2]),
+}
+NOT_READ = {"lsh_attention": (3,)}  # `rank`
+
+
+def case_of(first: Tensor, *sizes: int, numbers: tuple[float, ...] = ()) -> Case:
+    return Case(tuple(map(int, sizes)), numbers, dtype=str(first.dtype).removeprefix("torch."))
+
+
+def specs(*, small: bool) -> dict[str, AttentionSpec]:
+    """The layers: 8 heads of 64 channels and 8192 tokens, or less."""
+    shape = {"dim": 32, "heads": 2, "seq_len": 60} if small else {"dim": 512, "heads": 8, "seq_len": 8192}
+    return {
+        "softmax": SoftmaxSpec(**shape),
+        "linear": LinearSpec(**shape),
+        "nystrom": NystromSpec(**shape, num_landmarks=8 if small else 64, conv_kernel_size=5 if small else 65),
+        "lsh": LSHSpec(**shape, num_hashes=4, chunk_length=16 if small else 64),
+    }
+
+
+@torch.no_grad()
+def time_layers(run: Run) -> Result:
+    kernels = load_kernels(run)
+    register(kernels)
+    # float32 products are exact ones here: a kernel may not use TF32 either
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    found: list[dict[str, Any]] = []
+    for name, spec in specs(small=run.device.emulated).items():
+        if run.late:
+            found.append({"op": "layer", "case": name, "problem": "no time was left"})
+            continue
+        found.append(time_layer(kernels, name, spec))
+        run.keep("layers", {"timings": found})
+        run.device.free_memory()
+    return result_of(found, {"timings": found})
+
+
+def time_layer(kernels: Kernels, name: str, spec: AttentionSpec) -> dict[str, Any]:
+    """One layer as JSON, in the form of the timing stage's cases."""
+    device = kernels.device
+    torch.manual_seed(0)
+    plain = AttentionCore(attention_from_spec(spec)).to(device.name, DTYPE).eval()
+    fused = copy.deepcopy(plain)
+    fused.layer.fused = True
+    heads, channels = spec.projected
+    inputs = {key: torch.randn(1, heads, spec.seq_len, size).to(device.name, DTYPE) for key, size in channels.items()}
+    difference = largest_difference(fused(*inputs.values()), without_kernels(plain, device.name)(*inputs.values()))
+    modules = {
+        KERNEL: fused,
+        "eager": without_kernels(plain, device.name),
+        "compile": without_kernels(torch.compile(plain, dynamic=False), device.name),
+        "SDPA": dense,
+    }
+    copies = copies_of(inputs, number_of_copies(device, nbytes(inputs)))
+    calls = {key: [call_with(module, values) for values in copies] for key, module in modules.items()}
+    found = readings(device, calls)
+    if not difference <= AGREEMENT:
+        found[KERNEL]["problem"] = (
+            f"differs from eager by {difference:.3g} of the largest value; expected {AGREEMENT:g}"
+        )
+    return {
+        "op": "layer",
+        "case": f"{name} {spec.seq_len} tokens, {heads} heads × {spec.head_size}, float16",
+        "copies": len(copies),
+        "difference": difference,
+        "readings": found,
+        "goals": GOALS[name],
+    }
+
+
+def call_with(module: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Callable[[], object]:
+    return lambda: module(*inputs.values())
+
+
+def dense(*projected: Tensor) -> Tensor:
+    """Attention of every token to all others; queries that are shared serve as keys too."""
+    return scaled_dot_product_attention(projected[0], projected[-2], projected[-1])
+
+
+def largest_difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).abs().amax() / expected.double().abs().amax())
+
+
+def register(kernels: Kernels) -> None:
+    """Have the torch operators call our kernels on the device of this run."""
+    for op in OPS.values():
+        if op.torch_name in CASES:
+            torch_operator(op.torch_name).register_kernel(kernels.device.name)(implementation(kernels, op.torch_name))
+
+
+def torch_operator(name: str) -> Any:
+    """The object that torch.library.custom_op made."""
+    (op,) = (op for op in OPS.values() if op.torch_name == name)
+    return getattr(op.load(), name)
+
+
+def implementation(kernels: Kernels, name: str) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    (op,) = (op for op in OPS.values() if op.torch_name == name)
+    check = load_gpu_check(op)
+
+    def run(*arguments: Any, **options: Any) -> Tensor | tuple[Tensor, ...]:
+        case = CASES[name](*arguments, **options)
+        inputs = [
+            argument.contiguous()
+            for index, argument in enumerate(arguments)
+            if isinstance(argument, Tensor) and index not in NOT_READ.get(name, ())
+        ]
+        like = check.outputs(case).values()
+        outputs = [torch.empty(output.shape, dtype=output.dtype, device=inputs[0].device) for output in like]
+        scratch = torch.empty(kernels.scratch_bytes(name, case), dtype=torch.uint8, device=inputs[0].device)
+        kernels.launch(name, case, [*inputs, *outputs], scratch)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    return run
+
+
+def without_kernels(module: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
+    """The module with the torch operators as they are without our kernels."""
+
+    def run(*arguments: Tensor) -> Tensor:
+        with plain_operators(device):
+            return module(*arguments)
+
+    return run
+
+
+@contextmanager
+def plain_operators(device: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in CASES:
+            stack.enter_context(torch_operator(name).set_kernel_enabled(device, enabled=False))
+        yield
