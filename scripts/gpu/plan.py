@@ -13,15 +13,13 @@ from gpu.stages import Stage
 MEGABYTE = 10**6
 
 STAGES = (
-    Stage("build", "all kernels and their shims in one shared object", 45, 100, "gpu.building:build"),
-    Stage("correctness", "float64, tiny to huge sizes, same bits", 100, 60, "gpu.correctness:check", processes=4),
-    Stage("sanitizing", "compute-sanitizer: memcheck, racecheck, initcheck", 70, 100, "gpu.sanitizing:sanitize"),
-    Stage(
-        "timing", "ceilings, then kernels and baselines in turns, in CUDA graphs", 110, 40, "gpu.timing:time_operators"
-    ),
-    Stage("layers", "four layers: kernels, eager, torch.compile, SDPA", 110, 100, "gpu.layers:time_layers"),
-    Stage("profiling", "ncu, one call of each operator", 70, 20, "gpu.profiling:profile"),
-    Stage("goals", "all goals, met or missed", 10, 20, "gpu.goals:compare"),
+    Stage("build", "all kernels and their shims in one shared object", 45, 80, "gpu.building:build"),
+    Stage("correctness", "float64, tiny to huge sizes, same bits", 100, 45, "gpu.correctness:check", processes=4),
+    Stage("sanitizing", "compute-sanitizer: memcheck, racecheck, initcheck", 70, 90, "gpu.sanitizing:sanitize"),
+    Stage("timing", "ceilings, then kernels and baselines in turns", 110, 30, "gpu.timing:time_operators"),
+    Stage("layers", "four layers: kernels, eager, torch.compile, SDPA", 110, 85, "gpu.layers:time_layers"),
+    Stage("profiling", "ncu, one call of each operator", 70, 15, "gpu.profiling:profile"),
+    Stage("goals", "all goals, met or missed", 10, 15, "gpu.goals:compare"),
 )
 
 
