@@ -1,0 +1,1 @@
+"""TensorRT engines on a GPU."""

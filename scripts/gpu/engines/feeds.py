@@ -1,0 +1,56 @@
+"""Runners of engines and their inputs: random values of all shapes that an engine accepts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from effexport.runners.trt.runner import TrtRunner, TrtSettings
+
+
+def open_runner(engine: Path, settings: TrtSettings | None = None) -> TrtRunner:
+    from effexport.runners.trt.runner import TrtRunner
+
+    return TrtRunner(engine, settings)
+
+
+def random_sizes(runner: TrtRunner, count: int, rng: np.random.Generator) -> list[dict[str, int]]:
+    """Distinct sizes of the dynamic dimensions within the first profile, including its two ends."""
+    from effexport.runners.trt.memory import dim_ranges
+
+    ranges = dim_ranges(runner.inputs, runner.info.profiles[0])
+    possible = math.prod(high - low + 1 for low, high in ranges.values())
+    chosen = {tuple(low for low, _ in ranges.values()), tuple(high for _, high in ranges.values())}
+    while len(chosen) < min(count, possible):
+        chosen.add(tuple(int(rng.integers(low, high, endpoint=True)) for low, high in ranges.values()))
+    return [dict(zip(ranges, sizes, strict=True)) for sizes in sorted(chosen)]
+
+
+def random_feeds(
+    runner: TrtRunner, sizes: Mapping[str, int], index_limit: int, rng: np.random.Generator
+) -> dict[str, Any]:
+    """Random tokens or values; the mask hides the last quarter."""
+    import numpy as np
+
+    from effexport.dtypes import numpy_dtype
+    from effexport.runners.trt.memory import resolved
+    from effexport.spec import MASK_NAME
+
+    feeds = {}
+    for tensor in runner.inputs:
+        shape = resolved(tensor, sizes)
+        assert shape is not None, f"{tensor} has a dimension that no profile sets"
+        if tensor.name == MASK_NAME:
+            mask = np.ones(shape, dtype=np.int64)
+            mask[..., shape[-1] - shape[-1] // 4 :] = 0
+            feeds[tensor.name] = mask
+        elif tensor.dtype == "int64":
+            feeds[tensor.name] = rng.integers(0, index_limit, shape, dtype=np.int64)
+        else:
+            feeds[tensor.name] = rng.standard_normal(shape).astype(numpy_dtype(tensor.dtype))
+    return feeds

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""The fresh process of fresh.py: loads one engine and runs it. It loads no framework."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu.engines.feeds import open_runner, random_feeds, random_sizes
+from gpu.engines.leaks import SAMPLE_EVERY
+from gpu.engines.records import exact
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from effexport.runners.cuda.device import Cuda
+    from effexport.runners.trt.runner import TrtRunner
+
+    Arrays = dict[str, np.ndarray[Any, Any]]
+
+SHAPES = 24
+# If one of these modules is loaded, the process may have registered a plugin.
+REGISTRARS = ("effexport.plugins.tensorrt_plugins", "tensorrt.plugin")
+
+
+def fresh_main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", type=Path, required=True, metavar="FILE")
+    commands = parser.add_subparsers(required=True, dest="command")
+    run = commands.add_parser("run", help="run the inputs of a reference.safetensors and write the outputs")
+    soak = commands.add_parser("soak", help="run random inputs of changing shapes and sample the memory in use")
+    for command in (run, soak):
+        command.add_argument("engine", type=Path)
+    run.add_argument("reference", type=Path)
+    run.add_argument("output", type=Path)
+    run.add_argument("--case", action="append", required=True, dest="cases")
+    soak.add_argument("--runs", type=int, required=True)
+    soak.add_argument("--index-limit", type=int, required=True, help="token numbers are below this one")
+    soak.add_argument("--graphs", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        import_target(options.engine)
+        require_no_plugins(sys.modules)
+        report = run_cases(options) if options.command == "run" else run_soak(options)
+        require_no_registrar(sys.modules)
+    except Exception as error:  # the parent records it
+        print(exact(error), file=sys.stderr)
+        return 1
+    report["frameworks_loaded"] = [name for name in ("torch", "onnx") if name in sys.modules]
+    # recorded only: TensorRT may register creators that an engine contains
+    report["plugin_creators_at_end"] = creators_of_ours(sys.modules)
+    options.report.write_text(json.dumps(report), encoding="utf-8")
+    return 0
+
+
+def import_target(engine: Path) -> None:
+    from effexport.engines.api import import_api
+    from effexport.engines.sidecar import read_sidecar
+
+    import_api(read_sidecar(engine).target)
+
+
+def require_no_plugins(modules: Mapping[str, Any]) -> None:
+    """Raise RuntimeError if our plugins are registered, or may be, because the run would prove nothing."""
+    require_no_registrar(modules)
+    creators = creators_of_ours(modules)
+    if creators:
+        raise RuntimeError(f"TensorRT knows plugins of effexport in the fresh process: {', '.join(creators)}")
+
+
+def require_no_registrar(modules: Mapping[str, Any]) -> None:
+    present = [name for name in REGISTRARS if name in modules]
+    if present:
+        raise RuntimeError(f"{', '.join(present)} is loaded in the fresh process, and registers plugins; expected none")
+
+
+def creators_of_ours(modules: Mapping[str, Any]) -> list[str]:
+    """Plugins in TensorRT's registry with our namespace. TensorRT-RTX has no plugins."""
+    from effexport.plugins.ops import DOMAIN
+
+    if "tensorrt" not in modules:
+        return []
+    creators = modules["tensorrt"].get_plugin_registry().all_creators
+    return [creator.name for creator in creators if creator.plugin_namespace == DOMAIN]
+
+
+def run_cases(options: argparse.Namespace) -> dict[str, Any]:
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(options.reference)
+    outputs: Arrays = {}
+    with open_runner(options.engine) as runner:
+        for case in options.cases:
+            feeds = {tensor.name: tensors[f"{case}/inputs/{tensor.name}"] for tensor in runner.inputs}
+            outputs |= {f"{case}/{name}": array for name, array in runner.run(feeds).items()}
+        implementation = dict(runner.implementation)
+    save_file(outputs, options.output)
+    return {"cases": len(options.cases), "implementation": implementation}
+
+
+def run_soak(options: argparse.Namespace) -> dict[str, Any]:
+    from effexport.engines.sidecar import read_sidecar
+    from effexport.errors import GraphWarning
+    from effexport.runners.cuda.opening import open_cuda
+    from effexport.runners.trt.runner import TrtSettings
+    from effexport.runtimes import RUNTIMES
+
+    # without graphs, the soak would test something else
+    warnings.simplefilter("error", GraphWarning)
+    cuda = open_cuda(RUNTIMES[read_sidecar(options.engine).target].package.extra)
+    before = used_bytes(cuda)
+    with open_runner(options.engine, TrtSettings(cuda_graph=options.graphs)) as runner:
+        found = soak(runner, cuda, options.runs, options.index_limit)
+    gc.collect()
+    return {**found, "left_after_close_bytes": used_bytes(cuda) - before}
+
+
+def used_bytes(cuda: Cuda) -> int:
+    """Memory in use on the whole GPU, by cudaMemGetInfo."""
+    with cuda.selected():
+        free, total = cuda.memory_info()
+    return total - free
+
+
+def soak(runner: TrtRunner, cuda: Cuda, runs: int, index_limit: int) -> dict[str, Any]:
+    """Run all shapes twice, then shapes at random. samples: (runs so far, bytes of the GPU in use).
+
+    Every shape always has the same input, so its outputs must have the same bits every time.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    feeds = [random_feeds(runner, sizes, index_limit, rng) for sizes in random_sizes(runner, SHAPES, rng)]
+    first: dict[int, Arrays] = {}
+    samples, changed = [], 0
+    for index in range(runs):
+        if index % SAMPLE_EVERY == 0:
+            samples.append((index, used_bytes(cuda)))
+        shape = index % len(feeds) if index < 2 * len(feeds) else int(rng.integers(len(feeds)))
+        outputs = runner.run(feeds[shape])
+        expected = first.setdefault(shape, outputs)
+        changed += any(expected[name].tobytes() != outputs[name].tobytes() for name in expected)
+    samples.append((runs, used_bytes(cuda)))
+    return {"runs": runs, "shapes": len(feeds), "samples": samples, "runs_that_differ": changed}
+
+
+if __name__ == "__main__":
+    sys.exit(fresh_main())

@@ -1,0 +1,141 @@
+"""Models, their engines, and the comparison of an engine with its reference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu.engines.records import Outcome, exact
+
+if TYPE_CHECKING:
+    from effexport.spec import BuildSpec
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to be built for a target, and the folder for it."""
+
+    target: str
+    spec: BuildSpec
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec.variant} {self.spec.precision}"
+
+    @property
+    def artifact(self) -> Path:
+        return self.folder / "artifact"
+
+    @property
+    def engine(self) -> Path:
+        from effexport.runtimes import engine_name
+
+        return self.artifact / engine_name(self.target)
+
+    @property
+    def long_engine(self) -> Path:
+        return self.folder / "long" / self.engine.name
+
+    @property
+    def extra(self) -> str:
+        """The optional part of effexport that runs engines of the target."""
+        from effexport.runtimes import RUNTIMES
+
+        return RUNTIMES[self.target].package.extra
+
+
+def why_left_out(target: str) -> str:
+    """The error that prevents building engines for a target here; empty if there is none."""
+    from effexport.engines.api import import_api
+    from effexport.engines.builder_log import BuildLog
+    from effexport.engines.engine_from_onnx import make_builder
+    from effexport.engines.profile import Profile
+    from effexport.engines.spec import EngineSpec
+    from effexport.errors import EffexportError
+
+    try:
+        api = import_api(target)  # type: ignore[arg-type]
+        make_builder(api, BuildLog(api), EngineSpec(target=target, profiles=(Profile({}),)))  # type: ignore[arg-type]
+    except EffexportError as error:
+        return exact(error)
+    return ""
+
+
+def build_artifact(model: Model) -> Outcome:
+    """Build as `effexport build --target` does: compare the engine with the reference before anything is written."""
+    from effexport.build import artifact_from_spec
+
+    _, report = artifact_from_spec(model.spec, model.artifact, engines=[engine_spec(model)])
+    return Outcome({**engine_data(model.engine), "stages_s": report.seconds})
+
+
+def build_separately(model: Model) -> Outcome:
+    """Build the engine without its parity check: an engine that fails it is still a result."""
+    from effexport.build import artifact_from_spec
+    from effexport.engines.engine_from_onnx import engine_from_onnx
+    from effexport.runners.cuda.opening import current_compute_capability
+
+    artifact, _ = artifact_from_spec(model.spec, model.artifact)
+    engine_from_onnx(
+        artifact.model_path,
+        engine_spec(model),
+        model.engine,
+        current_compute_capability,
+        precision=model.spec.precision,
+    )
+    return Outcome(engine_data(model.engine))
+
+
+def engine_spec(model: Model) -> Any:
+    from effexport.engines.profile import default_profile
+    from effexport.engines.spec import EngineSpec
+
+    return EngineSpec(target=model.target, profiles=(default_profile(model.spec),))  # type: ignore[arg-type]
+
+
+def engine_data(engine: Path) -> dict[str, Any]:
+    """The important facts about an engine, from its sidecar."""
+    from effexport.engines.layers import count_dtypes, count_types
+    from effexport.engines.sidecar import read_sidecar, summary_of_engine
+
+    info = read_sidecar(engine)
+    with_tactic = [layer for layer in info.layers if layer.get("tactic")]
+    return {
+        **summary_of_engine(info),
+        "onnx_bytes": info.onnx_bytes,
+        "device_memory_bytes": info.device_memory_bytes,
+        "layers_from": info.layers_from,
+        "layer_types": count_types(info.layers),
+        "element_types": count_dtypes(info.layers),
+        "tensors_compared": info.tensors_compared,
+        "layers_with_tactic": len(with_tactic),
+        "tactics": sorted({layer["tactic"] for layer in with_tactic}),
+    }
+
+
+def check_parity(model: Model) -> Outcome:
+    from effexport.artifact import MODEL, REFERENCE
+    from effexport.proof.cases import load_reference
+    from effexport.proof.checks.result import summary
+    from effexport.proof.verify_engine import verify_engine
+
+    cases = load_reference(model.artifact / REFERENCE)
+    manifest = json.loads((model.artifact / "manifest.json").read_text(encoding="utf-8"))
+    verification = verify_engine(model.engine, model.artifact / MODEL, cases, model.spec, manifest["hash_values"])
+    data = {"summary": summary(verification.checks), "implementation": verification.implementation}
+    return Outcome(data, problem_of_checks(verification.checks))
+
+
+def problem_of_checks(checks: Sequence[Any]) -> str:
+    """The reason why the checks do not count as passed; empty if some passed and none failed."""
+    failed = [check for check in checks if check.status == "failed"]
+    if failed:
+        lines = [f"{c.name} ({c.case}): {c.metric} {c.value}, at most {c.limit} {c.detail}" for c in failed]
+        return f"{len(failed)} of {len(checks)} checks failed: {'; '.join(lines)}"
+    if not any(check.status == "passed" for check in checks):
+        return f"no check ran: {'; '.join(check.reason for check in checks)}"
+    return ""
