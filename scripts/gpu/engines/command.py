@@ -13,16 +13,14 @@ import datetime
 import importlib.metadata
 import importlib.util
 import itertools
-import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpu.device import SetupError
+from gpu.device import Device, SetupError
 from gpu.engines.fresh import run_in_fresh_process, soak_in_fresh_process
 from gpu.engines.latency import time_artifact, time_long_sequences
 from gpu.engines.model import Model, build_artifact, build_separately, check_parity, why_left_out
@@ -37,18 +35,48 @@ TARGETS = ("trt", "trt-rtx")
 # large enough that kernels take longer than launches, and small enough for the CPU as the reference
 SIZE = {"dim": 256, "heads": 4, "layers": 2, "seq_len": 1024}
 TENSORRT_PACKAGES = ("tensorrt", "tensorrt_cu13", "tensorrt_rtx", "tensorrt-rtx-cu13", "cuda-bindings")
-PACKAGES = (*TENSORRT_PACKAGES, "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy", "effexport")
+EXAMPLES = """TensorRT on a machine without a network, whose Python is 3.12: fetch the wheels where there is one,
+  version=1.7.1.116
+  pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d wheels \\
+    tensorrt-rtx-cu13-libs==$version tensorrt-rtx-cu13-bindings==$version
+  pip wheel --no-deps -w wheels tensorrt-rtx-cu13==$version
+split files that are too large to transfer at once,
+  (cd wheels && for wheel in tensorrt_rtx_cu13_libs-*.whl; do split -b 48M $wheel $wheel.part && rm $wheel; done)
+copy all files, in several steps if necessary, into one folder of that machine, and there
+  python3 scripts/gpu --engines --wheels wheels -o results
+Eight variants in two precisions take long; --variants softmax,lsh --precisions fp16 runs a part of them.
+"""
+PACKAGES = (*TENSORRT_PACKAGES, "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 
-def main(options: argparse.Namespace) -> int:
-    """Run all checks and return the exit status. options: those of gpu_checks.py."""
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "scripts/gpu --engines",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="write engines.json and engines.md there")
+    parser.add_argument("--variants", metavar="NAME,…", help="attention variants; default: all")
+    parser.add_argument("--precisions", default="fp32,fp16", metavar="NAME,…", help="default: %(default)s")
+    parser.add_argument("--no-timing", action="store_true", help="only compare results")
+    parser.add_argument("--soak-runs", type=int, default=2000, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="FOLDER", help="install the wheels in this folder first, for this run only"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all checks and return the exit status: 1 if a step failed, 2 without a GPU or without any target."""
+    options = parse_options(arguments)
     try:
-        require_gpu()
+        Device(emulated=False).check_setup()
         with tempfile.TemporaryDirectory() as folder:
             if options.wheels:
                 install_wheels(options.wheels, Path(folder))
-            require_effexport()
-            results = Results(describe_machine(), lambda found: save(found, options))
+            require_packages()
+            results = Results(describe_machine(), lambda found: save(found, options.output))
             run_targets(results, specs_from_options(options), Path(folder), options)
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -108,32 +136,20 @@ def specs_from_options(options: argparse.Namespace) -> list[BuildSpec]:
         raise SetupError(f"--variants or --precisions is wrong: {error}") from error
 
 
-def require_effexport() -> None:
-    missing = [name for name in ("effexport", "onnx", "onnxruntime") if not importlib.util.find_spec(name)]
+def require_packages() -> None:
+    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if not importlib.util.find_spec(name)]
     if missing:
         raise SetupError(
-            f"{', '.join(missing)} cannot be imported; expected effexport and what it needs. Run "
-            "`pip install '.[cpu]'` in the repository, or, without a network and with the rest in place, "
-            "`pip install --no-deps --no-build-isolation .`"
+            f"{', '.join(missing)} cannot be imported; expected what effexport needs to build artifacts: "
+            "pip install '.[build,cpu]' in the repository, or --wheels"
         )
 
 
 def describe_machine() -> dict[str, str]:
     """What the results were measured on."""
-    import torch
-
-    driver, clock = nvidia_smi("driver_version", "clocks.max.sm")
-    major, minor = torch.cuda.get_device_capability(0)
-    free, total = torch.cuda.mem_get_info(0)
     described = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "GPU": torch.cuda.get_device_name(0),
-        "compute capability": f"SM {major}{minor}",
-        "memory": f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free at the start",
-        "highest SM clock": f"{clock} MHz",
-        "driver": driver,
-        "CUDA of PyTorch": str(torch.version.cuda),
-        "Python": platform.python_version(),
+        **Device(emulated=False).description(),
     }
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -141,40 +157,8 @@ def describe_machine() -> dict[str, str]:
     return described
 
 
-def require_gpu() -> None:
-    """Check that PyTorch can use a GPU. Raises SetupError otherwise."""
-    try:
-        import torch
-    except ImportError as error:
-        raise SetupError(
-            f"PyTorch cannot be imported ({error}); expected PyTorch with CUDA. Install a CUDA build of torch"
-        ) from error
-    if torch.version.cuda is None:
-        raise SetupError(
-            f"PyTorch {torch.__version__} is a CPU build; expected one with CUDA, on a machine with an NVIDIA GPU. "
-            "Install a CUDA build of torch"
-        )
-    if not torch.cuda.is_available():
-        raise SetupError(
-            f"PyTorch {torch.__version__} finds no NVIDIA GPU; expected one with its driver. "
-            "Run `nvidia-smi` to see what the driver sees"
-        )
-
-
-def nvidia_smi(*fields: str) -> list[str]:
-    """Properties of the first GPU. Raises SetupError if the driver's tool fails."""
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise SetupError(
-            f"nvidia-smi failed: {error}; expected the tool that comes with the driver. Put it on PATH"
-        ) from error
-    return [value.strip() for value in output.split(",")]
-
-
-def save(results: Results, options: argparse.Namespace) -> None:
-    if options.output_json:
-        options.output_json.write_text(json_from_results(results), encoding="utf-8")
-    if options.output_markdown:
-        options.output_markdown.write_text(markdown_from_results(results), encoding="utf-8")
+def save(results: Results, folder: Path | None) -> None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "engines.json").write_text(json_from_results(results), encoding="utf-8")
+        (folder / "engines.md").write_text(markdown_from_results(results), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpu import ROOT
 from gpu.engines.leaks import fit_memory
 from gpu.engines.model import Model, problem_of_checks
 from gpu.engines.records import Outcome
@@ -77,10 +79,12 @@ def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
 
 
 def start_fresh(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Run this file in another process and return its report. Raises RuntimeError with its message if it fails."""
+    """Run fresh_process.py and return its report. Raises RuntimeError with its message if it fails."""
     report = folder / f"{arguments[0]}.json"
-    command = [sys.executable, str(Path(__file__).resolve()), "--report", str(report), *arguments]
-    completed = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    command = [sys.executable, "-m", "gpu.engines.fresh_process", "--report", str(report), *arguments]
+    paths = [str(ROOT / "scripts"), os.environ.get("PYTHONPATH")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if completed.returncode != 0:
         code = completed.returncode
         ended = f"status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"

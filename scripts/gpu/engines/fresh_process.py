@@ -1,5 +1,7 @@
-#!/usr/bin/env python3
-"""The fresh process of fresh.py: loads one engine and runs it. It loads no framework."""
+"""The fresh process of fresh.py, `python -m gpu.engines.fresh_process`: loads one engine and runs it.
+
+It loads no framework.
+"""
 
 from __future__ import annotations
 

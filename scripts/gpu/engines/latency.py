@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu.engines.feeds import open_runner, random_feeds
 from gpu.engines.model import Model, engine_data
-from gpu.engines.rates import copy_bandwidth, floor_us, product_rate
+from gpu.engines.rates import DEVICE, ROUNDS, copy_bandwidth, floor_us, product_rate
 from gpu.engines.records import Outcome, exact
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from effexport.spec import BuildSpec
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-ROUNDS = 31
 WARM_UP_ROUNDS = 3
-DEVICE = "cuda:0"
 
 
 def time_artifact(model: Model) -> Outcome:

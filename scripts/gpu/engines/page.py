@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpu.engines.latency import ROUNDS
 from gpu.engines.leaks import GRANULE_BYTES
+from gpu.engines.rates import ROUNDS
 from gpu.engines.records import Results, Step
 
 
 def markdown_from_results(results: Results) -> str:
-    lines = ["# TensorRT on a GPU", "", "Written by `scripts/gpu_checks.py --tensorrt`.", "", "| | |", "|---|---|"]
+    lines = ["# TensorRT on a GPU", "", "Written by `python3 scripts/gpu --engines`.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in results.machine.items()]
     counts = {status: sum(step.status == status for step in results.steps) for status in ("passed", "failed")}
     left_out = [step for step in results.steps if step.status == "left out"]

@@ -74,7 +74,7 @@ class Results:
 
     @property
     def exit_status(self) -> int:
-        """Exit status as in gpu_checks.py: 1 if a step failed, 2 if no target is installed."""
+        """1 if a step failed, 2 if no target is installed."""
         if any(step.status == "failed" for step in self.steps):
             return 1
         return 0 if any(step.status == "passed" for step in self.steps) else 2

@@ -1,0 +1,178 @@
+"""`scripts/gpu --engines`: options, steps, results and errors, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_machine import Machine, series
+from gpu import ROOT
+from gpu.device import Device
+from gpu.engines import command, fresh, model, page, records
+
+
+def some_results() -> Any:
+    results = records.Results({"GPU": "a GPU"})
+    spread = {"median_us": 20.0, "quartile_1_us": 19.0, "quartile_3_us": 22.0}
+    eager = {"median_us": 50.0, "quartile_1_us": 49.0, "quartile_3_us": 52.0}
+    row = {"seq": 512, "engine": spread, "pytorch": eager, "floor_us": 5.0, "limited_by": "memory"}
+    results.leave_out("trt", "", "target", "MissingExtraError: TensorRT is not installed")
+    results.run("trt-rtx", "lsh fp16", "latency", lambda: records.Outcome({"rows": [row], "nan": math.nan}))
+    soaked = {"samples": series(lambda run: run * 50_000), "runs": 2000, "shapes": 24, "runs_that_differ": 0}
+    soaked["left_after_close_bytes"] = 7
+    results.run("trt-rtx", "lsh fp16", "soak", lambda: fresh.judge_soak(soaked))
+    return results
+
+
+def test_markdown_has_every_step_the_latencies_and_the_memory() -> None:
+    text = page.markdown_from_results(some_results())
+    assert "1 steps passed, 1 failed, 1 were left out." in text
+    assert "| trt |  | target | left out | 0.0 | MissingExtraError: TensorRT is not installed |" in text
+    times = "20.0 (19.0 to 22.0) | – | 50.0 (49.0 to 52.0) | 2.50 | – | 5.0 (memory) |"
+    assert f"| trt-rtx | lsh fp16 | 512 | {times}" in text
+    assert "| trt-rtx | lsh fp16 | soak | 2000 | 24 | 50000 | 2420 | 7 |" in text
+
+
+def test_json_holds_every_step_and_is_strict() -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    value = json.loads(records.json_from_results(some_results()), parse_constant=refuse)
+    assert value["machine"] == {"GPU": "a GPU"}
+    assert [step["status"] for step in value["steps"]] == ["left out", "passed", "failed"]
+    assert value["steps"][1]["data"]["rows"][0]["seq"] == 512
+
+
+def fail(model: Any) -> Any:
+    raise RuntimeError("the lamp | is\noff")
+
+
+def test_a_step_that_fails_is_recorded_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    saved: list[int] = []
+    results = records.Results({}, lambda found: saved.append(len(found.steps)))
+    monkeypatch.setattr(command, "build_artifact", fail)
+    monkeypatch.setattr(command, "build_separately", lambda model: records.Outcome())
+    for name in ("run_in_fresh_process", "check_parity", "time_artifact", "time_long_sequences"):
+        monkeypatch.setattr(command, name, fail)
+    monkeypatch.setattr(
+        command, "soak_in_fresh_process", lambda model, runs, graphs: records.Outcome({"graphs": graphs})
+    )
+    command.check_model(results, machine.model, command.parse_options([]))
+    found = {step.name: (step.status, step.text) for step in results.steps}
+    failed = ("failed", "RuntimeError: the lamp | is\noff")
+    assert found == {
+        "build": failed,
+        "build without parity of the engine": ("passed", ""),
+        "fresh process": failed,
+        "parity": failed,
+        "latency": failed,
+        "latency of long sequences": failed,
+        "soak": ("passed", ""),
+        "soak with graphs": ("passed", ""),
+    }
+    assert saved == list(range(1, 9))
+    assert results.exit_status == 1
+    assert "| RuntimeError: the lamp \\| is off |" in page.markdown_from_results(results)
+
+
+def test_without_an_engine_the_rest_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    results = records.Results({})
+    for name in ("build_artifact", "build_separately"):
+        monkeypatch.setattr(command, name, fail)
+    command.check_model(results, machine.model, command.parse_options([]))
+    assert [step.status for step in results.steps] == ["failed"] * 2 + ["left out"] * 6
+    assert {step.text for step in results.steps[2:]} == {"the engine was not built"}
+
+
+def test_without_timing_latencies_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    results = records.Results({})
+    for name in ("build_artifact", "run_in_fresh_process", "check_parity"):
+        monkeypatch.setattr(command, name, lambda model: records.Outcome())
+    monkeypatch.setattr(command, "soak_in_fresh_process", lambda model, runs, graphs: records.Outcome())
+    command.check_model(results, machine.model, command.parse_options(["--no-timing"]))
+    assert [step.name for step in results.steps if step.text == "--no-timing was given"] == [
+        "latency",
+        "latency of long sequences",
+    ]
+    assert results.exit_status == 0
+
+
+def test_checks_that_fail_or_do_not_run_are_a_problem() -> None:
+    from effexport.proof.case_label import ALL_CASES
+    from effexport.proof.checks.result import Check
+
+    good, bad = Check("a", ALL_CASES, "m", "passed"), Check("b", ALL_CASES, "error", "failed", 3.0, 1.0)
+    idle = Check("a", ALL_CASES, "m", "not run", reason="outside")
+    assert model.problem_of_checks([good, idle]) == ""
+    assert model.problem_of_checks([good, bad]).startswith(
+        "1 of 2 checks failed: b (all cases): error 3.0, at most 1.0"
+    )
+    assert model.problem_of_checks([idle]) == "no check ran: outside"
+
+
+@pytest.fixture
+def gpu_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "check_setup", lambda self: None)
+    monkeypatch.setattr(command, "describe_machine", lambda: {"GPU": "assumed"})
+
+
+@pytest.mark.usefixtures("gpu_assumed")
+def test_without_any_target_the_refusals_are_recorded_and_the_status_is_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("tensorrt", "tensorrt_rtx"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    assert command.main(["-o", str(tmp_path / "results")]) == 2
+    steps = json.loads((tmp_path / "results" / "engines.json").read_text())["steps"]
+    assert [(step["target"], step["status"]) for step in steps] == [("trt", "left out"), ("trt-rtx", "left out")]
+    assert steps[0]["text"].startswith("MissingExtraError: TensorRT is not installed; add it with: pip install")
+    assert steps[1]["text"].startswith("MissingExtraError: TensorRT-RTX is not installed; add it with: pip install")
+    assert "0 steps passed, 0 failed, 2 were left out." in (tmp_path / "results" / "engines.md").read_text()
+    assert "error: neither TensorRT nor TensorRT-RTX can be used here: trt: " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("gpu_assumed")
+@pytest.mark.parametrize("arguments", [("--variants", "softmaxx"), ("--precisions", "fp8"), ("--variants", "lsh,")])
+def test_unknown_variants_and_precisions_are_one_error(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --variants or --precisions is wrong: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_one_clear_error() -> None:
+    arguments = [sys.executable, str(ROOT / "scripts" / "gpu"), "--engines"]
+    completed = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert completed.returncode == 2
+    assert completed.stdout == ""
+    (line,) = completed.stderr.splitlines()
+    assert line.startswith("error: nvidia-smi finds no GPU")
+
+
+@pytest.mark.slow
+@pytest.mark.requires("torch", "onnx", "ort", "rtx")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_engine_is_built_and_what_needs_a_gpu_fails_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "SIZE", {"dim": 32, "heads": 2, "layers": 1, "seq_len": 64})
+    results = records.Results({})
+    wanted = command.parse_options(["--variants", "nystrom", "--precisions", "fp16", "--no-timing"])
+    assert model.why_left_out("trt-rtx") == ""
+    (spec,) = command.specs_from_options(wanted)
+    command.check_model(results, model.Model("trt-rtx", spec, tmp_path / "model"), wanted)
+    steps = {step.name: step for step in results.steps}
+    assert steps["build"].status == "passed"
+    assert steps["build"].data["implementation"]["IterativePinv"] == "body"
+    assert steps["build"].data["element_types"]["float16"] > 0
+    for name in ("fresh process", "parity", "soak", "soak with graphs"):
+        assert steps[name].status == "failed"
+        assert "UserError: CUDA finds no GPU that it can use" in steps[name].text

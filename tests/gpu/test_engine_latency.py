@@ -1,0 +1,86 @@
+"""Latencies of engines beside PyTorch, on the fake TensorRT and without a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from engine_machine import SEQ_LEN, Machine
+from gpu.engines import command, latency, rates
+
+from effexport.export.module_source import module_from_seed
+from effexport.spec import build_spec_from_options
+
+
+@pytest.fixture
+def no_gpu_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "DEVICE", "cpu")
+    monkeypatch.setattr(latency, "copy_bandwidth", lambda: 1e12)
+    monkeypatch.setattr(latency, "product_rate", lambda dtype_name: 1e15)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # put back after the test
+
+
+@pytest.mark.usefixtures("no_gpu_to_time")
+def test_an_engine_is_timed_plain_as_a_graph_and_beside_pytorch(machine: Machine) -> None:
+    outcome = latency.time_engine(machine.model.engine, machine.model, machine.spec, [16, 63])
+    assert outcome.problem == ""
+    assert [row["seq"] for row in outcome.data["rows"]] == [16, 63]
+    for row in outcome.data["rows"]:
+        for name in ("engine", "graph", "pytorch"):
+            assert 0 < row[name]["quartile_1_us"] <= row[name]["median_us"] <= row[name]["quartile_3_us"]
+        assert row["floor_us"] > 0
+        assert row["difference"] <= row["difference_limit"]
+    plain, graph = machine.cudas
+    assert "launch" not in plain.counts
+    assert graph.counts["launch"] >= 2 * rates.ROUNDS
+    plain.assert_nothing_left()
+    graph.assert_nothing_left()
+
+
+@pytest.mark.usefixtures("no_gpu_to_time")
+def test_without_a_graph_the_other_two_are_timed_and_the_step_fails(machine: Machine) -> None:
+    machine.capture_fails = True
+    outcome = latency.time_engine(machine.model.engine, machine.model, machine.spec, [16])
+    assert "16 tokens: with a CUDA graph: GraphWarning: a CUDA graph could not be captured" in outcome.problem
+    assert "graph" not in outcome.data["rows"][0]
+    assert outcome.data["rows"][0]["engine"]["median_us"] > 0
+
+
+@pytest.mark.usefixtures("no_gpu_to_time")
+def test_a_length_that_fails_does_not_take_the_others_with_it(machine: Machine) -> None:
+    outcome = latency.time_engine(machine.model.engine, machine.model, machine.spec, [16, SEQ_LEN + 1])
+    assert [row["seq"] for row in outcome.data["rows"]] == [16]
+    assert "65 tokens: UserError: the inputs have batch 1, seq 65" in outcome.problem
+
+
+@pytest.mark.parametrize("value", [1e3, math.nan])
+@pytest.mark.usefixtures("no_gpu_to_time")
+def test_an_engine_that_is_wrong_is_not_a_fast_one(machine: Machine, value: float) -> None:
+    def spoil(output: np.ndarray) -> None:
+        output[0, 0, 0] = value
+
+    machine.spoil = spoil
+    outcome = latency.time_engine(machine.model.engine, machine.model, machine.spec, [16])
+    assert "the engine differs from PyTorch" in outcome.problem
+
+
+def test_the_floor_counts_linear_layers_once() -> None:
+    spec = build_spec_from_options({"variant": "softmax", "dim": 64, "heads": 4, "layers": 2, "seq_len": 64}, None)
+    module = module_from_seed(spec)
+    # four projections of 64², and two of 64 × 256, per layer
+    count = 2 * (4 * 64 * 64 + 2 * 64 * 256)
+    rates = {"product_tflops": 1.0, "copy_gb_per_s": 1e9}
+    assert latency.floor_of(module, spec, 1000, rates) == (pytest.approx(2 * count * 1000 / 1e6), "arithmetic")
+    rates = {"product_tflops": 1e9, "copy_gb_per_s": 1.0}
+    moved = 4 * count + 1000 * (16 + 4 * 64)
+    assert latency.floor_of(module, spec, 1000, rates) == (pytest.approx(moved / 1e3), "memory")
+
+
+def test_the_long_model_is_the_same_with_more_positions() -> None:
+    for spec in command.specs_from_options(command.parse_options(["--precisions", "fp16"])):
+        longer = latency.long_spec(spec, 16384)
+        assert longer.seq_len == longer.max_seq_len == 16384
+        assert (longer.variant, longer.precision, longer.model.layers) == (spec.variant, "fp16", 2)

@@ -1,0 +1,81 @@
+"""A model in an artifact folder with an engine of the fake TensorRT; fake_tensorrt.py says what its fakes prove."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
+from gpu.engines import model
+
+from effexport.engines.sidecar import EngineInfo, write_sidecar
+from effexport.export.module_source import module_from_seed
+from effexport.proof.module_runs import run_module
+from effexport.runners.trt.runner import TrtRunner, TrtSettings
+from effexport.spec import BuildSpec, build_spec_from_options
+
+SEQ_LEN = 64
+
+
+class Machine:
+    """A model in an artifact folder with an engine of the fake TensorRT, which computes what PyTorch computes.
+
+    spoil: changes what the engine answers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        fields = {"variant": "softmax", "dim": 4, "heads": 1, "layers": 1, "seq_len": SEQ_LEN}
+        self.spec: BuildSpec = build_spec_from_options(fields, None)
+        self.module = module_from_seed(self.spec)
+        self.model = model.Model("trt", self.spec, folder)
+        self.spoil: Callable[[np.ndarray], None] = lambda output: None
+        self.cudas: list[FakeCuda] = []
+        self.capture_fails = False
+        self.model.engine.parent.mkdir(parents=True)
+        self.model.engine.write_bytes(b"an engine")
+        write_sidecar(self.model.engine, self.info())
+
+    def info(self) -> EngineInfo:
+        shapes = ((1, 1), (1, SEQ_LEN), (4, SEQ_LEN))
+        return EngineInfo(
+            target="trt",
+            tensorrt_version="11.4.0.106",
+            effexport_version="0.1.0",
+            created="2026-01-01T00:00:00+00:00",
+            precision="fp32",
+            inputs=self.spec.inputs,
+            outputs=self.spec.outputs,
+            profiles=({"input_ids": shapes, "attention_mask": shapes},),
+            options={},
+            onnx_sha256="a" * 64,
+            onnx_bytes=1,
+            engine_sha256=hashlib.sha256(b"an engine").hexdigest(),
+            engine_bytes=9,
+            build_seconds=1.0,
+            compute_capabilities=(90,),
+            implementation={"LSHSort": "plugin"},
+        )
+
+    def compute(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        (output,) = run_module(self.module, self.spec, feeds).values()
+        output = output.copy()
+        self.spoil(output)
+        return {"last_hidden_state": output}
+
+    def open(self, engine: Path, settings: TrtSettings | None = None) -> TrtRunner:
+        def output_shapes(shapes: Any) -> dict[str, tuple[int, ...]]:
+            return {"last_hidden_state": (*shapes["input_ids"], 4)}
+
+        info = self.info()
+        fake = FakeModel(info.inputs, info.outputs, info.profiles, self.compute, output_shapes)
+        self.cudas.append(FakeCuda())
+        api = FakeTensorRT(fake, self.cudas[-1])
+        api.capture_fails = self.capture_fails
+        return TrtRunner(engine, settings, cuda=self.cudas[-1], api=api)  # type: ignore[arg-type]
+
+
+def series(used: Callable[[int], float], runs: int = 2000) -> list[tuple[int, int]]:
+    return [(run, int(used(run))) for run in range(0, runs + 1, 100)]
