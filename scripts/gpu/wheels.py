@@ -15,11 +15,11 @@ from gpu.device import SetupError
 
 
 def install_wheels(folder: Path, work: Path) -> None:
-    """Install the wheels of a folder for this process and its children; join wheels that were split into parts.
+    """Install the wheels in and below a folder for this process and its children; join wheels that were split.
 
     Raises SetupError for a folder without wheels, an incomplete wheel, or one that pip refuses.
     """
-    wheels = [*sorted(folder.glob("*.whl")), *join_parts(folder, work)]
+    wheels = [*sorted(folder.rglob("*.whl")), *join_parts(folder, work)]
     if not wheels:
         raise SetupError(f"there is no *.whl or *.whl.part* in {folder}; expected wheels. See --help")
     for wheel in wheels:
@@ -42,7 +42,7 @@ def install_wheels(folder: Path, work: Path) -> None:
 def join_parts(folder: Path, work: Path) -> list[Path]:
     """Join NAME.whl.partaa, NAME.whl.partab, …, as `split` names them, to NAME.whl in `work`."""
     parts: dict[str, list[Path]] = {}
-    for part in sorted(folder.glob("*.whl.part*")):
+    for part in sorted(folder.rglob("*.whl.part*"), key=lambda part: part.name):
         parts.setdefault(part.name.rpartition(".part")[0], []).append(part)
     for name, files in parts.items():
         with (work / name).open("wb") as whole:

@@ -1,0 +1,136 @@
+"""What the second call needs on a machine without a network: artifacts, the kernel library and wheels, in parts.
+
+The parts are numbered folders below CARRIED, none larger than PART_BYTES. They lie in a folder that git ignores and are
+carried one by one; wheels that were split are joined when they are installed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import string
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from gpu import ROOT
+from gpu.device import SetupError
+
+CARRIED = ROOT / "build" / "gpu" / "carried"
+PART_BYTES = 55 * 10**6
+MEGABYTE = 10**6
+# real head sizes and several chunks and landmarks, but small enough for one part with all variants
+SIZE = {"dim": 128, "heads": 2, "layers": 2, "seq_len": 1024}
+PRECISIONS = ("fp32", "fp16")
+# What effexport needs there beside PyTorch and NumPy, which are not replaced. All of it, because pip must not look for
+# anything else.
+WHEELS = (
+    *("click", "flatbuffers", "jinja2", "markdown-it-py", "markupsafe", "mdurl", "ml_dtypes", "msgspec", "onnx"),
+    *("onnx-ir", "onnxscript", "packaging", "protobuf", "pygments", "rich", "safetensors", "typing_extensions"),
+)
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+
+
+def carry(python: str) -> None:
+    """Fill CARRIED and print what is in each part. python: the version on the machine, such as "3.12".
+
+    Raises SetupError if something cannot be built or downloaded.
+    """
+    shutil.rmtree(CARRIED, ignore_errors=True)
+    first = CARRIED / "1"
+    build_artifacts(first / "artifacts", variants(), PRECISIONS, SIZE)
+    library = build_library()
+    shutil.copy2(library, first / library.name)
+    with tempfile.TemporaryDirectory() as folder:
+        download_wheels(Path(folder), python)
+        pack(sorted(Path(folder).glob("*.whl")), CARRIED)
+    print_parts()
+
+
+def variants() -> tuple[str, ...]:
+    from effexport.models.spec import ATTENTION_SPECS
+
+    return tuple(ATTENTION_SPECS)
+
+
+def build_artifacts(
+    folder: Path, variants: Sequence[str], precisions: Sequence[str], size: Mapping[str, int]
+) -> list[Path]:
+    """One artifact for each variant and precision, FOLDER/VARIANT-PRECISION."""
+    import effexport
+
+    made = []
+    for variant, precision in itertools.product(variants, precisions):
+        output = folder / f"{variant}-{precision}"
+        effexport.build(variant=variant, precision=precision, output=output, force=True, **size)
+        made.append(output)
+    return made
+
+
+def build_library() -> Path:
+    """The kernel library with CUDA kernels, built here because ONNX Runtime's headers are not on the machine."""
+    from effexport.plugins.building.build import build_library as build
+    from effexport.plugins.building.library import LibraryError
+
+    try:
+        return build(cuda=True).path
+    except LibraryError as error:
+        raise SetupError(f"the kernel library cannot be built: {error}") from error
+
+
+def download_wheels(folder: Path, python: str) -> None:
+    """All of WHEELS and onnxruntime-gpu, in the versions of constraints.txt. Raises SetupError with pip's message."""
+    constraints = ROOT / "constraints.txt"
+    (version,) = (
+        line.partition("==")[2] for line in constraints.read_text().splitlines() if line.startswith("onnxruntime==")
+    )
+    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", "--python-version", python, *platforms]
+    command = [sys.executable, "-m", "pip", "download", *options, "-c", str(constraints), "-d", str(folder)]
+    done = subprocess.run(
+        [*command, *WHEELS, f"onnxruntime-gpu=={version}"], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise SetupError(f"pip cannot download the wheels: {done.stderr.strip()}")
+
+
+def pack(files: Sequence[Path], folder: Path) -> None:
+    """Put files into FOLDER/1, FOLDER/2, …, none larger than PART_BYTES; larger files are split as `split` does it.
+
+    Raises SetupError if what lies in FOLDER/1 already leaves no room.
+    """
+    number, used = 1, size_of(folder / "1")
+    if used > PART_BYTES:
+        raise SetupError(f"{folder / '1'} has {used / MEGABYTE:.0f} MB; expected at most {PART_BYTES / MEGABYTE:.0f}")
+    for path in sorted(files, key=lambda path: path.stat().st_size):
+        for name, contents in pieces(path):
+            if used + len(contents) > PART_BYTES:
+                number, used = number + 1, 0
+            used += len(contents)
+            (folder / str(number)).mkdir(parents=True, exist_ok=True)
+            (folder / str(number) / name).write_bytes(contents)
+
+
+def pieces(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the pieces of a file: itself, or NAME.partaa, NAME.partab, …, if it is too large."""
+    if path.stat().st_size <= PART_BYTES:
+        yield path.name, path.read_bytes()
+        return
+    suffixes = map("".join, itertools.product(string.ascii_lowercase, repeat=2))
+    with path.open("rb") as stream:
+        while contents := stream.read(PART_BYTES):
+            yield f"{path.name}.part{next(suffixes)}", contents
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def print_parts() -> None:
+    parts = sorted(CARRIED.iterdir(), key=lambda part: int(part.name))
+    for part in parts:
+        names = ", ".join(sorted(path.name for path in part.iterdir())[:4])
+        print(f"{part.relative_to(ROOT)}  {size_of(part) / MEGABYTE:5.1f} MB  {names}, …")
+    print(f"{len(parts)} calls carry {sum(map(size_of, parts)) / MEGABYTE:.0f} MB; then: scripts/gpu --artifacts")
