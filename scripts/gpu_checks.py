@@ -6,8 +6,6 @@ lower bound, the time that the GPU's arithmetic or memory allows at best. Kernel
 provider if onnxruntime-gpu, effexport and its kernel library are installed, and also alone if nvcc can compile them,
 launched by CuPy or the CUDA driver. One of the two ways is enough; both need PyTorch with CUDA.
 
-With --tensorrt, TensorRT engines are checked and timed instead: see gpu_checks_tensorrt.py.
-
 Exit status: 0 success, 1 a result differs or a step failed, 2 there is no GPU or a tool is missing.
 """
 
@@ -64,19 +62,6 @@ TIMED_ATTENTION = ((1, 8, 4096, 64), (8, 12, 8192, 64))
 ROUNDS = 31
 CALLS_PER_ROUND = 10
 COPY_BYTES = 1 << 30
-
-EXAMPLES = """TensorRT on a machine without a network, whose Python is 3.12: fetch the wheels where there is one,
-  version=1.7.1.116
-  pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d wheels \\
-    tensorrt-rtx-cu13-libs==$version tensorrt-rtx-cu13-bindings==$version
-  pip wheel --no-deps -w wheels tensorrt-rtx-cu13==$version
-split files that are too large to transfer at once,
-  (cd wheels && for wheel in tensorrt_rtx_cu13_libs-*.whl; do split -b 48M $wheel $wheel.part && rm $wheel; done)
-copy all files, in several steps if necessary, into one folder of that machine, and there
-  pip install --no-deps --no-build-isolation .
-  python scripts/gpu_checks.py --tensorrt --wheels wheels --output-json tensorrt.json
-Eight variants in two precisions take long; --variants softmax,lsh --precisions fp16 runs a part of them.
-"""
 
 
 class SetupError(Exception):
@@ -925,26 +910,11 @@ def timing_lines(results: Results) -> list[str]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all results as JSON")
     parser.add_argument("--output-markdown", type=Path, metavar="FILE", help="write a Markdown table")
     parser.add_argument("--no-timing", action="store_true", help="only compare results")
-    engines = parser.add_argument_group("TensorRT")
-    engines.add_argument("--tensorrt", action="store_true", help="check TensorRT engines instead of the kernels")
-    engines.add_argument("--variants", metavar="NAME,…", help="attention variants; default: all")
-    engines.add_argument("--precisions", default="fp32,fp16", metavar="NAME,…", help="default: %(default)s")
-    engines.add_argument("--soak-runs", type=int, default=2000, metavar="N", help="default: %(default)s")
-    engines.add_argument(
-        "--wheels", type=Path, metavar="FOLDER", help="install the wheels in this folder first, for this run only"
-    )
-    options = parser.parse_args(arguments)
-    names = ("variants", "precisions", "soak_runs", "wheels")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != parser.get_default(name)]
-    if given and not options.tensorrt:
-        parser.error(f"{', '.join(given)}: for TensorRT engines; add --tensorrt")
-    return options
+    return parser.parse_args(arguments)
 
 
 def run(timing: bool) -> Results:
@@ -962,10 +932,6 @@ def run(timing: bool) -> Results:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    if options.tensorrt:
-        import gpu_checks_tensorrt
-
-        return gpu_checks_tensorrt.main(options)
     try:
         results = run(timing=not options.no_timing)
     except SetupError as error:

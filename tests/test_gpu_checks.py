@@ -299,14 +299,6 @@ def test_help_needs_no_framework() -> None:
     completed = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "--output-json" in completed.stdout
     assert "2 there is no GPU or a tool is missing" in completed.stdout
-    assert "--wheels wheels" in completed.stdout
-
-
-def test_options_of_engines_are_not_ignored_without_engines(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        gpu_checks.main(["--variants", "lsh", "--soak-runs", "9"])
-    assert stop.value.code == 2
-    assert "--variants, --soak-runs: for TensorRT engines; add --tensorrt" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

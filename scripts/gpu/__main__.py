@@ -9,6 +9,14 @@ repeats what is missing or did not pass.
     python3 scripts/gpu --rehearse          # the same stages without a GPU: kernels run in an emulation on the CPU
     python3 scripts/gpu -o results
 
+A second call runs real artifacts in ONNX Runtime on the GPU: parity, CUDA graphs, bound inputs, and latencies beside
+PyTorch. What it needs on a machine without a network is prepared where there is one, in parts that can be copied:
+
+    python3 scripts/gpu --carry 3.12        # for the Python of that machine; copy build/gpu/carried/1, 2, …
+    python3 scripts/gpu --artifacts -o results      # also with --plan or --rehearse
+
+TensorRT engines are checked by a command of their own: scripts/gpu --engines --help.
+
 Exit status: 0 all stages passed, 1 a stage failed or did not run, 2 the GPU, a tool or an option is wrong.
 """
 
@@ -27,12 +35,13 @@ import gpu  # noqa: E402, F401, makes effexport importable
 # isort: split
 from effexport.plugins.ops import OPS  # noqa: E402
 from gpu import ROOT  # noqa: E402
+from gpu.carrying import carry  # noqa: E402
 from gpu.device import Device, SetupError  # noqa: E402
-from gpu.plan import STAGES, print_plan, sources_hash  # noqa: E402
+from gpu.plan import ARTIFACT_STAGES, STAGES, print_plan, sources_hash  # noqa: E402
 from gpu.stages import PASSED, Result, Run, Stage, run_stages  # noqa: E402
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "scripts/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,12 +49,16 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
     mode.add_argument("--rehearse", action="store_true", help="run all stages in an emulation on the CPU")
-    stages, ops = [stage.name for stage in STAGES], [op.torch_name for op in OPS.values()]
+    mode.add_argument("--carry", metavar="PYTHON", help="prepare the second call for a machine with this Python")
+    parser.add_argument("--artifacts", action="store_true", help="the second call: real artifacts in ONNX Runtime")
+    table = ARTIFACT_STAGES if "--artifacts" in arguments else STAGES
+    stages, ops = [stage.name for stage in table], [op.torch_name for op in OPS.values()]
     parser.add_argument("--stages", type=names_among(stages), default=stages, metavar="NAME,…", help="default: all")
     parser.add_argument("--ops", type=names_among(ops), default=ops, metavar="NAME,…", help="default: all operators")
     options = parser.parse_args(arguments)
-    if not (options.plan or options.rehearse or options.output):
+    if not (options.plan or options.rehearse or options.carry or options.output):
         parser.error("no folder for the results is given; add -o FOLDER, --rehearse or --plan")
+    options.stages = [stage for stage in table if stage.name in options.stages]
     return options
 
 
@@ -78,24 +91,35 @@ def run_all(run: Run, stages: Sequence[Stage]) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--engines" in arguments:
+        from gpu.engines.command import main as check_engines
+
+        return check_engines([argument for argument in arguments if argument != "--engines"])
     options = parse_options(arguments)
-    stages = [stage for stage in STAGES if stage.name in options.stages]
-    if options.plan:
-        print_plan(stages)
-        return 0
+    try:
+        if options.carry:
+            carry(options.carry)
+            return 0
+        if options.plan:
+            print_plan(options.stages)
+            return 0
+        return 0 if run_on_device(options) else 1
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run_on_device(options: argparse.Namespace) -> bool:
+    """Run the stages on the GPU or in the emulation, and return whether all passed. Raises SetupError without a GPU."""
     device = Device(emulated=options.rehearse)
-    sources = sources_hash()
+    sources = sources_hash(*([ROOT / "exporter"] if options.artifacts else []))
     with tempfile.TemporaryDirectory() as folder:
         results = options.output or Path(folder)
         results.mkdir(parents=True, exist_ok=True)
         work = ROOT / "build" / "gpu" / f"{device.name}-{sources[:12]}"
-        try:
-            device.check_setup()
-            passed = run_all(Run(device, results, work, tuple(options.ops), sources), stages)
-        except SetupError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-    return 0 if passed else 1
+        device.check_setup()
+        return run_all(Run(device, results, work, tuple(options.ops), sources), options.stages)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x
 
 
 def carry(python: str) -> None:
-    """Fill CARRIED and print what is in each part. python: the version on the machine, such as "3.12".
+    """Fill CARRIED, and print what is in each part. python: the version on the machine, such as "3.12".
 
     Raises SetupError if something cannot be built or downloaded.
     """
@@ -129,8 +129,12 @@ def size_of(folder: Path) -> int:
 
 
 def print_parts() -> None:
+    """Print the parts that lie in CARRIED."""
+    if not CARRIED.is_dir():
+        print(f"{CARRIED.relative_to(ROOT)} is empty; fill it with scripts/gpu --carry PYTHON")
+        return
     parts = sorted(CARRIED.iterdir(), key=lambda part: int(part.name))
     for part in parts:
         names = ", ".join(sorted(path.name for path in part.iterdir())[:4])
         print(f"{part.relative_to(ROOT)}  {size_of(part) / MEGABYTE:5.1f} MB  {names}, …")
-    print(f"{len(parts)} calls carry {sum(map(size_of, parts)) / MEGABYTE:.0f} MB; then: scripts/gpu --artifacts")
+    print(f"{len(parts)} parts, {sum(map(size_of, parts)) / MEGABYTE:.0f} MB in all, to copy one by one")

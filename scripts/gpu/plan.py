@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from effexport.plugins.ops import OPS
 from gpu import ROOT
+from gpu.carrying import print_parts
 from gpu.stages import Stage
 
 MEGABYTE = 10**6
@@ -22,10 +24,24 @@ STAGES = (
     Stage("goals", "all goals, met or missed", 10, 15, "gpu.goals:compare"),
 )
 
+# The second call, with what scripts/gpu --carry has prepared.
+ARTIFACT_STAGES = (
+    Stage("install", "the packages that were carried", 90, 90, "gpu.artifacts:install"),
+    Stage("verify", "effexport verify of all artifacts, with kernels and bodies", 150, 120, "gpu.artifacts:verify"),
+    Stage("bound", "all artifacts: CUDA graphs, IOBinding, threads, device numbers", 60, 60, "gpu.artifacts:bound"),
+    Stage("bench", "ONNX Runtime beside PyTorch and torch.compile", 240, 180, "gpu.artifacts:bench"),
+)
 
-def sources_hash() -> str:
-    """The hash of everything that decides the results, other than the machine."""
-    folders = (ROOT / "plugins", ROOT / "models", ROOT / "scripts" / "gpu", ROOT / "tests" / "plugins" / "native")
+
+def sources_hash(*more: Path) -> str:
+    """The hash of everything that decides the results, other than the machine. more: folders beside the usual ones."""
+    folders = (
+        ROOT / "plugins",
+        ROOT / "models",
+        ROOT / "scripts" / "gpu",
+        ROOT / "tests" / "plugins" / "native",
+        *more,
+    )
     digest = hashlib.sha256()
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
         if "__pycache__" not in path.parts:
@@ -42,6 +58,17 @@ def carried_bytes() -> int:
 
 def print_plan(stages: Sequence[Stage]) -> None:
     """Print what would run, for how long at most, and how much has to be copied to the machine with a GPU."""
+    if stages[0] in STAGES:
+        print_operators()
+    for stage in stages:
+        print(f"{stage.name:12} {stage.seconds:4} s   {stage.about}")
+    total = sum(stage.seconds for stage in stages)
+    print(f"\nat most {total} s = {total / 60:.1f} minutes; {carried_bytes() / MEGABYTE:.1f} MB to copy")
+    if stages[0] in ARTIFACT_STAGES:
+        print_parts()
+
+
+def print_operators() -> None:
     from effexport.plugins.gpu_check import load_gpu_check
 
     for op in OPS.values():
@@ -50,7 +77,3 @@ def print_plan(stages: Sequence[Stage]) -> None:
         cases = f"{len(check.small)} small cases, {len(check.checked)} larger ones, {len(check.huge)} huge"
         print(f"{op.torch_name:20} {cases}; {len(check.timed)} timed, with {goals} goals")
     print()
-    for stage in stages:
-        print(f"{stage.name:12} {stage.seconds:4} s   {stage.about}")
-    total = sum(stage.seconds for stage in stages)
-    print(f"\nat most {total} s = {total / 60:.1f} minutes; {carried_bytes() / MEGABYTE:.1f} MB to copy")
