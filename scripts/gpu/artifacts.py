@@ -96,7 +96,7 @@ def install(run: Run) -> Result:
 
 def effexport(place: Place, arguments: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """Run a command of effexport in a process of its own."""
-    command = [sys.executable, "-c", COMMAND, *arguments]
+    command = [sys.executable, "-P", "-c", COMMAND, *arguments]
     return subprocess.run(
         command, env=place.environment, capture_output=True, text=True, errors="replace", check=False, timeout=seconds
     )

@@ -88,7 +88,7 @@ def download_wheels(folder: Path, python: str) -> None:
     )
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     options = ["--quiet", "--no-deps", "--only-binary=:all:", "--python-version", python, *platforms]
-    command = [sys.executable, "-m", "pip", "download", *options, "-c", str(constraints), "-d", str(folder)]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, "-c", str(constraints), "-d", str(folder)]
     done = subprocess.run(
         [*command, *WHEELS, f"onnxruntime-gpu=={version}"], capture_output=True, text=True, check=False
     )

@@ -81,7 +81,7 @@ def compared(case: Any, outputs: Arrays, spec: BuildSpec) -> Iterator[Any]:
 def start_fresh(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run fresh_process.py and return its report. Raises RuntimeError with its message if it fails."""
     report = folder / f"{arguments[0]}.json"
-    command = [sys.executable, "-m", "gpu.engines.fresh_process", "--report", str(report), *arguments]
+    command = [sys.executable, "-P", "-m", "gpu.engines.fresh_process", "--report", str(report), *arguments]
     paths = [str(ROOT / "scripts"), os.environ.get("PYTHONPATH")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
