@@ -227,7 +227,7 @@ def gpu_name() -> str | None:
 
 
 def has_compiler() -> bool:
-    """Whether a C++ compiler is installed, which torch.compile needs on the CPU."""
+    """Whether a C++ compiler is installed, which torch.compile needs."""
     return any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))
 
 

@@ -104,6 +104,7 @@ RUNTIMES: dict[str, Runtime] = {
         _ORT_CPU(name="ort-body", label="ONNX Runtime on the CPU, function bodies only", implementation="body"),
         _ORT_CPU(name="ort", label="ONNX Runtime on the CPU", folder="ort"),
         _TORCH(name="torch-cuda", label="PyTorch on an NVIDIA GPU", device="cuda"),
+        _TORCH(name="compile-cuda", label="torch.compile on an NVIDIA GPU", device="cuda", compiled=True),
         _ORT_GPU(name="ort-cuda", label="ONNX Runtime on an NVIDIA GPU", provider="cuda"),
         _ORT_GPU(name="ort-trt", label="ONNX Runtime with its TensorRT provider", provider="tensorrt", bench=False),
         _TENSORRT(

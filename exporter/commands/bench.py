@@ -58,7 +58,7 @@ DEFAULT_WAIT_SECONDS = 600.0
     type=ListOf(BENCH_RUNTIMES),
     help="On the CPU: torch, compile (torch.compile), naive (plain torch.onnx.export, without effexport's operators), "
     "ort-body (ONNX Runtime with function bodies), ort (with kernels, if built), openvino. On a GPU: torch-cuda, "
-    "ort-cuda, trt, trt-rtx.",
+    "compile-cuda, ort-cuda, trt, trt-rtx.",
 )
 @click.option(
     "--scope",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -188,7 +189,10 @@ def reason_not_here(runtime: str) -> str | None:
     if not row.graph:
         import torch
 
-        return None if torch.cuda.is_available() else "PyTorch sees no NVIDIA GPU here"
+        if not torch.cuda.is_available():
+            return "PyTorch sees no NVIDIA GPU here"
+        without_triton = row.compiled and importlib.util.find_spec("triton") is None
+        return "torch.compile needs Triton on a GPU: pip install triton" if without_triton else None
     from effexport.runners.cuda.opening import open_cuda
 
     try:

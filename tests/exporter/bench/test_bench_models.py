@@ -11,6 +11,7 @@ import pytest
 from slow_cases import slow_after, variants_fast_for
 
 from effexport.bench.grid import Grid, Model, spec_from_case
+from effexport.bench.measuring import candidates
 from effexport.bench.measuring import run as bench_run
 from effexport.bench.measuring.agreement import agreement, reference_of_case
 from effexport.bench.measuring.candidates import candidate_from_case
@@ -111,6 +112,20 @@ def test_attention_and_encoder_have_the_inputs_of_effexport_build() -> None:
 @pytest.mark.parametrize("runtime", slow_after(1, ["torch", "compile"]))
 def test_pytorch_agrees_with_itself(runtime: str) -> None:
     agrees(small_case("linear", runtime), None)
+
+
+def test_compile_cuda_is_torch_compile_on_the_gpu_and_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(candidates, "TorchCandidate", lambda case, **options: given.update(options))
+    candidate_from_case(small_case("linear", "compile-cuda"), None, threads=1)
+    assert given == {"compiled": True, "device": "cuda"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for installed, reason in ((None, "torch.compile needs Triton on a GPU: pip install triton"), (object(), None)):
+        monkeypatch.setattr(candidates.importlib.util, "find_spec", lambda name, spec=installed: spec)
+        assert candidates.reason_not_here("compile-cuda") == reason
+        assert candidates.reason_not_here("torch-cuda") is None
 
 
 def test_half_precision_is_judged_by_its_own_limit() -> None:
