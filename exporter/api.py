@@ -146,6 +146,7 @@ def verify(
     weights: str | Path | None = None,
     runtime: str = "ort",
     implementation: str = "auto",
+    device: int = 0,
     precision_hint: str = "",
     reference: str = "auto",
     cases: str | Sequence[str] = (),
@@ -174,10 +175,11 @@ def verify(
     check_texts(runtime=runtime, implementation=implementation, precision_hint=precision_hint, reference=reference)
     names = (cases,) if isinstance(cases, str) else cases
     check_type("cases", names, (list, tuple), "a name or a list of names")
+    check_type("device", device, int, "the number of a GPU")
     for case in names:
         check_type("an item of cases", case, str, "the name of a case")
     choice = parse_choice(reference)
-    options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint)
+    options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint, device=device)
     check_runtime(runtime, options)
     start = time.perf_counter()
     with user_errors():

@@ -13,7 +13,7 @@ from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
 from effexport.errors import UserError
 from effexport.export.onnx_graph import graph_summary, load_graph
 from effexport.models.families import how_to_download, is_checkpoint
-from effexport.runners.ort.session import kernel_library
+from effexport.runners.ort.kernels import kernel_library
 from effexport.spec import build_spec_from_checkpoint
 
 Kind = Literal["artifact", "model", "engine", "checkpoint"]

@@ -42,7 +42,7 @@ def common_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def runtime_options(runtimes: Mapping[str, Runtime]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add --runtime, with a choice of these, and --implementation to a command."""
+    """Add --runtime, with a choice of these, --implementation and --device to a command."""
     runtime = click.option(
         "--runtime",
         type=OneOf(runtimes),
@@ -52,13 +52,16 @@ def runtime_options(runtimes: Mapping[str, Runtime]) -> Callable[[Callable[..., 
     )
     implementation = click.option(
         "--implementation",
-        type=OneOf(IMPLEMENTATIONS),
+        type=Named(IMPLEMENTATIONS),
         default="auto",
         show_default=True,
         help="How custom operators run in ONNX Runtime: as kernels, as function bodies, or auto: as kernels if these "
-        "are built.",
+        "are built and not known to be slower. For single operators: LSHSort=body,….",
     )
-    return lambda command: runtime(implementation(command))
+    device = click.option(
+        "--device", type=int, default=0, show_default=True, help="Which GPU runs the model, for ort-cuda and ort-trt."
+    )
+    return lambda command: runtime(implementation(device(command)))
 
 
 def precision_hint_option(command: Callable[..., None]) -> Callable[..., None]:
@@ -74,11 +77,14 @@ def precision_hint_option(command: Callable[..., None]) -> Callable[..., None]:
     return hint(command)
 
 
-def settings_from_options(runtime: str, implementation: str) -> OrtSettings:
-    """Raises UserError for an unknown name."""
+def settings_from_options(runtime: str, implementation: str, device: int) -> OrtSettings:
+    """Raises UserError for an unknown name, and for a GPU that the runtime cannot be told to use."""
+    from effexport.runners.artifact_runner import check_runtime
+    from effexport.runners.runner import ModelOptions
+
     check_choice("--runtime", runtime, ORT_RUNTIMES)
-    check_choice("--implementation", implementation, IMPLEMENTATIONS)
-    return OrtSettings(provider=ORT_RUNTIMES[runtime].provider, implementation=implementation)
+    check_runtime(runtime, ModelOptions(implementation, device=device))
+    return OrtSettings(provider=ORT_RUNTIMES[runtime].provider, implementation=implementation, device_id=device)
 
 
 def check_output_file(output: Path, *, force: bool) -> None:

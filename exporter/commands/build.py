@@ -44,7 +44,7 @@ SECTIONS = {
         *("scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "num_hashes", "pinv_init", "seed"),
     ),
     "The ONNX file": ("precision", "opset", "external_data", "fused", "inline"),
-    "The check": ("runtime", "implementation", "trace"),
+    "The check": ("runtime", "implementation", "device", "trace"),
     "TensorRT engines": ENGINE_FLAGS,
 }
 EXAMPLES = (
@@ -149,6 +149,7 @@ def command(
     spec_file: Path | None,
     runtime: str,
     implementation: str,
+    device: int,
     output: Path | None,
     trace: bool,
     force: bool,
@@ -167,7 +168,7 @@ def command(
     require_torch("effexport build")
     engine_flags = {name: flags.pop(name) for name in ENGINE_FLAGS}
     request = BuildRequest(flags, spec_file, checkpoint, weights, factory)
-    settings = settings_from_options(runtime, implementation)
+    settings = settings_from_options(runtime, implementation, device)
     spec, source, notes, name = request.resolve()
     if implementation == "kernel" and not spec.custom_ops:
         what = f"{spec.model.title} with --inline" if spec.inline else spec.model.title

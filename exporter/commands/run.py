@@ -52,6 +52,7 @@ def command(
     force: bool,
     runtime: str,
     implementation: str,
+    device: int,
     precision_hint: str,
     as_json: bool,
 ) -> None:
@@ -70,7 +71,7 @@ def command(
     from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
     from effexport.runners.runner import ModelOptions
 
-    options = ModelOptions(implementation, precision_hint=precision_hint)
+    options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
     check_runtime(runtime, options)
     if output_file is not None:
         check_outputs(output_file, input_file or text_file, force=force)

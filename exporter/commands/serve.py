@@ -77,6 +77,7 @@ def command(
     port: int,
     runtime: str,
     implementation: str,
+    device: int,
     on_ray: bool,
     as_json: bool,
     **flags: Any,
@@ -91,10 +92,14 @@ def command(
     if not 0 <= port <= LAST_PORT:
         raise UserError(f"--port is {port}; expected 0 to {LAST_PORT}")
     settings = ServingSettings(**{field.name: flags.pop(field.name) for field in fields(ServingSettings)})
-    target = ServingTarget(artifact, name, runtime, implementation, settings)
+    target = ServingTarget(artifact, name, runtime, implementation, settings, device=device)
     # the other options are fields of ReplicaSettings
     replicas = {option: value for option, value in flags.items() if value is not None}
     if on_ray:
+        if device:
+            raise UserError(
+                f"--device {device} does not work with --ray, which gives each replica its GPUs; leave it out"
+            )
         serve_on_ray(target, host, port, replicas, as_json)
         return
     if replicas:

@@ -67,6 +67,7 @@ def command(
     weights: Path | None,
     runtime: str,
     implementation: str,
+    device: int,
     precision_hint: str,
     reference: str,
     cases: tuple[str, ...],
@@ -86,7 +87,7 @@ def command(
 
     choice = parse_choice(reference)
     # cases have different shapes and up to two sessions are open, so memory is released after each run
-    options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint)
+    options = ModelOptions(implementation, memory_arena=False, precision_hint=precision_hint, device=device)
     check_runtime(runtime, options)
     form = chosen_format(output, force=force)
     from effexport.artifact import open_artifact

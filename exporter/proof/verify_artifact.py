@@ -80,7 +80,9 @@ class Candidate:
     @property
     def settings(self) -> OrtSettings:
         """Of ONNX Runtime, for a runtime that is one of its providers."""
-        return OrtSettings(ORT_RUNTIMES[self.runtime].provider, self.options.implementation)
+        return OrtSettings(
+            ORT_RUNTIMES[self.runtime].provider, self.options.implementation, device_id=self.options.device
+        )
 
     def verify(self, cases: Sequence[Case]) -> Verification:
         spec, hashes = self.artifact.spec, self.artifact.manifest.hash_values
@@ -91,7 +93,9 @@ class Candidate:
 
     def verify_bodies(self, cases: Sequence[Case], ran: Mapping[str, str]) -> Verification:
         """What the file computes without the kernel library."""
-        open_with_bodies = model_opener(self.runtime, ModelOptions("body", memory_arena=False))
+        open_with_bodies = model_opener(
+            self.runtime, ModelOptions("body", memory_arena=False, device=self.options.device)
+        )
         spec, hashes = self.artifact.spec, self.artifact.manifest.hash_values
         return verify_bodies(self.path, cases, spec, hashes, ran, open_with_bodies)
 

@@ -63,6 +63,7 @@ def options_of(candidate: Candidate, request: Request) -> list[str]:
         WEIGHTS_OPTION: request.weights,
         REFERENCE_OPTION: None if request.choice.kind == "auto" else request.choice.option,
         "--implementation": None if candidate.options.implementation == "auto" else candidate.options.implementation,
+        "--device": candidate.options.device or None,
         "--precision-hint": candidate.options.precision_hint or None,
     }
     return [word for option, value in given.items() if value is not None for word in (option, str(value))]

@@ -13,7 +13,7 @@ from effexport.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
 from effexport.runners.feeds import FeedLimits, limits_from_spec
-from effexport.runners.ort.settings import IMPLEMENTATIONS
+from effexport.runners.ort.settings import implementation_per_op
 from effexport.runners.runner import ModelOptions, Runner
 from effexport.runtimes import ARTIFACT_RUNTIMES, Runtime
 
@@ -31,12 +31,10 @@ REASON_FOR_FLOAT32: dict[str, str] = {
 
 def check_runtime(runtime: str, options: ModelOptions) -> None:
     """Raises UserError for an unknown name, and for options that the runtime does not have."""
-    for option, value, known in (
-        ("--runtime", runtime, tuple(ARTIFACT_RUNTIMES)),
-        ("--implementation", options.implementation, IMPLEMENTATIONS),
-    ):
-        if value not in known:
-            raise UserError(f"unknown {option} {value!r}{did_you_mean(value, known)} Expected: {', '.join(known)}")
+    if runtime not in ARTIFACT_RUNTIMES:
+        known = tuple(ARTIFACT_RUNTIMES)
+        raise UserError(f"unknown --runtime {runtime!r}{did_you_mean(runtime, known)} Expected: {', '.join(known)}")
+    implementation_per_op(options.implementation, "--implementation")
     row = ARTIFACT_RUNTIMES[runtime]
     if row.folder != "ort" and options.implementation != "auto":
         reason = (
@@ -45,7 +43,19 @@ def check_runtime(runtime: str, options: ModelOptions) -> None:
         raise UserError(
             f"--implementation {options.implementation} does not apply to --runtime {runtime}: {reason}; leave it out"
         )
+    check_device(row, options.device)
     check_precision_hint(row, options.precision_hint)
+
+
+def check_device(runtime: Runtime, device: int) -> None:
+    """Raises UserError for a GPU that the runtime cannot be told to use."""
+    if device < 0:
+        raise UserError(f"--device is {device}; expected 0 for the first GPU, 1 for the second, …")
+    if device == 0 or runtime.provider in ("cuda", "tensorrt"):
+        return
+    remedy = "leave it out" if runtime.device == "cpu" else f"set CUDA_VISIBLE_DEVICES={device} instead"
+    where = "on the CPU" if runtime.device == "cpu" else "on the first GPU that it sees"
+    raise UserError(f"--device {device} does not apply to --runtime {runtime.name}, which runs {where}; {remedy}")
 
 
 def check_precision_hint(runtime: Runtime, hint: str) -> None:

@@ -14,7 +14,7 @@ from effexport.engines.sidecar import EngineInfo, read_sidecar
 from effexport.errors import UserError
 from effexport.export.onnx_graph import external_files
 from effexport.plugins.building.library import LIBRARY_NAME
-from effexport.runners.ort.session import library_for
+from effexport.runners.ort.kernels import library_for
 from effexport.runners.ort.settings import OrtSettings
 from effexport.triton.content import Content
 from effexport.triton.spec import BACKENDS, PackageSpec

@@ -29,16 +29,18 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         parameters = {name: entry["string_value"] for name, entry in config["parameters"].items()}
         on_gpu = args["model_instance_kind"] == "GPU"
-        if on_gpu:
-            show_only_gpu(int(args["model_instance_device_id"]))
         if LIBRARY.is_file():
             os.environ["EFFEXPORT_LIBRARY"] = str(LIBRARY)
         import effexport
+        from effexport.plugins.ops import OPS
 
+        # packaged kernels must run, apart from those that are slower than bodies on a GPU
+        faster = [name for name, op in OPS.items() if not on_gpu or op.cuda_up_to is None]
         settings = effexport.OrtSettings(
             provider="cuda" if on_gpu else "cpu",
-            implementation="kernel" if LIBRARY.is_file() else "body",
+            implementation=",".join(f"{name}=kernel" for name in faster) if LIBRARY.is_file() else "body",
             threads=int(parameters["threads"]) or None,
+            device_id=int(args["model_instance_device_id"]) if on_gpu else 0,
         )
         self.runner = effexport.load(HERE / "artifact", settings)
         # if Triton does not batch, results may depend on the rest of the batch, so requests run one by one
@@ -65,9 +67,3 @@ def response_from_answer(answer: Any) -> Any:
         code = pb_utils.TritonError.INVALID_ARG if bad_input else pb_utils.TritonError.INTERNAL
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(answer), code))
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in answer.items()])
-
-
-def show_only_gpu(index: int) -> None:
-    """Hide the other GPUs, because ONNX Runtime uses the first one that it sees."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)

@@ -1,4 +1,8 @@
-// Entry point of the library for ONNX Runtime: registers all operators.
+// Entry point of the library for ONNX Runtime: registers the operators, without those that the session leaves out.
+
+#include <map>
+#include <mutex>
+#include <string>
 
 #include "native/ort_op.h"
 
@@ -9,6 +13,32 @@
   }
 #include "ort_ops.inc"
 #undef EFFEXPORT_OP
+
+namespace {
+
+// An entry of a session's options: the folders of operators that this session runs as function bodies, with commas.
+constexpr const char* kLeftOutKey = "effexport.kernels_left_out";
+
+bool lists(const std::string& folders, const char* folder) {
+  return ("," + folders + ",").find(std::string(",") + folder + ",") != std::string::npos;
+}
+
+// The operators without some. Sessions refer to a domain for as long as they live, so there is one for each choice.
+const Ort::CustomOpDomain& domain_without(const std::string& folders) {
+  static std::mutex mutex;
+  static auto* domains = new std::map<std::string, Ort::CustomOpDomain>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = domains->find(folders);
+  if (found != domains->end()) return found->second;
+  Ort::CustomOpDomain made("effexport");
+#define EFFEXPORT_OP(op) \
+  if (!lists(folders, #op)) effexport::op::add_to(made);
+#include "ort_ops.inc"
+#undef EFFEXPORT_OP
+  return domains->emplace(folders, std::move(made)).first->second;
+}
+
+}  // namespace
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                                              const OrtApiBase* base) {
@@ -23,15 +53,8 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
   }
   Ort::InitApi(api);
   try {
-    // sessions refer to the domain for as long as they live
-    static Ort::CustomOpDomain* domain = [] {
-      auto* made = new Ort::CustomOpDomain("effexport");
-#define EFFEXPORT_OP(op) effexport::op::add_to(*made);
-#include "ort_ops.inc"
-#undef EFFEXPORT_OP
-      return made;
-    }();
-    Ort::UnownedSessionOptions(options).Add(*domain);
+    Ort::UnownedSessionOptions session(options);
+    session.Add(domain_without(session.GetConfigEntryOrDefault(kLeftOutKey, "")));
   } catch (const std::exception& error) {
     return api->CreateStatus(ORT_RUNTIME_EXCEPTION, error.what());
   }

@@ -22,6 +22,10 @@
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
 
+#ifdef EFFEXPORT_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 #include "native/element_types.h"
 
 namespace effexport {
@@ -263,11 +267,16 @@ inline AlignedBlock aligned_block(std::size_t bytes) {
 }
 
 // The status of a kernel launch; `error` is a cudaError_t.
+inline Ort::Status cuda_status(const char* op, int error);
+#ifdef EFFEXPORT_CUDA
 inline Ort::Status cuda_status(const char* op, int error) {
   if (error == 0) return Ort::Status{nullptr};
-  const std::string message = std::string(op) + ": the CUDA kernel was not launched, cudaError_t " + std::to_string(error);
+  const auto code = static_cast<cudaError_t>(error);
+  const std::string message = std::string(op) + ": the CUDA kernel was not launched: " + cudaGetErrorName(code) + ", " +
+                              cudaGetErrorString(code);
   return Ort::Status(message.c_str(), ORT_EP_FAIL);
 }
+#endif
 
 constexpr ONNXTensorElementDataType kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
 constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.errors import RuntimeUnsupportedError
-from effexport.export.onnx_graph import custom_ops_of_model, load_graph
+from effexport.export.onnx_graph import load_graph
 from effexport.proof.bucket_injection import with_given_buckets
 from effexport.runners.feeds import FeedLimits, checked_feeds
 from effexport.runners.ort.runner import run_failure, tensor_info
 from effexport.runners.ort.session import (
     check_provider,
-    library_for,
+    kernels_of_model,
     providers_from_settings,
-    register_library,
     session_options,
+    without_weights,
 )
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runners.ort.values import array_from_value, value_from_array
@@ -78,9 +78,8 @@ class TracedFile:
     def _session(self, ort: Any, model: bytes) -> Any:
         options = session_options(ort, self._settings, self.path.parent.resolve())
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        library = library_for(custom_ops_of_model(model), self._settings)
-        if library is not None:
-            register_library(options, library, self._settings)
+        graph = without_weights(model) if self._settings.device == "cuda" else None
+        kernels_of_model(model, graph, self._settings).register(options, self._settings)
         providers = providers_from_settings(ort, self._settings)
         try:
             session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)

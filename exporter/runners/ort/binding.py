@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import TensorInfo
-from effexport.errors import RuntimeFailedError
+from effexport.errors import RuntimeFailedError, UserError
 from effexport.runners.feeds import check_bound_feeds, signature_of
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
 from effexport.runners.ort.values import array_from_value, value_from_array
@@ -29,30 +29,43 @@ class BoundModel:
         outputs = bound.outputs()           # copies the outputs to the host
         bound.update({"input_ids": ids})    # other values, same shapes
 
-    With `cuda_graph`, the first runs capture the work of the GPU, and later runs replay it in one launch. Each method
-    holds a lock; a caller with several threads must keep update, run and outputs together.
+    With `cuda_graph`, the first runs capture the work of the GPU, and later runs replay it in one launch. Each thread
+    that runs it captures a graph of its own. Each method holds a lock; a caller with several threads must keep update,
+    run and outputs together.
     """
 
     _graph_ids = itertools.count(1)
 
     def __init__(
-        self, session: Any, feeds: Mapping[str, Array], outputs: tuple[TensorInfo, ...], settings: OrtSettings
+        self,
+        session: Any,
+        feeds: Mapping[str, Array],
+        outputs: tuple[TensorInfo, ...],
+        settings: OrtSettings,
+        lock: AbstractContextManager[Any],
     ) -> None:
-        """feeds: complete and checked."""
+        """feeds: complete and checked. lock: held while the session runs, and while inputs or outputs are copied."""
         ort = import_onnxruntime()
+        device = (settings.device, settings.device_id)
         self._session = session
         self._outputs = outputs
-        self._lock = threading.Lock()
-        self._inputs = {name: value_from_array(ort, array.copy(), settings.device) for name, array in feeds.items()}
+        self._lock = lock
+        self._has_run = False
+        self._inputs = {name: value_from_array(ort, array.copy(), *device) for name, array in feeds.items()}
         self._signature = signature_of(feeds)
         self._binding = session.io_binding()
         for name, value in self._inputs.items():
             self._binding.bind_ortvalue_input(name, value)
-        # the shapes of outputs are known after a run; from then on their memory stays
+        # the shapes of outputs are known after a run
         for tensor in outputs:
-            self._binding.bind_output(tensor.name, settings.device)
-        session.run_with_iobinding(self._binding, run_options(NO_GRAPH))
-        self._results = self._binding.get_outputs()
+            self._binding.bind_output(tensor.name, *device)
+        with self._lock:
+            session.run_with_iobinding(self._binding, run_options(NO_GRAPH))
+        found = [(value.shape(), value.element_type()) for value in self._binding.get_outputs()]
+        self._binding.clear_binding_outputs()
+        # not in the session's arena: the graph of another bound model would replay its work over them, because its
+        # memory went back to that arena when it was captured
+        self._results = [ort.OrtValue.ortvalue_from_shape_and_type(*tensor, *device) for tensor in found]
         for tensor, value in zip(outputs, self._results, strict=True):
             self._binding.bind_ortvalue_output(tensor.name, value)
         self._options = run_options(str(next(self._graph_ids)) if settings.cuda_graph else NO_GRAPH)
@@ -71,9 +84,12 @@ class BoundModel:
                 self._session.run_with_iobinding(self._binding, self._options)
             except Exception as error:  # onnxruntime has no common base class for its errors
                 raise RuntimeFailedError(f"ONNX Runtime failed on bound inputs: {error}") from error
+            self._has_run = True
 
     def outputs(self) -> dict[str, Array]:
-        """Copies of the outputs of the last run, on the host."""
+        """Copies of the outputs of the last run, on the host. Raises UserError before the first run."""
+        if not self._has_run:
+            raise UserError("this bound model has no outputs yet; call run() first")
         with self._lock:
             return {
                 tensor.name: array_from_value(value, tensor.dtype)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPES, TensorInfo
@@ -24,7 +26,8 @@ _DTYPE_OF_ORT_TYPE = {dtype.ort: name for name, dtype in DTYPES.items()}
 
 
 class OrtRunner(Closeable):
-    """Runs an ONNX model. Thread-safe; use it as a context manager or call `close`.
+    """Runs an ONNX model. Thread-safe; use it as a context manager or call `close`. With `cuda_graph`, one thread runs
+    at a time.
 
     model: path of the file, or the serialised model together with the folder of its external data.
     implementation: per custom operator of the model, what runs it here: "kernel" or "body".
@@ -45,6 +48,8 @@ class OrtRunner(Closeable):
         self._session: Any = session.inference
         # the addresses of these feeds change, and a CUDA graph would reuse the old ones
         self._options = run_options(NO_GRAPH) if self.settings.cuda_graph else None
+        # with CUDA graphs, ONNX Runtime forbids several threads in one session, in whatever they run
+        self._lock: Lock | nullcontext[None] = Lock() if self.settings.cuda_graph else nullcontext()
         self.implementation: dict[str, str] = dict(session.implementation)
         self.limits = limits or FeedLimits()
         self.inputs = tuple(tensor_info(value) for value in self._session.get_inputs())
@@ -61,9 +66,10 @@ class OrtRunner(Closeable):
         complete = self._checked(feeds)
         names = [tensor.name for tensor in self.outputs]
         try:
-            if "bfloat16" in {tensor.dtype for tensor in (*self.inputs, *self.outputs)}:
-                return self._run_values(complete, names)
-            return dict(zip(names, self._session.run(names, complete, self._options), strict=True))
+            with self._lock:
+                if "bfloat16" in {tensor.dtype for tensor in (*self.inputs, *self.outputs)}:
+                    return self._run_values(complete, names)
+                return dict(zip(names, self._session.run(names, complete, self._options), strict=True))
         except Exception as error:  # onnxruntime has no common base class for its errors
             raise run_failure(complete, error) from error
 
@@ -74,7 +80,8 @@ class OrtRunner(Closeable):
         """
         complete = self._checked(feeds)
         try:
-            return BoundModel(self._session, complete, self.outputs, self.settings)
+            lock = self._lock if self.settings.cuda_graph else Lock()
+            return BoundModel(self._session, complete, self.outputs, self.settings, lock)
         except EffexportError:
             raise
         except Exception as error:  # onnxruntime has no common base class for its errors
@@ -115,6 +122,7 @@ def open_model(
         implementation=options.implementation,
         threads=options.threads,
         memory_arena=options.memory_arena,
+        device_id=options.device,
     )
     return OrtRunner(model, settings, limits=limits, external_folder=external_folder)
 

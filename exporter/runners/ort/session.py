@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.errors import KernelWarning, RuntimeUnsupportedError, UserError
-from effexport.export.onnx_graph import custom_ops_of_model, external_files
-from effexport.plugins.building.library import Library, LibraryError, find_library
+from effexport.errors import RuntimeUnsupportedError, UserError
+from effexport.export.onnx_graph import custom_ops_of_model, external_files, load_graph, value_types
 from effexport.runners.ort import rtx_provider as ort_rtx
 from effexport.runners.ort import tensorrt_provider as ort_tensorrt
+from effexport.runners.ort.kernels import (
+    Kernels,
+    assigned_nodes,
+    assigned_ops,
+    implementation_of,
+    kernels_for,
+    slower_on_cuda,
+    warn,
+)
+from effexport.runners.ort.placement import listed, off_the_gpu, remove_weights
 from effexport.runners.ort.settings import PROVIDERS, OrtSettings, import_onnxruntime
 from effexport.runtimes import RUNTIMES
+
+if TYPE_CHECKING:
+    import onnx
 
 EXTERNAL_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 # From ONNX Runtime 1.24 on, a session reports which provider runs which node; earlier releases ignore the key.
@@ -34,19 +46,21 @@ class Session:
 def session_from_model(model: Path | bytes, settings: OrtSettings, external_folder: Path | None = None) -> Session:
     """Open a model: the path of a file, or the serialised model with the folder of its external data.
 
-    Raises MissingExtraError without onnxruntime, UserError for a provider or kernels that are not available, and
-    RuntimeUnsupportedError if ONNX Runtime refuses the model.
+    Warns if a model on CUDA leaves the GPU. Raises MissingExtraError without onnxruntime, UserError for a provider or
+    kernels that are not available, or for a CUDA graph of a model that leaves the GPU, and RuntimeUnsupportedError if
+    ONNX Runtime refuses the model.
     """
     ort = import_onnxruntime()
     providers = providers_from_settings(ort, settings)
-    custom_ops = custom_ops_of_model(model)
-    library = library_for(custom_ops, settings)
+    graph = without_weights(model) if settings.device == "cuda" else None
     options = session_options(ort, settings, external_folder)
-    if library is not None and not register_library(options, library, settings):
-        library = None
-    excluded = custom_ops if library is not None else ()
+    kernels = kernels_of_model(model, graph, settings).register(options, settings)
+    placement = None
+    if settings.provider == "cuda" and graph is not None:
+        folder = model.parent.resolve() if isinstance(model, Path) else external_folder
+        placement = Placement(ort, graph, kernels, settings, folder)
     if settings.provider == "tensorrt":
-        providers.insert(0, tensorrt_provider(ort, model, external_folder, settings, excluded))
+        providers.insert(0, tensorrt_provider(ort, model, external_folder, settings, kernels.ops))
     if settings.provider == "tensorrt-rtx":
         add_tensorrt_rtx(ort, options, model, external_folder, settings)
     source = model if isinstance(model, bytes) else str(model)
@@ -54,16 +68,89 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
         # by default, if a provider fails, onnxruntime prints a note and continues with the next one
         inference = ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
     except Exception as error:  # onnxruntime has no common base class for its errors
+        if placement is not None and settings.cuda_graph:
+            placement.check_capture()
         raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
     check_provider(inference, settings)
     assigned = assigned_ops(inference)
     if settings.provider in ("tensorrt", "tensorrt-rtx") and assigned is not None:
-        ort_tensorrt.check_share(settings, assigned, excluded)
+        ort_tensorrt.check_share(settings, assigned, kernels.ops)
     if settings.provider == "openvino" and assigned is not None and not assigned.get(PROVIDERS["openvino"]):
         raise UserError(
             f"OpenVINO took no node of the model, which would run on {', '.join(assigned)}; use --runtime ort"
         )
-    return Session(inference, implementation_of(inference, custom_ops, library, settings))
+    if placement is not None and assigned is not None and assigned.get(PROVIDERS["cpu"]):
+        placement.check()
+    return Session(inference, implementation_of(inference, kernels, settings))
+
+
+def without_weights(model: Path | bytes) -> onnx.ModelProto:
+    """The graph of a model, as `remove_weights` leaves it. Raises UserError for a file that is not a model."""
+    from onnx import ModelProto
+
+    proto = ModelProto.FromString(model) if isinstance(model, bytes) else load_graph(model)
+    remove_weights(proto)
+    return proto
+
+
+def kernels_of_model(model: Path | bytes, graph: onnx.ModelProto | None, settings: OrtSettings) -> Kernels:
+    """The kernels that a model is to run with. graph: that of `without_weights`, where a GPU runs the model.
+
+    Warns and raises as `library_for` does.
+    """
+    slow = slower_on_cuda(graph, value_types) if graph is not None else ()
+    return kernels_for(custom_ops_of_model(model), slow, settings)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Shows what leaves the GPU in a model, with a session of the same model without its weights.
+
+    folder: of the model's external data.
+    """
+
+    ort: Any
+    graph: onnx.ModelProto
+    kernels: Kernels
+    settings: OrtSettings
+    folder: Path | None
+
+    def found(self) -> list[str]:
+        """Nodes on the CPU and copies between devices, as `off_the_gpu` words them. Raises what ONNX Runtime raises."""
+        from onnx import load
+
+        settings = replace(self.settings, cuda_graph=False)
+        options = session_options(self.ort, settings, self.folder)
+        self.kernels.register(options, settings)
+        providers = providers_from_settings(self.ort, settings)
+        with tempfile.TemporaryDirectory(prefix="effexport-placement-") as temporary:
+            path = Path(temporary) / "model.onnx"
+            options.optimized_model_filepath = str(path)
+            model = self.graph.SerializeToString()
+            inference = self.ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
+            final = load(str(path), load_external_data=False).graph
+        return off_the_gpu(final, assigned_nodes(inference, PROVIDERS["cpu"]))
+
+    def check_capture(self) -> None:
+        """Raises UserError if a model that ONNX Runtime refuses with a CUDA graph leaves the GPU, and names where."""
+        try:
+            found = self.found()
+        except Exception:  # it is refused without a CUDA graph, too: the caller's error says why
+            return
+        if found:
+            raise UserError(
+                f"cuda_graph needs a model that stays on the GPU, but {listed(found)}; leave cuda_graph out"
+            )
+
+    def check(self) -> None:
+        """Warns if a model leaves the GPU, and names where."""
+        try:
+            found = self.found()
+        except Exception as error:  # the model itself is open, so this must not stop it
+            warn(f"whether this model leaves the GPU is not known: without its weights, it does not open: {error}")
+            return
+        if found:
+            warn(f"this model leaves the GPU in every run, and the GPU waits each time: {listed(found)}")
 
 
 def check_settings(settings: OrtSettings) -> None:
@@ -79,7 +166,7 @@ def check_settings(settings: OrtSettings) -> None:
         info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y")]
         graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "one node", info[:1], info[1:])
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
-        session_from_model(model.SerializeToString(), OrtSettings(provider="cuda"))
+        session_from_model(model.SerializeToString(), OrtSettings(provider="cuda", device_id=settings.device_id))
 
 
 def session_options(ort: Any, settings: OrtSettings, external_folder: Path | None) -> Any:
@@ -118,7 +205,11 @@ def providers_from_settings(ort: Any, settings: OrtSettings) -> list[Any]:
         # CUDA libraries from pip are not on a search path; messages about missing ones must not mix with our stdout
         with contextlib.redirect_stdout(sys.stderr):
             ort.preload_dlls()
-    options = {"use_tf32": str(int(settings.tf32)), "enable_cuda_graph": str(int(settings.cuda_graph))}
+    options = {
+        "device_id": str(settings.device_id),
+        "use_tf32": str(int(settings.tf32)),
+        "enable_cuda_graph": str(int(settings.cuda_graph)),
+    }
     return [(PROVIDERS["cuda"], options), PROVIDERS["cpu"]]
 
 
@@ -139,7 +230,8 @@ def tensorrt_provider(
     ort_tensorrt.check_tf32(settings)
     conditions = (ort.__version__, ort_tensorrt.tf32_allowed(), sorted(excluded), settings.profile)
     engines = ort_tensorrt.engine_folder(settings.runtime, model, external_files(model, external_folder), *conditions)
-    return PROVIDERS["tensorrt"], ort_tensorrt.provider_options(settings.profile, excluded, engines)
+    options = ort_tensorrt.provider_options(settings.profile, excluded, engines)
+    return PROVIDERS["tensorrt"], {"device_id": str(settings.device_id), **options}
 
 
 def add_tensorrt_rtx(
@@ -166,96 +258,3 @@ def check_provider(inference: Any, settings: OrtSettings) -> None:
         f"{wanted} did not start, and the model would run on {', '.join(running)}; expected {expected}. The lines "
         "above from ONNX Runtime name the reason"
     )
-
-
-def library_for(custom_ops: Sequence[str], settings: OrtSettings) -> Library | None:
-    """The kernel library for a model. Warns if bodies run because there are no kernels.
-
-    Raises UserError if the settings ask for kernels that are not built, or together with a profile.
-    """
-    if settings.implementation == "body" or settings.provider == "tensorrt-rtx" or not custom_ops:
-        return None
-    names = ", ".join(custom_ops)
-    if settings.profile:
-        # otherwise the provider reports "User needs to provide all the dynamic shape inputs with associated profiles"
-        if settings.implementation == "kernel":
-            raise UserError(
-                f"kernels of {names} were requested; they cut the graph into parts, and a profile has no shapes for "
-                "the inputs of parts: leave out the profile, or let the bodies run"
-            )
-        return None
-    library = kernel_library()
-    if library is None:
-        fall_back(settings, f"no kernel library is built for {names}; build it with: effexport plugins build")
-    elif settings.device == "cuda" and library.info is not None and not library.info.has_cuda:
-        fall_back(
-            settings,
-            f"{library.path} has no CUDA kernels for {names}; on a machine with nvcc, build them with: "
-            "effexport plugins build --cuda",
-        )
-        return None
-    elif library.outdated:
-        warn(f"{library.path} was built from other sources than these; rebuild it with: effexport plugins build")
-    return library
-
-
-def kernel_library() -> Library | None:
-    """The library of this installation, if it is built. Raises UserError if EFFEXPORT_LIBRARY names a missing file."""
-    try:
-        return find_library()
-    except LibraryError as error:
-        raise UserError(str(error)) from error
-
-
-def register_library(options: Any, library: Library, settings: OrtSettings) -> bool:
-    try:
-        options.register_custom_ops_library(str(library.path))
-    except Exception as error:  # onnxruntime has no common base class for its errors
-        fall_back(settings, f"ONNX Runtime does not load {library.path}: {error}")
-        return False
-    return True
-
-
-def fall_back(settings: OrtSettings, reason: str) -> None:
-    """Use bodies instead of kernels: with a warning, or an error if kernels were requested."""
-    if settings.implementation == "kernel":
-        raise UserError(f"kernels were requested, but {reason}")
-    warn(f"custom operators run as function bodies, which are slower: {reason}")
-
-
-def warn(message: str) -> None:
-    warnings.warn(message, KernelWarning, stacklevel=2)
-
-
-def implementation_of(
-    inference: Any, custom_ops: Sequence[str], library: Library | None, settings: OrtSettings
-) -> dict[str, Literal["kernel", "body"]]:
-    """What runs each custom operator: as the session reports, or, before 1.24, by the rule that a kernel wins."""
-    if not custom_ops:
-        return {}
-    assigned = assigned_ops(inference)
-    if assigned is None:
-        return dict.fromkeys(custom_ops, "kernel" if library else "body")
-    wanted = PROVIDERS[settings.device]  # kernels run on CUDA even if TensorRT runs the rest
-    for op in custom_ops:
-        elsewhere = [provider for provider, ops in assigned.items() if op in ops and provider != wanted]
-        if elsewhere:
-            warn(f"{op} runs on {', '.join(elsewhere)}: the library has no kernel for {wanted}")
-    ran = set().union(*assigned.values())
-    missing = [op for op in custom_ops if op not in ran]
-    if missing and settings.implementation == "kernel":
-        raise UserError(
-            f"kernels were requested, but the library has none for {', '.join(missing)} with the types of this model; "
-            "use the default, which runs their function bodies"
-        )
-    return {op: "kernel" if op in ran else "body" for op in custom_ops}
-
-
-def assigned_ops(inference: Any) -> dict[str, set[str]] | None:
-    """Per provider, the operators that it runs; None before 1.24, whose sessions do not report it."""
-    if not hasattr(inference, "get_provider_graph_assignment_info"):
-        return None
-    assigned: dict[str, set[str]] = {}
-    for part in inference.get_provider_graph_assignment_info():
-        assigned.setdefault(part.ep_name, set()).update(node.op_type for node in part.get_nodes())
-    return assigned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 
-def value_from_array(ort: Any, array: Array, device: str = "cpu") -> Any:
-    """A value on "cpu", which may share the array's memory, or a copy on "cuda".
+def value_from_array(ort: Any, array: Array, device: str = "cpu", device_id: int = 0) -> Any:
+    """A value on "cpu", which may share the array's memory, or a copy on "cuda", on the GPU of this index.
 
     numpy has bfloat16 only through ml_dtypes, which onnxruntime does not accept: its bits are passed instead, which
     works on the CPU only. Raises UserError for bfloat16 on another device.
     """
     array = np.ascontiguousarray(array)
     if array.dtype != ml_dtypes.bfloat16:
-        return ort.OrtValue.ortvalue_from_numpy(array, device)
+        return ort.OrtValue.ortvalue_from_numpy(array, device, device_id)
     if device != "cpu":
         raise UserError("onnxruntime makes bfloat16 values on the CPU only; use `run`, which copies them to the device")
     import onnx
@@ -30,6 +31,15 @@ def value_from_array(ort: Any, array: Array, device: str = "cpu") -> Any:
 
 
 def array_from_value(value: Any, dtype: str) -> Array:
-    """A copy on the host. dtype: as in TensorInfo."""
-    array: Array = np.array(value.numpy())
-    return array.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else array
+    """A copy on the host. dtype: as in TensorInfo.
+
+    Raises UserError for bfloat16 on another device, because onnxruntime does not copy it to the host.
+    """
+    if dtype != "bfloat16":
+        return np.array(value.numpy())
+    if value.device_name() != "cpu":
+        raise UserError("onnxruntime does not copy bfloat16 outputs to the CPU; use `run`, which returns them there")
+    if not (nbytes := value.tensor_size_in_bytes()):
+        return np.empty(value.shape(), ml_dtypes.bfloat16)
+    copied = ctypes.string_at(value.data_ptr(), nbytes)
+    return np.frombuffer(copied, ml_dtypes.bfloat16).reshape(value.shape()).copy()

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServingTarget:
-    """An artifact to serve. name: None for the name of its folder. runtime, implementation: as in `effexport run`.
+    """An artifact to serve. name: None for the name of its folder. runtime, implementation, device: as in
+    `effexport run`.
 
     threads: of the runtime; None: its default.
     """
@@ -28,10 +29,11 @@ class ServingTarget:
     implementation: str
     settings: ServingSettings
     threads: int | None = None
+    device: int = 0
 
     @property
     def options(self) -> ModelOptions:
-        return ModelOptions(self.implementation, self.threads)
+        return ModelOptions(self.implementation, self.threads, device=self.device)
 
     def load(self) -> ServedModel:
         """Open the artifact and warm it up in this process. Raises UserError if it cannot be served."""

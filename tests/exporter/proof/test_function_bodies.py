@@ -191,9 +191,9 @@ def test_without_pytorch_bodies_are_compared_with_kernels(
 
 
 def test_with_neither_pytorch_nor_kernels_the_check_is_not_run(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    from effexport.runners.ort import session
+    from effexport.runners.ort import kernels
 
-    monkeypatch.setattr(session, "find_library", lambda: None)
+    monkeypatch.setattr(kernels, "find_library", lambda: None)
     artifact = artifact_of(built, "softmax")
     without_torch(monkeypatch, ModuleNotFoundError("No module named 'torch'"))
     (check,) = check_function_bodies(artifact.model_path, artifact.spec)

@@ -23,6 +23,7 @@ from effexport import OrtSettings
 from effexport.engines.sidecar import ShapeRange
 from effexport.environment import Gpu
 from effexport.errors import KernelWarning, MissingExtraError, UserError
+from effexport.runners.ort import kernels
 from effexport.runners.ort import rtx_provider as ort_rtx
 from effexport.runners.ort import session as ort_session
 from effexport.runners.ort import tensorrt_provider as ort_tensorrt
@@ -135,7 +136,7 @@ def test_the_profile_becomes_options_as_the_provider_spells_them(ort: FakeOrt) -
 def test_custom_operators_run_as_bodies_whatever_kernels_there_are(
     ort: FakeOrt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ort_session, "find_library", lambda: pytest.fail("the library was looked up"))
+    monkeypatch.setattr(kernels, "find_library", lambda: pytest.fail("the library was looked up"))
     for implementation in ("auto", "body"):
         session = session_from_model(WITH_SORT, settings(implementation=implementation))
         assert session.implementation == {"LSHSort": "body"}

@@ -18,11 +18,13 @@ import effexport
 from effexport import OrtSettings
 from effexport.artifact import Artifact
 from effexport.errors import EffexportError, KernelWarning, RuntimeUnsupportedError, UserError
+from effexport.export.onnx_graph import value_types
 from effexport.plugins.building.library import Library, get_library_path
 from effexport.proof.cases import load_reference
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit
 from effexport.proof.verify import verify_candidate
+from effexport.runners.ort import kernels
 from effexport.runners.ort import session as ort_session
 from effexport.runtimes import ORT_RUNTIMES
 
@@ -32,7 +34,7 @@ WITH_OPERATORS = ("softmax", "linear", "nystrom", "lsh", "aft-simple")
 
 
 def library_is(monkeypatch: pytest.MonkeyPatch, library: Library | None) -> None:
-    monkeypatch.setattr(ort_session, "find_library", lambda: library)
+    monkeypatch.setattr(kernels, "find_library", lambda: library)
 
 
 def token_ids(batch: int = 2, seq_len: int = 50) -> np.ndarray:
@@ -52,6 +54,28 @@ def test_kernels_and_bodies_give_the_same_answer_and_say_which_they_are(built: B
     assert np.array_equal(answers["auto"], answers["kernel"])
     for sample, other in zip(answers["kernel"], answers["body"], strict=True):
         assert relative_error(sample, other)[0] <= arithmetic_limit(artifact.spec).value
+
+
+@pytest.mark.requires("native")
+def test_single_operators_run_as_bodies_and_the_others_as_kernels(built: Built) -> None:
+    artifact = built("nystrom", "encoder")
+    feeds, answers = {"input_ids": token_ids()}, []
+    for implementation in ("MaskedAttention=body,IterativePinv=body", "MaskedAttention=kernel", "auto"):
+        with effexport.load(artifact.path, OrtSettings(implementation=implementation)) as runner:
+            bodies = {op for op in runner.implementation if f"{op}=body" in implementation}
+            ran = {op: "body" if op in bodies else "kernel" for op in artifact.manifest.custom_ops}
+            assert runner.implementation == ran
+            answers.append(runner.run(feeds)["last_hidden_state"])
+    assert not np.array_equal(answers[0], answers[1])
+    assert np.array_equal(answers[1], answers[2]), "the choice for one session does not change another"
+    for sample, other in zip(answers[0], answers[1], strict=True):
+        assert relative_error(sample, other)[0] <= arithmetic_limit(artifact.spec).value
+
+
+def test_the_sizes_of_an_exported_pseudo_inverse_are_known(built: Built, scope: str) -> None:
+    """A GPU runs its kernel or its body by them."""
+    graph = ort_session.without_weights(built("nystrom", scope).model_path)
+    assert kernels.slower_on_cuda(graph, value_types) == {"MaskedAttention"}
 
 
 @pytest.mark.requires("native")
@@ -140,9 +164,9 @@ def test_on_a_gpu_bodies_are_preferred_to_kernels_for_the_cpu(monkeypatch: pytes
     library_is(monkeypatch, cpu_only)  # type: ignore[arg-type]
     settings = OrtSettings(provider="cuda")
     with pytest.warns(KernelWarning, match=r"lib\.so has no CUDA kernels for LSHSort; .*plugins build --cuda"):
-        assert ort_session.library_for(["LSHSort"], settings) is None
+        assert kernels.library_for(["LSHSort"], settings) is None
     with pytest.raises(UserError, match=r"kernels were requested, but .* has no CUDA kernels"):
-        ort_session.library_for(["LSHSort"], OrtSettings(provider="cuda", implementation="kernel"))
+        kernels.library_for(["LSHSort"], OrtSettings(provider="cuda", implementation="kernel"))
 
 
 @pytest.mark.parametrize(
@@ -185,9 +209,9 @@ def test_cuda_is_asked_for_exact_float32_and_for_graphs_only_on_request() -> Non
     ort = fake_ort(["CUDAExecutionProvider", "CPUExecutionProvider"])
     (cuda, options), cpu = ort_session.providers_from_settings(ort, OrtSettings(provider="cuda"))
     assert (cuda, cpu) == ("CUDAExecutionProvider", "CPUExecutionProvider")
-    assert options == {"use_tf32": "0", "enable_cuda_graph": "0"}
+    assert options == {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": "0"}
     (_, options), _ = ort_session.providers_from_settings(ort, OrtSettings(provider="cuda", cuda_graph=True, tf32=True))
-    assert options == {"use_tf32": "1", "enable_cuda_graph": "1"}
+    assert options == {"device_id": "0", "use_tf32": "1", "enable_cuda_graph": "1"}
 
 
 def test_what_onnxruntime_prints_about_missing_libraries_stays_out_of_stdout(
@@ -197,6 +221,9 @@ def test_what_onnxruntime_prints_about_missing_libraries_stays_out_of_stdout(
     ort.preload_dlls = lambda: print("Failed to load libcublas")
     ort_session.providers_from_settings(ort, OrtSettings(provider="cuda"))
     assert capsys.readouterr() == ("", "Failed to load libcublas\n")
+
+
+NOTHING = kernels.Kernels(None, (), ("LSHSort",))
 
 
 def assigned(**providers: str) -> Any:
@@ -210,16 +237,16 @@ def assigned(**providers: str) -> Any:
 
 def test_what_ran_is_what_the_session_says() -> None:
     inference = assigned(LSHSort="CPUExecutionProvider", MatMul="CPUExecutionProvider")
-    ran = ort_session.implementation_of(inference, ["IterativePinv", "LSHSort"], None, OrtSettings())
+    ran = kernels.implementation_of(inference, kernels.Kernels(None, (), ("IterativePinv", "LSHSort")), OrtSettings())
     assert ran == {"IterativePinv": "body", "LSHSort": "kernel"}
     with pytest.warns(KernelWarning, match="LSHSort runs on CPUExecutionProvider: .* no kernel for CUDA"):
-        ort_session.implementation_of(inference, ["LSHSort"], None, OrtSettings(provider="cuda"))
+        kernels.implementation_of(inference, NOTHING, OrtSettings(provider="cuda"))
 
 
 def test_before_sessions_could_say_a_registered_kernel_is_what_runs() -> None:
     library = Library(Path("lib.so"), outdated=False, info=None)
-    for given, ran in ((library, "kernel"), (None, "body")):
-        assert ort_session.implementation_of(object(), ["LSHSort"], given, OrtSettings()) == {"LSHSort": ran}
+    for given, ran in ((kernels.Kernels(library, ("LSHSort",), ()), "kernel"), (NOTHING, "body")):
+        assert kernels.implementation_of(object(), given, OrtSettings()) == {"LSHSort": ran}
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from effexport.engines.profile import default_profile
 from effexport.engines.sidecar import ShapeRange
 from effexport.errors import KernelWarning, RuntimeUnsupportedError, UserError
 from effexport.plugins.building.library import Library
+from effexport.runners.ort import kernels
 from effexport.runners.ort import session as ort_session
 from effexport.runners.ort import tensorrt_provider as ort_tensorrt
 from effexport.runners.ort.session import session_from_model
@@ -99,7 +100,7 @@ def ort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeOrt:
     """The stand-in, without kernels, in a process that forbids TF32, with a cache of its own."""
     fake = FakeOrt(tmp_path / "onnxruntime")
     monkeypatch.setattr(ort_session, "import_onnxruntime", lambda: fake)
-    monkeypatch.setattr(ort_session, "find_library", lambda: None)
+    monkeypatch.setattr(kernels, "find_library", lambda: None)
     monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(ort_tensorrt.TF32_VARIABLE, "0")
     return fake
@@ -114,7 +115,7 @@ def no_warnings() -> Iterator[None]:
 
 def with_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(Path("lib.so"), outdated=False, info=SimpleNamespace(has_cuda=True))  # type: ignore[arg-type]
-    monkeypatch.setattr(ort_session, "find_library", lambda: library)
+    monkeypatch.setattr(kernels, "find_library", lambda: library)
 
 
 def settings(**fields: Any) -> OrtSettings:
@@ -127,7 +128,7 @@ def test_tensorrt_comes_first_and_cuda_and_the_cpu_take_the_rest(ort: FakeOrt) -
     assert session.implementation == {}
     (tensorrt, _), (cuda, cuda_options), cpu = ort.opened[0]["providers"]
     assert (tensorrt, cuda, cpu) == (TENSORRT, CUDA, CPU)
-    assert cuda_options == {"use_tf32": "0", "enable_cuda_graph": "0"}
+    assert cuda_options == {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": "0"}
     assert ort.opened[0]["enable_fallback"] == 0, (
         "onnxruntime would go on without TensorRT, also in the middle of a run"
     )
@@ -140,6 +141,7 @@ def test_the_profile_and_the_cache_become_options_as_the_provider_spells_them(or
     assert Path(folder).is_dir()
     assert Path(folder).parent == tmp_path / "cache" / "ort-trt"
     assert options == {
+        "device_id": "0",
         "trt_fp16_enable": "False",
         "trt_int8_enable": "False",
         "trt_engine_cache_enable": "True",
@@ -196,7 +198,7 @@ def test_a_kernel_that_ends_up_on_the_cpu_is_said(ort: FakeOrt, monkeypatch: pyt
 
 def test_kernels_without_cuda_are_left_aside(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_only = Library(Path("lib.so"), outdated=False, info=SimpleNamespace(has_cuda=False))  # type: ignore[arg-type]
-    monkeypatch.setattr(ort_session, "find_library", lambda: cpu_only)
+    monkeypatch.setattr(kernels, "find_library", lambda: cpu_only)
     with pytest.warns(KernelWarning, match="has no CUDA kernels for LSHSort"):
         assert session_from_model(WITH_SORT, settings()).implementation == {"LSHSort": "body"}
 

@@ -1,0 +1,463 @@
+"""ONNX Runtime on CUDA: its options, its lock, the memory of bound outputs, what leaves the GPU, and slow kernels.
+
+There is no GPU here: a stand-in for onnxruntime records what it is given. scripts/gpu/ort_checks.py checks what only a
+GPU can show.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+from effexport import OrtSettings
+from effexport.errors import KernelWarning, RuntimeUnsupportedError, UserError
+from effexport.plugins.building.library import Library
+from effexport.plugins.ops import OPS
+from effexport.runners.artifact_runner import check_runtime
+from effexport.runners.ort import binding, kernels, placement
+from effexport.runners.ort import runner as ort_runner
+from effexport.runners.ort import session as ort_session
+from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.session import session_from_model
+from effexport.runners.ort.values import array_from_value
+from effexport.runners.runner import ModelOptions
+
+pytestmark = pytest.mark.requires("onnx", "ort")
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+def parsed(text: str) -> onnx.ModelProto:
+    head = '<ir_version: 10, opset_import: ["" : 20, "effexport" : 1]> '
+    model: onnx.ModelProto = onnx.parser.parse_model(head + text)
+    return model
+
+
+PLAIN = parsed("g (float[b, 4] x) => (float[b, 4] y) { y = Neg (x) }").SerializeToString()
+# what ONNX Runtime makes of a model when CUDA has no kernel for CumSum; shape arithmetic belongs on the CPU
+WITH_COPIES = parsed(
+    """g (float[b, 4] x) => (float[b, 4] y) {
+    [sizes] n = Shape (x)
+    [arithmetic] m = Neg (n)
+    [to] on_cpu = MemcpyToHost (x)
+    [sum] summed = CumSum (on_cpu, m)
+    [back] on_gpu = MemcpyFromHost (summed)
+    [end] y = Neg (on_gpu)
+    }"""
+)
+ON_CPU = {"arithmetic": "Neg", "sum": "CumSum"}
+
+
+class FakeOrt:
+    """An onnxruntime with CUDA, which opens every model.
+
+    on_cpu: nodes that it leaves to the CPU, by name, with their operators. final: the graph that it writes when asked
+    to. refuses_graphs: whether it refuses CUDA graphs.
+    """
+
+    __version__ = "9.9"
+
+    def __init__(self) -> None:
+        self.on_cpu: dict[str, str] = {}
+        self.kernels: tuple[str, ...] = ()
+        self.final = parsed("g (float[b, 4] x) => (float[b, 4] y) { y = Neg (x) }")
+        self.refuses_graphs = False
+        self.opened: list[SimpleNamespace] = []
+
+    def get_available_providers(self) -> list[str]:
+        return [CUDA, CPU]
+
+    def SessionOptions(self) -> Any:
+        entries: dict[str, str] = {}
+        options = SimpleNamespace(entries=entries, libraries=[], optimized_model_filepath="")
+        options.add_session_config_entry = entries.__setitem__
+        options.register_custom_ops_library = options.libraries.append
+        return options
+
+    def InferenceSession(self, source: Any, options: Any, *, providers: list[Any], enable_fallback: int) -> Any:
+        (_, cuda), _ = providers
+        self.opened.append(SimpleNamespace(source=source, options=options, cuda=cuda))
+        if self.refuses_graphs and cuda["enable_cuda_graph"] == "1":
+            raise RuntimeError("This session cannot use the graph capture feature as requested by the user")
+        if options.optimized_model_filepath:
+            onnx.save(self.final, options.optimized_model_filepath)
+        nodes = [SimpleNamespace(name=name, op_type=op) for name, op in self.on_cpu.items()]
+        ours = [SimpleNamespace(name=op, op_type=op) for op in self.kernels]
+        parts = [
+            SimpleNamespace(ep_name=name, get_nodes=lambda n=n: n) for name, n in ((CPU, nodes), (CUDA, ours)) if n
+        ]
+        return SimpleNamespace(get_providers=lambda: [CUDA, CPU], get_provider_graph_assignment_info=lambda: parts)
+
+
+@pytest.fixture
+def ort(monkeypatch: pytest.MonkeyPatch) -> FakeOrt:
+    fake = FakeOrt()
+    monkeypatch.setattr(ort_session, "import_onnxruntime", lambda: fake)
+    monkeypatch.setattr(kernels, "find_library", lambda: None)
+    return fake
+
+
+@pytest.fixture
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def on_cuda(**fields: Any) -> OrtSettings:
+    return OrtSettings(provider="cuda", **fields)
+
+
+# ---- what leaves the GPU
+
+
+@pytest.mark.usefixtures("no_warnings")
+def test_a_model_of_which_nothing_is_on_the_cpu_is_opened_once(ort: FakeOrt) -> None:
+    session_from_model(PLAIN, on_cuda())
+    assert len(ort.opened) == 1
+
+
+@pytest.mark.usefixtures("no_warnings")
+def test_arithmetic_on_shapes_may_run_on_the_cpu(ort: FakeOrt) -> None:
+    ort.on_cpu = {"arithmetic": "Neg"}
+    ort.final = parsed("g (float[b, 4] x) => (int64[2] y) { [sizes] n = Shape (x)\n [arithmetic] y = Neg (n) }")
+    session_from_model(PLAIN, on_cuda())
+    assert len(ort.opened) == 2
+
+
+def test_nodes_and_copies_that_leave_the_gpu_are_named(ort: FakeOrt) -> None:
+    ort.on_cpu, ort.final = ON_CPU, WITH_COPIES
+    message = (
+        r"leaves the GPU in every run, .*: CumSum 'sum' runs on the CPU; 'x' is copied to the CPU for CumSum 'sum'; "
+        r"'summed' is copied to the GPU from CumSum 'sum'$"
+    )
+    with pytest.warns(KernelWarning, match=message):
+        session_from_model(PLAIN, on_cuda())
+
+
+def test_a_cuda_graph_of_such_a_model_is_refused_with_their_names(ort: FakeOrt) -> None:
+    ort.on_cpu, ort.final, ort.refuses_graphs = ON_CPU, WITH_COPIES, True
+    with pytest.raises(
+        UserError, match=r"cuda_graph needs a model that stays on the GPU, but CumSum 'sum' runs on the"
+    ):
+        session_from_model(PLAIN, on_cuda(cuda_graph=True))
+    assert [session.cuda["enable_cuda_graph"] for session in ort.opened] == ["1", "0"]
+
+
+def test_a_refusal_for_another_reason_stays_what_it_is(ort: FakeOrt) -> None:
+    ort.refuses_graphs = True
+    with pytest.raises(RuntimeUnsupportedError, match="cannot use the graph capture feature"):
+        session_from_model(PLAIN, on_cuda(cuda_graph=True))
+
+
+def test_a_model_that_cannot_be_looked_at_runs_with_a_warning(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> None:
+    ort.on_cpu = ON_CPU
+    monkeypatch.setattr(onnx, "load", lambda *args, **kwargs: 1 / 0)
+    with pytest.warns(KernelWarning, match="whether this model leaves the GPU is not known: .* division by zero"):
+        session_from_model(PLAIN, on_cuda())
+
+
+def test_long_lists_are_cut() -> None:
+    assert placement.listed([f"n{i}" for i in range(7)]) == "n0; n1; n2; n3; n4; and 2 more"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_without_its_weights_a_model_opens_and_keeps_its_constants(dtype: str, tmp_path: Path) -> None:
+    """In the real onnxruntime, which would compute weights in advance if they were constants."""
+    from onnxruntime import InferenceSession, SessionOptions
+
+    model = parsed(
+        "g (float[b, 64] x) => (float[b, 64] y) { v = Cast <to = 1> (w)\n h = MatMul (x, v)\n y = Add (h, one) }"
+    )
+    weight = np.eye(64).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(64, dtype=np.float32), "one"))
+    light = ort_session.without_weights(model.SerializeToString())
+    assert [value.name for value in light.graph.input] == ["x"]
+    assert [tensor.name for tensor in light.graph.initializer] == ["one"]
+    options = SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "final.onnx")
+    session = InferenceSession(light.SerializeToString(), options)
+    assert [value.name for value in session.get_outputs()] == ["y"]
+    assert placement.WEIGHT in [node.op_type for node in onnx.load(str(tmp_path / "final.onnx")).graph.node]
+
+
+# ---- one of several GPUs
+
+
+def test_the_device_reaches_the_provider(ort: FakeOrt) -> None:
+    ort_session.check_settings(on_cuda(device_id=3))
+    session_from_model(PLAIN, on_cuda(device_id=2))
+    assert [session.cuda["device_id"] for session in ort.opened] == ["3", "2"]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "device", "message"),
+    [
+        ("ort-cuda", -1, "--device is -1; expected 0 for the first GPU"),
+        ("ort", 1, "--device 1 does not apply to --runtime ort, which runs on the CPU; leave it out"),
+        ("trt", 1, "--device 1 does not apply to --runtime trt, .*; set CUDA_VISIBLE_DEVICES=1 instead"),
+    ],
+)
+def test_a_device_that_a_runtime_cannot_be_told_is_refused(runtime: str, device: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_runtime(runtime, ModelOptions(device=device))
+    check_runtime("ort-cuda", ModelOptions(device=1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"device_id": 1}, "device_id needs the provider 'cuda' or 'tensorrt'; the provider is 'cpu'"),
+        ({"provider": "cuda", "device_id": -1}, "device_id is -1; expected 0 for the first GPU"),
+    ],
+)
+def test_settings_with_a_device_that_cannot_work(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        OrtSettings(**fields)
+
+
+# ---- bound models
+
+
+class FakeValue:
+    """A value of onnxruntime, with the call that made it."""
+
+    def __init__(self, made: str, shape: tuple[int, ...], element_type: int, device: str, device_id: int) -> None:
+        self.made, self._shape, self._type, self.device = made, shape, element_type, (device, device_id)
+
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def element_type(self) -> int:
+        return self._type
+
+    def numpy(self) -> np.ndarray:
+        return np.zeros(self._shape, np.float32)
+
+    def update_inplace(self, array: np.ndarray) -> None:
+        assert array.shape == self._shape
+
+
+class FakeBinding:
+    """An IOBinding. outputs: what is bound now; a name stands for memory of the session's arena."""
+
+    def __init__(self) -> None:
+        self.inputs: list[FakeValue] = []
+        self.outputs: list[FakeValue] = []
+
+    def bind_ortvalue_input(self, name: str, value: FakeValue) -> None:
+        self.inputs.append(value)
+
+    def bind_output(self, name: str, device: str, device_id: int) -> None:
+        self.outputs.append(FakeValue("by the session", (2, 4), onnx.TensorProto.FLOAT, device, device_id))
+
+    def bind_ortvalue_output(self, name: str, value: FakeValue) -> None:
+        self.outputs.append(value)
+
+    def clear_binding_outputs(self) -> None:
+        self.outputs = []
+
+    def get_outputs(self) -> list[FakeValue]:
+        return self.outputs
+
+
+class FakeSession:
+    """A session of `PLAIN` that counts how many threads are in it."""
+
+    def __init__(self) -> None:
+        self.bindings: list[FakeBinding] = []
+        self.graph_ids: list[str] = []
+        self.inside = self.most_inside = 0
+
+    def get_inputs(self) -> list[Any]:
+        return [SimpleNamespace(name="x", type="tensor(float)", shape=["b", 4])]
+
+    def get_outputs(self) -> list[Any]:
+        return [SimpleNamespace(name="y", type="tensor(float)", shape=["b", 4])]
+
+    def io_binding(self) -> FakeBinding:
+        self.bindings.append(FakeBinding())
+        return self.bindings[-1]
+
+    def run(self, names: list[str], feeds: dict[str, np.ndarray], options: Any) -> list[np.ndarray]:
+        self.run_with_iobinding(None, options)
+        return [feeds["x"]]
+
+    def run_with_iobinding(self, bound: Any, options: Any) -> None:
+        self.inside += 1
+        self.most_inside = max(self.most_inside, self.inside)
+        if options is not None:
+            self.graph_ids.append(options.entries["gpu_graph_id"])
+        time.sleep(0.002)  # another thread gets in now, if it may
+        self.inside -= 1
+
+
+class FakeOptions:
+    """RunOptions."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, str] = {}
+        self.add_run_config_entry = self.entries.__setitem__
+
+
+FAKE_VALUES = SimpleNamespace(
+    RunOptions=FakeOptions,
+    OrtValue=SimpleNamespace(
+        ortvalue_from_numpy=lambda array, device, device_id: FakeValue("from numpy", array.shape, 1, device, device_id),
+        ortvalue_from_shape_and_type=lambda *tensor: FakeValue("by itself", *tensor),
+    ),
+)
+FEEDS = {"x": np.zeros((2, 4), np.float32)}
+
+
+@pytest.fixture
+def fake_session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
+    session = FakeSession()
+    monkeypatch.setattr(ort_runner, "session_from_model", lambda *args: ort_session.Session(session, {}))
+    monkeypatch.setattr(binding, "import_onnxruntime", lambda: FAKE_VALUES)
+    return session
+
+
+def test_bound_values_are_on_the_chosen_device_and_outputs_outside_the_arena_of_the_session(
+    fake_session: FakeSession,
+) -> None:
+    runner = OrtRunner(PLAIN, on_cuda(device_id=1, cuda_graph=True))
+    bound = [runner.bind(FEEDS), runner.bind(FEEDS)]
+    for made in fake_session.bindings:
+        (given,), (result,) = made.inputs, made.outputs
+        assert (given.made, given.device) == ("from numpy", ("cuda", 1))
+        assert (result.made, result.device) == ("by itself", ("cuda", 1))
+        assert (result.shape(), result.element_type()) == ((2, 4), onnx.TensorProto.FLOAT)
+    fake_session.graph_ids.clear()
+    for one in (*bound, *bound):
+        one.run()
+    first, second, *again = fake_session.graph_ids
+    assert first != second
+    assert again == [first, second]
+    assert "-1" not in (first, second)
+
+
+def test_a_bound_model_has_no_outputs_before_its_first_run(fake_session: FakeSession) -> None:
+    bound = OrtRunner(PLAIN).bind(FEEDS)
+    with pytest.raises(UserError, match=r"this bound model has no outputs yet; call run\(\) first"):
+        bound.outputs()
+    bound.run()
+    assert bound.outputs()["y"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("cuda_graph", [True, False])
+def test_with_cuda_graphs_one_thread_at_a_time_is_in_a_session(fake_session: FakeSession, cuda_graph: bool) -> None:
+    runner = OrtRunner(PLAIN, on_cuda(cuda_graph=cuda_graph))
+    bound = [runner.bind(FEEDS) for _ in range(3)]
+    work = [*(one.run for one in bound), lambda: runner.run(FEEDS), lambda: runner.bind(FEEDS)]
+    with ThreadPoolExecutor(len(work)) as pool:
+        for done in [pool.submit(call) for _ in range(10) for call in work]:
+            done.result()
+    assert (fake_session.most_inside == 1) == cuda_graph
+
+
+def test_bfloat16_outputs_are_read_on_the_cpu_and_refused_on_a_gpu() -> None:
+    """onnxruntime has no numpy type for them."""
+    text = "g (bfloat16[n, 2] x) => (bfloat16[n, 2] y) { y = Identity (x) }"
+    given = np.arange(6).reshape(3, 2).astype(ml_dtypes.bfloat16)
+    with OrtRunner(parsed(text).SerializeToString()) as runner:
+        assert np.array_equal(runner.run({"x": given})["y"], given)
+        bound = runner.bind({"x": given})
+        bound.run()
+        assert bound.outputs()["y"].dtype == ml_dtypes.bfloat16
+    elsewhere = SimpleNamespace(device_name=lambda: "cuda")
+    with pytest.raises(UserError, match="does not copy bfloat16 outputs to the CPU; use `run`"):
+        array_from_value(elsewhere, "bfloat16")
+
+
+# ---- kernels that are slower than bodies on a GPU
+
+
+def nystrom(landmarks: int | str) -> bytes:
+    """A model with both operators that have limits on a GPU, and one that has none."""
+    declared = [f'<domain: "effexport", opset_import: ["" : 20]> {op} (a) => (b) {{ b = Neg (a) }}' for op in NYSTROM]
+    body = "\n".join(
+        (
+            f"g (float[n, {landmarks}, {landmarks}] x) => (float[n, {landmarks}, {landmarks}] y) {{",
+            "a = effexport.SegmentMeans (x)",
+            "z = effexport.IterativePinv (a)",
+            "y = effexport.MaskedAttention (z) }",
+        )
+    )
+    model: onnx.ModelProto = parsed("\n".join((body, *declared)))
+    return bytes(model.SerializeToString())
+
+
+NYSTROM = ("IterativePinv", "MaskedAttention", "SegmentMeans")
+LIBRARY = Library(Path("lib.so"), outdated=False, info=SimpleNamespace(has_cuda=True))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def with_kernels(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> FakeOrt:
+    monkeypatch.setattr(kernels, "find_library", lambda: LIBRARY)
+    return ort
+
+
+@pytest.mark.parametrize(
+    ("landmarks", "implementation", "ran"),
+    [
+        (64, "auto", ("IterativePinv", "SegmentMeans")),
+        (65, "auto", ("SegmentMeans",)),
+        ("m", "auto", ("SegmentMeans",)),
+        (128, "kernel", NYSTROM),
+        (64, "body", ()),
+        (64, "IterativePinv=body,MaskedAttention=kernel", ("MaskedAttention", "SegmentMeans")),
+        (128, "IterativePinv=kernel", ("IterativePinv", "SegmentMeans")),
+    ],
+)
+@pytest.mark.usefixtures("no_warnings")
+def test_kernels_that_are_slower_on_a_gpu_run_there_only_if_asked_for(
+    with_kernels: FakeOrt, landmarks: int | str, implementation: str, ran: tuple[str, ...]
+) -> None:
+    with_kernels.kernels = ran
+    session = session_from_model(nystrom(landmarks), on_cuda(implementation=implementation))
+    assert session.implementation == {op: "kernel" if op in ran else "body" for op in NYSTROM}
+    (opened,) = with_kernels.opened
+    assert opened.options.libraries == (["lib.so"] if ran else [])
+    if ran:
+        left_out = {OPS[op].torch_name for op in NYSTROM if op not in ran}
+        assert set(filter(None, opened.options.entries[kernels.LEFT_OUT_KEY].split(","))) == left_out
+
+
+def test_on_the_cpu_all_kernels_run_unless_one_is_to_be_a_body() -> None:
+    assert OPS["MaskedAttention"].cuda_up_to == 0
+    for implementation, bodies in (("auto", ()), ("MaskedAttention=body", ("MaskedAttention",))):
+        chosen = kernels.kernels_for(NYSTROM, (), OrtSettings(implementation=implementation))
+        assert chosen.bodies == bodies or chosen.library is None
+
+
+def test_a_library_that_cannot_leave_out_kernels_is_said(with_kernels: FakeOrt) -> None:
+    with_kernels.kernels = NYSTROM
+    with pytest.warns(KernelWarning, match=r"MaskedAttention runs as a kernel, but a function body .* rebuild it with"):
+        session_from_model(nystrom(64), on_cuda())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bodies", "unknown implementation 'bodies'.* Expected: auto, kernel, body, OPERATOR=kernel"),
+        ("LSHSort=bodies", "unknown implementation 'bodies'.* Expected: auto, kernel, body"),
+        ("LSHSorts=body", "unknown operator in implementation 'LSHSorts'. Expected: IterativePinv, "),
+        ("LSHSort=body,LSHSort=kernel", "names an operator twice"),
+        ("LSHSort=body,", "unknown operator in implementation ''"),
+    ],
+)
+def test_an_implementation_that_cannot_be_understood_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        OrtSettings(implementation=text)
