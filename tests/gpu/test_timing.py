@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from gpu import goals, layers, timing
 from gpu.device import Device, KernelError
 from gpu.stages import FAILED, NOT_RUN, PASSED, Run
-from gpu.stopwatch import readings
+from gpu.stopwatch import FEWEST_TURNS, MOST_TURNS, readings
 from torch import Tensor
 
 from effexport.plugins.gpu_check import Case, load_gpu_check
@@ -153,3 +154,90 @@ def test_goals_without_times_do_not_pass_except_in_a_rehearsal(
     run.keep("timing", {"timings": [{**TIMING, "readings": readings}]})
     assert goals.compare(run).status == status
     assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+class FakeCuda:
+    """In place of torch.cuda: a clock that calls advance, at once or when their graph is replayed."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.capturing: list[float] | None = None
+        self.order: list[str] = []
+
+    def call(self, name: str, milliseconds: float) -> None:
+        if self.capturing is None:
+            self.now_ms += milliseconds
+        else:
+            self.capturing.append(milliseconds)
+        self.order.append(name)
+
+    @contextmanager
+    def graph(self, graph: Any) -> Iterator[None]:
+        self.capturing = graph.held
+        try:
+            yield
+        finally:
+            self.capturing = None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = cuda.now_ms
+
+            def synchronize(self) -> None: ...
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.at - self.at
+
+        class Stream:
+            def wait_stream(self, other: Stream) -> None: ...
+
+        class Graph:
+            def __init__(self) -> None:
+                self.held: list[float] = []
+
+            def replay(self) -> None:
+                cuda.now_ms += sum(self.held)
+                cuda.order.append("replay")
+
+        fakes = {
+            "Event": Event,
+            "Stream": Stream,
+            "CUDAGraph": Graph,
+            "graph": self.graph,
+            "stream": lambda stream: nullcontext(),
+            "current_stream": Stream,
+            "synchronize": lambda: None,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def test_times_are_medians_per_call_over_replays_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    fast, slow = [lambda: cuda.call("fast", 0.5)] * 4, [lambda: cuda.call("slow", 30.0)] * 4
+    found = readings(Device(emulated=False), {"fast": fast, "slow": slow})
+    assert {name: one["us"] for name, one in found.items()} == {"fast": pytest.approx(500), "slow": pytest.approx(30e3)}
+    assert all(one["graph"] and not one["problem"] for one in found.values())
+    # each is prepared with two replays; then a slow candidate takes fewer turns
+    assert cuda.order.count("replay") == 2 + 2 + MOST_TURNS + FEWEST_TURNS
+
+
+def test_what_cannot_be_captured_is_timed_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+
+    def waits_for_the_gpu() -> None:
+        if cuda.capturing is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        cuda.call("waits", 2.0)
+
+    found = readings(Device(emulated=False), {"waits": [waits_for_the_gpu] * 2})
+    assert found["waits"]["us"] == pytest.approx(2000)
+    assert not found["waits"]["graph"]
