@@ -26,6 +26,7 @@ from gpu.stages import Result, Run
 from gpu.stopwatch import copies_of, nbytes, number_of_copies, readings
 from gpu.timing import KERNEL, result_of
 
+OPERATORS = {op.torch_name: op for op in OPS.values()}
 DTYPE = torch.float16
 # of the results, as a share of the largest value: standard operators round to float16 several times
 AGREEMENT = 2e-2
@@ -61,7 +62,7 @@ CASES: dict[str, Callable[..., Case]] = {
     "segment_means": lambda x, keep, num_segments: case_of(x, *x.shape, num_segments),
     "sequence_conv": lambda x, weight, keep, residual: case_of(x, *x.shape, weight.shape[2]),
 }
-NOT_READ = {"lsh_attention": (3,)}  # `rank`
+NOT_READ = {"lsh_attention": (3,)}  # `rank`, which is redundant
 
 
 def case_of(first: Tensor, *sizes: int, numbers: tuple[float, ...] = ()) -> Case:
@@ -144,28 +145,23 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
 
 def register(kernels: Kernels) -> None:
     """Have the torch operators call our kernels on the device of this run."""
-    for op in OPS.values():
-        if op.torch_name in CASES:
-            torch_operator(op.torch_name).register_kernel(kernels.device.name)(implementation(kernels, op.torch_name))
+    for name in CASES:
+        torch_operator(name).register_kernel(kernels.device.name)(implementation(kernels, name))
 
 
 def torch_operator(name: str) -> Any:
     """The object that torch.library.custom_op made."""
-    (op,) = (op for op in OPS.values() if op.torch_name == name)
-    return getattr(op.load(), name)
+    return getattr(OPERATORS[name].load(), name)
 
 
 def implementation(kernels: Kernels, name: str) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    (op,) = (op for op in OPS.values() if op.torch_name == name)
-    check = load_gpu_check(op)
+    """The torch operator's computation by our kernels."""
+    check = load_gpu_check(OPERATORS[name])
 
     def run(*arguments: Any, **options: Any) -> Tensor | tuple[Tensor, ...]:
         case = CASES[name](*arguments, **options)
-        inputs = [
-            argument.contiguous()
-            for index, argument in enumerate(arguments)
-            if isinstance(argument, Tensor) and index not in NOT_READ.get(name, ())
-        ]
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        inputs = [x.contiguous() for index, x in enumerate(tensors) if index not in NOT_READ.get(name, ())]
         like = check.outputs(case).values()
         outputs = [torch.empty(output.shape, dtype=output.dtype, device=inputs[0].device) for output in like]
         scratch = torch.empty(kernels.scratch_bytes(name, case), dtype=torch.uint8, device=inputs[0].device)
