@@ -7,6 +7,7 @@ smaller calls by itself.
 from __future__ import annotations
 
 import csv
+import io
 import shutil
 import subprocess
 import time
@@ -53,7 +54,7 @@ def kernels_from_csv(output: str) -> list[dict[str, Any]]:
     """Every launch with its metrics, "value unit" by "section: name", and the findings of ncu's rules."""
     begin = output.find('"ID"')
     launches: dict[str, dict[str, Any]] = {}
-    for row in csv.DictReader(output[begin:].splitlines()) if begin >= 0 else ():
+    for row in csv.DictReader(io.StringIO(output[begin:])) if begin >= 0 else ():
         if not (row.get("ID") or "").isdecimal():
             continue
         launch = launches.setdefault(
