@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from effexport.environment import usable_cores
-from effexport.plugins.building.toolchain import find_compiler, find_nvcc
 from effexport.plugins.ops import OPS
 from gpu import ROOT
-from gpu.device import Kernels, SetupError
+from gpu.device import Kernels, SetupError, find_compiler, find_nvcc
 from gpu.stages import PASSED, Result, Run
 
 PLUGINS = ROOT / "plugins"
@@ -62,22 +61,19 @@ def nvcc_toolchain(architecture: str = "native") -> Toolchain:
     """For this machine's GPU, with the numbers of source lines for compute-sanitizer and ncu."""
     nvcc = find_nvcc()
     assert nvcc is not None, "Device.check_setup has found it"
-    options = (str(nvcc), "-std=c++17", "-O3", f"-arch={architecture}", "-Xcompiler=-fPIC", f"-I{PLUGINS}")
+    options = (nvcc, "-std=c++17", "-O3", f"-arch={architecture}", "-Xcompiler=-fPIC", f"-I{PLUGINS}")
     return Toolchain((*options, "-c"), (*options, "-shared"), ("-lineinfo", "-Xptxas=-v"))
 
 
 def emulating_toolchain(*options: str) -> Toolchain:
     """For the CPU: cuda_on_cpu.h in front of every source, and empty files for the toolkit's headers."""
-    compiler = find_compiler()
-    if compiler is None:
-        raise SetupError("a C++ compiler is missing; expected c++, g++ or clang++ on PATH, or CXX. Install one")
     includes = [f"-I{folder}" for folder in (PLUGINS, EMULATION, EMULATION / "no_toolkit")]
     # a fused multiply-add would round differently with another compiler
     exact = "-ffp-contract=off"
     common = ("-std=c++17", *options, "-fPIC", exact, "-Wall", "-Wno-unknown-pragmas", *includes)
     aliases = [f"-Wl,--defsym={name}={EMULATED_SHARED_MEMORY}" for name in shared_memory_names()]
     device = ("-include", "cuda_on_cpu.h", "-x", "c++")
-    return Toolchain((*compiler, *common, "-c"), (*compiler, *options, "-shared", *aliases), device)
+    return Toolchain((find_compiler(), *common, "-c"), (find_compiler(), *options, "-shared", *aliases), device)
 
 
 def shared_memory_names() -> list[str]:
@@ -112,10 +108,7 @@ def make_library(run: Run, toolchain: Toolchain, library: Path) -> tuple[dict[st
 
 def make_driver(driver: Path, *options: str) -> None:
     """The program that runs calls from a file, see native/driver.cc."""
-    compiler = find_compiler()
-    if compiler is None:
-        raise SetupError("a C++ compiler is missing; expected c++, g++ or clang++ on PATH, or CXX. Install one")
-    call([*compiler, "-std=c++17", "-O1", *options, str(NATIVE / "driver.cc"), "-o", str(driver), "-ldl"])
+    call([find_compiler(), "-std=c++17", "-O1", *options, str(NATIVE / "driver.cc"), "-o", str(driver), "-ldl"])
 
 
 def call(command: Sequence[str]) -> str:

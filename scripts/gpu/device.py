@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.plugins.building.toolchain import find_nvcc
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -29,6 +27,18 @@ class SetupError(Exception):
 
 class KernelError(Exception):
     """A kernel could not be launched or did not finish."""
+
+
+def find_nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def find_compiler() -> str:
+    """The C++ compiler. Raises SetupError if there is none."""
+    for name in ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            return path
+    raise SetupError("a C++ compiler is missing; expected c++, g++ or clang++ on PATH. Install one")
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class Device:
             return {"device": "emulation on the CPU; times are not measured", **described}
         fields = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
         query = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-        values = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(",")
+        answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
         properties = torch.cuda.get_device_properties(0)
         described |= {
             "device": properties.name,
@@ -94,7 +104,7 @@ class Device:
             "memory bytes": str(properties.total_memory),
             "CUDA of PyTorch": str(torch.version.cuda),
             "cuDNN": str(torch.backends.cudnn.version()),
-            **dict(zip(fields, map(str.strip, values), strict=True)),
+            ", ".join(fields): answer,
         }
         for package in ("triton", "onnxruntime-gpu", "onnxruntime"):
             try:

@@ -7,7 +7,7 @@ import ctypes
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_kernels import ALL_BLOCKS, DTYPES, ENTRIES, Emulated, assert_guard_is_intact, guarded, load_gpu_checks
+from cuda_kernels import ALL_BLOCKS, DTYPES, Emulated, assert_guard_is_intact, guarded
 
 from effexport.plugins.iterative_pinv import trt as trt_pinv
 
@@ -186,17 +186,6 @@ def test_scratch_memory_does_not_grow_with_the_batch(emulated: EmulatedPinv) -> 
     assert scratch_bytes(1, 65) == 4 * 68 * 68 * 4  # four buffers, padded to a multiple of 4
     assert scratch_bytes(256, 128) == scratch_bytes(100_000, 128) == 256 * scratch_bytes(1, 128)
     assert scratch_bytes(1, 46340) == 4 * 46340**2 * 4
-
-
-@pytest.mark.requires("native")
-def test_gpu_checks_launches_the_iteration_as_its_source_does(emulated: EmulatedPinv) -> None:
-    gpu_checks = load_gpu_checks()
-    for m in [*range(1, 70), 100, 128]:
-        how = gpu_checks.pinv_launch(3, m, "float32")
-        assert how.entry in ENTRIES
-        emulated.pinv(*softmax_matrices(3, m), iterations=1, max_blocks=1)
-        assert emulated.launch() == [how.grid, how.block, how.shared_bytes]
-        assert emulated.library.iterative_pinv_scratch_bytes(3, m) == how.scratch_bytes
 
 
 @pytest.mark.requires("native")

@@ -1,6 +1,6 @@
 """The CUDA kernels: compiled for every GPU they are meant for, and run on the CPU by native/cuda_on_cpu.h.
 
-The head of that file explains what an emulated run shows, and what only a GPU can (scripts/gpu_checks.py). The
+The head of that file explains what an emulated run shows, and what only a GPU can (scripts/gpu). The
 test_cuda_*.py beside this one compare results, operator by operator.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cuda_kernels import ALL_BLOCKS, DTYPES, ENTRIES, Emulated, assert_guard_is_intact, guarded, load_gpu_checks
+from cuda_kernels import ALL_BLOCKS, DTYPES, Emulated, assert_guard_is_intact, guarded
 from lsh_attention_cases import CASES as ATTENTION_CASES
 from lsh_attention_cases import HALVES as ATTENTION_HALVES
 from lsh_attention_cases import LIMITS as ATTENTION_LIMITS
@@ -152,17 +152,3 @@ def test_the_attention_refuses_what_its_kernel_cannot_count(
     sizes = attention_sizes(AttentionCase(), **changes)
     assert emulated.library.lsh_attention_float32(sizes.ctypes.data, *[None] * 6) == 1
     assert emulated.library.lsh_attention_scratch_bytes(sizes.ctypes.data) == 0
-
-
-@pytest.mark.requires("native")
-def test_gpu_checks_launches_the_attention_as_its_source_does(emulated: EmulatedLSHAttention) -> None:
-    gpu_checks = load_gpu_checks()
-    for seq, chunk_length, dim in [(1, 1, 1), (63, 10, 24), (150, 100, 150)]:
-        case = AttentionCase(seq, chunk_length, head_dim=dim, value_dim=dim)
-        emulated.attend(case, case.arrays(), max_blocks=1)
-        expected = gpu_checks.attention_launches(
-            gpu_checks.AttentionCase(seq, chunk_length, dim, "float32", "", case.batch, case.heads, case.rounds)
-        )
-        for before_last, how in enumerate(reversed(expected)):
-            assert how.entry in ENTRIES
-            assert emulated.launch(before_last) == [how.grid, how.block, how.shared_bytes]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -128,11 +125,3 @@ class Emulated:
         launch = np.zeros(3, np.int64)
         self.library.get_launch(before_last, launch.ctypes.data)
         return launch.tolist()
-
-
-def load_gpu_checks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_checks_launches", ROOT / "scripts" / "gpu_checks.py")
-    gpu_checks = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = gpu_checks  # dataclasses look their module up
-    spec.loader.exec_module(gpu_checks)
-    return gpu_checks
