@@ -6,6 +6,8 @@ check the same results.
 
 from __future__ import annotations
 
+import statistics
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 RUNS = 4
 THREADS = 4
 RUNS_PER_THREAD = 20
+TIMED_RUNS = 30
 
 
 class Opened:
@@ -153,6 +156,26 @@ def refusal_of(open_runner: Callable[[], OrtRunner]) -> str:
     return ""
 
 
+def kernels_that_auto_leaves_out_lose(opened: Opened) -> None:
+    """What runs by default is not slower than all kernels: medians of bound runs, in turns."""
+    # a rehearsal has no kernel library, so it times the bodies twice
+    names = ("auto", "kernel") if opened.graphs else ("body", "body")
+    with opened.runner(implementation=names[0]) as default, opened.runner(implementation=names[1]) as kernels:
+        bound = [runner.bind(opened.feeds(0)) for runner in (default, kernels)]
+        seconds: list[list[float]] = [[], []]
+        for _ in range(RUNS + TIMED_RUNS):
+            for one, times in zip(bound, seconds, strict=True):
+                start = time.perf_counter()
+                one.run()
+                times.append(time.perf_counter() - start)
+        default_ms, kernels_ms = (1e3 * statistics.median(times[RUNS:]) for times in seconds)
+        left_out = [op for op, ran in default.implementation.items() if ran != kernels.implementation[op]]
+    faster = default_ms <= kernels_ms
+    assert not left_out or faster, (
+        f"without kernels of {', '.join(left_out)}: {default_ms:.3g} ms, with {kernels_ms:.3g}"
+    )
+
+
 Check = Callable[[Opened], None]
 CHECKS: tuple[Check, ...] = (
     a_graph_computes_what_a_plain_run_computes,
@@ -160,6 +183,7 @@ CHECKS: tuple[Check, ...] = (
     threads_share_one_session,
     the_whole_model_runs_on_the_device,
     a_device_that_is_not_there_is_refused,
+    kernels_that_auto_leaves_out_lose,
 )
 
 

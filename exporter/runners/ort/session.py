@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 EXTERNAL_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 # From ONNX Runtime 1.24 on, a session reports which provider runs which node; earlier releases ignore the key.
 ASSIGNMENT_KEY = "session.record_ep_graph_assignment_info"
+# How the CUDA provider, and CUDA itself, refuse a device_id that no GPU has.
+NO_SUCH_GPU = ("Invalid device ID", "invalid device ordinal")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
     except Exception as error:  # onnxruntime has no common base class for its errors
         if placement is not None and settings.cuda_graph:
             placement.check_capture()
+        if any(text in str(error) for text in NO_SUCH_GPU):
+            raise UserError(
+                f"device_id is {settings.device_id}, and CUDA has no GPU of this number here; nvidia-smi -L lists them"
+            ) from error
         raise RuntimeUnsupportedError(f"ONNX Runtime {ort.__version__} refuses the model: {error}") from error
     check_provider(inference, settings)
     assigned = assigned_ops(inference)

@@ -1,7 +1,7 @@
 """ONNX Runtime on CUDA: its options, its lock, the memory of bound outputs, what leaves the GPU, and slow kernels.
 
-There is no GPU here: a stand-in for onnxruntime records what it is given. scripts/gpu/ort_checks.py checks what only a
-GPU can show.
+There is no GPU here: a stand-in for onnxruntime records what it is given. scripts/gpu/bound.py checks what only a GPU
+can show.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FakeOrt:
     """An onnxruntime with CUDA, which opens every model.
 
     on_cpu: nodes that it leaves to the CPU, by name, with their operators. final: the graph that it writes when asked
-    to. refuses_graphs: whether it refuses CUDA graphs.
+    to. refuses_graphs: whether it refuses CUDA graphs. gpus: how many there are.
     """
 
     __version__ = "9.9"
@@ -72,6 +72,7 @@ class FakeOrt:
         self.kernels: tuple[str, ...] = ()
         self.final = parsed("g (float[b, 4] x) => (float[b, 4] y) { y = Neg (x) }")
         self.refuses_graphs = False
+        self.gpus = 4
         self.opened: list[SimpleNamespace] = []
 
     def get_available_providers(self) -> list[str]:
@@ -86,6 +87,8 @@ class FakeOrt:
 
     def InferenceSession(self, source: Any, options: Any, *, providers: list[Any], enable_fallback: int) -> Any:
         (_, cuda), _ = providers
+        if int(cuda["device_id"]) >= self.gpus:
+            raise RuntimeError(f"Invalid device ID: {cuda['device_id']}, must be between 0 and {self.gpus}")
         self.opened.append(SimpleNamespace(source=source, options=options, cuda=cuda))
         if self.refuses_graphs and cuda["enable_cuda_graph"] == "1":
             raise RuntimeError("This session cannot use the graph capture feature as requested by the user")
@@ -199,6 +202,11 @@ def test_the_device_reaches_the_provider(ort: FakeOrt) -> None:
     ort_session.check_settings(on_cuda(device_id=3))
     session_from_model(PLAIN, on_cuda(device_id=2))
     assert [session.cuda["device_id"] for session in ort.opened] == ["3", "2"]
+
+
+def test_a_gpu_that_is_not_there_is_one_clear_error(ort: FakeOrt) -> None:
+    with pytest.raises(UserError, match=r"device_id is 4, and CUDA has no GPU of this number here; nvidia-smi -L"):
+        session_from_model(PLAIN, on_cuda(device_id=4))
 
 
 @pytest.mark.parametrize(
