@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ def load_kernels(run: Run) -> Kernels:
 
 
 def build(run: Run) -> Result:
+    for outdated in run.work.parent.glob(f"{run.device.name}-*"):
+        shutil.rmtree(outdated)
     run.work.mkdir(parents=True, exist_ok=True)
     toolchain = emulating_toolchain("-O2") if run.device.emulated else nvcc_toolchain()
     seconds, messages = make_library(run, toolchain, library_path(run))

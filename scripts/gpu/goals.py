@@ -15,14 +15,12 @@ def compare(run: Run) -> Result:
     """Passed if every goal has times to compare; a missed goal is a result, and not a failure."""
     timings = [one for stage in ("timing", "layers") for one in run.details(stage).get("timings", [])]
     rows = [row for timing in timings for row in rows_of(timing)]
-    for line in table(rows):
-        print(line)
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in (MET, MISSED, NOT_MEASURED)}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no stage has run"
     unknown = [row for row in rows if row["missing"]]
     unmeasured = not rows or (counts[NOT_MEASURED] and not run.device.emulated)
     status = FAILED if unknown else NOT_RUN if unmeasured else PASSED
-    return Result(status, summary, {"goals": rows})
+    return Result(status, summary, {"goals": rows}, "\n".join(table(rows)))
 
 
 def rows_of(timing: dict[str, Any]) -> list[dict[str, Any]]:
