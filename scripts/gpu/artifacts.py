@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 from gpu import ROOT
-from gpu.carrying import CARRIED, build_artifacts
+from gpu.carrying import ARTIFACTS, CARRIED, build_artifacts
 from gpu.device import SetupError
 from gpu.stages import FAILED, PASSED, Result, Run
 from gpu.wheels import install_wheels
@@ -73,12 +73,12 @@ class Place:
 def place_of(run: Run) -> Place:
     if run.device.emulated:
         return Place(run.work / "artifacts", "ort")
-    libraries = sorted((CARRIED / "1").glob("*.so"))
-    if not libraries:
+    libraries = sorted(CARRIED.glob("*/*.so"))
+    if not libraries or not ARTIFACTS.is_dir():
         raise SetupError(
-            f"there is no kernel library in {CARRIED / '1'}; fill it with `scripts/gpu --carry`, and copy it"
+            f"{CARRIED} lacks the artifacts or the kernel library; fill it with `scripts/gpu --carry`, and copy it"
         )
-    return Place(CARRIED / "1" / "artifacts", "ort-cuda", run.work / "site", libraries[0])
+    return Place(ARTIFACTS, "ort-cuda", run.work / "site", libraries[0])
 
 
 def install(run: Run) -> Result:

@@ -19,10 +19,11 @@ from gpu import ROOT
 from gpu.device import SetupError
 
 CARRIED = ROOT / "build" / "gpu" / "carried"
+ARTIFACTS = CARRIED / "1" / "artifacts"
 PART_BYTES = 55 * 10**6
 MEGABYTE = 10**6
 # real head sizes and several chunks and landmarks, but small enough for one part with all variants
-SIZE = {"dim": 128, "heads": 2, "layers": 2, "seq_len": 1024}
+SIZE = {"dim": 128, "heads": 2, "layers": 2, "seq_len": 512}
 PRECISIONS = ("fp32", "fp16")
 # What effexport needs there beside PyTorch and NumPy, which are not replaced. All of it, because pip must not look for
 # anything else.
@@ -39,13 +40,10 @@ def carry(python: str) -> None:
     Raises SetupError if something cannot be built or downloaded.
     """
     shutil.rmtree(CARRIED, ignore_errors=True)
-    first = CARRIED / "1"
-    build_artifacts(first / "artifacts", variants(), PRECISIONS, SIZE)
-    library = build_library()
-    shutil.copy2(library, first / library.name)
+    build_artifacts(ARTIFACTS, variants(), PRECISIONS, SIZE)
     with tempfile.TemporaryDirectory() as folder:
         download_wheels(Path(folder), python)
-        pack(sorted(Path(folder).glob("*.whl")), CARRIED)
+        pack([build_library(), *sorted(Path(folder).glob("*.whl"))], CARRIED)
     print_parts()
 
 
