@@ -6,12 +6,16 @@ CPU, through the same code.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -26,9 +30,10 @@ COMMAND = "import gpu, sys; from effexport.__main__ import main; sys.exit(main()
 IMPLEMENTATIONS = ("auto", "kernel", "body")
 # a rehearsal has no kernel library
 IMPLEMENTATIONS_REHEARSED = ("auto", "body")
-VERIFY_SECONDS = 120
+JOB_SECONDS = 120
 BENCH_SECONDS = 230
 SHOWN_CHARACTERS = 2000
+VERIFY_KEPT = ("verdict", "implementation", "summary", "error")
 # What is timed: softmax as the baseline and three variants with fused operators, as layers.
 BENCH = "--scope attention --max-seconds 2 --force"
 BENCH_ON_GPU = (
@@ -60,14 +65,20 @@ class Place:
     def environment(self) -> dict[str, str]:
         """The environment of a process that runs effexport from the tree, with the carried packages."""
         paths = [str(path) for path in (self.site, ROOT / "scripts") if path] + [os.environ.get("PYTHONPATH", "")]
-        library = {"EFFEXPORT_LIBRARY": str(self.library)} if self.library else {}
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **library}
+        changed = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        if self.library:
+            libraries = [*map(str, cuda_folders()), os.environ.get("LD_LIBRARY_PATH", "")]
+            changed |= {"EFFEXPORT_LIBRARY": str(self.library)}
+            changed |= {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries))}
+        return {**os.environ, **changed}
 
-    def enter(self) -> None:
-        """Make this process one that uses the carried packages."""
-        if self.site is not None:
-            sys.path.insert(0, str(self.site))
-        os.environ.update(self.environment)
+
+@functools.cache
+def cuda_folders() -> tuple[Path, ...]:
+    """Where pip has put the CUDA libraries of PyTorch. ONNX Runtime looks for them only beside its own folder."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = () if spec is None else (Path(path) for path in spec.submodule_search_locations or ())
+    return tuple(sorted({library.parent for root in roots for library in root.rglob("lib*.so.*")}))
 
 
 def place_of(run: Run) -> Place:
@@ -89,79 +100,79 @@ def install(run: Run) -> Result:
         return Result(PASSED, f"{len(made)} small artifacts built", {})
     install_wheels(CARRIED, run.work)
     place = place_of(run)
-    done = effexport(place, ["doctor", "--load", "--json"], VERIFY_SECONDS)
+    done = effexport(place, ["doctor", "--load", "--json"], JOB_SECONDS)
     parts = {part["distribution"]: part["version"] for part in json.loads(done.stdout)["parts"] if part["works"]}
     return Result(PASSED, f"onnxruntime-gpu {parts.get('onnxruntime-gpu')}", {"parts": parts})
 
 
-def effexport(place: Place, arguments: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+def effexport(place: Place, arguments: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """Run a command of effexport in a process of its own."""
-    command = [sys.executable, "-P", "-c", COMMAND, *arguments]
+    return start(place, ["-c", COMMAND, *arguments], seconds)
+
+
+def start(place: Place, arguments: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", *arguments]
     return subprocess.run(
         command, env=place.environment, capture_output=True, text=True, errors="replace", check=False, timeout=seconds
     )
 
 
 def verify(run: Run) -> Result:
-    """`effexport verify` of every artifact with every implementation of our operators, some at a time."""
+    """`effexport verify` of every artifact with every implementation of our operators."""
     place = place_of(run)
-    found: dict[str, Any] = {}
-    lock = Lock()
-
-    def check(artifact: Path, implementation: str) -> None:
-        name = f"{artifact.name} {implementation}"
-        options = ["--runtime", place.runtime, "--implementation", implementation, "--reference", "golden", "--json"]
-        if run.late:
-            row: dict[str, Any] = {"passed": False, "problem": "no time was left"}
-        else:
-            try:
-                row = row_of(effexport(place, ["verify", str(artifact), *options], VERIFY_SECONDS))
-            except subprocess.TimeoutExpired:
-                row = {"passed": False, "problem": f"no answer within {VERIFY_SECONDS} s"}
-        with lock:
-            found[name] = row
-            run.keep("verify", {"runs": found})
-
-    implementations = IMPLEMENTATIONS_REHEARSED if run.device.emulated else IMPLEMENTATIONS
-    jobs = [(path, name) for path in sorted(place.artifacts.iterdir()) for name in implementations]
-    with ThreadPoolExecutor(2 if run.device.emulated else 4) as pool:
-        list(pool.map(lambda job: check(*job), jobs))
-    return judged("runs", found)
+    jobs = {
+        f"{artifact.name} {implementation}": partial(verified, place, artifact, implementation)
+        for artifact in sorted(place.artifacts.iterdir())
+        for implementation in (IMPLEMENTATIONS_REHEARSED if run.device.emulated else IMPLEMENTATIONS)
+    }
+    return all_of(run, "verify", jobs)
 
 
-def row_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """What is kept of one run of `effexport verify --json`."""
-    problem = done.stderr.strip()[-SHOWN_CHARACTERS:]
-    try:
-        report = json.loads(done.stdout)
-    except json.JSONDecodeError:
-        return {"passed": False, "status": done.returncode, "problem": problem or "no output"}
-    kept = {name: report.get(name) for name in ("verdict", "implementation", "summary", "error")}
-    passed = done.returncode == 0
-    return {"passed": passed, "status": done.returncode, "problem": "" if passed else problem, **kept}
-
-
-def judged(what: str, found: dict[str, Any]) -> Result:
-    """The result of a stage that made these rows, each with "passed"."""
-    failed = sorted(name for name, row in found.items() if not row["passed"])
-    status = FAILED if failed or not found else PASSED
-    summary = f"{len(found) - len(failed)} of {len(found)} {what} passed"
-    return Result(status, summary + (f"; not: {', '.join(failed)}" if failed else ""), {what: found})
+def verified(place: Place, artifact: Path, implementation: str) -> dict[str, Any]:
+    options = ["--runtime", place.runtime, "--implementation", implementation, "--reference", "golden", "--json"]
+    return row_of(effexport(place, ["verify", str(artifact), *options], JOB_SECONDS), VERIFY_KEPT)
 
 
 def bound(run: Run) -> Result:
-    """CUDA graphs, inputs and outputs that stay on the GPU, and threads: the checks of bound.py on every artifact."""
+    """CUDA graphs, inputs and outputs that stay on the GPU, and threads: bound.py on every artifact."""
     place = place_of(run)
-    place.enter()
-    from gpu.bound import CHECKS, problem_of
 
-    found: dict[str, Any] = {}
-    for artifact in sorted(place.artifacts.iterdir()):
-        for check in CHECKS:
-            problem = "no time was left" if run.late else problem_of(check, artifact, place.runtime)
-            found[f"{artifact.name}: {check.__name__}"] = {"passed": not problem, "problem": problem}
-            run.keep("bound", {"checks": found})
-    return judged("checks", found)
+    def checked(artifact: Path) -> dict[str, Any]:
+        return row_of(start(place, ["-m", "gpu.bound", str(artifact), place.runtime], JOB_SECONDS), ("problems",))
+
+    return all_of(run, "bound", {path.name: partial(checked, path) for path in sorted(place.artifacts.iterdir())})
+
+
+def all_of(run: Run, stage: str, jobs: Mapping[str, Callable[[], dict[str, Any]]]) -> Result:
+    """Run jobs, some at a time, in processes of their own, and judge their rows. Rows are kept as they come."""
+    rows: dict[str, dict[str, Any]] = {}
+    lock = Lock()
+
+    def work(name: str) -> None:
+        try:
+            row = {"passed": False, "problem": "no time was left"} if run.late else jobs[name]()
+        except subprocess.TimeoutExpired:
+            row = {"passed": False, "problem": f"no answer within {JOB_SECONDS} s"}
+        with lock:
+            rows[name] = row
+            run.keep(stage, {"rows": rows})
+
+    with ThreadPoolExecutor(2 if run.device.emulated else 4) as pool:
+        list(pool.map(work, jobs))
+    failed = sorted(name for name, row in rows.items() if not row["passed"])
+    summary = f"{len(rows) - len(failed)} of {len(rows)} passed" + (f"; not: {', '.join(failed)}" if failed else "")
+    return Result(FAILED if failed or not rows else PASSED, summary, {"rows": rows})
+
+
+def row_of(done: subprocess.CompletedProcess[str], kept: Sequence[str]) -> dict[str, Any]:
+    """What is kept of a process that writes one JSON object. kept: keys of the object."""
+    passed = done.returncode == 0
+    row = {"passed": passed, "status": done.returncode, "problem": "" if passed else done.stderr[-SHOWN_CHARACTERS:]}
+    try:
+        written = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        return {**row, "passed": False, "problem": row["problem"] or f"no JSON but {done.stdout[:SHOWN_CHARACTERS]!r}"}
+    return {**row, **{name: written.get(name) for name in kept}}
 
 
 def bench(run: Run) -> Result:

@@ -1,12 +1,17 @@
 """Checks of inputs and outputs that stay on the device, of CUDA graphs and of threads, on a real artifact.
 
+`python -m gpu.bound ARTIFACT RUNTIME` runs them all and writes their problems as JSON, because a fault of a kernel ends
+all later work of its process on the GPU.
+
 Each raises AssertionError with its reason. On the CPU, where there are no graphs, they
 check the same results.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -196,3 +201,16 @@ def problem_of(check: Check, artifact: Path, runtime: str) -> str:
     except Exception as error:  # any failure is a result: of ONNX Runtime, of CUDA, of our code
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def main(artifact: str, runtime: str) -> int:
+    """Run all checks. Exit status 1 if one fails."""
+    problems = {check.__name__: problem_of(check, Path(artifact), runtime) for check in CHECKS}
+    print(json.dumps({"problems": problems}))
+    failed = {name: problem for name, problem in problems.items() if problem}
+    print("\n".join(f"{name}: {problem}" for name, problem in failed.items()), file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
