@@ -181,7 +181,23 @@ def bench(run: Run) -> Result:
     options = f"{BENCH} {BENCH_REHEARSED if run.device.emulated else BENCH_ON_GPU}"
     folder = run.results / "bench"
     done = effexport(place, ["bench", *options.split(), "-o", str(folder)], BENCH_SECONDS)
-    problem = done.stderr.strip()[-SHOWN_CHARACTERS:]
-    status = PASSED if done.returncode == 0 else FAILED
-    last = (done.stdout if status == PASSED else problem).strip().splitlines()[-1:]
-    return Result(status, " ".join(last), {"options": options, "stderr": problem, "stdout": done.stdout})
+    details = {"options": options, "stdout": done.stdout, "stderr": done.stderr[-SHOWN_CHARACTERS:]}
+    if done.returncode != 0:
+        return Result(FAILED, f"effexport bench ended with {done.returncode}", details)
+    rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"]
+    problems = problems_of_rows(rows)
+    summary = f"{len(rows) - len(problems)} of {len(rows)} rows measured" + "".join(f"; {text}" for text in problems)
+    return Result(FAILED if problems or not rows else PASSED, summary, details, table=done.stdout)
+
+
+def problems_of_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows of a benchmark without a timing, or with a wrong result. Timings that others disturbed are marked there."""
+    problems = []
+    for row in rows:
+        case, parity = row["case"], row["parity"]
+        name = f"{case['label']} {case['precision']} {case['seq_len']} {case['runtime']}"
+        if parity is not None and not parity["passed"]:
+            problems.append(f"{name}: {parity['metric']} {parity['value']}, at most {parity['limit']}")
+        elif row["timing"] is None:
+            problems.append(f"{name}: {row['status']}, {row['reason']}")
+    return problems

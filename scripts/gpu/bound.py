@@ -3,8 +3,7 @@
 `python -m gpu.bound ARTIFACT RUNTIME` runs them all and writes their problems as JSON, because a fault of a kernel ends
 all later work of its process on the GPU.
 
-Each raises AssertionError with its reason. On the CPU, where there are no graphs, they
-check the same results.
+Each raises AssertionError with its reason. On the CPU, where there are no graphs, they check the same results.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu.plan import STAGES
+from gpu.plan import ARTIFACT_STAGES, STAGES
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
 
@@ -44,6 +44,23 @@ def test_the_rehearsal_runs_every_stage(bare_environment: dict[str, str]) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     for stage in STAGES:
         assert re.search(rf"^{stage.name} +passed", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.requires("torch", "onnx", "ort")
+def test_the_rehearsal_of_the_second_call_runs_every_stage() -> None:
+    command = [sys.executable, SCRIPT, "--artifacts", "--rehearse"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for stage in ARTIFACT_STAGES:
+        assert re.search(rf"^{stage.name} +passed", done.stdout, re.MULTILINE)
+
+
+def test_the_plan_of_the_second_call_fits_into_one_command() -> None:
+    command = [sys.executable, SCRIPT, "--artifacts", "--plan"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert all(stage.name in done.stdout for stage in ARTIFACT_STAGES)
+    assert sum(stage.seconds for stage in ARTIFACT_STAGES) <= 9 * 60
 
 
 def test_every_stage_can_be_loaded_with_pytorch_alone(bare_environment: dict[str, str]) -> None:
