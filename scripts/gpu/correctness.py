@@ -96,13 +96,13 @@ def check_case(kernels: Kernels, name: str, check: GpuCheck, case: Case) -> dict
         problem = problem or "two calls gave different bits"
     del again, given
     limit = check.limit(case)
-    error = relative_error(first, check.reference(case, inputs))
-    if not error <= limit.value:  # NaN does not pass
-        problem = problem or f"error {error:.3g}; expected at most {limit.value:.3g}"
+    difference = relative_error(first, check.reference(case, inputs))
+    if not difference <= limit.value:  # NaN does not pass
+        problem = problem or f"error {difference:.3g}; expected at most {limit.value:.3g}"
     return {
         "op": name,
         "case": case.name,
-        "error": error,
+        "error": difference,
         "limit": limit.value,
         "reason": limit.reason,
         "problem": problem,

@@ -16,7 +16,7 @@ MEGABYTE = 10**6
 
 STAGES = (
     Stage("build", "all kernels and their shims in one shared object", 45, 80, "gpu.building:build"),
-    Stage("correctness", "float64, tiny to huge sizes, same bits", 100, 45, "gpu.correctness:check", processes=4),
+    Stage("correctness", "float64, tiny to huge sizes, same bits", 120, 45, "gpu.correctness:check", processes=4),
     Stage("sanitizing", "compute-sanitizer: memcheck, racecheck, initcheck", 70, 90, "gpu.sanitizing:sanitize"),
     Stage("timing", "ceilings, then kernels and baselines in turns", 110, 30, "gpu.timing:time_operators"),
     Stage("layers", "four layers: kernels, eager, torch.compile, SDPA", 110, 85, "gpu.layers:time_layers"),

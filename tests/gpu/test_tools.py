@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,48 @@ def test_without_compute_sanitizer_the_stage_is_not_run(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", str(tmp_path))
     run = Run(Device(emulated=False), tmp_path, tmp_path, ("lsh_sort",), "")
     assert sanitizing.sanitize(run).status == NOT_RUN
+
+
+@pytest.fixture
+def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run on a GPU whose tools are scripts in tmp_path."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return Run(Device(emulated=False), tmp_path, tmp_path, ("lsh_sort",), "", begin_before=time.time() + 60)
+
+
+def install(tmp_path: Path, name: str, text: str) -> None:
+    """A tool that writes its arguments to a file and prints a text."""
+    script = f"#!/bin/sh\necho \"$@\" >> {tmp_path}/{name}.arguments\ncat << 'END'\n{text}END\n"
+    (tmp_path / name).write_text(script, encoding="utf-8")
+    (tmp_path / name).chmod(0o755)
+
+
+def test_compute_sanitizer_runs_the_small_calls_under_every_tool(gpu_run: Run, tmp_path: Path) -> None:
+    install(tmp_path, "compute-sanitizer", "5 calls\n========= ERROR SUMMARY: 0 errors\n")
+    result = sanitizing.sanitize(gpu_run)
+    assert result.status == PASSED, result
+    assert result.details["tools"]["racecheck"]["summary"] == ["0 errors"]
+    lines = (tmp_path / "compute-sanitizer.arguments").read_text().splitlines()
+    assert {line.split()[1] for line in lines} == set(sanitizing.TOOLS)
+    assert all(line.endswith(f"{tmp_path}/driver {tmp_path}/kernels.so {tmp_path}/small.calls") for line in lines)
+    assert (tmp_path / "small.calls").stat().st_size > 5 * 1000 * 4  # the longest case, 5 × 1000 integers
+
+
+def test_ncu_profiles_the_timed_calls_and_leaves_the_clocks_alone(gpu_run: Run, tmp_path: Path) -> None:
+    install(tmp_path, "ncu", NCU)
+    result = profiling.profile(gpu_run)
+    assert (result.status, result.summary) == (PASSED, "2 launches"), result
+    (line,) = (tmp_path / "ncu.arguments").read_text().splitlines()
+    assert line.startswith("--clock-control none ")
+    assert (tmp_path / "timed.calls").stat().st_size > 32 * 32768 * 4  # the size that is timed, not a small one
+
+
+def test_without_ncu_the_calls_run_and_the_stage_does_not_count_as_run(
+    gpu_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling.shutil, "which", lambda name: None)
+    install(tmp_path, "driver", "1 calls\n")
+    assert profiling.profile(gpu_run).status == NOT_RUN
 
 
 def test_a_call_is_written_with_its_exact_sizes() -> None:
