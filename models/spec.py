@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # Indices into a tensor of this many rows still fit into int32, which the operators count with.
 LARGEST_SIZE = 2**31 - 1
+# Exported graphs pad the numbers of buckets in float32, which is exact below this.
+MOST_BUCKETS = 2**24
 
 
 @dataclass(frozen=True)
@@ -489,6 +491,10 @@ class LSHSpec(LookAroundSpec):
                 f"num_buckets is {self.num_buckets}; each count must be even, because buckets are the signs of "
                 f"projections; the nearest that work: {nearest_multiples(factor, 2)}",
             )
+        require(
+            self.total_buckets < MOST_BUCKETS,
+            f"num_buckets is {self.num_buckets}, {self.total_buckets} in all; expected fewer than {MOST_BUCKETS}",
+        )
 
     @property
     def bucket_factors(self) -> tuple[int, ...]:

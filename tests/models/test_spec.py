@@ -172,6 +172,7 @@ REFUSED: list[tuple[type[AttentionSpec], dict[str, object], str]] = [
     (LSHSpec, {"num_buckets": 0}, "the nearest that work: 2"),
     (LSHSpec, {"num_buckets": -2}, "num_buckets is -2; each count must be even"),
     (LSHSpec, {"num_buckets": (4, 5)}, "num_buckets is (4, 5); each count must be even"),
+    (LSHSpec, {"num_buckets": (4096, 4096)}, "16777216 in all; expected fewer than 16777216"),
     (LSHSpec, {"num_buckets": (4, 5)}, "the nearest that work: 4 or 6"),
     (LSHSpec, {"num_buckets": ()}, "num_buckets is (); expected an integer or a list of integers"),
     (LSHSpec, {"num_buckets": (4, 2.0)}, "expected an integer or a list of integers"),
