@@ -39,11 +39,13 @@ def carry(python: str) -> None:
 
     Raises SetupError if something cannot be built or downloaded.
     """
-    shutil.rmtree(CARRIED, ignore_errors=True)
-    build_artifacts(ARTIFACTS, variants(), PRECISIONS, SIZE)
     with tempfile.TemporaryDirectory() as folder:
         download_wheels(Path(folder), python)
-        pack([build_library(), *sorted(Path(folder).glob("*.whl"))], CARRIED)
+        # before the artifacts, because their own checks then run with these kernels
+        library = build_library()
+        shutil.rmtree(CARRIED, ignore_errors=True)
+        build_artifacts(ARTIFACTS, variants(), PRECISIONS, SIZE)
+        pack([library, *sorted(Path(folder).glob("*.whl"))], CARRIED)
     print_parts()
 
 

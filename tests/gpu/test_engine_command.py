@@ -21,7 +21,7 @@ def some_results() -> Any:
     results = records.Results({"GPU": "a GPU"})
     spread = {"median_us": 20.0, "quartile_1_us": 19.0, "quartile_3_us": 22.0}
     eager = {"median_us": 50.0, "quartile_1_us": 49.0, "quartile_3_us": 52.0}
-    row = {"seq": 512, "engine": spread, "pytorch": eager, "floor_us": 5.0, "limited_by": "memory"}
+    row = {"seq": 512, "engine": spread, "pytorch": eager, "bound_us": 5.0, "bound_by": "memory"}
     results.leave_out("trt", "", "target", "MissingExtraError: TensorRT is not installed")
     results.run("trt-rtx", "lsh fp16", "latency", lambda: records.Outcome({"rows": [row], "nan": math.nan}))
     soaked = {"samples": series(lambda run: run * 50_000), "runs": 2000, "shapes": 24, "runs_that_differ": 0}

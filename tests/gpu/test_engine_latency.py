@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_machine import SEQ_LEN, Machine
-from gpu.engines import command, latency, rates
+from gpu.engines import command, latency
 
 from effexport.export.module_source import module_from_seed
 from effexport.spec import build_spec_from_options
@@ -17,8 +17,7 @@ from effexport.spec import build_spec_from_options
 @pytest.fixture
 def no_gpu_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "DEVICE", "cpu")
-    monkeypatch.setattr(latency, "copy_bandwidth", lambda: 1e12)
-    monkeypatch.setattr(latency, "product_rate", lambda dtype_name: 1e15)
+    monkeypatch.setattr(latency, "ceilings", lambda: {"copy": 1e12, "float32": 1e15})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # put back after the test
 
@@ -31,11 +30,11 @@ def test_an_engine_is_timed_plain_as_a_graph_and_beside_pytorch(machine: Machine
     for row in outcome.data["rows"]:
         for name in ("engine", "graph", "pytorch"):
             assert 0 < row[name]["quartile_1_us"] <= row[name]["median_us"] <= row[name]["quartile_3_us"]
-        assert row["floor_us"] > 0
+        assert row["bound_us"] > 0
         assert row["difference"] <= row["difference_limit"]
     plain, graph = machine.cudas
     assert "launch" not in plain.counts
-    assert graph.counts["launch"] >= 2 * rates.ROUNDS
+    assert graph.counts["launch"] >= 2 * latency.ROUNDS
     plain.assert_nothing_left()
     graph.assert_nothing_left()
 
@@ -72,11 +71,11 @@ def test_the_floor_counts_linear_layers_once() -> None:
     module = module_from_seed(spec)
     # four projections of 64², and two of 64 × 256, per layer
     count = 2 * (4 * 64 * 64 + 2 * 64 * 256)
-    rates = {"product_tflops": 1.0, "copy_gb_per_s": 1e9}
-    assert latency.floor_of(module, spec, 1000, rates) == (pytest.approx(2 * count * 1000 / 1e6), "arithmetic")
-    rates = {"product_tflops": 1e9, "copy_gb_per_s": 1.0}
+    bound = latency.bound_of(module, spec, 1000, {"copy": 1e18, "float32": 1e12})
+    assert bound == {"bound_us": pytest.approx(2 * count * 1000 / 1e6), "bound_by": "arithmetic"}
     moved = 4 * count + 1000 * (16 + 4 * 64)
-    assert latency.floor_of(module, spec, 1000, rates) == (pytest.approx(moved / 1e3), "memory")
+    bound = latency.bound_of(module, spec, 1000, {"copy": 1e9, "float32": 1e21})
+    assert bound == {"bound_us": pytest.approx(moved / 1e3), "bound_by": "memory"}
 
 
 def test_the_long_model_is_the_same_with_more_positions() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 import warnings
@@ -10,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpu.device import Device
 from gpu.engines.feeds import open_runner, random_feeds
 from gpu.engines.model import Model, engine_data
-from gpu.engines.rates import DEVICE, ROUNDS, copy_bandwidth, floor_us, product_rate
 from gpu.engines.records import Outcome, exact
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from effexport.spec import BuildSpec
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+ROUNDS = 31
 WARM_UP_ROUNDS = 3
+DEVICE = "cuda:0"
 
 
 def time_artifact(model: Model) -> Outcome:
@@ -68,20 +71,19 @@ def time_engine(engine: Path, model: Model, spec: BuildSpec, lengths: Sequence[i
     # the engine and PyTorch's products use full float32, not TF32
     torch.backends.cudnn.allow_tf32 = False
     module = at_precision(module_from_seed(spec), spec.precision).to(DEVICE)
-    rates = {"product_tflops": product_rate(spec.dtype) / 1e12, "copy_gb_per_s": copy_bandwidth() / 1e9}
+    rates = ceilings()
     rows, problems = [], []
     with open_runner(engine) as plain, open_runner(engine, TrtSettings(cuda_graph=True)) as graph:
         for length in lengths:
             try:
                 row, problem = time_length((plain, graph), module, spec, length)
-                least, limited_by = floor_of(module, spec, length, rates)
-                rows.append({**row, "floor_us": least, "limited_by": limited_by})
+                rows.append({**row, **bound_of(module, spec, length, rates)})
             except Exception as error:  # perhaps out of memory; earlier timings remain
                 problem = exact(error)
             problems += [f"{length} tokens: {problem}"] if problem else []
     del module
     torch.cuda.empty_cache()
-    return Outcome({"rows": rows, **rates, "rounds": ROUNDS}, "; ".join(problems))
+    return Outcome({"rows": rows, "ceilings": rates, "rounds": ROUNDS}, "; ".join(problems))
 
 
 def time_length(
@@ -159,7 +161,15 @@ def difference_of(output: Any, expected: Any, spec: BuildSpec, feeds: Mapping[st
     return {"difference": error, "difference_limit": 2 * arithmetic_limit(spec).value}
 
 
-def floor_of(module: nn.Module, spec: BuildSpec, length: int, rates: Mapping[str, float]) -> tuple[float, str]:
+@functools.cache
+def ceilings() -> dict[str, float | None]:
+    """Rates of a large copy and of large products on this GPU, as the stage `timing` measures them, once a process."""
+    from gpu.timing import measured_ceilings
+
+    return measured_ceilings(Device(emulated=False))
+
+
+def bound_of(module: nn.Module, spec: BuildSpec, length: int, rates: dict[str, float | None]) -> dict[str, Any]:
     """A lower bound: the time of the linear layers alone, without attention.
 
     Their weights and the tokens are read once, and the hidden states are written; every weight is used for one
@@ -167,10 +177,11 @@ def floor_of(module: nn.Module, spec: BuildSpec, length: int, rates: Mapping[str
     """
     from torch import nn
 
+    from gpu.timing import lower_bound
+
     weights = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
     count = sum(weight.numel() for weight in weights)
     element_bytes = weights[0].element_size()
     # two int64 per token in, one hidden state per token out
     moved = count * element_bytes + length * (2 * 8 + spec.attention.dim * element_bytes)
-    peak, bandwidth = 1e12 * rates["product_tflops"], 1e9 * rates["copy_gb_per_s"]
-    return floor_us(2 * count * length, moved, peak, bandwidth)
+    return lower_bound(rates, moved, 2 * count * length, spec.dtype)

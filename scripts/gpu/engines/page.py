@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gpu.engines.latency import ROUNDS
 from gpu.engines.leaks import GRANULE_BYTES
-from gpu.engines.rates import ROUNDS
 from gpu.engines.records import Results, Step
 
 
@@ -63,7 +63,7 @@ def latency_lines(results: Results) -> list[str]:
         eager = row["pytorch"]["median_us"]
         ratios = [f"{eager / row[name]['median_us']:.2f}" if name in row else "–" for name in ("engine", "graph")]
         times = [spread_text(row.get(name)) for name in ("engine", "graph", "pytorch")]
-        floor = f"{row['floor_us']:.1f} ({row['limited_by']})"
+        floor = f"{row['bound_us']:.1f} ({row['bound_by']})"
         lines.append(f"| {' | '.join([step.target, step.model, str(row['seq']), *times, *ratios, floor])} |")
     return [*lines, ""]
 
