@@ -61,7 +61,9 @@ def checked(command: Sequence[str], seconds: float, **environment: str) -> dict[
     log = (done.stdout + done.stderr)[-LOG_CHARACTERS:]
     ran = re.search(r"^\d+ calls$", done.stdout, re.MULTILINE)
     summary = re.findall(r"ERROR SUMMARY: (.*)|(\d+ hazards? displayed.*)", log)
-    problem = "" if done.returncode == 0 and ran else f"exit status {done.returncode}: {log.strip().splitlines()[-1:]}"
+    # what the tools say last, or the program
+    last = [line.strip("= ") for line in log.splitlines() if "SUMMARY" in line] or log.strip().splitlines()[-1:]
+    problem = "" if done.returncode == 0 and ran else f"exit status {done.returncode}: {''.join(last[-1:])}"
     return {
         "problem": problem,
         "status": FAILED if problem else PASSED,

@@ -62,6 +62,13 @@ def test_a_sanitizer_passes_only_if_the_program_ran_to_its_end(program: str, sta
     assert sanitizing.checked([sys.executable, "-c", program], seconds=3)["status"] == status
 
 
+def test_the_summary_of_a_sanitizer_is_the_problem() -> None:
+    program = "print('8 calls'); print('===== ERROR SUMMARY: 3 errors'); print('bye'); raise SystemExit(9)"
+    found = sanitizing.checked([sys.executable, "-c", program], seconds=30)
+    assert found["problem"] == "exit status 9: ERROR SUMMARY: 3 errors"
+    assert "bye" in found["log"]
+
+
 def test_without_compute_sanitizer_the_stage_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     run = Run(Device(emulated=False), tmp_path, tmp_path, ("lsh_sort",), "")
