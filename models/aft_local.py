@@ -52,7 +52,9 @@ class AFTLocalAttention(AFTPositionLayer):
         bias = torch.where(offset.abs() < self.spec.window, bias, 0.0)
         start = size * (torch.arange(blocks, device=u.device) - before)[:, None, None]
         key_position = start + torch.arange(near.shape[1], device=u.device)
-        exists = (key_position >= 0) & (key_position < seq_len)
+        # compared with a tensor: ONNX Runtime computes a number on the CPU, and would copy it to a GPU in every run
+        last = torch.arange(seq_len, device=key_position.device)[-1]
+        exists = (key_position >= 0) & (key_position <= last)
         return torch.where(exists, bias, ABSENT).unsqueeze(0)
 
 

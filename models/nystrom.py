@@ -156,6 +156,8 @@ def present_landmarks(keep: Tensor, num_landmarks: int) -> Tensor:
     segment = (length + num_landmarks - 1) // num_landmarks
     offset = torch.arange((seq_len + num_landmarks - 1) // num_landmarks, device=keep.device)
     token = torch.arange(num_landmarks, device=keep.device)[:, None] * segment + offset
-    inside = (offset < segment) & (token < seq_len)
-    row = token.clamp(max=seq_len - 1) + seq_len * torch.arange(batch, device=keep.device)[:, None, None]
+    # the length as a tensor: ONNX Runtime computes a number on the CPU, and would copy it to a GPU in every run
+    tokens = position[-1] + 1
+    inside = (offset < segment) & (token < tokens)
+    row = token.clamp(max=seq_len - 1) + tokens * torch.arange(batch, device=keep.device)[:, None, None]
     return (keep.flatten()[row] & inside).float().amax(dim=-1) > 0
