@@ -28,13 +28,16 @@ from effexport.plugins.gpu_check import (
 EPS = (1e-6,)
 
 
-def both_forms(*shapes: tuple[int, ...]) -> tuple[Case, ...]:
+def both_forms(*shapes: tuple[int, ...], kind: str = "random") -> tuple[Case, ...]:
     """Not causal and causal, in all types."""
-    return in_all_types(*(Case((*shape, causal), EPS) for shape in shapes for causal in (0, 1)))
+    return in_all_types(*(Case((*shape, causal), EPS, kind) for shape in shapes for causal in (0, 1)))
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
-    """The last sample ends in padding and has a hole. What is hidden is large, but finite: it has no influence."""
+    """The last sample ends in padding and has a hole. What is hidden is large, but finite: it has no influence.
+
+    Kind "no token": all of the last sample is hidden, where the outputs are 0 / (0 + eps) = 0.
+    """
     batch, heads, seq, head_dim, value_dim, _ = case.sizes
     source = generator(case, device)
     q, k, v = (normal(case, source, batch, heads, seq, dim) for dim in (head_dim, head_dim, value_dim))
@@ -42,6 +45,8 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     if seq > 4:
         keep[-1, seq - seq // 3 :] = False
         keep[-1, 1] = False
+    if case.kind == "no token":
+        keep[-1] = False
     hidden = ~keep[:, None, :, None]
     return {"q": q, "k": k.masked_fill_(hidden, 8.0), "v": v.masked_fill_(hidden, -1e4), "keep": keep}
 
@@ -123,10 +128,16 @@ CHECK = GpuCheck(
     limit=limit,
     flops=flops,
     baselines=baselines,
-    small=both_forms((1, 1, 1, 1, 1), (2, 2, 63, 16, 24), (1, 2, 130, 65, 40)),
+    small=(
+        *both_forms((1, 1, 1, 1, 1), (2, 2, 63, 16, 24), (1, 2, 130, 65, 40)),
+        *both_forms((2, 1, 70, 8, 4), kind="no token"),
+    ),
     # a slice has 512 positions, or 64 where causal; tiles are 64 × 64 × 32
-    checked=both_forms(
-        (2, 2, 64, 64, 64), (2, 2, 600, 5, 3), (2, 2, 1100, 8, 4), (1, 2, 70, 128, 128), (2, 8, 6000, 64, 64)
+    checked=(
+        *both_forms(
+            (2, 2, 64, 64, 64), (2, 2, 600, 5, 3), (2, 2, 1100, 8, 4), (1, 2, 70, 128, 128), (2, 8, 6000, 64, 64)
+        ),
+        *both_forms((2, 2, 600, 16, 24), kind="no token"),
     ),
     timed=(
         timed("float16", 0, AtMost(300, "1.6 times what reading and writing its 786 MB takes at 4.3 TB/s")),
