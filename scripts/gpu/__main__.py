@@ -23,6 +23,7 @@ Exit status: 0 all stages passed, 1 a stage failed or did not run, 2 the GPU, a 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -54,10 +55,13 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     table = ARTIFACT_STAGES if "--artifacts" in arguments else STAGES
     stages, ops = [stage.name for stage in table], [op.torch_name for op in OPS.values()]
     parser.add_argument("--stages", type=names_among(stages), default=stages, metavar="NAME,…", help="default: all")
-    parser.add_argument("--ops", type=names_among(ops), default=ops, metavar="NAME,…", help="default: all operators")
+    parser.add_argument("--ops", type=names_among(ops), metavar="NAME,…", help="default: all operators")
     options = parser.parse_args(arguments)
     if not (options.plan or options.rehearse or options.carry or options.output):
         parser.error("no folder for the results is given; add -o FOLDER, --rehearse or --plan")
+    if options.artifacts and options.ops:
+        parser.error("--ops has no effect on artifacts, which have all operators; leave it out with --artifacts")
+    options.ops = options.ops or ops
     options.stages = [stage for stage in table if stage.name in options.stages]
     return options
 
@@ -111,15 +115,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_on_device(options: argparse.Namespace) -> bool:
-    """Run the stages on the GPU or in the emulation, and return whether all passed. Raises SetupError without a GPU."""
+    """Run the stages on the GPU or in the emulation, and return whether all passed.
+
+    Raises SetupError without a GPU, or if the folder for the results cannot be made.
+    """
     device = Device(emulated=options.rehearse)
-    sources = sources_hash(*([ROOT / "exporter"] if options.artifacts else []))
+    device.check_setup(", or add --rehearse to run everything in an emulation")
+    sources = sources_hash()
+    kind = f"{device.name}-{'artifacts' if options.artifacts else 'kernels'}"
+    work = ROOT / "build" / "gpu" / f"{kind}-{sources[:12]}"
     with tempfile.TemporaryDirectory() as folder:
         results = options.output or Path(folder)
-        results.mkdir(parents=True, exist_ok=True)
-        work = ROOT / "build" / "gpu" / f"{device.name}-{sources[:12]}"
-        device.check_setup()
-        return run_all(Run(device, results, work, tuple(options.ops), sources), options.stages)
+        try:
+            results.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SetupError(f"-o {results}: expected a folder that can be written ({error.strerror})") from error
+        remove_outdated(work, kind)
+        run = Run(device, results, work, tuple(options.ops), sources, hardware=device.hardware())
+        return run_all(run, options.stages)
+
+
+def remove_outdated(work: Path, kind: str) -> None:
+    """Remove what other sources have left beside the folder."""
+    for outdated in work.parent.glob(f"{kind}-*"):
+        if outdated != work:
+            shutil.rmtree(outdated)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,7 @@ def load_kernels(run: Run) -> Kernels:
 
 
 def build(run: Run) -> Result:
-    for outdated in run.work.parent.glob(f"{run.device.name}-*"):
-        shutil.rmtree(outdated)
+    shutil.rmtree(run.work, ignore_errors=True)
     run.work.mkdir(parents=True, exist_ok=True)
     toolchain = emulating_toolchain("-O2") if run.device.emulated else nvcc_toolchain()
     seconds, messages = make_library(run, toolchain, library_path(run))

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,12 @@ def find_compiler() -> str:
         if path := shutil.which(name):
             return path
     raise SetupError("a C++ compiler is missing; expected c++, g++ or clang++ on PATH. Install one")
+
+
+def require_torch() -> None:
+    """Check that PyTorch is installed, without loading it. Raises SetupError."""
+    if find_spec("torch") is None:
+        raise SetupError("PyTorch is missing; expected the module torch. Run this with a Python that has it")
 
 
 @dataclass(frozen=True)
@@ -73,17 +80,29 @@ class Device:
 
             torch.cuda.empty_cache()
 
-    def check_setup(self) -> None:
-        """Check that a GPU and nvcc are present. Raises SetupError. Loads no framework."""
+    def hardware(self) -> str:
+        """The GPU's name, or that it is emulated. Loads no framework."""
         if self.emulated:
+            return "emulation"
+        query = ["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+
+    def check_setup(self, otherwise: str = "") -> None:
+        """Check that PyTorch, a GPU and nvcc are present. Raises SetupError. Loads no framework.
+
+        otherwise: what can be done without a GPU, for the end of the message.
+        """
+        if self.emulated:
+            require_torch()
             return
         if not shutil.which("nvidia-smi") or subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode != 0:
             raise SetupError(
                 "nvidia-smi finds no GPU; expected an NVIDIA GPU with its driver. "
-                "Run this on a machine with a GPU, or add --rehearse to run everything in an emulation"
+                f"Run this on a machine with a GPU{otherwise}"
             )
         if find_nvcc() is None:
             raise SetupError("nvcc is missing; expected CUDA 12 or later. Put nvcc on PATH")
+        require_torch()
 
     def description(self) -> dict[str, str]:
         """The machine and the versions that results depend on."""

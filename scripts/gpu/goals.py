@@ -13,12 +13,16 @@ MET, MISSED = "met", "missed"
 
 def compare(run: Run) -> Result:
     """Passed if every goal has times to compare; a missed goal is a result, and not a failure."""
-    timings = [one for stage in ("timing", "layers") for one in run.details(stage).get("timings", [])]
+    measured = {stage: run.result_of(stage) for stage in ("timing", "layers")}
+    timings = [one for result in measured.values() if result for one in result.details.get("timings", [])]
     rows = [row for timing in timings for row in rows_of(timing)]
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in (MET, MISSED, NOT_MEASURED)}
-    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no stage has run"
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "nothing to compare"
+    incomplete = [stage for stage, result in measured.items() if result is None or result.status != PASSED]
+    if incomplete:
+        summary += f"; {' and '.join(incomplete)} did not pass with these sources on this device"
     unknown = [row for row in rows if row["missing"]]
-    unmeasured = not rows or (counts[NOT_MEASURED] and not run.device.emulated)
+    unmeasured = bool(incomplete) or not rows or (counts[NOT_MEASURED] and not run.device.emulated)
     status = FAILED if unknown else NOT_RUN if unmeasured else PASSED
     return Result(status, summary, {"goals": rows}, "\n".join(table(rows)))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 from effexport.plugins.ops import OPS
 from gpu import ROOT
 from gpu.carrying import print_parts
+from gpu.device import require_torch
 from gpu.stages import Stage
 
 MEGABYTE = 10**6
@@ -33,15 +33,10 @@ ARTIFACT_STAGES = (
 )
 
 
-def sources_hash(*more: Path) -> str:
-    """The hash of everything that decides the results, other than the machine. more: folders beside the usual ones."""
-    folders = (
-        ROOT / "plugins",
-        ROOT / "models",
-        ROOT / "scripts" / "gpu",
-        ROOT / "tests" / "plugins" / "native",
-        *more,
-    )
+def sources_hash() -> str:
+    """The hash of everything that decides the results, other than the machine."""
+    names = ("exporter", "models", "plugins", "scripts/gpu", "tests/plugins/native")
+    folders = [ROOT / name for name in names]
     digest = hashlib.sha256()
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
         if "__pycache__" not in path.parts:
@@ -69,6 +64,7 @@ def print_plan(stages: Sequence[Stage]) -> None:
 
 
 def print_operators() -> None:
+    require_torch()
     from effexport.plugins.gpu_check import load_gpu_check
 
     for op in OPS.values():

@@ -1,7 +1,8 @@
 """Stages: the parts of a run, each in processes of its own, with a time limit and a JSON file for its result.
 
 A result is written before the next stage begins, so that a run which is stopped loses one stage at most. A later run
-into the same folder repeats only what is missing or did not pass, unless sources have changed.
+into the same folder repeats what is missing, did not pass, or was found with other sources, on another device, or
+without some of the operators.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Run:
 
     results: the folder of the stages' JSON files. work: a folder for programs and large files, which may be lost.
     ops: names of operators. sources: the hash of everything that decides the results. begin_before: the time, by
-    time.time(), after which the stage begins nothing new.
+    time.time(), after which the stage begins nothing new. hardware: the name of the GPU, or of the emulation.
     """
 
     device: Device
@@ -45,22 +46,28 @@ class Run:
     ops: tuple[str, ...]
     sources: str
     begin_before: float = float("inf")
+    hardware: str = ""
 
     @property
     def late(self) -> bool:
         return time.time() > self.begin_before
 
-    def details(self, stage: str) -> dict[str, Any]:
-        """What another stage has found; empty if it has no result."""
-        path = self.results / f"{stage}.json"
-        return json.loads(path.read_text(encoding="utf-8"))["details"] if path.is_file() else {}
+    def result_of(self, stage: str) -> Result | None:
+        """The result in the folder, if it has these sources, this device and all of these operators."""
+        value = _read(self.results / f"{stage}.json")
+        if (value.get("sources"), value.get("hardware")) != (self.sources, self.hardware):
+            return None
+        if not set(self.ops) <= set(value["ops"]):
+            return None
+        return Result(value["status"], value["summary"], value["details"], value["table"])
 
     def keep(self, stage: str, details: dict[str, Any]) -> None:
         """Write what a stage has found so far, in case it is stopped. Returning a Result writes it too."""
         self.write(stage, Result(FAILED, RUNNING, details), 0.0)
 
     def write(self, stage: str, result: Result, seconds: float) -> None:
-        value = {"stage": stage, "sources": self.sources, "seconds": round(seconds, 1), **asdict(result)}
+        known = {"stage": stage, "sources": self.sources, "hardware": self.hardware, "ops": self.ops}
+        value = {**known, "seconds": round(seconds, 1), **asdict(result)}
         path = self.results / f"{stage}.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(finite(value), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -126,14 +133,11 @@ def run_stages(run: Run, stages: Iterable[Stage]) -> Iterator[tuple[Stage, Resul
 
 
 def earlier_result(run: Run, stage: Stage) -> Result | None:
-    """The result that an earlier run has left, if it passed and its sources were the same."""
-    path = run.results / f"{stage.name}.json"
-    if not path.is_file() or not run.work.is_dir():
+    """The result that an earlier run has left, if it passed and this run would give the same."""
+    result = run.result_of(stage.name) if run.work.is_dir() else None
+    if result is None or result.status != PASSED:
         return None
-    value = json.loads(path.read_text(encoding="utf-8"))
-    if value["sources"] != run.sources or value["status"] != PASSED:
-        return None
-    return Result(PASSED, f"{value['summary']} (earlier run)", value["details"], value["table"])
+    return replace(result, summary=f"{result.summary} (earlier run)")
 
 
 def run_stage(run: Run, stage: Stage) -> Result:
@@ -184,8 +188,9 @@ def run_process(run: Run, stage: Stage, deadline: float) -> Result:
         return Result(FAILED, f"stopped at its time limit of {stage.limit(run.device)} s", _details(path))
     if process.exitcode != 0:
         return Result(FAILED, f"its process ended with {process.exitcode}", _details(path))
-    value = json.loads(path.read_text(encoding="utf-8"))
-    return Result(value["status"], value["summary"], value["details"], value["table"])
+    result = run.result_of(stage.name)
+    assert result is not None, f"{stage.name} has written no result of this run"
+    return result
 
 
 def stop(process: SpawnProcess) -> None:
@@ -197,10 +202,17 @@ def stop(process: SpawnProcess) -> None:
     process.join()
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """A stage's JSON; empty if there is none, or one that cannot be read: then the stage has to be repeated."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _details(path: Path) -> dict[str, Any]:
-    details = json.loads(path.read_text(encoding="utf-8"))["details"] if path.is_file() else {}
-    assert isinstance(details, dict)
-    return details
+    return _read(path).get("details", {})
 
 
 def _work(run: Run, stage: Stage) -> None:

@@ -155,6 +155,7 @@ def test_without_a_gpu_there_is_one_clear_error() -> None:
     assert completed.stdout == ""
     (line,) = completed.stderr.splitlines()
     assert line.startswith("error: nvidia-smi finds no GPU")
+    assert "--rehearse" not in line  # which this command does not have
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu.plan import ARTIFACT_STAGES, STAGES
+from gpu import device
+from gpu.plan import ARTIFACT_STAGES, STAGES, print_operators
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
 
@@ -85,6 +86,8 @@ def test_the_plan_names_every_stage_and_the_size() -> None:
         ([], "no folder for the results is given; add -o FOLDER"),
         (["--plan", "--ops", "sort"], "sort: expected some of iterative_pinv"),
         (["--plan", "--stages", "build,cook"], "cook: expected some of build"),
+        (["--artifacts", "--plan", "--ops", "lsh_sort"], "leave it out with --artifacts"),
+        (["--rehearse", "-o", __file__], f"error: -o {__file__}: expected a folder that can be written"),
     ],
 )
 def test_wrong_options_end_with_2_and_say_what_is_expected(arguments: list[str], message: str) -> None:
@@ -99,3 +102,12 @@ def test_without_a_gpu_the_run_ends_with_2_and_names_the_rehearsal(tmp_path: Pat
     assert done.returncode == 2
     assert "error: nvidia-smi finds no GPU" in done.stderr
     assert "--rehearse" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_pytorch_the_plan_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    with pytest.raises(
+        device.SetupError, match="^PyTorch is missing; expected .* Run this"
+    ):
+        print_operators()

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gpu import plan
 from gpu.device import Device
-from gpu.plan import STAGES, carried_bytes
+from gpu.plan import STAGES, carried_bytes, sources_hash
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run, Stage, merged, run_stages
 
 
@@ -58,6 +59,31 @@ def test_a_second_run_repeats_what_failed_and_what_other_sources_gave(run: Run) 
     assert results_of(run, example("passes")).summary == "2 operators"
     assert results_of(run, example("raises")).summary == "2 operators (earlier run)"
     assert results_of(replace(run, sources="abd"), example("raises")).status == FAILED
+
+
+@pytest.mark.parametrize("other", [{"hardware": "NVIDIA H200"}, {"ops": ("lsh_sort", "segment_means")}])
+def test_a_second_run_repeats_what_another_device_or_other_operators_gave(run: Run, other: dict) -> None:
+    results_of(run, example("passes"))
+    assert results_of(replace(run, ops=("lsh_sort",)), example("raises")).status == PASSED  # a part of those operators
+    assert results_of(replace(run, **other), example("raises")).status == FAILED
+
+
+@pytest.mark.parametrize("text", ['{"status": "pas', '["passed"]', "{}"])
+def test_a_second_run_repeats_a_stage_whose_result_cannot_be_read(run: Run, text: str) -> None:
+    (run.results / "example.json").write_text(text)
+    assert results_of(run, example("passes")).summary == "2 operators"
+
+
+def test_the_hash_of_the_sources_depends_on_everything_that_the_stages_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "ROOT", tmp_path)
+    found = {sources_hash()}
+    for name in ("exporter", "plugins", "models", "scripts/gpu", "tests/plugins/native"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").touch()
+        found.add(sources_hash())
+    assert len(found) == 6
 
 
 def test_every_operator_has_a_process_of_its_own_and_one_failure_fails_the_stage(run: Run) -> None:

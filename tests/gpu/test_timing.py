@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import goals, layers, timing
+from gpu import layers, timing
 from gpu.device import Device, KernelError
 from gpu.stages import FAILED, NOT_RUN, PASSED, Run
 from gpu.stopwatch import FEWEST_TURNS, MOST_TURNS, readings
@@ -111,50 +111,6 @@ def test_a_call_that_fails_does_not_stop_the_others() -> None:
     assert found["wrong"]["problem"] == "ValueError: no"
     assert found["right"]["problem"] == ""
     assert len(ran) == 3
-
-
-TIMING: dict[str, Any] = {
-    "op": "linear_attention",
-    "case": "float16 32×8×6000×64",
-    "bound_us": 180.0,
-    "readings": {"kernel": {"us": 250.0}, "formula": {"us": 1000.0}},
-    "goals": [
-        {"at_most_us": 300, "reason": "…"},
-        {"at_most_us": 200, "reason": "…"},
-        {"baseline": "formula", "times": 4.0, "reason": "…"},
-        {"baseline": "formula", "times": 4.1, "reason": "…"},
-    ],
-}
-
-
-def verdicts(timing: dict[str, Any]) -> list[str]:
-    return [row["verdict"] for row in goals.rows_of(timing)]
-
-
-def test_goals_are_met_or_missed() -> None:
-    assert verdicts(TIMING) == ["met", "missed", "met", "missed"]
-    unmeasured = {"kernel": {"us": None}, "formula": {"us": None}}
-    assert verdicts({**TIMING, "readings": unmeasured}) == 4 * ["not measured"]
-
-
-@pytest.mark.parametrize(
-    ("readings", "emulated", "status"),
-    [
-        (TIMING["readings"], False, PASSED),
-        ({"kernel": {"us": None}, "formula": {"us": None}}, False, NOT_RUN),
-        ({"kernel": {"us": None}, "formula": {"us": None}}, True, PASSED),
-        ({"kernel": {"us": None}}, True, FAILED),  # the baseline is missing
-        ({}, True, FAILED),
-    ],
-)
-def test_goals_without_times_do_not_pass_except_in_a_rehearsal(
-    tmp_path: Path, readings: dict[str, Any], emulated: bool, status: str
-) -> None:
-    run = Run(Device(emulated), tmp_path, tmp_path, (), "sources")
-    run.keep("timing", {"timings": [{**TIMING, "readings": readings}]})
-    result = goals.compare(run)
-    assert result.status == status
-    assert len(result.table.splitlines()) == 5
 
 
 class FakeCuda:
