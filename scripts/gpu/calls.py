@@ -23,8 +23,9 @@ def write_calls(path: Path, calls: Iterable[tuple[str, GpuCheck, Case]]) -> None
 
 
 def call_bytes(name: str, check: GpuCheck, case: Case) -> Iterator[bytes]:
-    yield integers(len(name.encode()))
-    yield name.encode()
+    for text in (name, case.name):
+        yield integers(len(text.encode()))
+        yield text.encode()
     yield integers(DTYPE_NUMBERS[case.dtype], len(case.sizes), *case.sizes, len(case.numbers))
     yield struct.pack(f"={len(case.numbers)}d", *case.numbers)
     inputs = check.inputs(case, "cpu")

@@ -7,63 +7,81 @@ AddressSanitizer, which finds the first kind alone.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from effexport.environment import usable_cores
 from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS
 from gpu.building import SANITIZER, driver_path, emulating_toolchain, library_path, make_driver, make_library
 from gpu.calls import write_calls
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 
-TOOLS = ("memcheck", "racecheck", "initcheck")
+# by name, with their options
+TOOLS = {"memcheck": ("--leak-check", "full"), "racecheck": ("--racecheck-report", "all"), "initcheck": ()}
+EMULATED_TOOL = "AddressSanitizer"
 ERROR_EXIT = 9
 LOG_CHARACTERS = 20_000
 
 
 def sanitize(run: Run) -> Result:
+    """Every tool over every operator, in processes of their own: a fault may end its process."""
     if not run.device.emulated and not shutil.which("compute-sanitizer"):
         return Result(NOT_RUN, "compute-sanitizer is missing; expected it on PATH, as the CUDA toolkit installs it", {})
-    calls = run.work / "small.calls"
-    checks = [(op.torch_name, load_gpu_check(op)) for op in OPS.values() if op.torch_name in run.ops]
-    write_calls(calls, ((name, check, case) for name, check in checks for case in check.small))
-    if run.device.emulated:
-        return emulated_result(run, calls)
-    driver = [str(driver_path(run)), str(library_path(run)), str(calls)]
-    seconds = run.begin_before - time.time()
-    with ThreadPoolExecutor(len(TOOLS)) as pool:  # each of them leaves most of the GPU idle
-        found = dict(zip(TOOLS, pool.map(lambda tool: run_tool(tool, driver, seconds), TOOLS), strict=True))
-    return result_of(found)
+    programs = {}
+    for op in OPS.values():
+        if op.torch_name in run.ops:
+            check, calls = load_gpu_check(op), run.work / f"{op.torch_name}.calls"
+            write_calls(calls, ((op.torch_name, check, case) for case in check.small))
+            programs[op.torch_name] = [str(driver_path(run)), str(library_path(run)), str(calls)]
+    commands = emulated_commands(run, programs) if run.device.emulated else sanitizer_commands(programs)
+    # each of the processes leaves most of a GPU idle
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        found = pool.map(lambda command: checked(command, run.begin_before - time.time()), commands.values())
+        return result_of(dict(zip(commands, found, strict=True)))
 
 
-def run_tool(tool: str, program: Sequence[str], seconds: float) -> dict[str, Any]:
-    """One tool over a program, as JSON. problem: what it found, or an empty text."""
-    options = ["--tool", tool, "--error-exitcode", str(ERROR_EXIT)]
-    options += {"racecheck": ["--racecheck-report", "all"], "memcheck": ["--leak-check", "full"]}.get(tool, [])
-    return checked(["compute-sanitizer", *options, *program], seconds)
+def sanitizer_commands(programs: dict[str, list[str]]) -> dict[tuple[str, str], list[str]]:
+    """The programs of the operators under compute-sanitizer, by tool and operator."""
+    start = ["compute-sanitizer", "--error-exitcode", str(ERROR_EXIT), "--tool"]
+    return {
+        (tool, op): [*start, tool, *options, *program]
+        for tool, options in TOOLS.items()
+        for op, program in programs.items()
+    }
 
 
-def checked(command: Sequence[str], seconds: float, **environment: str) -> dict[str, Any]:
+def emulated_commands(run: Run, programs: dict[str, list[str]]) -> dict[tuple[str, str], list[str]]:
+    """The same calls under the compiler's AddressSanitizer."""
+    folder = run.work / "sanitized"
+    folder.mkdir(exist_ok=True)
+    make_library(run, emulating_toolchain(*SANITIZER), folder / "kernels.so")
+    make_driver(folder / "driver", *SANITIZER)
+    # arrays that are freed after a failure only are not leaks
+    start = ["env", "ASAN_OPTIONS=detect_leaks=0", str(folder / "driver"), str(folder / "kernels.so")]
+    return {(EMULATED_TOOL, op): [*start, *rest] for op, (_, _, *rest) in programs.items()}
+
+
+def checked(command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """One tool over one operator's calls, as JSON. problem: in which call, and what, or an empty text."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=seconds, env={**os.environ, **environment}
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired as error:
         output = (error.stdout or b"").decode(errors="replace")
-        return {"problem": f"not finished after {seconds:.0f} s", "status": NOT_RUN, "log": output[-LOG_CHARACTERS:]}
+        problem = f"{place(output)}not finished after {seconds:.0f} s"
+        return {"problem": problem, "status": NOT_RUN, "log": output[-LOG_CHARACTERS:]}
     log = (done.stdout + done.stderr)[-LOG_CHARACTERS:]
     ran = re.search(r"^\d+ calls$", done.stdout, re.MULTILINE)
     summary = re.findall(r"ERROR SUMMARY: (.*)|(\d+ hazards? displayed.*)", log)
     # what the tools say last, or the program
     last = [line.strip("= ") for line in log.splitlines() if "SUMMARY" in line] or log.strip().splitlines()[-1:]
-    problem = "" if done.returncode == 0 and ran else f"exit status {done.returncode}: {''.join(last[-1:])}"
+    clean = done.returncode == 0 and ran
+    problem = "" if clean else f"{place(done.stdout)}exit status {done.returncode}: {''.join(last[-1:])}"
     return {
         "problem": problem,
         "status": FAILED if problem else PASSED,
@@ -72,20 +90,24 @@ def checked(command: Sequence[str], seconds: float, **environment: str) -> dict[
     }
 
 
-def emulated_result(run: Run, calls: Path) -> Result:
-    """The calls under the compiler's AddressSanitizer."""
-    folder = run.work / "sanitized"
-    folder.mkdir(exist_ok=True)
-    make_library(run, emulating_toolchain(*SANITIZER), folder / "kernels.so")
-    make_driver(folder / "driver", *SANITIZER)
-    program = [str(folder / "driver"), str(folder / "kernels.so"), str(calls)]
-    # arrays that are freed after a failure only are not leaks
-    found = {"AddressSanitizer": checked(program, run.begin_before - time.time(), ASAN_OPTIONS="detect_leaks=0")}
-    return result_of(found)
+def place(output: str) -> str:
+    """The call during which compute-sanitizer first reported something, or the last one, and a colon."""
+    call = ""
+    for line in output.splitlines():
+        if line.startswith("call: "):
+            call = f"{line.removeprefix('call: ')}: "
+        elif line.startswith("=====") and call:
+            break
+    return call
 
 
-def result_of(found: dict[str, dict[str, Any]]) -> Result:
+def result_of(found: dict[tuple[str, str], dict[str, Any]]) -> Result:
+    """Of what was found, by tool and operator. The summary has every problem."""
     statuses = [one["status"] for one in found.values()]
     status = next(status for status in (FAILED, NOT_RUN, PASSED) if status in statuses)
-    summary = "; ".join(f"{tool}: {one['problem'] or 'nothing found'}" for tool, one in found.items())
-    return Result(status, summary, {"tools": found})
+    tools: dict[str, dict[str, Any]] = {}
+    for (tool, op), one in found.items():
+        tools.setdefault(tool, {})[op] = one
+    problems = {tool: [one["problem"] for one in ops.values() if one["problem"]] for tool, ops in tools.items()}
+    summary = "; ".join(f"{tool}: {'; '.join(texts) or 'nothing found'}" for tool, texts in problems.items())
+    return Result(status, summary, {"tools": tools})

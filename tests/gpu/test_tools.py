@@ -69,6 +69,20 @@ def test_the_summary_of_a_sanitizer_is_the_problem() -> None:
     assert "bye" in found["log"]
 
 
+def test_a_problem_names_the_call_in_which_it_was_found_first() -> None:
+    lines = ("========= COMPUTE-SANITIZER", "call: a, 1", "call: a, 2", "========= Race", "call: a, 3", "3 calls")
+    program = f"print({os.linesep.join(lines)!r}); raise SystemExit(9)"
+    found = sanitizing.checked([sys.executable, "-c", program], seconds=30)
+    assert found["problem"] == "a, 2: exit status 9: 3 calls"
+
+
+def test_a_fault_of_one_operator_does_not_hide_those_of_others() -> None:
+    good, bad = {"problem": "", "status": PASSED}, {"problem": "b, 2: exit status 9", "status": FAILED}
+    result = sanitizing.result_of({("memcheck", "a"): good, ("memcheck", "b"): bad, ("racecheck", "b"): good})
+    assert result.status == FAILED
+    assert result.summary == "memcheck: b, 2: exit status 9; racecheck: nothing found"
+
+
 def test_without_compute_sanitizer_the_stage_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     run = Run(Device(emulated=False), tmp_path, tmp_path, ("lsh_sort",), "")
@@ -93,11 +107,11 @@ def test_compute_sanitizer_runs_the_small_calls_under_every_tool(gpu_run: Run, t
     install(tmp_path, "compute-sanitizer", "5 calls\n========= ERROR SUMMARY: 0 errors\n")
     result = sanitizing.sanitize(gpu_run)
     assert result.status == PASSED, result
-    assert result.details["tools"]["racecheck"]["summary"] == ["0 errors"]
+    assert result.details["tools"]["racecheck"]["lsh_sort"]["summary"] == ["0 errors"]
     lines = (tmp_path / "compute-sanitizer.arguments").read_text().splitlines()
-    assert {line.split()[1] for line in lines} == set(sanitizing.TOOLS)
-    assert all(line.endswith(f"{tmp_path}/driver {tmp_path}/kernels.so {tmp_path}/small.calls") for line in lines)
-    assert (tmp_path / "small.calls").stat().st_size > 5 * 1000 * 4  # the longest case, 5 × 1000 integers
+    assert {line.split()[3] for line in lines} == set(sanitizing.TOOLS)
+    assert all(line.endswith(f"{tmp_path}/driver {tmp_path}/kernels.so {tmp_path}/lsh_sort.calls") for line in lines)
+    assert (tmp_path / "lsh_sort.calls").stat().st_size > 5 * 1000 * 4  # the longest case, 5 × 1000 integers
 
 
 def test_ncu_profiles_the_timed_calls_and_leaves_the_clocks_alone(gpu_run: Run, tmp_path: Path) -> None:
@@ -120,9 +134,10 @@ def test_without_ncu_the_calls_run_and_the_stage_does_not_count_as_run(
 def test_a_call_is_written_with_its_exact_sizes() -> None:
     check = load_gpu_check(OPS["LSHSort"])
     case = check.small[0]  # 5 rows of one token in one bucket
-    integers = struct.pack("=q", 8) + b"lsh_sort" + struct.pack("=6q", 3, 3, 5, 1, 1, 0)
+    texts = [struct.pack("=q", len(text)) + text for text in (b"lsh_sort", case.name.encode())]
+    integers = struct.pack("=6q", 3, 3, 5, 1, 1, 0)
     arrays = struct.pack("=2q5i", 1, 20, 0, 0, 0, 0, 0) + struct.pack("=3q", 2, 20, 20)
-    assert b"".join(call_bytes("lsh_sort", check, case)) == integers + arrays
+    assert b"".join(call_bytes("lsh_sort", check, case)) == b"".join(texts) + integers + arrays
 
 
 def test_all_names_of_shared_memory_are_found() -> None:

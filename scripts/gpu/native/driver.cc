@@ -3,9 +3,10 @@
 //   driver LIBRARY CALLS
 //
 // CALLS, in the byte order of this machine, is a sequence of calls as gpu/calls.py writes them: int64 length and text of
-// the operator's name; int64 dtype; int64 count and int64 sizes; int64 count and double numbers; int64 count of inputs,
-// each int64 bytes and content; int64 count of outputs, each int64 bytes. Every array has memory of its own, of its exact
-// size, and outputs and scratch memory are left as they were allocated. Exits with 1 and one line after a failure.
+// the operator's name; the same of the case's; int64 dtype; int64 count and int64 sizes; int64 count and double numbers;
+// int64 count of inputs, each int64 bytes and content; int64 count of outputs, each int64 bytes. Every array has memory
+// of its own, of its exact size, and outputs and scratch memory are left as they were allocated. Every call is printed
+// before it runs. Exits with 1 and one line after a failure.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -77,6 +78,11 @@ class Calls {
 
   std::int64_t number() { return read<std::int64_t>(1)[0]; }
 
+  std::string text() {
+    const std::vector<char> letters = read<char>(number());
+    return {letters.begin(), letters.end()};
+  }
+
  private:
   std::ifstream file_;
 };
@@ -89,8 +95,9 @@ void* allocate(const Library& library, std::int64_t bytes, std::vector<void*>& a
 }
 
 void run_call(const Library& library, Calls& calls) {
-  const std::vector<char> letters = calls.read<char>(calls.number());
-  const std::string op(letters.begin(), letters.end());
+  const std::string op = calls.text();
+  std::printf("call: %s, %s\n", op.c_str(), calls.text().c_str());
+  std::fflush(stdout);  // a fault may end the program at once
   const int dtype = static_cast<int>(calls.number());
   const std::vector<std::int64_t> sizes = calls.read<std::int64_t>(calls.number());
   const std::vector<double> numbers = calls.read<double>(calls.number());
