@@ -82,14 +82,22 @@ def cuda_folders() -> tuple[Path, ...]:
 
 
 def place_of(run: Run) -> Place:
+    """Raises SetupError if nothing was carried or installed."""
     if run.device.emulated:
-        return Place(run.work / "artifacts", "ort")
+        return Place(installed(run.work / "artifacts"), "ort")
     libraries = sorted(CARRIED.glob("*/*.so"))
     if not libraries or not ARTIFACTS.is_dir():
         raise SetupError(
             f"{CARRIED} lacks the artifacts or the kernel library; fill it with `scripts/gpu --carry`, and copy it"
         )
-    return Place(ARTIFACTS, "ort-cuda", run.work / "site", libraries[0])
+    return Place(ARTIFACTS, "ort-cuda", installed(run.work / "site"), libraries[0])
+
+
+def installed(folder: Path) -> Path:
+    """The folder, which the stage install has made. Raises SetupError if it has not."""
+    if not folder.is_dir():
+        raise SetupError(f"{folder} does not exist; run the stage install too")
+    return folder
 
 
 def install(run: Run) -> Result:
@@ -105,6 +113,20 @@ def install(run: Run) -> Result:
     return Result(PASSED, f"onnxruntime-gpu {parts.get('onnxruntime-gpu')}", {"parts": parts})
 
 
+def with_place(work: Callable[[Run, Place], Result]) -> Callable[[Run], Result]:
+    """A stage that needs its place; without one, its result says what is missing."""
+
+    @functools.wraps(work)
+    def stage(run: Run) -> Result:
+        try:
+            place = place_of(run)
+        except SetupError as error:
+            return Result(FAILED, str(error), {})
+        return work(run, place)
+
+    return stage
+
+
 def effexport(place: Place, arguments: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """Run a command of effexport in a process of its own."""
     return start(place, ["-c", COMMAND, *arguments], seconds)
@@ -117,9 +139,9 @@ def start(place: Place, arguments: Sequence[str], seconds: float) -> subprocess.
     )
 
 
-def verify(run: Run) -> Result:
+@with_place
+def verify(run: Run, place: Place) -> Result:
     """`effexport verify` of every artifact with every implementation of our operators."""
-    place = place_of(run)
     jobs = {
         f"{artifact.name} {implementation}": partial(verified, place, artifact, implementation)
         for artifact in sorted(place.artifacts.iterdir())
@@ -133,9 +155,9 @@ def verified(place: Place, artifact: Path, implementation: str) -> dict[str, Any
     return row_of(effexport(place, ["verify", str(artifact), *options], JOB_SECONDS), VERIFY_KEPT)
 
 
-def bound(run: Run) -> Result:
+@with_place
+def bound(run: Run, place: Place) -> Result:
     """CUDA graphs, inputs and outputs that stay on the GPU, and threads: bound.py on every artifact."""
-    place = place_of(run)
 
     def checked(artifact: Path) -> dict[str, Any]:
         return row_of(start(place, ["-m", "gpu.bound", str(artifact), place.runtime], JOB_SECONDS), ("problems",))
@@ -175,9 +197,9 @@ def row_of(done: subprocess.CompletedProcess[str], kept: Sequence[str]) -> dict[
     return {**row, **{name: written.get(name) for name in kept}}
 
 
-def bench(run: Run) -> Result:
+@with_place
+def bench(run: Run, place: Place) -> Result:
     """`effexport bench` with ONNX Runtime, PyTorch and torch.compile; its folder lies among the results."""
-    place = place_of(run)
     options = f"{BENCH} {BENCH_REHEARSED if run.device.emulated else BENCH_ON_GPU}"
     folder = run.results / "bench"
     done = effexport(place, ["bench", *options.split(), "-o", str(folder)], BENCH_SECONDS)

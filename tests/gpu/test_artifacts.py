@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu import artifacts, carrying
 from gpu.device import Device, SetupError
-from gpu.stages import FAILED, PASSED, Run
+from gpu.stages import FAILED, PASSED, Result, Run
 
 
 def make_run(folder: Path, *, emulated: bool = True, begin_before: float = float("inf")) -> Run:
@@ -72,6 +73,13 @@ def test_rows_of_a_benchmark_without_a_timing_or_with_a_wrong_result_are_named()
         "lsh fp16 2048 ort-cuda: max |error| 9.0, at most 1.0",
         "lsh fp16 2048 ort-cuda: not run, no GPU",
     ]
+
+
+@pytest.mark.parametrize("stage", [artifacts.verify, artifacts.bound, artifacts.bench])
+def test_a_stage_that_finds_nothing_installed_says_what_to_run(tmp_path: Path, stage: Callable[[Run], Result]) -> None:
+    result = stage(make_run(tmp_path))
+    assert result.status == FAILED
+    assert result.summary == f"{tmp_path / 'work' / 'artifacts'} does not exist; run the stage install too"
 
 
 def test_without_what_has_to_be_carried_the_error_says_how_to_get_it(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import TensorInfo
-from effexport.errors import RuntimeFailedError, UserError
+from effexport.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.runners.feeds import check_bound_feeds, signature_of
 from effexport.runners.ort.settings import OrtSettings, import_onnxruntime
-from effexport.runners.ort.values import array_from_value, value_from_array
+from effexport.runners.ort.values import array_from_value, update_value, value_from_array
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -51,6 +51,8 @@ class BoundModel:
         self._outputs = outputs
         self._lock = lock
         self._has_run = False
+        # whether some inputs may have new values and others old ones
+        self._mixed = False
         self._inputs = {name: value_from_array(ort, array.copy(), *device) for name, array in feeds.items()}
         self._signature = signature_of(feeds)
         self._binding = session.io_binding()
@@ -71,30 +73,53 @@ class BoundModel:
         self._options = run_options(str(next(self._graph_ids)) if settings.cuda_graph else NO_GRAPH)
 
     def update(self, feeds: Mapping[str, Array]) -> None:
-        """Copy new values, unchecked, into bound inputs. Raises UserError for another name, dtype or shape."""
+        """Copy new values, unchecked, into bound inputs.
+
+        Raises UserError for another name, dtype or shape; all inputs then stay as they were. Raises RuntimeFailedError
+        if a copy fails; `run` then refuses to mix new and old values until an update of all inputs succeeds.
+        """
         check_bound_feeds(feeds, self._signature)
-        with self._lock:
+        with self._lock, failures("cannot copy values into bound inputs"):
+            still_mixed = self._mixed and len(feeds) < len(self._inputs)
+            self._mixed = True
             for name, array in feeds.items():
-                self._inputs[name].update_inplace(array)
+                update_value(self._inputs[name], array)
+            self._mixed = still_mixed
 
     def run(self) -> None:
-        """Compute the outputs from the inputs, on the device. Raises RuntimeFailedError when the graph fails."""
-        with self._lock:
-            try:
-                self._session.run_with_iobinding(self._binding, self._options)
-            except Exception as error:  # onnxruntime has no common base class for its errors
-                raise RuntimeFailedError(f"ONNX Runtime failed on bound inputs: {error}") from error
+        """Compute the outputs from the inputs, on the device.
+
+        Raises RuntimeFailedError when the graph fails, and after an update that failed.
+        """
+        with self._lock, failures("failed on bound inputs"):
+            if self._mixed:
+                raise RuntimeFailedError("an update failed, so some inputs may have old values; update all of them")
+            self._session.run_with_iobinding(self._binding, self._options)
             self._has_run = True
 
     def outputs(self) -> dict[str, Array]:
-        """Copies of the outputs of the last run, on the host. Raises UserError before the first run."""
+        """Copies of the outputs of the last run, on the host.
+
+        Raises UserError before the first run, and RuntimeFailedError if a copy fails.
+        """
         if not self._has_run:
             raise UserError("this bound model has no outputs yet; call run() first")
-        with self._lock:
+        with self._lock, failures("cannot copy outputs to the host"):
             return {
                 tensor.name: array_from_value(value, tensor.dtype)
                 for tensor, value in zip(self._outputs, self._results, strict=True)
             }
+
+
+@contextmanager
+def failures(what: str) -> Iterator[None]:
+    """Raise errors of onnxruntime as RuntimeFailedError, and those of effexport as they are."""
+    try:
+        yield
+    except EffexportError:
+        raise
+    except Exception as error:  # onnxruntime has no common base class for its errors
+        raise RuntimeFailedError(f"ONNX Runtime {what}: {error}") from error
 
 
 def run_options(graph_id: str) -> Any:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.environment import gpus_here
 from effexport.errors import MissingExtraError, UserError
-from effexport.runners.ort.settings import PROVIDERS
-from effexport.runners.ort.tensorrt_provider import profile_options
+from effexport.runners.ort.settings import PROVIDERS, OrtSettings
+from effexport.runners.ort.tensorrt_provider import check_tf32, engine_folder, profile_options, tf32_allowed
 from effexport.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from effexport.engines.sidecar import ShapeRange
 
@@ -34,6 +34,19 @@ PROVIDER = PROVIDERS["tensorrt-rtx"]
 GPUS = "SM 86, SM 89, or SM 120 and later"
 # ONNX Runtime tells a second registration from other failures by these words only.
 _REGISTERED = "already registered"
+
+
+def add_provider(
+    ort: Any, options: Any, model: Path | bytes, external: Collection[Path], settings: OrtSettings
+) -> None:
+    """Add TensorRT-RTX on its first GPU to the options of a session.
+
+    external: files with weights of the model. Raises UserError if engines cannot be stored.
+    """
+    check_tf32(settings)
+    conditions = (PACKAGE.version, tf32_allowed(), settings.profile)
+    engines = engine_folder(settings.runtime, model, external, *conditions)
+    options.add_provider_for_devices(usable_devices(ort)[:1], provider_options(settings.profile, engines))
 
 
 def usable_devices(ort: Any) -> list[Any]:

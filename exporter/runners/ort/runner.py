@@ -63,13 +63,14 @@ class OrtRunner(Closeable):
 
         Raises UserError for a wrong name, dtype, rank, size or value, and RuntimeFailedError if the graph fails.
         """
-        complete = self._checked(feeds)
+        session = self._opened()
+        complete = checked_feeds(feeds, self.inputs, self.limits)
         names = [tensor.name for tensor in self.outputs]
         try:
             with self._lock:
                 if "bfloat16" in {tensor.dtype for tensor in (*self.inputs, *self.outputs)}:
-                    return self._run_values(complete, names)
-                return dict(zip(names, self._session.run(names, complete, self._options), strict=True))
+                    return self._run_values(session, complete, names)
+                return dict(zip(names, session.run(names, complete, self._options), strict=True))
         except Exception as error:  # onnxruntime has no common base class for its errors
             raise run_failure(complete, error) from error
 
@@ -78,34 +79,37 @@ class OrtRunner(Closeable):
 
         Raises as `run` does.
         """
-        complete = self._checked(feeds)
+        session = self._opened()
+        complete = checked_feeds(feeds, self.inputs, self.limits)
         try:
             lock = self._lock if self.settings.cuda_graph else Lock()
-            return BoundModel(self._session, complete, self.outputs, self.settings, lock)
+            return BoundModel(session, complete, self.outputs, self.settings, lock)
         except EffexportError:
             raise
         except Exception as error:  # onnxruntime has no common base class for its errors
             raise run_failure(complete, error) from error
 
-    def _checked(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        self.check_open()
-        return checked_feeds(feeds, self.inputs, self.limits)
-
     def check_open(self) -> None:
         """Raises EffexportError after `close`."""
-        if self._session is None:
-            raise EffexportError("this runner is closed; load the artifact again")
+        self._opened()
 
-    def _run_values(self, feeds: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
+    def _opened(self) -> Any:
+        """The session, which stays open as long as a run holds it. Raises EffexportError after `close`."""
+        session = self._session
+        if session is None:
+            raise EffexportError("this runner is closed; load the artifact again")
+        return session
+
+    def _run_values(self, session: Any, feeds: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
         """Like `run`, for models with element types that numpy does not have."""
         ort = import_onnxruntime()
         values = {name: value_from_array(ort, array) for name, array in feeds.items()}
-        results = self._session.run_with_ort_values(names, values, self._options)
+        results = session.run_with_ort_values(names, values, self._options)
         dtypes = [tensor.dtype for tensor in self.outputs]
         return {n: array_from_value(value, dtype) for n, dtype, value in zip(names, dtypes, results, strict=True)}
 
     def close(self) -> None:
-        """Free the session. `run` fails afterwards."""
+        """Free the session, after the runs that other threads have begun. `run` fails afterwards."""
         self._session = None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,9 +61,10 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
         folder = model.parent.resolve() if isinstance(model, Path) else external_folder
         placement = Placement(ort, graph, kernels, settings, folder)
     if settings.provider == "tensorrt":
-        providers.insert(0, tensorrt_provider(ort, model, external_folder, settings, kernels.ops))
+        external = external_files(model, external_folder)
+        providers.insert(0, ort_tensorrt.provider_entry(ort, model, external, settings, kernels.ops))
     if settings.provider == "tensorrt-rtx":
-        add_tensorrt_rtx(ort, options, model, external_folder, settings)
+        ort_rtx.add_provider(ort, options, model, external_files(model, external_folder), settings)
     source = model if isinstance(model, bytes) else str(model)
     try:
         # by default, if a provider fails, onnxruntime prints a note and continues with the next one
@@ -223,32 +223,6 @@ def openvino_options(settings: OrtSettings) -> dict[str, str]:
     """Options of the OpenVINO provider; without a precision it chooses one by itself, bfloat16 where the CPU has it."""
     threads = {} if settings.threads is None else {"num_of_threads": str(settings.threads)}
     return {"device_type": "CPU", "precision": "FP32", **threads}
-
-
-def tensorrt_provider(
-    ort: Any, model: Path | bytes, external_folder: Path | None, settings: OrtSettings, excluded: Sequence[str]
-) -> tuple[str, dict[str, str]]:
-    """TensorRT's entry in the provider list. excluded: operators that our kernels run.
-
-    Raises UserError if TensorRT's libraries are missing or its engines cannot be stored.
-    """
-    ort_tensorrt.load_libraries(ort)
-    ort_tensorrt.check_tf32(settings)
-    conditions = (ort.__version__, ort_tensorrt.tf32_allowed(), sorted(excluded), settings.profile)
-    engines = ort_tensorrt.engine_folder(settings.runtime, model, external_files(model, external_folder), *conditions)
-    options = ort_tensorrt.provider_options(settings.profile, excluded, engines)
-    return PROVIDERS["tensorrt"], {"device_id": str(settings.device_id), **options}
-
-
-def add_tensorrt_rtx(
-    ort: Any, options: Any, model: Path | bytes, external_folder: Path | None, settings: OrtSettings
-) -> None:
-    """Add TensorRT-RTX on its first GPU to the options of a session. Raises UserError if engines cannot be stored."""
-    ort_tensorrt.check_tf32(settings)
-    conditions = (ort_rtx.PACKAGE.version, ort_tensorrt.tf32_allowed(), settings.profile)
-    engines = ort_tensorrt.engine_folder(settings.runtime, model, external_files(model, external_folder), *conditions)
-    first = ort_rtx.usable_devices(ort)[:1]
-    options.add_provider_for_devices(first, ort_rtx.provider_options(settings.profile, engines))
 
 
 def check_provider(inference: Any, settings: OrtSettings) -> None:

@@ -27,6 +27,8 @@ PROVIDERS: dict[str, str] = {
 IMPLEMENTATIONS = ("auto", "kernel", "body")
 # ONNX Runtime starts all threads when it loads a model: more than this is a slip, unless the machine has as many cores.
 MOST_THREADS = 1024
+# ONNX Runtime keeps the number of a device in 16 bits, and reads no larger one.
+LAST_DEVICE = 2**15 - 1
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ class OrtSettings:
             similar = did_you_mean(self.provider, known)
             raise UserError(f"unknown provider {self.provider!r}{similar} Expected: {', '.join(known)}")
         implementations = implementation_per_op(self.implementation)
-        if self.device_id < 0:
-            raise UserError(f"device_id is {self.device_id}; expected 0 for the first GPU, 1 for the second, …")
+        if not 0 <= self.device_id <= LAST_DEVICE:
+            limit = f", at most {LAST_DEVICE}" * (self.device_id > 0)
+            raise UserError(f"device_id is {self.device_id}; expected 0 for the first GPU, 1 for the second, …{limit}")
         most = max(MOST_THREADS, os.cpu_count() or 1)
         if self.threads is not None and not 1 <= self.threads <= most:
             limit = "at least 1" if self.threads < 1 else f"at most {most}"
@@ -125,6 +128,8 @@ def implementation_per_op(text: str, option: str = "implementation") -> dict[str
         check(option, text, (*IMPLEMENTATIONS, "OPERATOR=kernel,…"))
         return dict.fromkeys(OPS, text)
     pairs = [part.strip().partition("=") for part in text.split(",")]
+    if not all(op for op, _, _ in pairs):
+        raise UserError(f"{option} {text!r} lacks an operator beside a comma or '='; expected OPERATOR=kernel,…")
     chosen = {check(f"operator in {option}", op, OPS): check(option, how, IMPLEMENTATIONS) for op, _, how in pairs}
     if len(chosen) < len(pairs):
         raise UserError(f"{option} {text!r} names an operator twice; expected each at most once")

@@ -21,7 +21,7 @@ import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,23 @@ PROVIDER = PROVIDERS["tensorrt"]
 TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"
 _PROVIDER_LIBRARY = Path("capi") / "libonnxruntime_providers_tensorrt.so"
 _SHAPE_OPTIONS = ("profile_min_shapes", "profile_opt_shapes", "profile_max_shapes")
+
+
+def provider_entry(
+    ort: Any, model: Path | bytes, external: Collection[Path], settings: OrtSettings, excluded: Sequence[str]
+) -> tuple[str, dict[str, str]]:
+    """TensorRT's entry in the provider list of a session.
+
+    external: files with weights of the model. excluded: operators that our kernels run.
+
+    Raises UserError if TensorRT's libraries are missing or its engines cannot be stored.
+    """
+    load_libraries(ort)
+    check_tf32(settings)
+    conditions = (ort.__version__, tf32_allowed(), sorted(excluded), settings.profile)
+    engines = engine_folder(settings.runtime, model, external, *conditions)
+    options = provider_options(settings.profile, excluded, engines)
+    return PROVIDER, {"device_id": str(settings.device_id), **options}
 
 
 def provider_options(

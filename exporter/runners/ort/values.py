@@ -30,6 +30,14 @@ def value_from_array(ort: Any, array: Array, device: str = "cpu", device_id: int
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
 
 
+def update_value(value: Any, array: Array) -> None:
+    """Copy an array into a value of the same type and shape, which `value_from_array` has made."""
+    if array.dtype != ml_dtypes.bfloat16:
+        value.update_inplace(array)
+    else:  # onnxruntime refuses it; such a value lies on the CPU
+        ctypes.memmove(value.data_ptr(), np.ascontiguousarray(array).ctypes.data, array.nbytes)
+
+
 def array_from_value(value: Any, dtype: str) -> Array:
     """A copy on the host. dtype: as in TensorInfo.
 

@@ -21,7 +21,7 @@ import onnx.parser
 import pytest
 
 from effexport import OrtSettings
-from effexport.errors import KernelWarning, RuntimeUnsupportedError, UserError
+from effexport.errors import EffexportError, KernelWarning, RuntimeFailedError, RuntimeUnsupportedError, UserError
 from effexport.plugins.building.library import Library
 from effexport.plugins.ops import OPS
 from effexport.runners.artifact_runner import check_runtime
@@ -30,7 +30,7 @@ from effexport.runners.ort import runner as ort_runner
 from effexport.runners.ort import session as ort_session
 from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.session import session_from_model
-from effexport.runners.ort.values import array_from_value
+from effexport.runners.ort.values import array_from_value, update_value
 from effexport.runners.runner import ModelOptions
 
 pytestmark = pytest.mark.requires("onnx", "ort")
@@ -228,6 +228,7 @@ def test_a_device_that_a_runtime_cannot_be_told_is_refused(runtime: str, device:
     [
         ({"device_id": 1}, "device_id needs the provider 'cuda' or 'tensorrt'; the provider is 'cpu'"),
         ({"provider": "cuda", "device_id": -1}, "device_id is -1; expected 0 for the first GPU"),
+        ({"provider": "cuda", "device_id": 2**15}, "device_id is 32768; .*, at most 32767"),
     ],
 )
 def test_settings_with_a_device_that_cannot_work(fields: dict[str, Any], message: str) -> None:
@@ -375,6 +376,60 @@ def test_with_cuda_graphs_one_thread_at_a_time_is_in_a_session(fake_session: Fak
     assert (fake_session.most_inside == 1) == cuda_graph
 
 
+def test_after_an_update_that_fails_midway_a_bound_model_waits_for_all_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "g (float[n] a, float[n] b) => (float[n] y) { y = Sub (a, b) }"
+    old, new = np.zeros(2, np.float32), np.ones(2, np.float32)
+    copied: list[np.ndarray] = []
+
+    def copying(value: Any, array: np.ndarray) -> None:
+        if copied:
+            raise RuntimeError("CUDA error 700")
+        copied.append(array)
+        update_value(value, array)
+
+    with OrtRunner(parsed(text).SerializeToString()) as runner:
+        bound = runner.bind({"a": old, "b": old})
+        with monkeypatch.context() as patch:
+            patch.setattr(binding, "update_value", copying)
+            with pytest.raises(RuntimeFailedError, match="cannot copy values into bound inputs: CUDA error 700"):
+                bound.update({"a": new, "b": new})
+        bound.update({"a": new})
+        with pytest.raises(RuntimeFailedError, match=r"an update failed, .*; update all of them"):
+            bound.run()
+        bound.update({"a": new, "b": old})
+        bound.run()
+        assert np.array_equal(bound.outputs()["y"], new)
+
+
+def test_outputs_that_cannot_be_copied_are_a_failure_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(value: Any, dtype: str) -> None:
+        raise RuntimeError("CUDA error 700")
+
+    with OrtRunner(parsed("g (float[n] x) => (float[n] y) { y = Neg (x) }").SerializeToString()) as runner:
+        bound = runner.bind({"x": np.zeros(2, np.float32)})
+        bound.run()
+        monkeypatch.setattr(binding, "array_from_value", refuse)
+        with pytest.raises(RuntimeFailedError, match="cannot copy outputs to the host: CUDA error 700"):
+            bound.outputs()
+
+
+def test_a_runner_that_is_closed_while_it_checks_feeds_ends_that_run_and_refuses_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = OrtRunner(parsed("g (float[n] x) => (float[n] y) { y = Neg (x) }").SerializeToString())
+    feeds = {"x": np.ones(2, np.float32)}
+    checked = ort_runner.checked_feeds
+
+    def closing(*given: Any) -> Any:
+        runner.close()
+        return checked(*given)
+
+    monkeypatch.setattr(ort_runner, "checked_feeds", closing)
+    assert np.array_equal(runner.run(feeds)["y"], -feeds["x"])
+    with pytest.raises(EffexportError, match="this runner is closed"):
+        runner.run(feeds)
+
+
 def test_bfloat16_outputs_are_read_on_the_cpu_and_refused_on_a_gpu() -> None:
     """onnxruntime has no numpy type for them."""
     text = "g (bfloat16[n, 2] x) => (bfloat16[n, 2] y) { y = Identity (x) }"
@@ -383,7 +438,10 @@ def test_bfloat16_outputs_are_read_on_the_cpu_and_refused_on_a_gpu() -> None:
         assert np.array_equal(runner.run({"x": given})["y"], given)
         bound = runner.bind({"x": given})
         bound.run()
-        assert bound.outputs()["y"].dtype == ml_dtypes.bfloat16
+        assert np.array_equal(bound.outputs()["y"], given)
+        bound.update({"x": given.T.reshape(2, 3).T})
+        bound.run()
+        assert np.array_equal(bound.outputs()["y"], given.T.reshape(2, 3).T)
     elsewhere = SimpleNamespace(device_name=lambda: "cuda")
     with pytest.raises(UserError, match="does not copy bfloat16 outputs to the CPU; use `run`"):
         array_from_value(elsewhere, "bfloat16")
@@ -463,7 +521,8 @@ def test_a_library_that_cannot_leave_out_kernels_is_said(with_kernels: FakeOrt) 
         ("LSHSort=bodies", "unknown implementation 'bodies'.* Expected: auto, kernel, body"),
         ("LSHSorts=body", "unknown operator in implementation 'LSHSorts'. Expected: IterativePinv, "),
         ("LSHSort=body,LSHSort=kernel", "names an operator twice"),
-        ("LSHSort=body,", "unknown operator in implementation ''"),
+        ("LSHSort=body,", "implementation 'LSHSort=body,' lacks an operator beside a comma or '='"),
+        ("=body", "implementation '=body' lacks an operator beside a comma or '='"),
     ],
 )
 def test_an_implementation_that_cannot_be_understood_is_refused(text: str, message: str) -> None:
