@@ -39,7 +39,7 @@ from gpu import ROOT  # noqa: E402
 from gpu.carrying import carry  # noqa: E402
 from gpu.device import Device, SetupError  # noqa: E402
 from gpu.plan import ARTIFACT_STAGES, STAGES, print_plan, sources_hash  # noqa: E402
-from gpu.stages import PASSED, Result, Run, Stage, run_stages  # noqa: E402
+from gpu.stages import PASSED, Result, Run, Stage, interruptible, run_stages  # noqa: E402
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -80,18 +80,22 @@ class names_among:  # noqa: N801, argparse shows the name of a type in errors
 
 
 def run_all(run: Run, stages: Sequence[Stage]) -> bool:
-    """Run the stages, print their summaries, then their tables, and return whether all of them passed."""
+    """Run the stages, print their summaries, then their tables, and return whether all of them passed.
+
+    SIGINT and SIGTERM end it early, with the results until then.
+    """
     outcomes: list[tuple[Stage, Result, float]] = []
-    for stage, result, seconds in run_stages(run, stages):
-        outcomes.append((stage, result, seconds))
-        print(f"{stage.name}: {result.status} in {seconds:.0f} s", flush=True)
+    with interruptible():
+        for stage, result, seconds in run_stages(run, stages):
+            outcomes.append((stage, result, seconds))
+            print(f"{stage.name}: {result.status} in {seconds:.0f} s", flush=True)
     print()
     for stage, result, seconds in outcomes:
         print(f"{stage.name:12} {result.status:8} {seconds:4.0f} of {stage.limit(run.device):3} s  {result.summary}")
     for _, result, _ in outcomes:
         if result.table:
             print(f"\n{result.table}")
-    return all(result.status == PASSED for _, result, _ in outcomes)
+    return len(outcomes) == len(stages) and all(result.status == PASSED for _, result, _ in outcomes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ import os
 import pkgutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,10 @@ PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 # Work that a stage has not begun after this share of its time limit is reported as not run.
 SHARE_TO_BEGIN = 0.85
 RUNNING = "stopped before its end"
+INTERRUPTED = "interrupted"
+# How often a stage's process is looked at, in seconds: a signal ends a stage within that time.
+POLL_SECONDS = 0.2
+_interrupted = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -118,9 +123,24 @@ def finite(value: Any) -> Any:
     return value
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the stage that runs, with what it has found, and begin no other one."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *_: _interrupted.set()) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _interrupted.clear()
+
+
 def run_stages(run: Run, stages: Iterable[Stage]) -> Iterator[tuple[Stage, Result, float]]:
     """Run the stages in order; yields each with its result and its seconds. Earlier results are taken over."""
     for stage in stages:
+        if _interrupted.is_set():
+            return
         earlier = earlier_result(run, stage)
         if earlier is not None:
             yield stage, earlier, 0.0
@@ -175,17 +195,19 @@ def run_process(run: Run, stage: Stage, deadline: float) -> Result:
     path = run.results / f"{stage.name}.json"
     path.unlink(missing_ok=True)
     seconds = deadline - time.time()
-    if seconds <= 0:
-        return Result(NOT_RUN, "no time was left", {})
+    if seconds <= 0 or _interrupted.is_set():
+        return Result(NOT_RUN, INTERRUPTED if _interrupted.is_set() else "no time was left", {})
     process = multiprocessing.get_context("spawn").Process(target=_work, args=(run, stage))
     process.start()
     try:
-        process.join(seconds)
-        on_time = process.exitcode is not None
+        while process.exitcode is None and time.time() < deadline and not _interrupted.is_set():
+            process.join(POLL_SECONDS)
+        ended = process.exitcode is not None
     finally:
         stop(process)
-    if not on_time:
-        return Result(FAILED, f"stopped at its time limit of {stage.limit(run.device)} s", _details(path))
+    if not ended:
+        late = f"stopped at its time limit of {stage.limit(run.device)} s"
+        return Result(FAILED, INTERRUPTED if _interrupted.is_set() else late, _details(path))
     if process.exitcode != 0:
         return Result(FAILED, f"its process ended with {process.exitcode}", _details(path))
     result = run.result_of(stage.name)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import pytest
 from gpu import plan
 from gpu.device import Device
 from gpu.plan import STAGES, carried_bytes, sources_hash
-from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run, Stage, merged, run_stages
+from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run, Stage, interruptible, merged, run_stages
 
 
 @pytest.fixture
@@ -91,6 +95,30 @@ def test_every_operator_has_a_process_of_its_own_and_one_failure_fails_the_stage
     assert (result.status, result.summary) == (FAILED, "lsh_sort: ValueError: the first line")
     assert result.details["ops"]["masked_attention"]["ops"] == ["masked_attention"]
     assert [path.name for path in run.results.iterdir()] == ["example.json"]
+
+
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
+def test_a_signal_ends_the_stage_and_its_processes_and_keeps_what_they_had_found(
+    run: Run, number: int, processes: int
+) -> None:
+    folder = run.work / "example" / "lsh_sort" if processes else run.results
+
+    def interrupt_when_begun() -> None:
+        while not (folder / "hanging.pid").is_file():
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt_when_begun, daemon=True).start()
+    only = replace(run, ops=("lsh_sort",))
+    with interruptible():
+        ((stage, result, _),) = run_stages(only, [example("hangs", processes=processes), example("passes")])
+    assert (stage.work, result.status) == ("gpu_stage_examples:hangs", FAILED)
+    assert result.summary.endswith("interrupted")
+    details = written(run)["details"]
+    assert (details["ops"]["lsh_sort"] if processes else details)["found"] == 3
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "hanging.pid").read_text()), 0)
+    assert results_of(run, example("passes")).status == PASSED  # the signal is forgotten
 
 
 def test_a_part_that_did_not_run_is_not_a_success() -> None:

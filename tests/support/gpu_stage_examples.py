@@ -26,6 +26,9 @@ def crashes(run: Run) -> Result:
 
 def hangs(run: Run) -> Result:
     run.keep("example", {"found": 3})
+    pid = run.results / "hanging.partial"
+    pid.write_text(str(os.getpid()), encoding="utf-8")
+    pid.replace(run.results / "hanging.pid")
     time.sleep(600)
     raise AssertionError("unreachable")
 
