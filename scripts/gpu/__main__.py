@@ -23,7 +23,6 @@ Exit status: 0 all stages passed, 1 a stage failed or did not run, 2 the GPU, a 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ from effexport.plugins.ops import OPS  # noqa: E402
 from gpu import ROOT  # noqa: E402
 from gpu.carrying import carry  # noqa: E402
 from gpu.device import Device, SetupError  # noqa: E402
-from gpu.plan import ARTIFACT_STAGES, STAGES, print_plan, sources_hash  # noqa: E402
+from gpu.plan import ARTIFACT_STAGES, STAGES, print_plan, remove_outdated, sources_hash  # noqa: E402
 from gpu.stages import PASSED, Result, Run, Stage, interruptible, run_stages  # noqa: E402
 
 
@@ -137,13 +136,6 @@ def run_on_device(options: argparse.Namespace) -> bool:
         remove_outdated(work, kind)
         run = Run(device, results, work, tuple(options.ops), sources, hardware=device.hardware())
         return run_all(run, options.stages)
-
-
-def remove_outdated(work: Path, kind: str) -> None:
-    """Remove what other sources have left beside the folder."""
-    for outdated in work.parent.glob(f"{kind}-*"):
-        if outdated != work:
-            shutil.rmtree(outdated)
 
 
 if __name__ == "__main__":

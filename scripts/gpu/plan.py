@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from effexport.plugins.ops import OPS
 from gpu import ROOT
@@ -42,6 +44,13 @@ def sources_hash() -> str:
         if "__pycache__" not in path.parts:
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def remove_outdated(work: Path, kind: str) -> None:
+    """Remove what other sources have left beside the folder."""
+    for outdated in work.parent.glob(f"{kind}-*"):
+        if outdated != work:
+            shutil.rmtree(outdated)
 
 
 def carried_bytes() -> int:

@@ -90,6 +90,13 @@ def test_the_hash_of_the_sources_depends_on_everything_that_the_stages_import(
     assert len(found) == 6
 
 
+def test_what_other_sources_have_built_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("cpu-kernels-1", "cpu-kernels-2", "cpu-artifacts-1", "carried"):
+        (tmp_path / name).mkdir()
+    plan.remove_outdated(tmp_path / "cpu-kernels-2", "cpu-kernels")
+    assert {path.name for path in tmp_path.iterdir()} == {"cpu-kernels-2", "cpu-artifacts-1", "carried"}
+
+
 def test_every_operator_has_a_process_of_its_own_and_one_failure_fails_the_stage(run: Run) -> None:
     result = results_of(run, example("raises_for_lsh_sort", processes=2))
     assert (result.status, result.summary) == (FAILED, "lsh_sort: ValueError: the first line")
