@@ -41,11 +41,14 @@ inline std::int32_t int32(std::int64_t size) { return static_cast<std::int32_t>(
 // How many parts of some length make up the whole, the last one perhaps shorter.
 constexpr std::int64_t parts(std::int64_t whole, std::int64_t length) { return (whole + length - 1) / length; }
 
-// A launch of at most kMaxInt32 blocks: any grid is right for the kernels, which loop over what is left. `stream` is a
+// The most blocks of a launch. Only scripts/gpu lowers it, so that blocks of small calls take several items each.
+inline std::int64_t most_blocks = kMaxInt32;
+
+// A launch of at most most_blocks: any grid is right for the kernels, which loop over what is left. `stream` is a
 // cudaStream_t.
 inline cudaLaunchConfig_t launch_of(std::int64_t blocks, std::int64_t threads, std::size_t shared_bytes, void* stream) {
   cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(static_cast<unsigned>(std::min(blocks, kMaxInt32)));
+  launch.gridDim = dim3(static_cast<unsigned>(std::min(blocks, most_blocks)));
   launch.blockDim = dim3(static_cast<unsigned>(threads));
   launch.dynamicSmemBytes = shared_bytes;
   launch.stream = static_cast<cudaStream_t>(stream);

@@ -1,7 +1,8 @@
 """The correctness stage: every operator's kernels against its reference in float64.
 
 Outputs and scratch memory are filled with NaN, or −1, before a call, and so are guards around them. Every call is made
-twice and must give the same bits; in the emulation the second one runs threads in another order.
+twice and must give the same bits; in the emulation the second one runs threads in another order. The second call of a
+small case has few blocks, which take several items each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from effexport.plugins.gpu_check import Case, GpuCheck, Output, load_gpu_check
 from effexport.plugins.ops import OPS
 from gpu.building import load_kernels
-from gpu.device import KernelError, Kernels
+from gpu.device import ALL_BLOCKS, FEW_BLOCKS, KernelError, Kernels
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 
 # Arrays stay aligned as cudaMalloc aligns them.
@@ -86,7 +87,8 @@ def check_case(kernels: Kernels, name: str, check: GpuCheck, case: Case) -> dict
     given = {key: value.clone() for key, value in inputs.items()}
     try:
         first, problem = call_guarded(kernels, name, check, case, inputs)
-        again, other_problem = call_guarded(kernels, name, check, case, inputs, schedule=1)
+        schedule = (1, FEW_BLOCKS if case in check.small else ALL_BLOCKS)
+        again, other_problem = call_guarded(kernels, name, check, case, inputs, schedule)
     except KernelError as error:
         return {"op": name, "case": case.name, "problem": str(error)}
     problem = problem or other_problem
@@ -111,13 +113,18 @@ def check_case(kernels: Kernels, name: str, check: GpuCheck, case: Case) -> dict
 
 
 def call_guarded(
-    kernels: Kernels, name: str, check: GpuCheck, case: Case, inputs: dict[str, Tensor], schedule: int = 0
+    kernels: Kernels,
+    name: str,
+    check: GpuCheck,
+    case: Case,
+    inputs: dict[str, Tensor],
+    schedule: tuple[int, int] = (0, ALL_BLOCKS),
 ) -> tuple[dict[str, Tensor], str]:
     """The outputs of one call, and what was written outside of them."""
     device = kernels.device.name
     outputs = {key: Guarded(output, device) for key, output in check.outputs(case).items()}
     scratch = Guarded(Output((kernels.scratch_bytes(name, case),), torch.uint8), device)
-    kernels.set_schedule(schedule)
+    kernels.set_schedule(*schedule)
     kernels.launch(name, case, [*inputs.values(), *(output.tensor for output in outputs.values())], scratch.tensor)
     kernels.device.synchronize()
     broken = [key for key, guarded in {**outputs, "scratch": scratch}.items() if not guarded.is_intact()]

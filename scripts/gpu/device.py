@@ -133,6 +133,10 @@ class Device:
         return described
 
 
+# What cuts no grid down, and what lets blocks take several items of a small case, one after another.
+ALL_BLOCKS, FEW_BLOCKS = 2**32 - 1, 2
+
+
 class Kernels:
     """The library of all operators' kernels. Calls their shims with tensors, on PyTorch's current stream."""
 
@@ -142,9 +146,9 @@ class Kernels:
         self._library.effexport_error_name.restype = ctypes.c_char_p
         self.set_schedule(0)
 
-    def set_schedule(self, seed: int) -> None:
-        """Choose the order in which the emulation runs threads. A GPU ignores it."""
-        self._library.effexport_set_schedule(ctypes.c_uint(seed))
+    def set_schedule(self, seed: int, most_blocks: int = ALL_BLOCKS) -> None:
+        """Choose the order in which the emulation runs threads, which a GPU ignores, and cut down larger grids."""
+        self._library.effexport_set_schedule(ctypes.c_uint(seed), ctypes.c_uint(most_blocks))
 
     def scratch_bytes(self, op: str, case: Case) -> int:
         """The scratch memory that a call needs."""

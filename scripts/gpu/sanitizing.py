@@ -20,6 +20,7 @@ from effexport.plugins.gpu_check import load_gpu_check
 from effexport.plugins.ops import OPS
 from gpu.building import SANITIZER, driver_path, emulating_toolchain, library_path, make_driver, make_library
 from gpu.calls import write_calls
+from gpu.device import FEW_BLOCKS
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
 
 # by name, with their options
@@ -30,7 +31,10 @@ LOG_CHARACTERS = 20_000
 
 
 def sanitize(run: Run) -> Result:
-    """Every tool over every operator, in processes of their own: a fault may end its process."""
+    """Every tool over every operator, in processes of their own: a fault may end its process.
+
+    With few blocks, because racecheck sees nothing between two items of a block that takes one.
+    """
     if not run.device.emulated and not shutil.which("compute-sanitizer"):
         return Result(NOT_RUN, "compute-sanitizer is missing; expected it on PATH, as the CUDA toolkit installs it", {})
     programs = {}
@@ -38,7 +42,7 @@ def sanitize(run: Run) -> Result:
         if op.torch_name in run.ops:
             check, calls = load_gpu_check(op), run.work / f"{op.torch_name}.calls"
             write_calls(calls, ((op.torch_name, check, case) for case in check.small))
-            programs[op.torch_name] = [str(driver_path(run)), str(library_path(run)), str(calls)]
+            programs[op.torch_name] = [str(driver_path(run)), str(library_path(run)), str(calls), str(FEW_BLOCKS)]
     commands = emulated_commands(run, programs) if run.device.emulated else sanitizer_commands(programs)
     # each of the processes leaves most of a GPU idle
     with ThreadPoolExecutor(usable_cores()) as pool:

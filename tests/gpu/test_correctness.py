@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from gpu.correctness import check_case, relative_error, result_of
-from gpu.device import Device, KernelError
+from gpu.device import ALL_BLOCKS, FEW_BLOCKS, Device, KernelError
 from gpu.stages import FAILED, NOT_RUN, PASSED
 from torch import Tensor
 
@@ -26,8 +26,10 @@ class FakeKernels:
         self.device = Device(emulated=True)
         self.spoil = spoil
         self.calls = 0
+        self.most_blocks: list[int] = []
 
-    def set_schedule(self, seed: int) -> None: ...
+    def set_schedule(self, seed: int, most_blocks: int) -> None:
+        self.most_blocks.append(most_blocks)
 
     def scratch_bytes(self, op: str, case: Case) -> int:
         return SCRATCH_BYTES
@@ -83,6 +85,13 @@ def test_a_failed_launch_is_the_problem_of_its_case_alone() -> None:
         raise KernelError("cudaErrorInvalidValue")
 
     assert problem_of(FakeKernels(fail)) == "cudaErrorInvalidValue"
+
+
+def test_blocks_take_several_items_in_the_second_call_of_a_small_case() -> None:
+    kernels = FakeKernels()
+    for case in (CHECK.small[0], CHECK.checked[0]):
+        check_case(kernels, "masked_attention", CHECK, case)
+    assert kernels.most_blocks == [ALL_BLOCKS, FEW_BLOCKS, ALL_BLOCKS, ALL_BLOCKS]
 
 
 def test_integers_are_compared_exactly() -> None:

@@ -1,12 +1,12 @@
 // Runs calls from a file through a library of kernels, for compute-sanitizer and ncu, which are slow on large programs.
 //
-//   driver LIBRARY CALLS
+//   driver LIBRARY CALLS [MOST_BLOCKS]
 //
 // CALLS, in the byte order of this machine, is a sequence of calls as gpu/calls.py writes them: int64 length and text of
 // the operator's name; the same of the case's; int64 dtype; int64 count and int64 sizes; int64 count and double numbers;
 // int64 count of inputs, each int64 bytes and content; int64 count of outputs, each int64 bytes. Every array has memory
 // of its own, of its exact size, and outputs and scratch memory are left as they were allocated. Every call is printed
-// before it runs. Exits with 1 and one line after a failure.
+// before it runs. MOST_BLOCKS: larger grids are cut down to it. Exits with 1 and one line after a failure.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -29,14 +29,14 @@ class Library {
   using Run = int (*)(int, void* const*, const std::int64_t*, const double*, void*, void*);
   using ScratchBytes = std::size_t (*)(int, const std::int64_t*);
 
-  explicit Library(const char* path) : handle_(dlopen(path, RTLD_NOW)) {
+  Library(const char* path, unsigned most_blocks) : handle_(dlopen(path, RTLD_NOW)) {
     if (!handle_) fail(dlerror());
     allocate = function<void* (*)(std::size_t)>("effexport_allocate");
     release = function<void (*)(void*)>("effexport_free");
     copy = function<int (*)(void*, const void*, std::size_t)>("effexport_copy_to_device");
     synchronize = function<int (*)()>("effexport_synchronize");
     error_name = function<const char* (*)(int)>("effexport_error_name");
-    function<void (*)(unsigned)>("effexport_set_schedule")(0);
+    function<void (*)(unsigned, unsigned)>("effexport_set_schedule")(0, most_blocks);
   }
 
   template <class Function>
@@ -122,8 +122,8 @@ void run_call(const Library& library, Calls& calls) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 3) fail("expected a library of kernels and a file of calls");
-  const Library library(arguments[1]);
+  if (count != 3 && count != 4) fail("expected a library of kernels, a file of calls and perhaps a number of blocks");
+  const Library library(arguments[1], count == 4 ? static_cast<unsigned>(std::stoul(arguments[3])) : ~0u);
   Calls calls(arguments[2]);
   int done = 0;
   for (; !calls.at_end(); ++done) run_call(library, calls);

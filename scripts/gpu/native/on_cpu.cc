@@ -28,9 +28,10 @@ int effexport_copy_to_device(void* to, const void* from, std::size_t bytes) {
 
 int effexport_synchronize() { return cudaSuccess; }
 
-// In which order the threads of the launches that follow run.
-void effexport_set_schedule(unsigned seed) {
+// In which order the threads of the launches that follow run, and how many blocks there are at most.
+void effexport_set_schedule(unsigned seed, unsigned most_blocks) {
   cuda_on_cpu::settings.seed = seed;
+  cuda_on_cpu::settings.max_blocks = most_blocks;
   cuda_on_cpu::settings.shared = effexport_emulated_shared_memory;
 }
 

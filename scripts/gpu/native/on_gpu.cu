@@ -1,5 +1,7 @@
 // What scripts/gpu needs of the CUDA runtime besides launches. on_cpu.cc has the same functions for the emulation.
-#include <cuda_runtime.h>
+#include "native/cuda.h"
+
+#include <algorithm>
 
 extern "C" {
 
@@ -22,7 +24,9 @@ int effexport_synchronize() {
   return launched != cudaSuccess ? launched : cudaDeviceSynchronize();
 }
 
-// A GPU schedules blocks and warps as it likes.
-void effexport_set_schedule(unsigned) {}
+// How many blocks the launches that follow have at most. A GPU schedules blocks and warps as it likes, without a seed.
+void effexport_set_schedule(unsigned, unsigned most_blocks) {
+  effexport::most_blocks = std::min<std::int64_t>(most_blocks, effexport::kMaxInt32);
+}
 
 }  // extern "C"
