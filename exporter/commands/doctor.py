@@ -162,7 +162,7 @@ def library_line(library: dict[str, Any]) -> str:
     if library["problem"]:
         return f"kernel library: {library['problem']}"
     if library["path"] is None:
-        return f"kernel library: none, so bodies run; build it with: {library['remedy']}"
+        return f"kernel library: none, so function bodies run; build it: {library['remedy']}"
     if library["outdated"]:
         return f"kernel library: OUTDATED, built from other sources; run: {library['remedy']}"
     devices = {True: "CPU and CUDA", False: "CPU only", None: "given by EFFEXPORT_LIBRARY"}[library["cuda"]]
