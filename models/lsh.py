@@ -142,8 +142,8 @@ class LSHHash(nn.Module):
             digit = torch.cat([projection, -projection], dim=3).argmax(dim=3)
             bucket = bucket + stride * digit
             stride *= factor
-        # padded in float32, which is exact here: ONNX Runtime pads integers on the CPU, also if the rest is on a GPU
-        exact = torch.where(keep[:, None, None, :], bucket.float(), float(self.spec.total_buckets))
+        # padded as real numbers, exact in float32: ONNX Runtime pads integers on the CPU, also if the rest is on a GPU
+        exact = torch.where(keep[:, None, None, :], bucket.to(projection.dtype), float(self.spec.total_buckets))
         return F.pad(exact.flatten(0, 2), (0, self.missing(qk)), value=float(self.spec.total_buckets)).to(torch.int32)
 
     def missing(self, qk: Tensor) -> int:

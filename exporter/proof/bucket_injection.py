@@ -33,13 +33,16 @@ def with_given_buckets(path: Path, values: Sequence[str]) -> bytes:
     import onnx
 
     model = load_graph(path)
+    # buckets of another model may be given, whose sizes are not those that this one expects
+    del model.graph.value_info[:]
     for value in values:
         given = value + GIVEN_SUFFIX
         for node in nodes_within(model.graph.node):
             for i, name in enumerate(node.input):
                 if name == value:
                     node.input[i] = given
-        for new, collection in ((given, model.graph.input), (value, model.graph.output)):
-            collection.append(onnx.helper.make_tensor_value_info(new, onnx.TensorProto.INT32, ["rows", "padded"]))
+        for new, whose, collection in ((given, "given", model.graph.input), (value, "own", model.graph.output)):
+            dims = [f"{whose} rows", f"{whose} padded"]
+            collection.append(onnx.helper.make_tensor_value_info(new, onnx.TensorProto.INT32, dims))
     serialised: bytes = model.SerializeToString()
     return serialised
