@@ -452,13 +452,20 @@ def test_bfloat16_outputs_are_read_on_the_cpu_and_refused_on_a_gpu() -> None:
 
 def nystrom(landmarks: int | str) -> bytes:
     """A model with both operators that have limits on a GPU, and one that has none."""
-    declared = [f'<domain: "effexport", opset_import: ["" : 20]> {op} (a) => (b) {{ b = Neg (a) }}' for op in NYSTROM]
+    signatures = (
+        "IterativePinv (a, scale)",
+        "MaskedAttention <scale> (a, k, v, keep)",
+        "SegmentMeans <num_segments> (a, keep)",
+    )
+    declared = [f'<domain: "effexport", opset_import: ["" : 20]> {op} => (b) {{ b = Neg (a) }}' for op in signatures]
     body = "\n".join(
         (
-            f"g (float[n, {landmarks}, {landmarks}] x) => (float[n, {landmarks}, {landmarks}] y) {{",
-            "a = effexport.SegmentMeans (x)",
-            "z = effexport.IterativePinv (a)",
-            "y = effexport.MaskedAttention (z) }",
+            f"g (float[b, h, {landmarks}, 8] x, bool[b, {landmarks}] keep, float[n, {landmarks}, {landmarks}] a,",
+            f"   float[n, 1, 1] scale) => (float[b, h, 4, 8] m, float[n, {landmarks}, {landmarks}] z,",
+            f"   float[b, h, {landmarks}, 8] y) {{",
+            "m = effexport.SegmentMeans <num_segments = 4> (x, keep)",
+            "z = effexport.IterativePinv (a, scale)",
+            "y = effexport.MaskedAttention <scale = 0.5> (x, x, x, keep) }",
         )
     )
     model: onnx.ModelProto = parsed("\n".join((body, *declared)))
