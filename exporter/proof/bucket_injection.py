@@ -41,8 +41,10 @@ def with_given_buckets(path: Path, values: Sequence[str]) -> bytes:
             for i, name in enumerate(node.input):
                 if name == value:
                     node.input[i] = given
-        for new, whose, collection in ((given, "given", model.graph.input), (value, "own", model.graph.output)):
-            dims = [f"{whose} rows", f"{whose} padded"]
+        for new, dims, collection in (
+            (given, ["rows", "padded"], model.graph.input),
+            (value, ["own rows", "own padded"], model.graph.output),
+        ):
             collection.append(onnx.helper.make_tensor_value_info(new, onnx.TensorProto.INT32, dims))
     serialised: bytes = model.SerializeToString()
     return serialised
