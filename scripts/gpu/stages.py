@@ -131,8 +131,8 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, handler in before.items():  # None if it was not set from Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         _interrupted.clear()
 
 
