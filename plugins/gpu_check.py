@@ -144,6 +144,13 @@ def random_mask(source: torch.Generator, *shape: int) -> Tensor:
     return torch.rand(shape, generator=source, device=source.device) < 2 / 3
 
 
+def token_mask(source: torch.Generator, batch: int, seq: int) -> Tensor:
+    """A mask [batch, seq] that hides a tenth of all tokens, and the last quarter of the last sample."""
+    keep = torch.rand(batch, seq, generator=source, device=source.device) < 0.9
+    keep[-1, seq - seq // 4 :] = False
+    return keep
+
+
 def sdpa_baselines(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, Callable[[], object]]:
     """PyTorch's own attention without a mask, by each backend that takes the type: "SDPA flash", and so on.
 

@@ -22,8 +22,8 @@ class Op:
     torch_name names the folder and `torch.ops.effexport.<torch_name>`; onnx_name is the node's type in graphs.
     element_types are those of its kernels and its schema. has_trt_plugin says whether there is a TensorRT plugin,
     `trt.py`; otherwise TensorRT runs the function body.
-    cuda_up_to: in ONNX Runtime on a GPU, the body is faster than the CUDA kernel unless the last dimension of the first
-    input is known and at most this; 0: always. None: the kernel is never known to be slower.
+    cuda_up_to: in ONNX Runtime on a GPU, the body should be faster than the CUDA kernel unless the last dimension of
+    the first input is known and at most this; 0: always. None: the kernel should be faster. Not measured yet.
     """
 
     torch_name: str
@@ -55,13 +55,13 @@ def _by_onnx_name(*ops: Op) -> dict[str, Op]:
 # CMakeLists.txt reads the folders from these rows: one operator per line, the folder first. Function bodies stand in
 # exported files in this order, so a new operator is added at the end.
 OPS: dict[str, Op] = _by_onnx_name(
-    # beyond 64 columns, the matrices do not fit into shared memory, and the body's products by cuBLAS win
+    # beyond 64 columns, the matrices do not fit into shared memory, and the body's products by cuBLAS should win
     Op("iterative_pinv", "IterativePinv", has_trt_plugin=True, cuda_up_to=64),
     Op("linear_attention", "EluLinearAttention"),
     Op("lsh_sort", "LSHSort", element_types=("int32",), has_trt_plugin=True),
     Op("lsh_attention", "LSHAttention"),
     Op("aft_simple_attention", "AFTSimpleAttention"),
-    # 36 instructions for 4 multiply-adds without tensor cores: many times slower than the body's products by cuBLAS
+    # 36 instructions for 4 multiply-adds without tensor cores: by this count, many times slower than cuBLAS in the body
     Op("masked_attention", "MaskedAttention", cuda_up_to=0),
     Op("segment_means", "SegmentMeans"),
     Op("sequence_conv", "SequenceConv"),

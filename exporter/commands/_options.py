@@ -56,7 +56,7 @@ def runtime_options(runtimes: Mapping[str, Runtime]) -> Callable[[Callable[..., 
         default="auto",
         show_default=True,
         help="How custom operators run in ONNX Runtime: as kernels, as function bodies, or auto: as kernels if these "
-        "are built and not known to be slower. For single operators: LSHSort=body,….",
+        "are built and not expected to be slower. For single operators: LSHSort=body,….",
     )
     device = click.option(
         "--device", type=int, default=0, show_default=True, help="Which GPU runs the model, for ort-cuda and ort-trt."

@@ -51,7 +51,8 @@ def relative_errors(actual: Array, expected: Array) -> Iterator[tuple[Array, Arr
         own = np.sqrt(np.mean(np.square(wanted), axis=-1, keepdims=True))
         scale = np.maximum(np.maximum(own, whole), np.finfo(np.float32).tiny)
         with np.errstate(invalid="ignore"):  # inf − inf is NaN, which is what it should be
-            yield ours, wanted, np.abs(ours - wanted) / scale
+            relative = np.abs(ours - wanted) / scale
+        yield ours, wanted, relative
 
 
 def largest(parts: Iterable[Array]) -> tuple[float, tuple[int, int]]:

@@ -18,6 +18,7 @@ from effexport.plugins.gpu_check import (
     generator,
     in_all_types,
     normal,
+    token_mask,
 )
 
 
@@ -29,8 +30,9 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     batch, heads, seq, channels, _ = case.sizes
     source = generator(case, device)
     x = normal(case, source, batch, heads, seq, channels)
-    keep = torch.rand(batch, seq, generator=source, device=device) < 0.9
-    keep[-1, 0 if case.kind == "no token" else seq - seq // 4 :] = False
+    keep = token_mask(source, batch, seq)
+    if case.kind == "no token":
+        keep[-1] = False
     return {"x": x.masked_fill_(~keep[:, None, :, None], torch.nan), "keep": keep}
 
 

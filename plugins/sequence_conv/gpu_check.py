@@ -20,6 +20,7 @@ from effexport.plugins.gpu_check import (
     generator,
     in_all_types,
     normal,
+    token_mask,
 )
 
 
@@ -29,8 +30,7 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     source = generator(case, device)
     x, residual = (normal(case, source, batch, heads, seq, channels) for _ in range(2))
     weight = normal(case, source, heads, 1, taps, 1) / taps**0.5
-    keep = torch.rand(batch, seq, generator=source, device=device) < 0.9
-    keep[-1, seq - seq // 4 :] = False
+    keep = token_mask(source, batch, seq)
     x.masked_fill_(~keep[:, None, :, None], torch.nan)
     return {"x": x, "weight": weight, "keep": keep, "residual": residual}
 

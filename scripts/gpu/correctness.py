@@ -142,7 +142,8 @@ def relative_error(outputs: dict[str, Tensor], expected: dict[str, Tensor]) -> f
     NaN if any output has one, or another shape than the reference; of integers, the share that differs.
     """
     assert outputs.keys() == expected.keys(), f"outputs {[*outputs]} and references {[*expected]} differ"
-    return max(one_error(outputs[key], expected[key]) for key in outputs)
+    errors = torch.tensor([one_error(outputs[key], expected[key]) for key in outputs], dtype=torch.float64)
+    return float(errors.amax())  # not the built-in max, which may drop NaN
 
 
 def one_error(actual: Tensor, expected: Tensor) -> float:

@@ -30,6 +30,7 @@ class KernelError(Exception):
     """A kernel could not be launched or did not finish."""
 
 
+# Programs are not looked up with effexport.plugins.building, which needs packages that a GPU machine may lack.
 def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 

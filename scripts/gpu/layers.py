@@ -23,8 +23,8 @@ from effexport.plugins.ops import OPS
 from gpu.building import load_kernels
 from gpu.device import Kernels
 from gpu.stages import Result, Run
-from gpu.stopwatch import copies_of, nbytes, number_of_copies, readings
-from gpu.timing import KERNEL, result_of
+from gpu.stopwatch import copies_of, forbid_tf32, nbytes, number_of_copies, readings
+from gpu.timing import KERNEL, outputs_of, result_of
 
 OPERATORS = {op.torch_name: op for op in OPS.values()}
 DTYPE = torch.float16
@@ -84,8 +84,7 @@ def specs(*, small: bool) -> dict[str, AttentionSpec]:
 def time_layers(run: Run) -> Result:
     kernels = load_kernels(run)
     register(kernels)
-    # float32 products are exact ones here: a kernel may not use TF32 either
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    forbid_tf32()
     found: list[dict[str, Any]] = []
     for name, spec in specs(small=run.device.emulated).items():
         if run.late:
@@ -162,8 +161,7 @@ def implementation(kernels: Kernels, name: str) -> Callable[..., Tensor | tuple[
         case = CASES[name](*arguments, **options)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         inputs = [x.contiguous() for index, x in enumerate(tensors) if index not in NOT_READ.get(name, ())]
-        like = check.outputs(case).values()
-        outputs = [torch.empty(output.shape, dtype=output.dtype, device=inputs[0].device) for output in like]
+        outputs = [*outputs_of(check, case, kernels.device).values()]
         scratch = torch.empty(kernels.scratch_bytes(name, case), dtype=torch.uint8, device=inputs[0].device)
         kernels.launch(name, case, [*inputs, *outputs], scratch)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

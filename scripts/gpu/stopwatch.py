@@ -49,6 +49,11 @@ class Candidate:
         return {"us": median, "low_us": low, "high_us": high, "graph": self.graph, "problem": self.problem}
 
 
+def forbid_tf32() -> None:
+    """Make PyTorch compute products of float32 exactly, as our kernels must."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
 def number_of_copies(device: Device, nbytes: int) -> int:
     """How many copies of data of this size exceed the L2 cache."""
     if device.emulated:

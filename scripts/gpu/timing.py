@@ -14,7 +14,7 @@ from effexport.plugins.ops import FLOAT_TYPES, OPS
 from gpu.building import load_kernels
 from gpu.device import Device, Kernels
 from gpu.stages import FAILED, NOT_RUN, PASSED, Result, Run
-from gpu.stopwatch import copies_of, nbytes, number_of_copies, readings
+from gpu.stopwatch import copies_of, forbid_tf32, nbytes, number_of_copies, readings
 
 KERNEL = "kernel"
 COPY_BYTES, MATRIX_SIDE = 1 << 30, 8192
@@ -23,8 +23,7 @@ REHEARSED_COPY_BYTES, REHEARSED_MATRIX_SIDE = 1 << 20, 64
 
 def time_operators(run: Run) -> Result:
     kernels = load_kernels(run)
-    # float32 products are exact ones here: a kernel may not use TF32 either
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    forbid_tf32()
     ceilings = measured_ceilings(run.device)
     found: list[dict[str, Any]] = []
     for op in (op for op in OPS.values() if op.torch_name in run.ops):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -98,6 +99,12 @@ def test_integers_are_compared_exactly() -> None:
     right = torch.arange(4)
     assert relative_error({"x": right}, {"x": right}) == 0
     assert relative_error({"x": right}, {"x": torch.tensor([0, 1, 2, 4])}) == 0.25
+
+
+def test_a_nan_in_any_output_is_the_error() -> None:
+    right, wrong = torch.ones(3), torch.tensor([1.0, torch.nan, 1.0])
+    for outputs in ({"x": wrong, "y": right}, {"x": right, "y": wrong}):
+        assert math.isnan(relative_error(outputs, {"x": right, "y": right}))
 
 
 def test_a_result_is_failed_only_if_something_is_wrong() -> None:

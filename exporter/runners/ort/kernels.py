@@ -60,7 +60,10 @@ def kernels_for(custom_ops: Sequence[str], slow: Collection[str], settings: OrtS
 
 
 def slower_on_cuda(model: onnx.ModelProto, types_of: Callable[[onnx.ModelProto], Mapping[str, ValueType]]) -> set[str]:
-    """Operators of a model whose CUDA kernels are slower than their bodies at its sizes. types_of: `value_types`."""
+    """Operators of a model whose CUDA kernels should be slower than their bodies at its sizes; see Op.cuda_up_to.
+
+    types_of: `value_types`.
+    """
     nodes = [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in OPS]
     limits = {op: limit for op in {node.op_type for node in nodes} if (limit := OPS[op].cuda_up_to) is not None}
     types = types_of(model) if any(limits.values()) else {}
