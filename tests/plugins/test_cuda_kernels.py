@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cuda_kernels import ENTRIES, PLUGINS, SANITIZERS, THREADS, build, run
+from cuda_kernels import ENTRIES, PLUGINS, SANITIZERS, THREADS, assert_products_are_exact, build, run
 
 from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc
 from effexport.plugins.ops import OPS
@@ -113,8 +113,9 @@ def test_ptx_has_the_entries_and_parameters_that_tensorrt_is_told(kernel: str, t
     }
     prefix = "effexport_aft_simple" if kernel == "aft_simple_attention" else f"effexport_{kernel}"
     assert found == {entry: types for entry, types in ENTRIES.items() if entry.startswith(prefix)}
-    # TF32 would round the factors to 10 bits, and TensorRT does not support cooperative or cluster launches
-    assert not re.search(r"\b(mma|wmma|wgmma|cluster|grid)\b|tf32", text)
+    assert_products_are_exact(text)
+    # SM 90 alone has wgmma, and TensorRT does not support cooperative or cluster launches
+    assert not re.search(r"\b(wgmma|cluster|grid)\b", text)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +76,15 @@ def run(*command: str | Path, **options) -> str:
     completed = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert completed.returncode == 0, f"{' '.join(map(str, command))}\n{completed.stdout}{completed.stderr}"
     return completed.stdout + completed.stderr
+
+
+def assert_products_are_exact(ptx: str) -> None:
+    """Factors are never rounded to TF32's 10 bits, and 2^x is the only approximation: to 2⁻²², which contracts state.
+
+    CUDA's own exponential function uses it too.
+    """
+    assert "tf32" not in ptx
+    assert {*re.findall(r"\w+\.approx[.\w]*", ptx)} <= {"ex2.approx.ftz.f32"}
 
 
 SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

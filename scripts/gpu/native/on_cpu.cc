@@ -6,7 +6,7 @@
 extern "C" {
 
 // Every kernel names its shared memory as it likes; the linker makes all these names mean this array.
-alignas(16) char effexport_emulated_shared_memory[cuda_on_cpu::kMaxSharedBytes];
+alignas(128) char effexport_emulated_shared_memory[cuda_on_cpu::kMaxSharedBytes];
 
 const char* effexport_error_name(int error) {
   switch (error) {

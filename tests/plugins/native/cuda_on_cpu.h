@@ -3,7 +3,11 @@
 //
 // Blocks run one after another. The threads of a block are fibers: one runs until it has to wait at a barrier or for
 // its warp, then the scheduler chooses another, either by a fixed random priority, so that some warps and lanes run as
-// far ahead of the others as barriers allow, or at random. Shared memory is poisoned before every block.
+// far ahead of the others as barriers allow, or at random. Shared memory is poisoned before every block. Asynchronous
+// copies poison their target and arrive when their thread waits for them, and no sooner. Products of matrices are exact
+// sums, rounded once; a GPU rounds more often.
+//
+// EFFEXPORT_EMULATED is the architecture to emulate, as __CUDA_ARCH__ counts: 800 unless the compiler is told otherwise.
 //
 // What a passing test shows: the logic and the indexing; that all threads of a block reach the same barriers, and all
 // lanes the same warp operations; that the barriers suffice under the schedules that were tried, which change
@@ -15,6 +19,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -39,9 +44,18 @@
 #define __host__
 #define __shared__
 #define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+#ifndef EFFEXPORT_EMULATED
+#define EFFEXPORT_EMULATED 800
+#endif
 
 struct alignas(16) float4 {
   float x, y, z, w;
+};
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
 };
 
 struct uint3 {
@@ -93,16 +107,27 @@ struct Meeting {
   int line = 0;
 };
 
+// What a lane brings to an operation of its warp.
+using Given = std::array<std::uint32_t, 6>;
+
 struct Warp {
   Meeting meeting;
-  std::uint32_t given[kWarpSize];    // what the lanes bring to the present operation
-  std::uint32_t settled[kWarpSize];  // what they brought to the last complete one
+  Given given[kWarpSize];    // to the present operation
+  Given settled[kWarpSize];  // to the last complete one
+};
+
+// Of one thread, from global to shared memory.
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
 };
 
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStackBytes);
   bool done = false;
+  std::vector<std::vector<Copy>> copies;  // that have not arrived, by group; the last group is still open
 };
 
 class Block {
@@ -140,7 +165,7 @@ class Block {
   }
 
   // Waits for the warp and returns what its lanes have given.
-  const std::uint32_t* wait_for_warp(std::uint32_t given, unsigned mask, int line) {
+  const Given* wait_for_warp(const Given& given, unsigned mask, int line) {
     Warp& warp = warps_[threadIdx.x / kWarpSize];
     if (mask != kAllLanes) fail("a warp operation without all lanes, which is not implemented", line);
     warp.given[threadIdx.x % kWarpSize] = given;
@@ -151,6 +176,34 @@ class Block {
     }
     suspend();
     return warp.settled;
+  }
+
+  void start_copy(const Copy& copy, int line) {
+    if (reinterpret_cast<std::uintptr_t>(copy.to) % 16 || reinterpret_cast<std::uintptr_t>(copy.from) % 16) {
+      fail("a copy of 16 bytes whose addresses are not multiples of 16", line);
+    }
+    std::memset(copy.to, 0xff, 16);
+    current_->copies.back().push_back(copy);
+  }
+
+  void commit_copies() { current_->copies.emplace_back(); }
+
+  // Until all but this many groups have arrived; the open one is not counted, and not waited for.
+  void wait_for_copies(std::size_t left) {
+    std::vector<std::vector<Copy>>& groups = current_->copies;
+    while (groups.size() > left + 1) {
+      for (const Copy& copy : groups.front()) {
+        std::memset(copy.to, 0, 16);
+        if (copy.bytes > 0) std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.bytes));
+      }
+      groups.erase(groups.begin());
+    }
+  }
+
+  void fail(const char* failure, int line) {
+    failure_ = failure;
+    failure_line_ = line;
+    suspend();  // for good
   }
 
  private:
@@ -184,15 +237,10 @@ class Block {
     return true;
   }
 
-  void fail(const char* failure, int line) {
-    failure_ = failure;
-    failure_line_ = line;
-    suspend();  // for good
-  }
-
   void prepare(int thread) {
     Fiber& fiber = *fibers_[static_cast<std::size_t>(thread)];
     fiber.done = false;
+    fiber.copies.assign(1, {});
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
@@ -293,31 +341,36 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(
 
 // The line tells one barrier from another.
 #define __syncthreads() cuda_on_cpu::block.wait_for_block(__LINE__)
-#define __syncwarp() cuda_on_cpu::block.wait_for_warp(0, cuda_on_cpu::kAllLanes, __LINE__)
+#define __syncwarp() cuda_on_cpu::block.wait_for_warp({}, cuda_on_cpu::kAllLanes, __LINE__)
 #define __match_any_sync(mask, value) cuda_on_cpu::match_any(mask, value, __LINE__)
 #define __shfl_up_sync(mask, value, distance) cuda_on_cpu::shuffle_up(mask, value, distance, __LINE__)
+#define __shfl_sync(mask, value, source) cuda_on_cpu::shuffle(mask, value, source, __LINE__)
 #define __shfl_xor_sync(mask, value, distance) cuda_on_cpu::shuffle_xor(mask, value, distance, __LINE__)
 
 namespace cuda_on_cpu {
 
 inline unsigned match_any(unsigned mask, int value, int line) {
-  const std::uint32_t* given = block.wait_for_warp(static_cast<std::uint32_t>(value), mask, line);
+  const Given* given = block.wait_for_warp({static_cast<std::uint32_t>(value)}, mask, line);
   unsigned peers = 0;
   for (int lane = 0; lane < kWarpSize; ++lane) {
-    peers |= static_cast<unsigned>(given[lane] == static_cast<std::uint32_t>(value)) << lane;
+    peers |= static_cast<unsigned>(given[lane][0] == static_cast<std::uint32_t>(value)) << lane;
   }
   return peers;
 }
 
+inline int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+
 inline int shuffle_up(unsigned mask, int value, int distance, int line) {
-  const std::uint32_t* given = block.wait_for_warp(static_cast<std::uint32_t>(value), mask, line);
-  const int source = static_cast<int>(threadIdx.x) % kWarpSize - distance;
-  return source < 0 ? value : static_cast<int>(given[source]);
+  const Given* given = block.wait_for_warp({static_cast<std::uint32_t>(value)}, mask, line);
+  return lane() < distance ? value : static_cast<int>(given[lane() - distance][0]);
 }
 
 inline float shuffle_xor(unsigned mask, float value, int distance, int line) {
-  const std::uint32_t* given = block.wait_for_warp(effexport::bits_of(value), mask, line);
-  return effexport::float_of_bits(given[static_cast<int>(threadIdx.x) % kWarpSize ^ distance]);
+  return effexport::float_of_bits(block.wait_for_warp({effexport::bits_of(value)}, mask, line)[lane() ^ distance][0]);
+}
+
+inline float shuffle(unsigned mask, float value, int source, int line) {
+  return effexport::float_of_bits(block.wait_for_warp({effexport::bits_of(value)}, mask, line)[source % kWarpSize][0]);
 }
 
 }  // namespace cuda_on_cpu
@@ -339,3 +392,80 @@ inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) { return {{bits}}
 inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 bfloat16) { return bfloat16.value.bits; }
 inline float __bfloat162float(__nv_bfloat16 bfloat16) { return effexport::to_float(bfloat16.value); }
 inline __nv_bfloat16 __float2bfloat16_rn(float value) { return {effexport::from_float<effexport::BFloat16>(value)}; }
+
+// The functions of plugins/native/ptx.h, which says what they do.
+namespace effexport::ptx {
+
+constexpr int kArchitecture = EFFEXPORT_EMULATED;
+
+// Rows of matrices at the addresses that the lanes give.
+inline const cuda_on_cpu::Given* give_row(const void* row, int line) {
+  const auto address = reinterpret_cast<std::uint64_t>(row);
+  if (address % 16 != 0) cuda_on_cpu::block.fail("ldmatrix at an address that is not a multiple of 16", line);
+  return cuda_on_cpu::block.wait_for_warp(
+      {static_cast<std::uint32_t>(address), static_cast<std::uint32_t>(address >> 32)}, cuda_on_cpu::kAllLanes, line);
+}
+
+inline std::uint32_t element(const cuda_on_cpu::Given* rows, int matrix, int row, int column) {
+  const cuda_on_cpu::Given& given = rows[matrix * 8 + row];
+  const auto* address = reinterpret_cast<const std::uint16_t*>(given[0] | static_cast<std::uint64_t>(given[1]) << 32);
+  return address[column];
+}
+
+inline void load_matrices(std::uint32_t (&result)[4], const void* row, int line = __builtin_LINE()) {
+  const cuda_on_cpu::Given* rows = give_row(row, line);
+  const int group = cuda_on_cpu::lane() / 4, first = cuda_on_cpu::lane() % 4 * 2;
+  for (int i = 0; i < 4; ++i) result[i] = element(rows, i, group, first) | element(rows, i, group, first + 1) << 16;
+}
+
+inline void load_transposed(std::uint32_t (&result)[4], const void* row, int line = __builtin_LINE()) {
+  const cuda_on_cpu::Given* rows = give_row(row, line);
+  const int group = cuda_on_cpu::lane() / 4, first = cuda_on_cpu::lane() % 4 * 2;
+  for (int i = 0; i < 4; ++i) result[i] = element(rows, i, first, group) | element(rows, i, first + 1, group) << 16;
+}
+
+template <class T>
+void multiply_add(float (&sums)[4], const std::uint32_t (&left)[4], const std::uint32_t (&right)[2], T,
+                  int line = __builtin_LINE()) {
+  static_assert(sizeof(T) == 2);
+  const cuda_on_cpu::Given* given = cuda_on_cpu::block.wait_for_warp(
+      {left[0], left[1], left[2], left[3], right[0], right[1]}, cuda_on_cpu::kAllLanes, line);
+  const auto half = [](std::uint32_t pair, int which) {
+    return static_cast<double>(to_float(T{static_cast<std::uint16_t>(pair >> 16 * which)}));
+  };
+  const int group = cuda_on_cpu::lane() / 4, first = cuda_on_cpu::lane() % 4 * 2;
+  for (int i = 0; i < 4; ++i) {
+    const int lower_row = i / 2, column = first + i % 2;
+    double sum = sums[i];
+    for (int k = 0; k < 16; ++k) {
+      const int later = k / 8, owner = k % 8 / 2;
+      const std::uint32_t x = given[group * 4 + owner][static_cast<std::size_t>(2 * later + lower_row)];
+      const std::uint32_t y = given[column * 4 + owner][static_cast<std::size_t>(4 + later)];
+      sum += half(x, k % 2) * half(y, k % 2);
+    }
+    sums[i] = static_cast<float>(sum);
+  }
+}
+
+inline void copy_16_bytes(void* to, const void* from, int bytes, int line = __builtin_LINE()) {
+  cuda_on_cpu::block.start_copy({to, from, bytes}, line);
+}
+
+inline void commit_copies() { cuda_on_cpu::block.commit_copies(); }
+
+template <int kLeft>
+void wait_for_copies() {
+  cuda_on_cpu::block.wait_for_copies(kLeft);
+}
+
+inline float exp2_approx(float x) {
+  const float result = std::exp2(x);
+  return result < 0x1p-126f ? 0.0f : result;
+}
+
+template <class T>
+std::uint32_t pack(float low, float high, T) {
+  return from_float<T>(low).bits | static_cast<std::uint32_t>(from_float<T>(high).bits) << 16;
+}
+
+}  // namespace effexport::ptx

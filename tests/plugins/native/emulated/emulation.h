@@ -4,6 +4,8 @@
 
 #include "cuda_on_cpu.h"
 
+alignas(128) unsigned char tile_memory[cuda_on_cpu::kMaxSharedBytes];
+
 extern "C" {
 
 // max_blocks: larger grids are cut down to this.

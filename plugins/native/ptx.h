@@ -1,0 +1,116 @@
+// The PTX instructions that products of small matrices are made of, one function each. Every lane of a warp must call
+// those that say "warp". Section titles are those of the PTX ISA, version 9.0.
+//
+// tests/plugins/native/cuda_on_cpu.h has its own versions of these functions and defines EFFEXPORT_EMULATED.
+#pragma once
+
+#include <cstdint>
+
+#ifndef EFFEXPORT_EMULATED
+
+#include "native/cuda.h"
+
+namespace effexport::ptx {
+
+// Compute capability × 100 of the code that is compiled, for example 900; the host's pass counts as the newest.
+#ifdef __CUDA_ARCH__
+constexpr int kArchitecture = __CUDA_ARCH__;
+#else
+constexpr int kArchitecture = 1200;
+#endif
+
+inline __device__ std::uint32_t shared_address(const void* in_shared) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(in_shared));
+}
+
+// Warp. "ldmatrix": lanes 8 i … 8 i + 7 give the rows of matrix i, 8 elements of 16 bits each, at addresses that are
+// multiples of 16. Lane 4 g + t gets elements 2 t and 2 t + 1 of row g of matrix i in result[i].
+inline __device__ void load_matrices(std::uint32_t (&result)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Warp. The same, of the transposed matrices: lane 4 g + t gets elements 2 t and 2 t + 1 of column g.
+inline __device__ void load_transposed(std::uint32_t (&result)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Warp. "mma": sums [16, 8] += left [16, 16] · right [16, 8], with sums in float32; tile.h draws which lane has what.
+// SM 75 has no product of this depth, but two of half of it.
+inline __device__ void multiply_add(float (&sums)[4], const std::uint32_t (&left)[4], const std::uint32_t (&right)[2],
+                                    Half) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(left[0]), "r"(left[1]), "r"(right[0]));
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(left[2]), "r"(left[3]), "r"(right[1]));
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
+#endif
+}
+
+// From SM 80 on.
+inline __device__ void multiply_add(float (&sums)[4], const std::uint32_t (&left)[4], const std::uint32_t (&right)[2],
+                                    BFloat16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
+}
+
+// "cp.async", from SM 80 on: starts to copy `bytes` (0 to 16) from global memory to 16 bytes of shared memory, the rest
+// of which becomes zero. Both addresses are multiples of 16.
+inline __device__ void copy_16_bytes(void* to_shared, const void* from_global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(shared_address(to_shared)), "l"(__cvta_generic_to_global(from_global)), "r"(bytes)
+               : "memory");
+}
+
+// "cp.async.commit_group": the copies that this thread has started since the last call are a group.
+inline __device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// "cp.async.wait_group": until all but the last `kLeft` groups of this thread have arrived. Other threads see them
+// after a barrier.
+template <int kLeft>
+__device__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// "ex2": 2^x with a relative error of at most 2⁻²²; results below 2⁻¹²⁶ are zero.
+inline __device__ float exp2_approx(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// "cvt": the element type's nearest values to `low` and `high`, in the lower and the upper half of the result.
+inline __device__ std::uint32_t pack(float low, float high, Half) {
+  const auto halves = __floats2half2_rn(low, high);
+  std::uint32_t bits;
+  memcpy(&bits, &halves, sizeof bits);
+  return bits;
+}
+
+#ifndef EFFEXPORT_FOR_TENSORRT
+inline __device__ std::uint32_t pack(float low, float high, BFloat16) {
+  const auto halves = __floats2bfloat162_rn(low, high);
+  std::uint32_t bits;
+  memcpy(&bits, &halves, sizeof bits);
+  return bits;
+}
+#endif
+
+}  // namespace effexport::ptx
+
+#endif
