@@ -22,7 +22,7 @@ struct Problem {
 };
 
 // q [groups, queries, head_dim]; k [groups, keys, head_dim]; v [groups, keys, value_dim]; keep [groups / heads, keys];
-// out [groups, queries, value_dim]; partials: cpu_partial_floats(problem) floats.
+// out [groups, queries, value_dim]; partials: as many floats as cpu_partial_floats or cuda_partial_floats says.
 template <class T>
 struct Arrays {
   const T* q;
@@ -54,9 +54,11 @@ void merge_cpu(const Problem& problem, const float* partials, std::int64_t first
 // instead, so that tests reach all of them; returns whether the machine has them. Not while attend_cpu runs.
 bool select_cpu_instructions(const char* name);
 
-// The whole operator in one launch on a stream of the current device; keys may be none. `partials` is not used. Returns a
-// cudaError_t: cudaErrorInvalidValue for more than 2³¹ − 1 of anything, or more channels than fit in shared memory.
+// The whole operator, in one or two launches on a stream of the current device; keys may be none. `partials` has
+// cuda_partial_floats(problem) floats there. Returns a cudaError_t: cudaErrorInvalidValue for more than 2³¹ − 1 of anything.
 template <class T>
 int launch_cuda(const Problem& problem, const Arrays<T>& arrays, void* stream);
+
+std::int64_t cuda_partial_floats(const Problem& problem);
 
 }  // namespace effexport::masked_attention

@@ -1,156 +1,220 @@
-// CUDA kernel of effexport::MaskedAttention, in one launch.
+// CUDA kernels of effexport::MaskedAttention.
 //
-// A block takes up to 16 queries of one head through all keys, 64 at a time, with the softmax's maximum and sum carried
-// along; queries, logits and the sums of values are in shared memory, keys and values come through the caches. Fewer
-// queries are taken where channels are many, so that 48 KiB of shared memory, which every GPU grants, are enough.
+// A block takes 64 queries of one head, 64 columns of the values and a slice of the keys through the core in
+// native/attention.h. Where keys are more than four times the queries they are cut into several slices, so that few
+// queries of many keys fill a GPU; a second launch merges what the slices give. How keys are cut depends on n and m alone.
 //
-// The kernel compiles to PTX as it is. Its arguments are inputs, int32 scalars, the scale, outputs; any grid is right.
+// The arguments are inputs, int32 scalars, the scale, outputs; any grid is right.
 #include "masked_attention/kernel.h"
-#include "native/cuda.h"
+#include "native/attention.h"
 
-#include <algorithm>
 #include <cmath>
-
-// At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
-extern __shared__ float shared_floats[];
 
 namespace effexport::masked_attention {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kKeys = 64;
-constexpr int kMaxRows = 16;
-// Queries that one thread computes together, so that a key or a value is read once for all of them.
-constexpr int kTogether = 4;
-constexpr std::size_t kSharedBytes = 48 * 1024;
-// Of a hidden key: the lowest float, finite, so that a sample that sees nothing averages over all of its keys.
-constexpr float kHiddenLogit = -3.402823466e38f;
+using attention::kColumnTiles;
+using attention::kQueries;
+using attention::kWidth;
+using attention::Softmax;
 
-// A tile of queries, all of it in shared memory.
-struct Tile {
-  float* queries;  // [rows, d]
-  float* context;  // [rows, e], not yet divided by sums
-  float* logits;   // [rows, kKeys], then weights
-  float* top;      // [rows]
-  float* sum;
-  float* factor;   // of what was summed up before the present keys
+constexpr int kMergeThreads = 256;
+constexpr int kSliceTiles = 4;  // keys of a slice per query, both in whole tiles
+constexpr int kStatistics = 2;  // highest and total, before the context of a row of `partials`
+
+__host__ __device__ constexpr int parts_of(int whole, int length) { return whole / length + (whole % length != 0); }
+
+// Sizes of a launch. slice: keys of a slice, a multiple of 64.
+struct Sizes {
+  int groups, heads, n, m, d, e, slice;
+
+  __host__ __device__ int slices() const { return parts_of(m, slice); }
+  __host__ __device__ int query_tiles() const { return parts_of(n, kQueries); }
+  __host__ __device__ int column_tiles() const { return parts_of(e, kWidth); }
+  __host__ __device__ std::int64_t jobs() const {
+    return static_cast<std::int64_t>(groups) * slices() * query_tiles() * column_tiles();
+  }
 };
 
-// The products of all queries with the keys from `first` on. k: keys of this head.
+// What one block computes at a time.
+struct Job {
+  int group, slice, first_query, first_column;
+
+  __device__ Job(const Sizes& s, std::int64_t index) {
+    first_column = static_cast<int>(index % s.column_tiles()) * kWidth;
+    index /= s.column_tiles();
+    first_query = static_cast<int>(index % s.query_tiles()) * kQueries;
+    index /= s.query_tiles();
+    slice = static_cast<int>(index % s.slices());
+    group = static_cast<int>(index / s.slices());
+  }
+};
+
+// The queries, keys and values of a job, for the core.
 template <class T>
-__device__ void make_logits(const Tile& t, const T* k, const bool* keep, std::int64_t first, int m, int d, int rows) {
-  for (int item = static_cast<int>(threadIdx.x); item < kKeys * (kMaxRows / kTogether); item += kThreads) {
-    const int slot = item % kKeys;
-    const int row = item / kKeys * kTogether;
-    if (row >= rows) continue;
-    const std::int64_t key = first + slot;
-    float products[kTogether] = {};
-    for (int c = 0; key < m && c < d; ++c) {
-      const float factor = widen(k[key * d + c]);
+class Source {
+ public:
+  using Element = T;
+  static constexpr bool kExact = false;
+
+  __device__ Source(const T* q, const T* k, const T* v, const bool* keep, const Sizes& s, float scale, const Job& job)
+      : queries_(min(kQueries, s.n - job.first_query)),
+        keys_(min(s.slice, s.m - job.slice * s.slice)),
+        channels_(s.d),
+        columns_(s.e - job.first_column),
+        value_stride_(s.e),
+        factor_(scale * attention::kLog2E) {
+    const std::int64_t first_key = static_cast<std::int64_t>(job.slice) * s.slice;
+    q_ = q + (static_cast<std::int64_t>(job.group) * s.n + job.first_query) * s.d;
+    k_ = k + (static_cast<std::int64_t>(job.group) * s.m + first_key) * s.d;
+    v_ = v + (static_cast<std::int64_t>(job.group) * s.m + first_key) * s.e + job.first_column;
+    keep_ = keep + static_cast<std::int64_t>(job.group / s.heads) * s.m + first_key;
+    aligned_ = tile::chunks_are_aligned(q, s.d) && tile::chunks_are_aligned(k, s.d) && tile::chunks_are_aligned(v, s.e);
+  }
+
+  __device__ int queries() const { return queries_; }
+  __device__ int keys() const { return keys_; }
+  __device__ int channels() const { return channels_; }
+  __device__ int columns() const { return columns_; }
+  __device__ bool aligned() const { return aligned_; }
+  __device__ const T* anywhere() const { return v_; }
+  __device__ const T* query(int row) const { return q_ + static_cast<std::int64_t>(row) * channels_; }
+  __device__ const T* key(int tile, int i) const {
+    const int key = tile * kKeys + i;
+    return key < keys_ ? k_ + static_cast<std::int64_t>(key) * channels_ : nullptr;
+  }
+  __device__ const T* value(int tile, int i) const {
+    const int key = tile * kKeys + i;
+    return key < keys_ ? v_ + static_cast<std::int64_t>(key) * value_stride_ : nullptr;
+  }
+
+  __device__ void prepare(int tile) const {
+    const int i = static_cast<int>(threadIdx.x);
+    if (i >= kKeys) return;
+    const int key = tile * kKeys + i;
+    highest_logits(tile)[i] = key >= keys_ ? -INFINITY : keep_[key] ? INFINITY : attention::kLowest;
+  }
+
+  // fminf takes the number where the other one is NaN: so NaN stays out of sight where a key is hidden, and is infinite,
+  // which makes NaN of the softmax, where it is visible.
+  __device__ float logit(float product, int, int tile, int i) const {
+    return fminf(product * factor_, highest_logits(tile)[i]);
+  }
+
+  static constexpr int kKeys = attention::kKeys<T>;
+
+  // The highest logit that each key of a tile may have. That of a hidden one is finite, so that a sample that sees
+  // nothing averages over all of its keys.
+  static __device__ float* highest_logits(int tile) {
+    return reinterpret_cast<float*>(attention::side_memory<T>()) + tile % 2 * kKeys;
+  }
+
+ private:
+  int queries_, keys_, channels_, columns_, value_stride_;
+  float factor_;
+  const T *q_, *k_, *v_;
+  const bool* keep_;
+  bool aligned_;
+};
+
+template <class T>
+constexpr std::size_t kSharedBytes = attention::kTileBytes<T> + 2 * attention::kKeys<T> * sizeof(float);
+
+// out: of the only slice.
+template <class T>
+__device__ void write_results(const Sizes& s, const Job& job, const Softmax& softmax, T* out) {
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (row + i < rows) products[i] += t.queries[(row + i) * d + c] * factor;
+  for (int i = 0; i < 2; ++i) {
+    const int row = job.first_query + Softmax::row_of(i);
+    if (row >= s.n) continue;
+    T* const to = out + (static_cast<std::int64_t>(job.group) * s.n + row) * s.e;
+    const float factor = 1.0f / softmax.total[i];
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int column = job.first_column + Softmax::column_of(j) + c;
+        if (column < s.e) narrow(softmax.context[j].values[2 * i + c] * factor, to[column]);
       }
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const float logit = key >= m ? -INFINITY : keep[key] ? products[i] : kHiddenLogit;
-      if (row + i < rows) t.logits[(row + i) * kKeys + slot] = logit;
     }
   }
 }
 
-// The sums of weights and of weighted values. v: values of this head.
-template <class T>
-__device__ void add_values(const Tile& t, const T* v, std::int64_t first, int m, int e, int rows) {
-  const int keys = static_cast<int>(min(static_cast<std::int64_t>(kKeys), m - first));
-  const int groups = (rows + kTogether - 1) / kTogether;
-  for (int item = static_cast<int>(threadIdx.x); item < e * groups; item += kThreads) {
-    const int c = item % e;
-    const int row = item / e * kTogether;
-    float sums[kTogether] = {};
-    for (int j = 0; j < keys; ++j) {
-      const float value = widen(v[(first + j) * e + c]);
+// partials [groups, slices, n, 2 + e]: highest, total and context of each query.
+inline __device__ void write_partials(const Sizes& s, const Job& job, const Softmax& softmax, float* partials) {
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (row + i < rows) sums[i] += t.logits[(row + i) * kKeys + j] * value;
-      }
+  for (int i = 0; i < 2; ++i) {
+    const int row = job.first_query + Softmax::row_of(i);
+    if (row >= s.n) continue;
+    const std::int64_t index = (static_cast<std::int64_t>(job.group) * s.slices() + job.slice) * s.n + row;
+    float* const to = partials + index * (kStatistics + s.e);
+    if (job.first_column == 0 && tile::sums_column() == 0) {
+      to[0] = softmax.highest[i];
+      to[1] = softmax.total[i];
     }
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      if (row + i >= rows) continue;
-      float& context = t.context[(row + i) * e + c];
-      context = t.factor[row + i] * context + sums[i];
-    }
-  }
-  const int row = static_cast<int>(threadIdx.x);
-  if (row >= rows) return;
-  float sum = 0;
-  for (int j = 0; j < keys; ++j) sum += t.logits[row * kKeys + j];
-  t.sum[row] = t.factor[row] * t.sum[row] + sum;
-}
-
-template <class T>
-__device__ void attend(const T* q, const T* k, const T* v, const bool* keep, int groups, int heads, int n, int m, int d,
-                       int e, int rows, float scale, T* out) {
-  Tile t;
-  t.queries = shared_floats;
-  t.context = t.queries + rows * d;
-  t.logits = t.context + rows * e;
-  t.top = t.logits + rows * kKeys;
-  t.sum = t.top + rows;
-  t.factor = t.sum + rows;
-  const int thread = static_cast<int>(threadIdx.x);
-  const std::int64_t tiles = (static_cast<std::int64_t>(n) + rows - 1) / rows;
-  for (std::int64_t tile = blockIdx.x; tile < groups * tiles; tile += gridDim.x) {
-    const std::int64_t group = tile / tiles;
-    const std::int64_t start = tile % tiles * rows;
-    const int present = static_cast<int>(min(static_cast<std::int64_t>(rows), n - start));
-    const std::int64_t at = group * n + start;
-    for (int i = thread; i < rows * d; i += kThreads) {
-      t.queries[i] = i / d < present ? scale * widen(q[at * d + i]) : 0.0f;
-    }
-    for (int i = thread; i < rows * e; i += kThreads) t.context[i] = 0.0f;
-    if (thread < rows) {
-      t.top[thread] = kHiddenLogit;
-      t.sum[thread] = 0.0f;
-    }
-    for (std::int64_t first = 0; first < m; first += kKeys) {
-      __syncthreads();  // queries are there; weights have been read
-      make_logits(t, k + group * m * d, keep + group / heads * m, first, m, d, rows);
-      __syncthreads();
-      if (thread < rows) {
-        float top = t.top[thread];
-        for (int j = 0; j < kKeys; ++j) top = fmaxf(top, t.logits[thread * kKeys + j]);
-        t.factor[thread] = expf(t.top[thread] - top);
-        t.top[thread] = top;
+    for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int column = job.first_column + Softmax::column_of(j) + c;
+        if (column < s.e) to[kStatistics + column] = softmax.context[j].values[2 * i + c];
       }
-      __syncthreads();
-      for (int i = thread; i < rows * kKeys; i += kThreads) t.logits[i] = expf(t.logits[i] - t.top[i / kKeys]);
-      __syncthreads();
-      add_values(t, v + group * m * e, first, m, e, rows);
     }
-    __syncthreads();
-    for (int i = thread; i < present * e; i += kThreads) {
-      // without keys, a sum over nothing
-      narrow(m == 0 ? 0.0f : t.context[i] / t.sum[i / e], out[at * e + i]);
-    }
-    __syncthreads();  // the next tile may take the memory
   }
 }
 
-std::size_t shared_bytes(std::int64_t rows, std::int64_t d, std::int64_t e) {
-  return sizeof(float) * static_cast<std::size_t>(rows * (d + e + kKeys + 3));
+template <class T>
+__device__ void attend(const T* q, const T* k, const T* v, const bool* keep, const Sizes& s, float scale, T* out,
+                       float* partials) {
+  for (std::int64_t index = blockIdx.x; index < s.jobs(); index += gridDim.x) {
+    const Job job(s, index);
+    const Softmax softmax = attention::attend(Source<T>(q, k, v, keep, s, scale, job));
+    if (s.slices() == 1) {
+      write_results(s, job, softmax, out);
+    } else {
+      write_partials(s, job, softmax, partials);
+    }
+  }
+}
+
+// A thread for each element of out [groups, n, e]. Without slices, a sum over nothing.
+template <class T>
+__device__ void merge(const float* partials, const Sizes& s, T* out) {
+  const std::int64_t elements = static_cast<std::int64_t>(s.groups) * s.n * s.e;
+  const std::int64_t threads = static_cast<std::int64_t>(gridDim.x) * kMergeThreads;
+  const std::int64_t slice_floats = static_cast<std::int64_t>(s.n) * (kStatistics + s.e);
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kMergeThreads + threadIdx.x; i < elements; i += threads) {
+    const std::int64_t row = i / s.e;
+    const int column = static_cast<int>(i % s.e);
+    const float* const first = partials + row / s.n * s.slices() * slice_floats + row % s.n * (kStatistics + s.e);
+    float highest = attention::kLowest;
+#pragma unroll 8
+    for (int slice = 0; slice < s.slices(); ++slice) highest = fmaxf(highest, first[slice * slice_floats]);
+    float total = 0, context = 0;
+#pragma unroll 8
+    for (int slice = 0; slice < s.slices(); ++slice) {
+      const float* const partial = first + slice * slice_floats;
+      const float factor = ptx::exp2_approx(partial[0] - highest);
+      total += factor * partial[1];
+      context += factor * partial[kStatistics + column];
+    }
+    narrow(s.slices() == 0 ? 0.0f : context / total, out[i]);
+  }
 }
 
 }  // namespace
 
 #define EFFEXPORT_MASKED_ATTENTION(dtype, T)                                                                           \
-  extern "C" __global__ void __launch_bounds__(kThreads) effexport_masked_attention_##dtype(                           \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads) effexport_masked_attention_##dtype(                \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
       std::int32_t groups, std::int32_t heads, std::int32_t n, std::int32_t m, std::int32_t d, std::int32_t e,         \
-      std::int32_t rows, float scale, T* __restrict__ out) {                                                           \
-    attend(q, k, v, keep, groups, heads, n, m, d, e, rows, scale, out);                                                \
+      std::int32_t slice, float scale, T* __restrict__ out, float* __restrict__ partials) {                            \
+    attend(q, k, v, keep, Sizes{groups, heads, n, m, d, e, slice}, scale, out, partials);                              \
+  }                                                                                                                    \
+  extern "C" __global__ void __launch_bounds__(kMergeThreads) effexport_masked_attention_merge_##dtype(                \
+      const float* __restrict__ partials, std::int32_t groups, std::int32_t n, std::int32_t m, std::int32_t e,         \
+      std::int32_t slice, T* __restrict__ out) {                                                                       \
+    merge(partials, Sizes{groups, 1, n, m, 0, e, slice}, out);                                                         \
   }
 
 EFFEXPORT_MASKED_ATTENTION(float32, float)
@@ -159,17 +223,42 @@ EFFEXPORT_MASKED_ATTENTION(bfloat16, BFloat16)
 
 #undef EFFEXPORT_MASKED_ATTENTION
 
+namespace {
+
+bool countable(const Problem& p) {
+  return fit_int32({p.groups, p.heads, p.queries, p.keys, p.head_dim, p.value_dim});
+}
+
+// Of a countable problem.
+Sizes sizes_of(const Problem& p) {
+  const std::int64_t slice = parts(p.queries, kQueries) * kQueries * kSliceTiles;
+  return {int32(p.groups),   int32(p.heads),     int32(p.queries),                                  int32(p.keys),
+          int32(p.head_dim), int32(p.value_dim), int32(std::min(slice, kMaxInt32 / kQueries * kQueries))};
+}
+
+}  // namespace
+
+std::int64_t cuda_partial_floats(const Problem& p) {
+  if (!countable(p)) return 0;
+  const std::int64_t slices = sizes_of(p).slices();
+  return slices > 1 ? p.groups * slices * p.queries * (kStatistics + p.value_dim) : 0;
+}
+
 template <class T>
 int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
-  if (!fit_int32({p.groups, p.heads, p.queries, p.keys, p.head_dim, p.value_dim})) return cudaErrorInvalidValue;
-  std::int64_t rows = kMaxRows;
-  while (rows > 1 && shared_bytes(rows, p.head_dim, p.value_dim) > kSharedBytes) rows /= 2;
-  if (shared_bytes(rows, p.head_dim, p.value_dim) > kSharedBytes) return cudaErrorInvalidValue;
+  if (!countable(p)) return cudaErrorInvalidValue;
+  const Sizes s = sizes_of(p);
+  if (s.slices() > 0) {
+    const cudaLaunchConfig_t launch = launch_of(s.jobs(), attention::kThreads, kSharedBytes<T>, stream);
+    const cudaError_t error = cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_masked_attention), a.q, a.k, a.v,
+                                                 a.keep, s.groups, s.heads, s.n, s.m, s.d, s.e, s.slice, p.scale, a.out,
+                                                 a.partials);
+    if (error != cudaSuccess || s.slices() == 1) return error;
+  }
   const cudaLaunchConfig_t launch =
-      launch_of(p.groups * parts(p.queries, rows), kThreads, shared_bytes(rows, p.head_dim, p.value_dim), stream);
-  return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_masked_attention), a.q, a.k, a.v, a.keep,
-                            int32(p.groups), int32(p.heads), int32(p.queries), int32(p.keys), int32(p.head_dim),
-                            int32(p.value_dim), int32(rows), p.scale, a.out);
+      launch_of(parts(p.groups * p.queries * p.value_dim, kMergeThreads), kMergeThreads, 0, stream);
+  return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_masked_attention_merge),
+                            static_cast<const float*>(a.partials), s.groups, s.n, s.m, s.e, s.slice, a.out);
 }
 
 template int launch_cuda(const Problem&, const Arrays<float>&, void*);

@@ -51,9 +51,12 @@ class Kernel : public KernelDefaults {
     T* out = output<T>(context, 0, Shape{q[0], q[1], q[2], v[3]});
     const std::int64_t size = problem.groups * problem.queries * problem.value_dim;
     if (size == 0) return Ort::Status{nullptr};
-    const Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), input<T>(context, 2), input<bool>(context, 3), out,
-                           nullptr};
-    if constexpr (kOn == Device::kCuda) return cuda_status(kName, launch_cuda(problem, arrays, context.GetGPUComputeStream()));
+    Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), input<T>(context, 2), input<bool>(context, 3), out, nullptr};
+    if constexpr (kOn == Device::kCuda) {
+      const Scratch partials(context, sizeof(float) * static_cast<std::size_t>(cuda_partial_floats(problem)));
+      arrays.partials = static_cast<float*>(partials.get());
+      return cuda_status(kName, launch_cuda(problem, arrays, context.GetGPUComputeStream()));
+    }
     if (problem.keys == 0) {  // a sum over nothing
       std::fill(out, out + size, from_float<T>(0.0f));
       return Ort::Status{nullptr};

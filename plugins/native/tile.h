@@ -107,13 +107,24 @@ template <int kThreads, class T, int kWidth, class RowOf>
 __device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, bool aligned, const T* anywhere,
                           const RowOf& row_of) {
   using Target = Tile<T, kWidth>;
-#pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < rows * Target::kChunks; i += kThreads) {
-    const int row = i / Target::kChunks;
-    const int first = i % Target::kChunks * Target::kPerChunk;
+  static_assert(kThreads % Target::kChunks == 0);
+  constexpr int kRowsAtOnce = kThreads / Target::kChunks;
+  const int chunk = static_cast<int>(threadIdx.x) % Target::kChunks;
+  const int first = chunk * Target::kPerChunk;
+  const int present = max(0, min(Target::kPerChunk, columns - first));
+  const auto load_chunk = [&](int begin, bool fast) {
+    const int row = begin + static_cast<int>(threadIdx.x) / Target::kChunks;
+    if (begin + kRowsAtOnce > rows && row >= rows) return;
     const T* from = row_of(row);
-    const int count = from == nullptr ? 0 : max(0, min(Target::kPerChunk, columns - first));
-    copy_chunk(to.chunk(row, i % Target::kChunks), count > 0 ? from + first : anywhere, count, aligned);
+    const int count = from == nullptr ? 0 : present;
+    copy_chunk(to.chunk(row, chunk), count > 0 ? from + first : anywhere, count, fast);
+  };
+  if (aligned) {
+#pragma unroll 4
+    for (int begin = 0; begin < rows; begin += kRowsAtOnce) load_chunk(begin, true);
+  } else {
+#pragma unroll 1
+    for (int begin = 0; begin < rows; begin += kRowsAtOnce) load_chunk(begin, false);
   }
 }
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of MaskedAttention, SegmentMeans and SequenceConv: run on the CPU by cuda_on_cpu.h, and compiled."""
+"""The CUDA kernels of SegmentMeans and SequenceConv: run on the CPU by cuda_on_cpu.h, and compiled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from cuda_kernels import PLUGINS, SANITIZERS, assert_products_are_exact, build, 
 
 from effexport.plugins.building.toolchain import find_nvcc
 
-OPS = ("masked_attention", "segment_means", "sequence_conv")
-POINTER, INTEGER, NUMBER = "u64", "u32", "f32"
-# inputs, int32 scalars, the scale, outputs
+OPS = ("segment_means", "sequence_conv")
+POINTER, INTEGER = "u64", "u32"
+# inputs, int32 scalars, outputs
 PARAMETERS = {
-    "masked_attention": [POINTER] * 4 + [INTEGER] * 7 + [NUMBER, POINTER],
     "segment_means": [POINTER] * 2 + [INTEGER] * 5 + [POINTER],
     "sequence_conv": [POINTER] * 4 + [INTEGER] * 5 + [POINTER],
 }

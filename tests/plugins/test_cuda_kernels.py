@@ -18,7 +18,7 @@ from effexport.plugins.ops import OPS
 
 KERNELS = tuple(sorted(op.torch_name for op in OPS.values()))
 # the others run under the sanitizers in test_cuda_attention.py
-SANITIZED = sorted({*KERNELS} - {"masked_attention", "segment_means", "sequence_conv"})
+SANITIZED = sorted({*KERNELS} - {"segment_means", "sequence_conv"})
 REGISTERS = 65536
 
 

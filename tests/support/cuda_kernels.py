@@ -50,7 +50,11 @@ ENTRIES = {
     "effexport_lsh_attention_kept": ["u64", "u32", "u32", "u64"],
     "effexport_lsh_sort": ["u64", "u32", "u32", "u32", "u64", "u64"],
     **{
-        f"effexport_masked_attention_{dtype}": ["u64"] * 4 + ["u32"] * 7 + ["f32", "u64"]
+        f"effexport_masked_attention_{dtype}": ["u64"] * 4 + ["u32"] * 7 + ["f32", "u64", "u64"]
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    **{
+        f"effexport_masked_attention_merge_{dtype}": ["u64"] + ["u32"] * 5 + ["u64"]
         for dtype in ("float32", "float16", "bfloat16")
     },
     **{
@@ -69,6 +73,7 @@ ENTRIES = {
     },
 }
 THREADS = {entry: 512 if "scratch" in entry else 1024 if "sort" in entry else 256 for entry in ENTRIES}
+THREADS |= {f"effexport_masked_attention_{dtype}": 128 for dtype in ("float32", "float16", "bfloat16")}
 
 
 def run(*command: str | Path, **options) -> str:
@@ -100,7 +105,10 @@ def build(name: str, *options: str, sources: Sequence[Path] = ()) -> Path:
     # results are compared bit by bit with NumPy's, which fuses nothing
     exact = "-ffp-contract=off"
     files = [NATIVE / f"{name}.cc", *sources]
-    return kept_program(f"native/{name}", find_compiler(), "-std=c++17", exact, *options, *warnings, *includes, *files)
+    definitions = "".join(option for option in options if option.startswith("-D"))
+    return kept_program(
+        f"native/{name}{definitions}", find_compiler(), "-std=c++17", exact, *options, *warnings, *includes, *files
+    )
 
 
 DTYPES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(ml_dtypes.bfloat16): "bfloat16"}
@@ -125,8 +133,8 @@ class Emulated:
 
     op = ""
 
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL(str(build(f"emulated/{self.op}", "-O2", "-fPIC", "-shared")))
+    def __init__(self, *options: str) -> None:
+        self.library = ctypes.CDLL(str(build(f"emulated/{self.op}", "-O2", "-fPIC", "-shared", *options)))
         self.library.get_launch.argtypes = [ctypes.c_size_t, ctypes.c_void_p]
         self.library.set_schedule.argtypes = [ctypes.c_uint, ctypes.c_uint]
 
