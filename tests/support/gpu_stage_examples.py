@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
+from collections.abc import Sequence
 
-from gpu.stages import PASSED, Result, Run
+from gpu.stages import PASSED, Result, Run, Stage, interruptible, run_stages
 
 
 def passes(run: Run) -> Result:
@@ -35,3 +37,12 @@ def hangs(run: Run) -> Result:
 
 def raises_for_lsh_sort(run: Run) -> Result:
     return raises(run) if "lsh_sort" in run.ops else passes(run)
+
+
+def run_interruptibly(run: Run, stages: Sequence[Stage]) -> None:
+    """Run the stages, then the last one again, as scripts/gpu does in its own process; keep what they gave."""
+    with interruptible():
+        results = [(stage.work, result) for stage, result, _ in run_stages(run, stages)]
+    (run.results / "example.json").replace(run.work / "interrupted.json")
+    ((_, afterwards, _),) = run_stages(run, stages[-1:])
+    (run.work / "outcome").write_bytes(pickle.dumps((results, afterwards)))
