@@ -23,7 +23,7 @@ class Op:
     element_types are those of its kernels and its schema. has_trt_plugin says whether there is a TensorRT plugin,
     `trt.py`; otherwise TensorRT runs the function body.
     cuda_up_to: in ONNX Runtime on a GPU, the body should be faster than the CUDA kernel unless the last dimension of
-    the first input is known and at most this; 0: always. None: the kernel should be faster. Not measured yet.
+    the first input is known and at most this. None: the kernel should be faster. Not measured yet.
     """
 
     torch_name: str
@@ -61,8 +61,7 @@ OPS: dict[str, Op] = _by_onnx_name(
     Op("lsh_sort", "LSHSort", element_types=("int32",), has_trt_plugin=True),
     Op("lsh_attention", "LSHAttention"),
     Op("aft_simple_attention", "AFTSimpleAttention"),
-    # 36 instructions for 4 multiply-adds without tensor cores: by this count, many times slower than cuBLAS in the body
-    Op("masked_attention", "MaskedAttention", cuda_up_to=0),
+    Op("masked_attention", "MaskedAttention"),
     Op("segment_means", "SegmentMeans"),
     Op("sequence_conv", "SequenceConv"),
 )

@@ -53,7 +53,9 @@ def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def limit(case: Case) -> Limit:
-    return Limit(2e-5 + ROUNDING[case.dtype], "the contract's 2e-5 for values of about 1, and one rounding")
+    # float32 weights are not rounded: one of its roundings more makes no difference to 2e-5
+    reason = "the contract's 2e-5 for values of about 1, and in half types one rounding of weights and one of results"
+    return Limit(2e-5 + 2 * ROUNDING[case.dtype], reason)
 
 
 def flops(case: Case) -> float:
@@ -78,8 +80,7 @@ def timed(small: tuple[int, ...], *sizes: int) -> tuple[Timed, ...]:
     """The case in float16 and float32, beside everything that could replace it."""
     body = FasterThan("standard operators", "in ONNX Runtime the kernel always replaces the body")
     efficient = FasterThan("SDPA memory-efficient", "PyTorch users have it in every type")
-    # 0.5: its kernels use wgmma; mma.sync, which runs on SM 75 to 120, reaches about half of its rate
-    flash = FasterThan("SDPA flash", "at least half as fast as dense attention with wgmma", times=0.5)
+    flash = FasterThan("SDPA flash", "at most 1.5 times FlashAttention-2, which uses mma.sync too", times=1 / 1.5)
     return tuple(
         Timed(Case(sizes, (0.125,), "visible", dtype), Case(small, (0.125,), "visible", dtype), goals)
         for dtype, goals in (("float16", (body, efficient, flash)), ("float32", (body, efficient)))

@@ -77,15 +77,14 @@ class Source {
   __device__ int channels() const { return channels_; }
   __device__ int columns() const { return columns_; }
   __device__ bool aligned() const { return aligned_; }
-  __device__ const T* anywhere() const { return v_; }
   __device__ const T* query(int row) const { return q_ + static_cast<std::int64_t>(row) * channels_; }
-  __device__ const T* key(int tile, int i) const {
+  __device__ tile::Row<T> key(int tile, int i) const {
     const int key = tile * kKeys + i;
-    return key < keys_ ? k_ + static_cast<std::int64_t>(key) * channels_ : nullptr;
+    return {k_ + static_cast<std::int64_t>(min(key, keys_ - 1)) * channels_, key < keys_};
   }
-  __device__ const T* value(int tile, int i) const {
+  __device__ tile::Row<T> value(int tile, int i) const {
     const int key = tile * kKeys + i;
-    return key < keys_ ? v_ + static_cast<std::int64_t>(key) * value_stride_ : nullptr;
+    return {v_ + static_cast<std::int64_t>(min(key, keys_ - 1)) * value_stride_, key < keys_};
   }
 
   __device__ void prepare(int tile) const {
@@ -205,7 +204,7 @@ __device__ void merge(const float* partials, const Sizes& s, T* out) {
 }  // namespace
 
 #define EFFEXPORT_MASKED_ATTENTION(dtype, T)                                                                           \
-  extern "C" __global__ void __launch_bounds__(attention::kThreads) effexport_masked_attention_##dtype(                \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads, 2) effexport_masked_attention_##dtype(             \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
       std::int32_t groups, std::int32_t heads, std::int32_t n, std::int32_t m, std::int32_t d, std::int32_t e,         \
       std::int32_t slice, float scale, T* __restrict__ out, float* __restrict__ partials) {                            \

@@ -14,11 +14,10 @@
 //   int channels() const;                         // of queries and keys
 //   int columns() const;                          // of the values, from this block's first one; at most kWidth are used
 //   bool aligned() const;                         // whether all rows of queries, keys and values begin at multiples of 16
-//   const T* anywhere() const;                    // a readable address, at a multiple of 16 if aligned()
 //   const T* query(int row) const;                // where a query lies
 //   void prepare(int tile) const;                 // all threads: what the next three need, in shared memory
-//   const T* key(int tile, int i) const;          // of key i < kKeys<T> of this tile of keys; nullptr: zeros
-//   const T* value(int tile, int i) const;        // from this block's first column on; nullptr: zeros
+//   tile::Row<T> key(int tile, int i) const;      // of key i < kKeys<T> of this tile of keys; or const T*
+//   tile::Row<T> value(int tile, int i) const;    // from this block's first column on; or const T*
 //   float logit(float product, int row, int tile, int i) const;  // in base 2: times log₂ e; -inf: not a key
 //
 // prepare(tile + 1) runs while others are still at `tile`, so it needs places of its own for odd and for even tiles. It
@@ -79,36 +78,37 @@ __device__ void load_keys(const Source& source, const Tiles<T>& tiles, int tile,
   const int first = slice * kWidth;
   const int channels = source.channels() - first;
   if (with_queries) {
-    tile::load_tile<kThreads>(tiles.queries, kQueries, channels, source.aligned(), source.anywhere(), [&](int row) {
+    tile::load_tile<kThreads>(tiles.queries, kQueries, channels, source.aligned(), [&](int row) {
       return row < source.queries() ? source.query(row) + first : nullptr;
     });
   }
-  tile::load_tile<kThreads>(tiles.keys, kKeys<T>, channels, source.aligned(), source.anywhere(), [&](int i) {
-    const T* key = source.key(tile, i);
-    return key == nullptr ? nullptr : key + first;
+  tile::load_tile<kThreads>(tiles.keys, kKeys<T>, channels, source.aligned(), [&](int i) {
+    const tile::Row<T> key = source.key(tile, i);
+    return tile::Row<T>(key.at(first), key.exists);
   });
   tile::commit_tiles();
+}
+
+// scores += queries · keysᵀ, over a slice that is in shared memory, of this warp's queries.
+template <class T, int kTiles>
+__device__ void add_scores(const Tiles<T>& tiles, int channels, tile::Sums (&scores)[kTiles]) {
+  // on tensor cores, a loop without end conditions is worth more than zeros that are not multiplied
+  const int depth = tile::kTensorCores<T> ? kWidth : (min(kWidth, channels) + tile::kDepth - 1) / tile::kDepth * tile::kDepth;
+  tile::multiply_transposed(scores, tiles.queries, tile::warp() * tile::kRows, tiles.keys, 0, depth);
 }
 
 // scores = queries · keysᵀ, of this warp's queries. The first slice is in shared memory already.
 template <class Source, class T = typename Source::Element>
 __device__ void make_scores(const Source& source, const Tiles<T>& tiles, int tile, bool active,
                             tile::Sums (&scores)[kKeys<T> / tile::kColumns]) {
-#pragma unroll
-  for (tile::Sums& sums : scores) sums = {};
-  for (int slice = 0; slice == 0 || slice * kWidth < source.channels(); ++slice) {
-    if (slice > 0) {
-      __syncthreads();  // the slice before has been read
-      load_keys(source, tiles, tile, slice, true);
-      tile::wait_for_tiles<0>();
-      __syncthreads();
-    }
-    // on tensor cores, a loop without end conditions is worth more than zeros that are not multiplied
-    const int channels = (min(kWidth, source.channels() - slice * kWidth) + tile::kDepth - 1) / tile::kDepth * tile::kDepth;
-    const int depth = tile::kTensorCores<T> ? kWidth : channels;
-    if (active) {
-      tile::multiply_transposed(scores, tiles.queries, tile::warp() * tile::kRows, tiles.keys, 0, depth);
-    }
+  if (active) add_scores(tiles, source.channels(), scores);
+#pragma unroll 1
+  for (int first = kWidth; first < source.channels(); first += kWidth) {
+    __syncthreads();  // the slice before has been read
+    load_keys(source, tiles, tile, first / kWidth, true);
+    tile::wait_for_tiles<0>();
+    __syncthreads();
+    if (active) add_scores(tiles, source.channels() - first, scores);
   }
 }
 
@@ -162,11 +162,11 @@ __device__ Softmax attend(const Source& source) {
   for (int tile = 0; tile <= last; ++tile) {
     tile::wait_for_tiles<0>();
     __syncthreads();  // the keys are there, and the values of the tile before have been read
-    tile::load_tile<kThreads>(tiles.values, kKeys<T>, source.columns(), source.aligned(), source.anywhere(),
+    tile::load_tile<kThreads>(tiles.values, kKeys<T>, source.columns(), source.aligned(),
                               [&](int i) { return source.value(tile, i); });
     tile::commit_tiles();
     if (tile < last) source.prepare(tile + 1);
-    tile::Sums scores[kKeys<T> / tile::kColumns];
+    tile::Sums scores[kKeys<T> / tile::kColumns] = {};
     make_scores(source, tiles, tile, active, scores);
     if (active) weigh(source, tile, scores, softmax);
     tile::wait_for_tiles<0>();

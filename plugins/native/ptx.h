@@ -77,6 +77,19 @@ inline __device__ void copy_16_bytes(void* to_shared, const void* from_global, i
                : "memory");
 }
 
+// The same, of all 16 bytes, or of zeros without a look at the source: then its address may be anything.
+inline __device__ void copy_16_bytes_or_zeros(void* to_shared, const void* from_global, bool copy) {
+  asm volatile(
+      "{\n"
+      ".reg .pred ignore;\n"
+      "setp.eq.u32 ignore, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, ignore;\n"
+      "}"
+      :
+      : "r"(shared_address(to_shared)), "l"(__cvta_generic_to_global(from_global)), "r"(static_cast<unsigned>(copy))
+      : "memory");
+}
+
 // "cp.async.commit_group": the copies that this thread has started since the last call are a group.
 inline __device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

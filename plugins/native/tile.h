@@ -101,11 +101,35 @@ __device__ void copy_chunk(T* to, const T* from, int count, bool aligned) {
   for (int i = 0; i < kCount; ++i) to[i] = i < count ? from[i] : T{};
 }
 
-// Starts to fill rows [0, rows) of a tile. row_of(i): where `columns` elements of row i are in global memory, or nullptr
-// for zeros. All kThreads of the block call it. anywhere: any readable address of global memory.
+// Fills a chunk, from a multiple of 16 bytes, or with zeros.
+template <class T>
+__device__ void copy_whole_chunk(T* to, const T* from, bool exists) {
+  if constexpr (kAsynchronousCopies) {
+    ptx::copy_16_bytes_or_zeros(to, from, exists);
+  } else {
+    *reinterpret_cast<uint4*>(to) = exists ? *reinterpret_cast<const uint4*>(from) : uint4{};
+  }
+}
+
+// A row in global memory. Where there is none, the tile gets zeros and `elements` may be anything.
+template <class T>
+struct Row {
+  const T* elements;
+  bool exists;
+
+  __device__ Row(const T* elements) : Row(elements, elements != nullptr) {}
+  __device__ Row(const T* elements, bool exists) : elements(elements), exists(exists) {}
+
+  // Where an element lies. Not pointer arithmetic, which nullptr does not have.
+  __device__ const T* at(int index) const {
+    return reinterpret_cast<const T*>(reinterpret_cast<std::uintptr_t>(elements) + sizeof(T) * static_cast<unsigned>(index));
+  }
+};
+
+// Starts to fill rows [0, rows) of a tile. row_of(i): where `columns` elements of row i are in global memory, a Row or a
+// pointer. All kThreads of the block call it.
 template <int kThreads, class T, int kWidth, class RowOf>
-__device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, bool aligned, const T* anywhere,
-                          const RowOf& row_of) {
+__device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, bool aligned, const RowOf& row_of) {
   using Target = Tile<T, kWidth>;
   static_assert(kThreads % Target::kChunks == 0);
   constexpr int kRowsAtOnce = kThreads / Target::kChunks;
@@ -115,17 +139,27 @@ __device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, bool
   const auto load_chunk = [&](int begin, bool fast) {
     const int row = begin + static_cast<int>(threadIdx.x) / Target::kChunks;
     if (begin + kRowsAtOnce > rows && row >= rows) return;
-    const T* from = row_of(row);
-    const int count = from == nullptr ? 0 : present;
-    copy_chunk(to.chunk(row, chunk), count > 0 ? from + first : anywhere, count, fast);
+    const Row<T> from = row_of(row);
+    if (fast) {
+      copy_whole_chunk(to.chunk(row, chunk), from.at(first), from.exists && present > 0);
+    } else {
+      const int count = from.exists ? present : 0;
+      copy_chunk(to.chunk(row, chunk), count > 0 ? from.elements + first : nullptr, count, false);
+    }
   };
-  if (aligned) {
+  if (aligned && columns % Target::kPerChunk == 0) {
 #pragma unroll 4
     for (int begin = 0; begin < rows; begin += kRowsAtOnce) load_chunk(begin, true);
   } else {
 #pragma unroll 1
     for (int begin = 0; begin < rows; begin += kRowsAtOnce) load_chunk(begin, false);
   }
+}
+
+// The same. anywhere: any readable address of global memory, which is no longer needed.
+template <int kThreads, class T, int kWidth, class RowOf>
+__device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, bool aligned, const T*, const RowOf& row_of) {
+  load_tile<kThreads>(to, rows, columns, aligned, row_of);
 }
 
 // The tiles whose copies this thread has started since the last call are a group.

@@ -109,3 +109,103 @@ def test_the_kernels_compute_the_formula(
     limit = (2e-5 + 2 * rounding) * np.abs(inputs[2].astype(np.float64)).max()
     for kernels in (emulated, emulated_sm_75):
         assert largest_error(kernels.attend(*inputs), exact) <= limit
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("size", [(64, 64, 64, 64), (16, 500, 64, 32), (40, 200, 96, 64)], ids=str)
+def test_half_types_err_at_most_twice_as_much_as_the_formula_in_half_precision(
+    emulated: EmulatedMaskedAttention, size: tuple[int, int, int, int], dtype: np.dtype
+) -> None:
+    inputs = make_inputs(*size, dtype)
+    exact = formula(*inputs, scale=0.125)
+    plain = formula(*inputs, scale=0.125, dtype=getattr(torch, dtype.name))
+    out = emulated.attend(*inputs, scale=0.125)
+    assert largest_error(out, exact) <= 2 * largest_error(plain, exact)
+    # both round to the nearest number once, which is most of the error; on average it is smaller
+    assert np.abs(out.astype(np.float64) - exact).mean() <= 2 * np.abs(plain - exact).mean()
+
+
+@pytest.mark.requires("native")
+def test_results_depend_neither_on_the_schedule_nor_on_the_grid_nor_on_other_samples(
+    emulated: EmulatedMaskedAttention,
+) -> None:
+    for size, dtype in (((70, 100, 72, 70), np.float16), ((3, 600, 8, 8), np.float32)):
+        inputs = make_inputs(*size, dtype)
+        together = emulated.attend(*inputs)
+        # blocks that take several jobs in turn
+        for seed, max_blocks in [(1, ALL_BLOCKS), (2, 3), (3, 1)]:
+            np.testing.assert_array_equal(emulated.attend(*inputs, seed=seed, max_blocks=max_blocks), together)
+        for i in range(2):
+            np.testing.assert_array_equal(emulated.attend(*(x[i : i + 1] for x in inputs)), together[i : i + 1])
+
+
+@pytest.mark.requires("native")
+def test_few_queries_of_many_keys_are_cut_along_their_keys(emulated: EmulatedMaskedAttention) -> None:
+    emulated.attend(*make_inputs(64, 1100, 8, 8))
+    slices = 5  # of 4 · 64 keys
+    assert emulated.launch(before_last=1)[0] == 4 * slices
+    assert emulated.launch()[0] == 4 * 64 * 8 // 256
+    emulated.attend(*make_inputs(65, 300, 8, 8))
+    assert emulated.launch()[0] == 4 * 2
+
+
+@pytest.mark.requires("native")
+def test_rows_that_are_no_multiples_of_16_bytes_or_begin_elsewhere_give_the_same(
+    emulated: EmulatedMaskedAttention,
+) -> None:
+    q, k, v, keep = make_inputs(20, 70, 64, 64, np.float16)
+    moved = [np.frombuffer(b"\0\0" + x.tobytes(), np.float16)[1:].reshape(x.shape) for x in (q, k, v)]
+    assert all(x.ctypes.data % 16 == 2 for x in moved)
+    np.testing.assert_array_equal(emulated.attend(*moved, keep), emulated.attend(q, k, v, keep))
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("keys", [100, 700])
+def test_a_sample_without_a_visible_key_averages_over_all(emulated: EmulatedMaskedAttention, keys: int) -> None:
+    q, k, v, keep = make_inputs(3, keys, 8, 8)
+    out = emulated.attend(1e4 * q, k, v, keep)
+    # sums of up to 700 values of about 1
+    np.testing.assert_allclose(out[1], np.broadcast_to(v[1].mean(axis=1, keepdims=True), out[1].shape), atol=1e-6)
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("scale", [SCALE, -SCALE, 0.0, 1e30])
+def test_any_finite_scale_gives_the_formula(emulated: EmulatedMaskedAttention, scale: float) -> None:
+    inputs = make_inputs(5, 70, 16, 8)
+    exact = formula(*inputs, scale=scale)
+    assert largest_error(emulated.attend(*inputs, scale=scale), exact) <= 2e-5 * np.abs(inputs[2]).max()
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_nan_reaches_the_rows_that_see_it_and_no_others(emulated: EmulatedMaskedAttention, dtype: type) -> None:
+    q, k, v, keep = make_inputs(20, 150, 16, 8, dtype)
+    keep[0, :2] = True, False
+    clean = emulated.attend(q, k, v, keep)
+    hidden = k.copy()
+    hidden[0, 0, 1] = hidden[1, 1, 7] = np.nan
+    np.testing.assert_array_equal(emulated.attend(q, hidden, v, keep), clean)
+    for array, place in ((q, (0, 1, 4, 3)), (k, (0, 1, 0, 3)), (v, (0, 1, 0, 3))):
+        wrong = array.copy()
+        wrong[place] = np.nan
+        out = emulated.attend(*(wrong if x is array else x for x in (q, k, v)), keep)
+        expected = np.zeros(out.shape, bool)
+        expected[{id(q): np.s_[0, 1, 4], id(k): np.s_[0, 1], id(v): np.s_[0, 1, :, 3]}[id(array)]] = True
+        np.testing.assert_array_equal(np.isnan(out), expected)
+        np.testing.assert_array_equal(out[~expected], clean[~expected])
+
+
+@pytest.mark.requires("native")
+def test_without_keys_the_result_is_zero(emulated: EmulatedMaskedAttention) -> None:
+    out = emulated.attend(*make_inputs(4, 0, 8, 6, np.float16))
+    assert (out == 0).all()
+    assert emulated.launch()[2] == 0
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("place", range(6))
+def test_sizes_that_int32_cannot_count_are_refused(emulated: EmulatedMaskedAttention, place: int) -> None:
+    sizes = (ctypes.c_int64 * 6)(*(2**31 if i == place else 1 for i in range(6)))
+    assert emulated.library.masked_attention_float32(sizes, 1.0, (ctypes.c_void_p * 6)()) == 1
+    assert emulated.library.masked_attention_partial_floats(sizes) == 0

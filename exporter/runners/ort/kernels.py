@@ -66,7 +66,7 @@ def slower_on_cuda(model: onnx.ModelProto, types_of: Callable[[onnx.ModelProto],
     """
     nodes = [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in OPS]
     limits = {op: limit for op in {node.op_type for node in nodes} if (limit := OPS[op].cuda_up_to) is not None}
-    types = types_of(model) if any(limits.values()) else {}
+    types = types_of(model) if limits else {}
 
     def is_within(node: onnx.NodeProto, limit: int) -> bool:
         _, dims = types.get(node.input[0], ("", ()))

@@ -451,7 +451,7 @@ def test_bfloat16_outputs_are_read_on_the_cpu_and_refused_on_a_gpu() -> None:
 
 
 def nystrom(landmarks: int | str) -> bytes:
-    """A model with both operators that have limits on a GPU, and one that has none."""
+    """A model with an operator that has a limit on a GPU, and two that have none."""
     signatures = (
         "IterativePinv (a, scale)",
         "MaskedAttention <scale> (a, k, v, keep)",
@@ -485,13 +485,13 @@ def with_kernels(ort: FakeOrt, monkeypatch: pytest.MonkeyPatch) -> FakeOrt:
 @pytest.mark.parametrize(
     ("landmarks", "implementation", "ran"),
     [
-        (64, "auto", ("IterativePinv", "SegmentMeans")),
-        (65, "auto", ("SegmentMeans",)),
-        ("m", "auto", ("SegmentMeans",)),
+        (64, "auto", NYSTROM),
+        (65, "auto", ("MaskedAttention", "SegmentMeans")),
+        ("m", "auto", ("MaskedAttention", "SegmentMeans")),
         (128, "kernel", NYSTROM),
         (64, "body", ()),
         (64, "IterativePinv=body,MaskedAttention=kernel", ("MaskedAttention", "SegmentMeans")),
-        (128, "IterativePinv=kernel", ("IterativePinv", "SegmentMeans")),
+        (128, "MaskedAttention=body,IterativePinv=kernel", ("IterativePinv", "SegmentMeans")),
     ],
 )
 @pytest.mark.usefixtures("no_warnings")
@@ -509,16 +509,16 @@ def test_kernels_that_are_slower_on_a_gpu_run_there_only_if_asked_for(
 
 
 def test_on_the_cpu_all_kernels_run_unless_one_is_to_be_a_body() -> None:
-    assert OPS["MaskedAttention"].cuda_up_to == 0
-    for implementation, bodies in (("auto", ()), ("MaskedAttention=body", ("MaskedAttention",))):
+    assert OPS["IterativePinv"].cuda_up_to == 64
+    for implementation, bodies in (("auto", ()), ("IterativePinv=body", ("IterativePinv",))):
         chosen = kernels.kernels_for(NYSTROM, (), OrtSettings(implementation=implementation))
         assert chosen.bodies == bodies or chosen.library is None
 
 
 def test_a_library_that_cannot_leave_out_kernels_is_said(with_kernels: FakeOrt) -> None:
     with_kernels.kernels = NYSTROM
-    with pytest.warns(KernelWarning, match=r"MaskedAttention runs as a kernel, but a function body .* rebuild it with"):
-        session_from_model(nystrom(64), on_cuda())
+    with pytest.warns(KernelWarning, match=r"IterativePinv runs as a kernel, but a function body .* rebuild it with"):
+        session_from_model(nystrom(65), on_cuda())
 
 
 @pytest.mark.parametrize(

@@ -451,6 +451,10 @@ inline void copy_16_bytes(void* to, const void* from, int bytes, int line = __bu
   cuda_on_cpu::block.start_copy({to, from, bytes}, line);
 }
 
+inline void copy_16_bytes_or_zeros(void* to, const void* from, bool copy, int line = __builtin_LINE()) {
+  cuda_on_cpu::block.start_copy({to, from, copy ? 16 : 0}, line);
+}
+
 inline void commit_copies() { cuda_on_cpu::block.commit_copies(); }
 
 template <int kLeft>
