@@ -51,8 +51,9 @@ struct Sums {
   float values[4];
 };
 
-inline __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
-inline __device__ int warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
+// unsigned division, because the compiler does not know that threadIdx.x is not negative as an int
+inline __device__ int lane() { return static_cast<int>(threadIdx.x % kWarpSize); }
+inline __device__ int warp() { return static_cast<int>(threadIdx.x / kWarpSize); }
 // The row of values[0] and [1] among the sums, and the column of values[0] and [2].
 inline __device__ int sums_row() { return lane() / 4; }
 inline __device__ int sums_column() { return lane() % 4 * 2; }
@@ -255,6 +256,41 @@ struct Chunk {
     memcpy(elements, &bits, sizeof bits);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values[i] = widen(elements[i]);
+  }
+
+  // The first `count` elements of a row in global memory, which ends with them if they are fewer than all, and zeros
+  // after them. aligned: as chunks_are_aligned says of the rows, which then have all of a chunk or nothing.
+  __device__ Chunk(const T* from, int count, bool aligned) {
+    T elements[kCount] = {};
+    if (aligned) {
+      uint4 bits = {};
+      if (count > 0) bits = *reinterpret_cast<const uint4*>(from);
+      memcpy(elements, &bits, sizeof bits);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (i < count) elements[i] = from[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = widen(elements[i]);
+  }
+
+  // Writes them, rounded, to a row like that.
+  __device__ void store(T* to, int count, bool aligned) const {
+    T elements[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) narrow(values[i], elements[i]);
+    if (aligned) {
+      uint4 bits;
+      memcpy(&bits, elements, sizeof bits);
+      if (count > 0) *reinterpret_cast<uint4*>(to) = bits;
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < count) to[i] = elements[i];
+    }
   }
 };
 

@@ -140,5 +140,5 @@ def test_a_call_is_written_with_its_exact_sizes() -> None:
     assert b"".join(call_bytes("lsh_sort", check, case)) == b"".join(texts) + integers + arrays
 
 
-def test_all_names_of_shared_memory_are_found() -> None:
-    assert {"shared_floats", "shared_counters"} <= set(building.shared_memory_names())
+def test_the_names_of_shared_memory_in_headers_and_sources_are_found() -> None:
+    assert {"tile_memory", "shared_sums"} <= set(building.shared_memory_names())

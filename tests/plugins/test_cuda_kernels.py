@@ -17,8 +17,6 @@ from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc
 from effexport.plugins.ops import OPS
 
 KERNELS = tuple(sorted(op.torch_name for op in OPS.values()))
-# the others run under the sanitizers in test_cuda_attention.py
-SANITIZED = sorted({*KERNELS} - {"segment_means", "sequence_conv"})
 REGISTERS = 65536
 
 
@@ -120,6 +118,6 @@ def test_ptx_has_the_entries_and_parameters_that_tensorrt_is_told(kernel: str, t
 
 @pytest.mark.slow
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("kernel", SANITIZED)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_no_kernel_leaves_its_arrays_or_its_shared_memory(kernel: str) -> None:
     run(build(f"sanitized/{kernel}", *SANITIZERS))

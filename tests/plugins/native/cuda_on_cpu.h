@@ -369,6 +369,11 @@ inline float shuffle_xor(unsigned mask, float value, int distance, int line) {
   return effexport::float_of_bits(block.wait_for_warp({effexport::bits_of(value)}, mask, line)[lane() ^ distance][0]);
 }
 
+inline int shuffle_xor(unsigned mask, int value, int distance, int line) {
+  const Given* given = block.wait_for_warp({static_cast<std::uint32_t>(value)}, mask, line);
+  return static_cast<int>(given[lane() ^ distance][0]);
+}
+
 inline float shuffle(unsigned mask, float value, int source, int line) {
   return effexport::float_of_bits(block.wait_for_warp({effexport::bits_of(value)}, mask, line)[source % kWarpSize][0]);
 }
