@@ -14,6 +14,7 @@ FOLDER = Path(__file__).resolve().parents[1]
 SHARED_FILES = (
     "CMakeLists.txt",
     "ops.py",
+    "native/attention.h",
     "native/cpu_dispatch.h",
     "native/cuda.h",
     "native/element_types.h",
@@ -21,7 +22,9 @@ SHARED_FILES = (
     "native/ort_library.cc",
     "native/ort_op.h",
     "native/products.h",
+    "native/ptx.h",
     "native/simd.h",
+    "native/tile.h",
     "native/workspace.h",
 )
 FILES_PER_OP = ("kernel.h", "kernel_cpu.cc", "kernel_cuda.cu", "ort.cc")
