@@ -39,4 +39,8 @@ EFFEXPORT_GPU_CHECK(lsh_attention) {
   });
 }
 
-EFFEXPORT_GPU_CHECK_SCRATCH(lsh_attention) { return lsh_attention::cuda_scratch_bytes(problem_of(sizes)); }
+EFFEXPORT_GPU_CHECK_SCRATCH(lsh_attention) {
+  return gpu_check::for_type(dtype, [&](auto element) {
+    return lsh_attention::cuda_scratch_bytes<typename decltype(element)::Type>(problem_of(sizes));
+  });
+}

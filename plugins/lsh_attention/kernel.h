@@ -66,13 +66,14 @@ void combine_cpu(const Problem& problem, const float* contexts, const float* lse
 bool select_cpu_instructions(const char* name);
 
 // On the GPU: enqueues three launches on `stream` (a cudaStream_t) and returns at once. All pointers are to device
-// memory; keep [batch, seq]; `scratch` has cuda_scratch_bytes(problem) bytes at an address that is a multiple of 4.
-// A token of `order` that does not exist is taken for padding: a check would have to stop the device.
+// memory; keep [batch, seq], bytes that are 0 or 1; `scratch` has cuda_scratch_bytes<T>(problem) bytes at an address that
+// is a multiple of 16. A token of `order` that does not exist is taken for padding: a check would have to stop the device.
 // Returns a cudaError_t, 0 for success.
 template <class T>
 int launch_cuda(const Problem& problem, const T* qk, const T* v, const std::int32_t* order, const bool* keep,
                 void* scratch, T* out, void* stream);
 
+template <class T>
 std::size_t cuda_scratch_bytes(const Problem& problem);
 
 }  // namespace effexport::lsh_attention

@@ -1,420 +1,376 @@
 // CUDA kernels of effexport::LSHAttention: three launches, and scores never in global memory.
 //
-// 1. How many tokens of each sample are kept; a block per sample.
-// 2. What each round gives a token. A block of 256 threads takes 64 queries of a chunk and 128 columns of the values,
-//    and runs over the window in tiles of 64 keys, with an online softmax: the running maximum and the weighted sums of
-//    values stay in registers, and when a tile raises the maximum they are scaled down. Keys lie in sorted order, so a
-//    window is one stretch of the row (or of the ring), and tiles need not care for chunks. Vectors are gathered through
-//    `order`, 32 dimensions at a time; results go to the rows of their tokens, which undoes the sort.
-// 3. The rounds combined; a warp per token.
+// 1. How many tokens of each sample are kept; and for every token the factor that turns products with its vector into
+//    logits, because a key has length one.
+// 2. What each round gives a token. A block takes 64 queries of a chunk and 64 columns of the values, and
+//    native/attention.h runs over their window. Keys lie in sorted order, so a window is one stretch of the row (or of
+//    the ring), and tiles need not care for chunks. Vectors are gathered through `order`; results go to the rows of their
+//    tokens, which undoes the sort, and are rounded to T.
+// 3. The rounds combined; a thread per 16 bytes of the output.
 //
-// Threads form a grid of 16 × 16: thread (ty, tx) has queries 4 ty … 4 ty + 3 and every 16th key or column from tx on.
-// So 16 lanes share a query and find its maximum by shuffles, and a warp has 8 queries: warps without any in a short
-// chunk only help to load.
-//
-// Memory traffic of the second kernel: each query tile reads its window's keys and values once, mostly from the L2
-// cache, as neighbouring chunks share them, and its queries once for each key tile. The scores, window · 4 bytes per
-// token, head and round, stay in registers and shared memory.
+// Memory traffic of the second kernel: each block reads its window's keys and values once, mostly from the L2 cache, as
+// neighbouring blocks share them. Chunks shorter than 64 leave some of a block's warps without queries.
 //
 // The arguments are inputs, int32 scalars, outputs; any grid is right.
 #include "lsh_attention/kernel.h"
+#include "native/attention.h"
 #include "native/cuda.h"
+#include "native/tile.h"
+#include "native/workspace.h"
 
 #include <algorithm>
 #include <cmath>
 
-// At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
-extern __shared__ float4 attention_memory[];
-
 namespace effexport::lsh_attention {
 namespace {
 
-constexpr int kWarpSize = 32;
-constexpr int kThreads = 256;
-constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kSide = 16;               // of the grid of threads
-constexpr int kPerThread = 4;           // queries of a thread, and keys of a tile
-constexpr int kTile = kSide * kPerThread;  // queries, and keys, of a tile
-constexpr int kSlice = 32;              // dimensions that are in shared memory at a time
-constexpr int kColumns = 128;           // of the values
-constexpr int kColumnsPerThread = kColumns / kSide;
-constexpr int kValueRows = 32;          // of a key tile that are in shared memory at a time
-constexpr int kWarpQueries = kWarpSize / kSide * kPerThread;
-constexpr float kHiddenLogit = -1e9f;
-constexpr float kSelfLogit = -1e5f;
+using attention::kLog2E;
+
+constexpr int kThreads = 256;  // of the first and the third kernel
+constexpr int kBlocksAtOnce = 3;  // of the second one, on a multiprocessor: some copy while others compute
+constexpr int kLanesPerVector = 8;
+constexpr int kVectors = kThreads / kLanesPerVector;  // of a block of the first kernel
+constexpr float kLn2 = 0.69314718055994531f;
 constexpr float kKeyEps = 1e-6f;
+constexpr float kSelfLogit = -1e5f;
+// In base 2, as the attention core counts.
+constexpr float kSelfScore = kSelfLogit * kLog2E;
+constexpr float kHiddenScore = -1e9f * kLog2E;
 constexpr int kNobody = -1;  // the token of a place that does not exist
+constexpr int kNever = 0x7fffffff;
 
-// An odd stride, so that neighbouring rows lie in different banks.
-constexpr int kSliceStride = kSlice + 1;
-constexpr int kWeightStride = kTile + 1;
+inline __device__ float exp_approx(float x) { return ptx::exp2_approx(x * kLog2E); }
 
-// What a block has in shared memory.
-struct Shared {
-  float* vectors;      // queries and keys while scores are computed, then rows of the values
-  float* weights;      // [kTile, kWeightStride]
-  float* key_squares;  // [kTile]
-  std::int32_t* own;   // tokens of the queries
-  std::int32_t* seen;  // tokens of the keys
-  std::int32_t* hidden;
-
-  static constexpr int kVectors = 2 * kTile * kSliceStride;
-  static constexpr int kWeights = kTile * kWeightStride;
-  static constexpr std::size_t kBytes =
-      (kVectors + kWeights + kTile) * sizeof(float) + 3 * kTile * sizeof(std::int32_t);
-
-  __device__ explicit Shared(float4* memory)
-      : vectors(reinterpret_cast<float*>(memory)),
-        weights(vectors + kVectors),
-        key_squares(weights + kWeights),
-        own(reinterpret_cast<std::int32_t*>(key_squares + kTile)),
-        seen(own + kTile),
-        hidden(seen + kTile) {}
-};
-
-static_assert(kValueRows * kColumns <= Shared::kVectors && kTile % kValueRows == 0 && Shared::kBytes <= 48 * 1024);
-
-// Sizes and attributes of a launch.
+// Sizes and attributes of a launch. Unsigned, because GPUs divide unsigned numbers faster.
 struct Sizes {
-  int groups, heads, seq, padded, rounds, head_dim, value_dim, chunk_length, before, after;
+  unsigned groups, heads, seq, padded, rounds, head_dim, value_dim, chunk_length, before, after;
   bool causal, circular, rounded;
 
-  __host__ __device__ int chunks() const { return padded / chunk_length; }
-  __host__ __device__ int query_tiles() const { return (chunk_length + kTile - 1) / kTile; }
-  __host__ __device__ int column_tiles() const { return (value_dim + kColumns - 1) / kColumns; }
-  __host__ __device__ std::int64_t jobs() const {
-    return static_cast<std::int64_t>(groups) * rounds * chunks() * query_tiles() * column_tiles();
-  }
+  __host__ __device__ unsigned chunks() const { return padded / chunk_length; }
+  __host__ __device__ unsigned all_chunks() const { return rounds * chunks(); }
+  __host__ __device__ unsigned query_tiles() const { return (chunk_length - 1) / attention::kQueries + 1; }
+  __host__ __device__ unsigned column_tiles() const { return (value_dim - 1) / attention::kWidth + 1; }
+  __host__ __device__ unsigned jobs() const { return groups * all_chunks() * query_tiles() * column_tiles(); }
 };
 
 // What one block computes at a time.
 struct Job {
-  int group, chunk, first_query, first_column;  // chunk: among those of all rounds
+  unsigned group, round, chunk, first_query, first_column;  // chunk: among those of all rounds
 
-  __device__ Job(const Sizes& s, std::int64_t index) {
-    first_column = static_cast<int>(index % s.column_tiles()) * kColumns;
+  __device__ Job(const Sizes& s, unsigned index) {
+    first_column = index % s.column_tiles() * attention::kWidth;
     index /= s.column_tiles();
-    first_query = static_cast<int>(index % s.query_tiles()) * kTile;
+    first_query = index % s.query_tiles() * attention::kQueries;
     index /= s.query_tiles();
-    const int all_chunks = s.rounds * s.chunks();
-    chunk = static_cast<int>(index % all_chunks);
-    group = static_cast<int>(index / all_chunks);
+    chunk = index % s.all_chunks();
+    group = index / s.all_chunks();
+    round = chunk / s.chunks();
   }
 };
 
-// The stretch of sorted places that a chunk sees, of all rounds in a row: `count` of them from `first` on, which may be
-// before the first or go beyond the last place where the rounds are a ring.
+// The stretch of sorted places that a chunk sees, of all rounds in a row: `count` of them from `first` on, and on from
+// the first place after the last.
 struct Window {
-  std::int64_t first;
-  int count;
+  unsigned first, count;
 
-  __device__ Window(const Sizes& s, int chunk) {
-    const int in_round = chunk % s.chunks();
-    const int before = s.circular ? s.before : min(s.before, in_round);
-    const int after = s.circular ? s.after : min(s.after, s.chunks() - 1 - in_round);
-    first = (static_cast<std::int64_t>(chunk) - before) * s.chunk_length;
+  __device__ Window(const Sizes& s, const Job& job) {
+    unsigned before = s.before, after = s.after, start = job.chunk;
+    if (s.circular) {
+      start += s.all_chunks() - before % s.all_chunks();
+      if (start >= s.all_chunks()) start -= s.all_chunks();
+    } else {
+      const unsigned in_round = job.chunk - job.round * s.chunks();
+      before = min(before, in_round);
+      after = min(after, s.chunks() - 1 - in_round);
+      start -= before;
+    }
+    first = start * s.chunk_length;
     count = (before + 1 + after) * s.chunk_length;
   }
 };
 
-// Fills key places [first, first + kTile) of the window. Those beyond its end have no token and are hidden.
-__device__ void load_keys_places(const Sizes& s, const std::int32_t* order, int kept, const Window& window, int first,
-                                 const Shared& shared) {
-  const int i = static_cast<int>(threadIdx.x);
-  if (i >= kTile) return;
-  int token = kNobody;
-  bool hidden = true;
-  if (first + i < window.count) {
-    const std::int64_t all = static_cast<std::int64_t>(s.rounds) * s.padded;
-    std::int64_t place = (window.first + first + i) % all;
-    if (place < 0) place += all;
-    token = order[place];
-    hidden = static_cast<int>(place % s.padded) >= kept;
-  }
-  shared.seen[i] = token;
-  shared.hidden[i] = hidden;
-}
+struct alignas(16) Key {
+  int token;
+  int visible_from;  // the first query, by its token, that sees it
+  float scale;       // of products
+  int row;           // of its vectors; kNobody if there are none
+};
 
-// Dimensions [slice, slice + kSlice) of the vectors of kTile tokens; zeros where there are none.
+// The keys and queries of a job, for the attention core.
 template <class T>
-__device__ void load_slice(const Sizes& s, const T* qk, const std::int32_t* tokens, int slice, float* to) {
-  for (int index = static_cast<int>(threadIdx.x); index < kTile * kSlice; index += kThreads) {
-    const int row = index / kSlice;
-    const int column = slice + index % kSlice;
-    const int token = tokens[row];
-    const bool exists = token >= 0 && token < s.seq && column < s.head_dim;
-    to[row * kSliceStride + index % kSlice] =
-        exists ? widen(qk[static_cast<std::int64_t>(token) * s.head_dim + column]) : 0.0f;
-  }
-}
+struct Source {
+  using Element = T;
+  static constexpr bool kExact = false;
+  static constexpr std::size_t kSharedBytes =
+      2 * attention::kKeys<T> * sizeof(Key) + attention::kQueries * sizeof(std::int32_t);
 
-// scores = q · k of this thread's queries and keys, and the squared length of every key. All threads must call it.
-template <class T>
-__device__ void multiply(const Sizes& s, const T* qk, bool active, const Shared& shared,
-                         float (&scores)[kPerThread][kPerThread]) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const float* const queries = shared.vectors + thread / kSide * kPerThread * kSliceStride;
-  float* const all_keys = shared.vectors + kTile * kSliceStride;
-  const float* const keys = all_keys + thread % kSide * kSliceStride;
-  float squares = 0;
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-#pragma unroll
-    for (int j = 0; j < kPerThread; ++j) scores[i][j] = 0;
-  }
-  for (int slice = 0; slice < s.head_dim; slice += kSlice) {
-    load_slice(s, qk, shared.own, slice, shared.vectors);
-    load_slice(s, qk, shared.seen, slice, all_keys);
-    __syncthreads();
-    if (thread < kTile) {
-      for (int d = 0; d < kSlice; ++d) {
-        const float x = all_keys[thread * kSliceStride + d];
-        squares += x * x;
+  const Sizes& s;
+  const T* qk;                // [seq, head_dim], of the group, as all arrays here
+  const T* first_value;       // of v, [seq, value_dim]: in the first column of the job
+  const std::int32_t* order;  // [rounds, padded]
+  const float* scales;        // [seq]
+  int kept;
+  int query_count;
+  int column_count;  // from the first one of the job on
+  bool is_aligned;
+  Window window;
+  Key* seen;          // [2, keys of a tile], in shared memory
+  std::int32_t* own;  // [queries], in shared memory
+
+  __device__ int queries() const { return query_count; }
+  __device__ int keys() const { return static_cast<int>(window.count); }
+  __device__ int channels() const { return static_cast<int>(s.head_dim); }
+  __device__ int columns() const { return column_count; }
+  __device__ bool aligned() const { return is_aligned; }
+
+  __device__ bool exists(int token) const { return static_cast<unsigned>(token) < s.seq; }
+  __device__ Key& seen_at(int tile, int i) const { return seen[tile % 2 * attention::kKeys<T> + i]; }
+
+  __device__ const T* vector(int token) const { return qk + static_cast<std::int64_t>(s.head_dim) * token; }
+
+  // Of a token that does not exist, anything: its result is not written.
+  __device__ const T* query(int row) const { return vector(exists(own[row]) ? own[row] : 0); }
+
+  // Places beyond the window are keys without a token, which nobody sees.
+  __device__ void prepare(int tile) const {
+    const int i = static_cast<int>(threadIdx.x);
+    if (i >= attention::kKeys<T>) return;
+    const unsigned index = static_cast<unsigned>(tile * attention::kKeys<T> + i);
+    Key key = {kNobody, kNever, 0.0f, kNobody};
+    if (index < window.count) {
+      unsigned place = window.first + index;
+      if (s.circular) place %= s.rounds * s.padded;
+      key.token = order[place];
+      const bool hidden = static_cast<int>(place % s.padded) >= kept;
+      if (!hidden) key.visible_from = s.causal ? key.token : kNobody;
+      if (exists(key.token)) {
+        key.scale = scales[key.token];
+        key.row = key.token;
       }
     }
-    for (int d = 0; active && d < kSlice; ++d) {
-      float q[kPerThread], k[kPerThread];
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) q[i] = queries[i * kSliceStride + d];
-#pragma unroll
-      for (int j = 0; j < kPerThread; ++j) k[j] = keys[j * kSide * kSliceStride + d];
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-#pragma unroll
-        for (int j = 0; j < kPerThread; ++j) scores[i][j] += q[i] * k[j];
-      }
-    }
-    __syncthreads();  // the vectors have been read
+    seen_at(tile, i) = key;
   }
-  if (thread < kTile) shared.key_squares[thread] = squares;
-  __syncthreads();
-}
 
-// From q · k to logits: keys of length one, and the masks.
-__device__ void mask(const Sizes& s, const Shared& shared, float (&scores)[kPerThread][kPerThread]) {
-  const int first_query = static_cast<int>(threadIdx.x) / kSide * kPerThread;
-  const auto head_dim = static_cast<float>(s.head_dim);
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) {
-    const int key = static_cast<int>(threadIdx.x) % kSide + j * kSide;
-    const float length = sqrtf(shared.key_squares[key] / head_dim + kKeyEps) * sqrtf(head_dim);
-    const int seen = shared.seen[key];
-    const bool hidden = shared.hidden[key] != 0;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int own = shared.own[first_query + i];
-      float logit = scores[i][j] / length;
-      if (hidden || (s.causal && seen > own)) logit = kHiddenLogit;
-      // places beyond the window have no token, and neither have queries beyond the chunk: they are not a pair
-      if (own == seen && seen != kNobody) logit = kSelfLogit;
-      scores[i][j] = logit;
-    }
+  __device__ tile::Row<T> key(int tile, int i) const {
+    const int row = seen_at(tile, i).row;
+    return {vector(row), row != kNobody};
   }
-}
 
-__device__ float largest_of_query(float value) {
-  for (int distance = 1; distance < kSide; distance *= 2) {
-    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, distance));
+  __device__ tile::Row<T> value(int tile, int i) const {
+    const int row = seen_at(tile, i).row;
+    return {first_value + static_cast<std::int64_t>(s.value_dim) * row, row != kNobody};
   }
-  return value;
-}
 
-__device__ float sum_of_query(float value) {
-  for (int distance = 1; distance < kSide; distance *= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
-  return value;
-}
-
-// The softmax so far, of this thread's queries. `total` is of this thread's keys alone until the end.
-struct Running {
-  float highest[kPerThread];
-  float total[kPerThread];
-  float context[kPerThread][kColumnsPerThread];
-
-  __device__ Running() {
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      highest[i] = kHiddenLogit;
-      total[i] = 0;
-#pragma unroll
-      for (int c = 0; c < kColumnsPerThread; ++c) context[i][c] = 0;
-    }
+  __device__ float logit(float product, int row, int tile, int i) const {
+    const Key key = seen_at(tile, i);
+    const int query = own[row];
+    const float score = query < key.visible_from ? kHiddenScore : product * key.scale;
+    return query == key.token ? kSelfScore : score;
   }
 };
 
-// Takes a tile of logits in, and leaves their weights in shared memory. Whole warps must call it.
-__device__ void weigh(const float (&logits)[kPerThread][kPerThread], Running& running,
-                      const Shared& shared) {
-  const int tx = static_cast<int>(threadIdx.x) % kSide;
-  const int first_query = static_cast<int>(threadIdx.x) / kSide * kPerThread;
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    float highest = running.highest[i];
-#pragma unroll
-    for (int j = 0; j < kPerThread; ++j) highest = fmaxf(highest, logits[i][j]);
-    highest = largest_of_query(highest);
-    const float scale = expf(running.highest[i] - highest);
-    running.highest[i] = highest;
-    running.total[i] *= scale;
-#pragma unroll
-    for (int c = 0; c < kColumnsPerThread; ++c) running.context[i][c] *= scale;
-#pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      const float weight = expf(logits[i][j] - highest);
-      running.total[i] += weight;
-      shared.weights[(first_query + i) * kWeightStride + tx + j * kSide] = weight;
-    }
-  }
-}
-
-// Adds the weighted values of a tile of keys. All threads must call it; when it returns, shared memory may be reused.
+// Two neighbouring columns of a row, or one; `together`: both, at a multiple of their size.
 template <class T>
-__device__ void add_values(const Sizes& s, const T* v, const Job& job, bool active, Running& running,
-                      const Shared& shared) {
-  const int tx = static_cast<int>(threadIdx.x) % kSide;
-  const int first_query = static_cast<int>(threadIdx.x) / kSide * kPerThread;
-  const int width = min(kColumns, s.value_dim - job.first_column);
-  for (int first = 0; first < kTile; first += kValueRows) {
-    for (int index = static_cast<int>(threadIdx.x); index < kValueRows * kColumns; index += kThreads) {
-      const int row = index / kColumns;
-      const int column = index % kColumns;
-      if (column >= width) continue;
-      const int token = shared.seen[first + row];
-      const bool exists = token >= 0 && token < s.seq;
-      const std::int64_t at = static_cast<std::int64_t>(token) * s.value_dim + job.first_column + column;
-      shared.vectors[row * kColumns + column] = exists ? widen(v[at]) : 0.0f;
+__device__ void write_pair(float first, float second, int count, bool together, T* to) {
+  if constexpr (sizeof(T) == 2) {
+    if (together) {
+      *reinterpret_cast<std::uint32_t*>(to) = ptx::pack(first, second, T{});
+      return;
     }
-    __syncthreads();  // values and weights are there
-    for (int row = 0; active && row < kValueRows; ++row) {
-      float weights[kPerThread];
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) weights[i] = shared.weights[(first_query + i) * kWeightStride + first + row];
-#pragma unroll
-      for (int c = 0; c < kColumnsPerThread; ++c) {
-        const int column = tx + c * kSide;
-        const float value = column < width ? shared.vectors[row * kColumns + column] : 0.0f;
-#pragma unroll
-        for (int i = 0; i < kPerThread; ++i) running.context[i][c] += weights[i] * value;
-      }
-    }
-    __syncthreads();
   }
+  if (count >= 1) narrow(first, to[0]);
+  if (count >= 2) narrow(second, to[1]);
 }
 
-// Writes the rows of this thread's queries where their tokens stand. Whole warps must call it.
-__device__ void hand_out(const Sizes& s, const Job& job, const Running& running, const Shared& shared, float* contexts,
+// Writes the rows of a block where their tokens stand.
+template <class T>
+__device__ void hand_out(const Source<T>& source, const Job& job, const attention::Softmax& softmax, T* contexts,
                          float* lses) {
-  const int tx = static_cast<int>(threadIdx.x) % kSide;
-  const int first_query = static_cast<int>(threadIdx.x) / kSide * kPerThread;
-  const std::int64_t first_row = (static_cast<std::int64_t>(job.group) * s.rounds + job.chunk / s.chunks()) * s.seq;
+  const Sizes& s = source.s;
+  const bool together = s.value_dim % 2 == 0 && source.columns() >= attention::kWidth;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const float total = sum_of_query(running.total[i]);
-    const float lse = running.highest[i] + logf(total);
+  for (int i = 0; i < 2; ++i) {
+    const int query = attention::Softmax::row_of(i);
+    if (query >= source.queries() || !source.exists(source.own[query])) continue;
+    const float score = softmax.highest[i];
+    // tokens that see only themselves have logits at which float32 is coarse, so that a product would not be exact
+    const float highest = score == kSelfScore ? kSelfLogit : score * kLn2;
+    const float lse = highest + logf(softmax.total[i]);
     // e^(x − lse) = e^(x − highest) · e^(highest − lse), whose last difference is exact where lse is coarse
-    const float scale = s.rounded ? expf(running.highest[i] - lse) : 1.0f / total;
-    const int token = shared.own[first_query + i];
-    if (token < 0 || token >= s.seq) continue;
-    const std::int64_t row = first_row + token;
+    const float scale = s.rounded ? exp_approx(highest - lse) : 1.0f / softmax.total[i];
+    const std::int64_t row = (static_cast<std::int64_t>(job.group) * s.rounds + job.round) * s.seq + source.own[query];
+    T* const to = contexts + row * s.value_dim + job.first_column;
 #pragma unroll
-    for (int c = 0; c < kColumnsPerThread; ++c) {
-      const int column = job.first_column + tx + c * kSide;
-      if (column < s.value_dim) contexts[row * s.value_dim + column] = scale * running.context[i][c];
+    for (int j = 0; j < attention::kColumnTiles; ++j) {
+      const int column = attention::Softmax::column_of(j);
+      const float* const values = softmax.context[j].values + 2 * i;
+      write_pair(scale * values[0], scale * values[1], source.columns() - column, together, to + column);
     }
-    if (tx == 0 && job.first_column == 0) lses[row] = lse;
+    if (attention::Softmax::column_of(0) == 0 && job.first_column == 0) lses[row] = lse;
   }
 }
 
 template <class T>
-__device__ void attend(const T* qk, const T* v, const std::int32_t* order, const std::int32_t* kept, const Sizes& s,
-                       float* contexts, float* lses) {
-  const Shared shared(attention_memory);
+__device__ void attend(const T* qk, const T* v, const std::int32_t* order, const float* scales,
+                       const std::int32_t* kept, const Sizes& s, T* contexts, float* lses) {
+  Key* const seen = reinterpret_cast<Key*>(attention::side_memory<T>());
+  std::int32_t* const own = reinterpret_cast<std::int32_t*>(seen + 2 * attention::kKeys<T>);
+  const bool aligned = tile::chunks_are_aligned(qk, s.head_dim) && tile::chunks_are_aligned(v, s.value_dim);
   for (std::int64_t index = blockIdx.x; index < s.jobs(); index += gridDim.x) {
-    const Job job(s, index);
-    const Window window(s, job.chunk);
-    const std::int32_t* const own_order = order + static_cast<std::int64_t>(job.group) * s.rounds * s.padded;
-    const T* const own_qk = qk + static_cast<std::int64_t>(job.group) * s.seq * s.head_dim;
-    const T* const own_v = v + static_cast<std::int64_t>(job.group) * s.seq * s.value_dim;
-    const int queries = min(kTile, s.chunk_length - job.first_query);
+    const Job job(s, static_cast<unsigned>(index));
+    const std::int64_t first_token = static_cast<std::int64_t>(job.group) * s.seq;
+    const std::int32_t* const group_order = order + static_cast<std::int64_t>(job.group) * s.rounds * s.padded;
+    const Source<T> source = {s,
+                              qk + first_token * s.head_dim,
+                              v + first_token * s.value_dim + job.first_column,
+                              group_order,
+                              scales + first_token,
+                              kept[job.group / s.heads],
+                              static_cast<int>(min(s.chunk_length - job.first_query, unsigned{attention::kQueries})),
+                              static_cast<int>(s.value_dim - job.first_column),
+                              aligned,
+                              Window(s, job),
+                              seen,
+                              own};
     const int thread = static_cast<int>(threadIdx.x);
-    const bool active = thread / kWarpSize * kWarpQueries < queries;
-    if (thread < kTile) {
-      const std::int64_t place = static_cast<std::int64_t>(job.chunk) * s.chunk_length + job.first_query + thread;
-      shared.own[thread] = thread < queries ? own_order[place] : kNobody;
+    if (thread < source.queries()) {
+      own[thread] = group_order[job.chunk * s.chunk_length + job.first_query + thread];
     }
-    Running running;
-    for (int first = 0; first < window.count; first += kTile) {
-      load_keys_places(s, own_order, kept[job.group / s.heads], window, first, shared);
-      __syncthreads();
-      float scores[kPerThread][kPerThread];
-      multiply(s, own_qk, active, shared, scores);
-      if (active) {
-        mask(s, shared, scores);
-        weigh(scores, running, shared);
-      }
-      add_values(s, own_v, job, active, running, shared);
-    }
-    if (active) hand_out(s, job, running, shared, contexts, lses);
+    hand_out(source, job, attention::attend(source), contexts, lses);
     __syncthreads();  // the next job may take shared memory
   }
 }
 
-// The rounds of a token, weighted by their log-sum-exp.
+// How many of `seq` flags are true. All threads must call it; they share a word of memory.
+__device__ int count_kept(const bool* keep, int seq, int* shared_count) {
+  if (threadIdx.x == 0) *shared_count = 0;
+  __syncthreads();
+  const int whole = reinterpret_cast<std::uintptr_t>(keep) % 16 == 0 ? seq / 16 : 0;
+  int count = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < whole; i += kThreads) {
+    const uint4 flags = reinterpret_cast<const uint4*>(keep)[i];
+    count += __popc(flags.x) + __popc(flags.y) + __popc(flags.z) + __popc(flags.w);
+  }
+  for (int i = whole * 16 + static_cast<int>(threadIdx.x); i < seq; i += kThreads) count += keep[i] ? 1 : 0;
+  atomicAdd(shared_count, count);
+  __syncthreads();
+  return *shared_count;
+}
+
+// The factor of a product with a token's vector, which 8 lanes read together.
 template <class T>
-__device__ void combine(const float* contexts, const float* lses, int groups, int seq, int rounds, int value_dim,
-                        bool rounded, T* out) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * (kThreads / kWarpSize);
-  const std::int64_t own = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarpSize) + threadIdx.x / kWarpSize;
-  for (std::int64_t row = own; row < static_cast<std::int64_t>(groups) * seq; row += warps) {
-    const std::int64_t first = row / seq * rounds * seq + row % seq;
-    const auto lse = [&](int round) { return lses[first + static_cast<std::int64_t>(round) * seq]; };
-    float highest = lse(0);
-    for (int round = 1; round < rounds; ++round) highest = fmaxf(highest, lse(round));
-    float total = 0;
-    for (int round = 0; round < rounds; ++round) total += expf(lse(round) - highest);
-    const float all = highest + logf(total);
-    for (int column = lane; column < value_dim; column += kWarpSize) {
-      float sum = 0;
-      for (int round = 0; round < rounds; ++round) {
-        const float weight = rounded ? expf(lse(round) - all) : expf(lse(round) - highest) / total;
-        sum += weight * contexts[(first + static_cast<std::int64_t>(round) * seq) * value_dim + column];
-      }
-      narrow(sum, out[row * value_dim + column]);
+__device__ float key_scale(const T* vector, int head_dim, bool aligned) {
+  float squares = 0;
+  constexpr int kCount = tile::Chunk<T>::kCount;
+  const int lane = static_cast<int>(threadIdx.x % kLanesPerVector);
+  for (int first = lane * kCount; first < head_dim; first += kLanesPerVector * kCount) {
+    const tile::Chunk<T> chunk(vector + first, head_dim - first, aligned);
+#pragma unroll
+    for (const float x : chunk.values) squares = fmaf(x, x, squares);
+  }
+#pragma unroll
+  for (int distance = 1; distance < kLanesPerVector; distance *= 2) {
+    squares += __shfl_xor_sync(tile::kAllLanes, squares, distance);
+  }
+  const auto dim = static_cast<float>(head_dim);
+  return kLog2E / (sqrtf(squares / dim + kKeyEps) * sqrtf(dim));
+}
+
+// The first blocks count, the others take the vectors of 32 tokens each.
+template <class T>
+__device__ void prepare(const T* qk, const bool* keep, int groups, int heads, int seq, int head_dim, float* scales,
+                        std::int32_t* kept) {
+  const int batch = groups / heads;
+  const std::int64_t tokens = static_cast<std::int64_t>(groups) * seq;
+  const std::int64_t jobs = batch + (tokens - 1) / kVectors + 1;
+  const bool aligned = tile::chunks_are_aligned(qk, head_dim);
+  for (std::int64_t job = blockIdx.x; job < jobs; job += gridDim.x) {
+    if (job < batch) {
+      const int count = count_kept(keep + job * seq, seq, reinterpret_cast<int*>(tile_memory));
+      if (threadIdx.x == 0) kept[job] = count;
+      __syncthreads();  // the next job may count
+      continue;
     }
+    const std::int64_t token = (job - batch) * kVectors + threadIdx.x / kLanesPerVector;
+    // all lanes take part in the sums; those beyond the last token repeat it
+    const float scale = key_scale(qk + min(token, tokens - 1) * head_dim, head_dim, aligned);
+    if (token < tokens && threadIdx.x % kLanesPerVector == 0) scales[token] = scale;
+  }
+}
+
+// The rounds of a token, weighted by their log-sum-exp: `count` elements of its row, at most those of a chunk. contexts
+// and lses: what the first round gives the token.
+template <class T>
+__device__ tile::Chunk<T> combined(const T* contexts, const float* lses, int seq, int rounds, int value_dim, int count,
+                                   bool rounded, bool aligned) {
+  const auto lse = [&](int round) { return lses[static_cast<std::int64_t>(round) * seq]; };
+  float highest = lse(0);
+  for (int round = 1; round < rounds; ++round) highest = fmaxf(highest, lse(round));
+  float total = 0;
+  for (int round = 0; round < rounds; ++round) total += exp_approx(lse(round) - highest);
+  const float all = highest + logf(total);
+  const float share = 1.0f / total;
+  tile::Chunk<T> sums(contexts, 0, false);  // zeros
+  for (int round = 0; round < rounds; ++round) {
+    const float weight = rounded ? exp_approx(lse(round) - all) : exp_approx(lse(round) - highest) * share;
+    const tile::Chunk<T> context(contexts + static_cast<std::int64_t>(round) * seq * value_dim, count, aligned);
+#pragma unroll
+    for (int i = 0; i < tile::Chunk<T>::kCount; ++i) {
+      sums.values[i] = fmaf(weight, context.values[i], sums.values[i]);
+    }
+  }
+  return sums;
+}
+
+template <class T>
+constexpr __host__ __device__ int chunks_of_row(int value_dim) {
+  return (value_dim - 1) / tile::Chunk<T>::kCount + 1;
+}
+
+template <class T>
+__device__ void combine(const T* contexts, const float* lses, int groups, int seq, int rounds, int value_dim,
+                        bool rounded, T* out) {
+  const int chunks = chunks_of_row<T>(value_dim);
+  const int blocks_of_group = (seq * chunks - 1) / kThreads + 1;
+  const bool aligned = tile::chunks_are_aligned(contexts, value_dim) && tile::chunks_are_aligned(out, value_dim);
+  const std::int64_t jobs = static_cast<std::int64_t>(groups) * blocks_of_group;
+  for (std::int64_t job = blockIdx.x; job < jobs; job += gridDim.x) {
+    const int group = static_cast<int>(job) / blocks_of_group;
+    const int item = static_cast<int>(job) % blocks_of_group * kThreads + static_cast<int>(threadIdx.x);
+    if (item >= seq * chunks) continue;
+    const int token = item / chunks;
+    const int column = item % chunks * tile::Chunk<T>::kCount;
+    const int count = value_dim - column;
+    const std::int64_t first = static_cast<std::int64_t>(group) * rounds * seq + token;
+    combined(contexts + first * value_dim + column, lses + first, seq, rounds, value_dim, count, rounded, aligned)
+        .store(out + (static_cast<std::int64_t>(group) * seq + token) * value_dim + column, count, aligned);
   }
 }
 
 }  // namespace
 
-// A block per sample, any number of them; 4 bytes of dynamic shared memory.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    effexport_lsh_attention_kept(const bool* keep, std::int32_t batch, std::int32_t seq, std::int32_t* kept) {
-  std::int32_t* const sum = reinterpret_cast<std::int32_t*>(attention_memory);
-  for (std::int64_t sample = blockIdx.x; sample < batch; sample += gridDim.x) {
-    if (threadIdx.x == 0) *sum = 0;
-    __syncthreads();
-    int count = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < seq; i += kThreads) count += keep[sample * seq + i] ? 1 : 0;
-    atomicAdd(sum, count);
-    __syncthreads();
-    if (threadIdx.x == 0) kept[sample] = *sum;
-  }
-}
-
-// Blocks of 256 threads. The first kernel has 34560 bytes of dynamic shared memory, the second none.
+// The first and the last kernel have blocks of 256 threads and 4 bytes of dynamic shared memory or none, the second one
+// blocks of 128 threads and at most 48 KiB.
 #define EFFEXPORT_LSH_ATTENTION(dtype, T)                                                                              \
-  extern "C" __global__ void __launch_bounds__(kThreads) effexport_lsh_attention_##dtype(                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) effexport_lsh_attention_prepare_##dtype(                      \
+      const T* __restrict__ qk, const bool* __restrict__ keep, std::int32_t groups, std::int32_t heads,                \
+      std::int32_t seq, std::int32_t head_dim, float* __restrict__ scales, std::int32_t* __restrict__ kept) {          \
+    prepare(qk, keep, groups, heads, seq, head_dim, scales, kept);                                                     \
+  }                                                                                                                    \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads, kBlocksAtOnce)                                     \
+      effexport_lsh_attention_##dtype(                                                                                 \
       const T* __restrict__ qk, const T* __restrict__ v, const std::int32_t* __restrict__ order,                       \
-      const std::int32_t* __restrict__ kept, std::int32_t groups, std::int32_t heads, std::int32_t seq,                \
-      std::int32_t padded, std::int32_t rounds, std::int32_t head_dim, std::int32_t value_dim,                         \
-      std::int32_t chunk_length, std::int32_t chunks_before, std::int32_t chunks_after, std::int32_t causal,           \
-      std::int32_t circular, std::int32_t rounded, float* __restrict__ contexts, float* __restrict__ lses) {           \
-    const Sizes sizes{groups,    heads,        seq,           padded,       rounds,      head_dim,      value_dim,     \
+      const float* __restrict__ scales, const std::int32_t* __restrict__ kept, std::uint32_t groups,                   \
+      std::uint32_t heads, std::uint32_t seq, std::uint32_t padded, std::uint32_t rounds, std::uint32_t head_dim,      \
+      std::uint32_t value_dim, std::uint32_t chunk_length, std::uint32_t chunks_before, std::uint32_t chunks_after,    \
+      std::uint32_t causal, std::uint32_t circular, std::uint32_t rounded, T* __restrict__ contexts,                   \
+      float* __restrict__ lses) {                                                                                      \
+    const Sizes sizes{groups,       heads,         seq,          padded,      rounds,        head_dim,    value_dim,   \
                       chunk_length, chunks_before, chunks_after, causal != 0, circular != 0, rounded != 0};            \
-    attend(qk, v, order, kept, sizes, contexts, lses);                                                                 \
+    attend(qk, v, order, scales, kept, sizes, contexts, lses);                                                         \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_lsh_attention_combine_##dtype(                      \
-      const float* __restrict__ contexts, const float* __restrict__ lses, std::int32_t groups, std::int32_t seq,       \
+      const T* __restrict__ contexts, const float* __restrict__ lses, std::int32_t groups, std::int32_t seq,           \
       std::int32_t rounds, std::int32_t value_dim, std::int32_t rounded, T* __restrict__ out) {                        \
     combine(contexts, lses, groups, seq, rounds, value_dim, rounded != 0, out);                                        \
   }
@@ -427,24 +383,47 @@ EFFEXPORT_LSH_ATTENTION(bfloat16, BFloat16)
 
 namespace {
 
-// Whether the kernels can count it: each size, the places of a group's rounds and those of a window in int32.
+// Whether the kernels can count it, in int32: each size, the places of a group's rounds, those of a window, the pieces of
+// a group's output, and the blocks.
 bool countable(const Problem& p) {
-  return fit_int32({p.groups, p.heads, p.seq, p.padded, p.rounds, p.head_dim, p.value_dim, p.chunk_length, p.chunks_before,
-                    p.chunks_after}) &&
-         p.chunk_length >= 1 && p.heads >= 1 && p.rounds >= 1 && p.rounds * p.padded <= kMaxInt32 &&
-         p.window() <= (kMaxInt32 - kTile) / p.chunk_length;
+  if (!fit_int32({p.groups, p.heads, p.seq, p.padded, p.rounds, p.head_dim, p.value_dim, p.chunk_length,
+                  p.chunks_before, p.chunks_after}) ||
+      p.chunk_length < 1 || p.heads < 1 || p.rounds < 1) {
+    return false;
+  }
+  const std::int64_t pieces = p.seq * parts(p.value_dim, tile::Chunk<float>::kCount);
+  const std::int64_t tiles = p.chunks() * parts(p.chunk_length, attention::kQueries);
+  const std::int64_t rows = p.groups * p.rounds;
+  return p.rounds * p.padded <= kMaxInt32 && p.window() <= (kMaxInt32 - attention::kKeys<Half>) / p.chunk_length &&
+         pieces <= kMaxInt32 - kThreads && rows <= kMaxInt32 && rows * tiles <= kMaxInt32 &&
+         rows * tiles * parts(p.value_dim, attention::kWidth) <= kMaxInt32 &&
+         p.groups * parts(pieces, kThreads) <= kMaxInt32;
 }
 
-// Elements of the scratch memory: contexts, lses, kept.
-std::int64_t context_elements(const Problem& p) { return p.groups * p.rounds * p.seq * p.value_dim; }
-std::int64_t lse_elements(const Problem& p) { return p.groups * p.rounds * p.seq; }
+// The arrays in the scratch memory.
+template <class T>
+struct Scratch {
+  T* contexts;         // [groups, rounds, seq, value_dim]
+  float* lses;         // [groups, rounds, seq]
+  float* scales;       // [groups, seq]
+  std::int32_t* kept;  // [batch]
+  std::size_t bytes;
+
+  Scratch(const Problem& p, void* memory) {
+    Carver carver(memory);
+    contexts = carver.take<T>(p.groups * p.rounds * p.seq * p.value_dim);
+    lses = carver.take<float>(p.groups * p.rounds * p.seq);
+    scales = carver.take<float>(p.groups * p.seq);
+    kept = carver.take<std::int32_t>(p.groups / p.heads);
+    bytes = carver.bytes();
+  }
+};
 
 }  // namespace
 
+template <class T>
 std::size_t cuda_scratch_bytes(const Problem& p) {
-  if (!countable(p)) return 0;
-  return static_cast<std::size_t>(context_elements(p) + lse_elements(p)) * sizeof(float) +
-         static_cast<std::size_t>(p.groups / p.heads) * sizeof(std::int32_t);
+  return countable(p) ? Scratch<T>(p, nullptr).bytes : 0;
 }
 
 template <class T>
@@ -452,31 +431,35 @@ int launch_cuda(const Problem& p, const T* qk, const T* v, const std::int32_t* o
                 T* out, void* stream) {
   if (!countable(p)) return cudaErrorInvalidValue;
   if (p.groups == 0 || p.seq == 0 || p.value_dim == 0) return cudaSuccess;
-  float* const contexts = static_cast<float*>(scratch);
-  float* const lses = contexts + context_elements(p);
-  std::int32_t* const kept = reinterpret_cast<std::int32_t*>(lses + lse_elements(p));
-  const Sizes sizes{int32(p.groups),        int32(p.heads),        int32(p.seq),       int32(p.padded),
-                    int32(p.rounds),        int32(p.head_dim),     int32(p.value_dim), int32(p.chunk_length),
-                    int32(p.chunks_before), int32(p.chunks_after), p.causal,           p.circular, p.rounded};
-  const std::int64_t batch = p.groups / p.heads;
-  const cudaLaunchConfig_t count = launch_of(batch, kThreads, sizeof(std::int32_t), stream);
-  cudaError_t error = cudaLaunchKernelEx(&count, effexport_lsh_attention_kept, keep, int32(batch), sizes.seq, kept);
+  const Scratch<T> memory(p, scratch);
+  const auto size = [](std::int64_t value) { return static_cast<unsigned>(value); };
+  const Sizes s{size(p.groups),        size(p.heads),        size(p.seq),       size(p.padded),
+                size(p.rounds),        size(p.head_dim),     size(p.value_dim), size(p.chunk_length),
+                size(p.chunks_before), size(p.chunks_after), p.causal,          p.circular,
+                p.rounded};
+  const std::int64_t vectors = parts(p.groups * p.seq, kVectors);
+  const cudaLaunchConfig_t prepare = launch_of(p.groups / p.heads + vectors, kThreads, sizeof(std::int32_t), stream);
+  cudaError_t error = cudaLaunchKernelEx(&prepare, EFFEXPORT_KERNEL(T, effexport_lsh_attention_prepare), qk, keep,
+                                         s.groups, s.heads, s.seq, s.head_dim, memory.scales, memory.kept);
   if (error != cudaSuccess) return error;
-  const cudaLaunchConfig_t attend = launch_of(sizes.jobs(), kThreads, Shared::kBytes, stream);
-  error = cudaLaunchKernelEx(&attend, EFFEXPORT_KERNEL(T, effexport_lsh_attention), qk, v, order, static_cast<const std::int32_t*>(kept),
-                             sizes.groups, sizes.heads, sizes.seq, sizes.padded, sizes.rounds, sizes.head_dim,
-                             sizes.value_dim, sizes.chunk_length, sizes.before, sizes.after, int32(p.causal),
-                             int32(p.circular), int32(p.rounded), contexts, lses);
+  const std::size_t shared_bytes = attention::kTileBytes<T> + Source<T>::kSharedBytes;
+  const cudaLaunchConfig_t attend = launch_of(s.jobs(), attention::kThreads, shared_bytes, stream);
+  error = cudaLaunchKernelEx(&attend, EFFEXPORT_KERNEL(T, effexport_lsh_attention), qk, v, order,
+                             static_cast<const float*>(memory.scales), static_cast<const std::int32_t*>(memory.kept),
+                             s.groups, s.heads, s.seq, s.padded, s.rounds, s.head_dim, s.value_dim, s.chunk_length,
+                             s.before, s.after, size(p.causal), size(p.circular), size(p.rounded), memory.contexts,
+                             memory.lses);
   if (error != cudaSuccess) return error;
-  constexpr std::int64_t kRows = kThreads / kWarpSize;
-  const cudaLaunchConfig_t combine = launch_of(parts(p.groups * p.seq, kRows), kThreads, 0, stream);
-  return cudaLaunchKernelEx(&combine, EFFEXPORT_KERNEL(T, effexport_lsh_attention_combine), static_cast<const float*>(contexts),
-                            static_cast<const float*>(lses), sizes.groups, sizes.seq, sizes.rounds, sizes.value_dim,
-                            int32(p.rounded), out);
+  const std::int64_t pieces = p.groups * parts(p.seq * chunks_of_row<T>(s.value_dim), kThreads);
+  const cudaLaunchConfig_t combine = launch_of(pieces, kThreads, 0, stream);
+  return cudaLaunchKernelEx(&combine, EFFEXPORT_KERNEL(T, effexport_lsh_attention_combine),
+                            static_cast<const T*>(memory.contexts), static_cast<const float*>(memory.lses), s.groups,
+                            s.seq, s.rounds, s.value_dim, int32(p.rounded), out);
 }
 
-#define INSTANTIATE(T)                                                                                         \
-  template int launch_cuda(const Problem&, const T*, const T*, const std::int32_t*, const bool*, void*, T*, void*)
+#define INSTANTIATE(T)                                                                                                \
+  template int launch_cuda(const Problem&, const T*, const T*, const std::int32_t*, const bool*, void*, T*, void*);   \
+  template std::size_t cuda_scratch_bytes<T>(const Problem&)
 
 INSTANTIATE(float);
 INSTANTIATE(Half);

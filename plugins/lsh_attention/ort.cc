@@ -49,7 +49,7 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& prob
 template <class T>
 Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Problem& problem, const T* qk, const T* v,
                            const std::int32_t* order, const bool* keep, T* out) {
-  const Scratch scratch(context, cuda_scratch_bytes(problem));
+  const Scratch scratch(context, cuda_scratch_bytes<T>(problem));
   const int error = launch_cuda(problem, qk, v, order, keep, scratch.get(), out, context.GetGPUComputeStream());
   return cuda_status("LSHAttention", error);
 }

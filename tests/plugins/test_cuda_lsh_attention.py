@@ -10,34 +10,36 @@ import pytest
 import torch
 from cuda_kernels import ALL_BLOCKS, DTYPES, Emulated, assert_guard_is_intact, guarded
 from lsh_attention_cases import CASES as ATTENTION_CASES
+from lsh_attention_cases import CUDA_LIMITS, assert_close, assert_computes_the_formula, float64_attention
 from lsh_attention_cases import HALVES as ATTENTION_HALVES
-from lsh_attention_cases import LIMITS as ATTENTION_LIMITS
 from lsh_attention_cases import Case as AttentionCase
-from lsh_attention_cases import assert_close, assert_computes_the_formula
 
+from effexport.plugins import gpu_check
+from effexport.plugins.lsh_attention.gpu_check import formula
 from effexport.plugins.lsh_attention.op import reference as attention_reference
 
 
 class EmulatedLSHAttention(Emulated):
     op = "lsh_attention"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *options: str) -> None:
+        super().__init__(*options)
         pointer = ctypes.c_void_p
-        self.library.lsh_attention_scratch_bytes.argtypes = [pointer]
-        self.library.lsh_attention_scratch_bytes.restype = ctypes.c_size_t
         for name in DTYPES.values():
             getattr(self.library, f"lsh_attention_{name}").argtypes = [pointer] * 7
+            getattr(self.library, f"lsh_attention_scratch_bytes_{name}").argtypes = [pointer]
+            getattr(self.library, f"lsh_attention_scratch_bytes_{name}").restype = ctypes.c_size_t
 
     def attend(
         self, case: AttentionCase, arrays: dict[str, np.ndarray], *, seed: int = 0, max_blocks: int = ALL_BLOCKS
     ) -> np.ndarray:
         sizes = attention_sizes(case)
         out, whole = guarded(arrays["v"].shape, arrays["v"].dtype)
-        scratch_bytes = self.library.lsh_attention_scratch_bytes(sizes.ctypes.data)
+        dtype = DTYPES[out.dtype]
+        scratch_bytes = getattr(self.library, f"lsh_attention_scratch_bytes_{dtype}")(sizes.ctypes.data)
         scratch, whole_scratch = guarded((scratch_bytes // 4,), np.dtype(np.float32))
         self.library.set_schedule(seed, max_blocks)
-        function = getattr(self.library, f"lsh_attention_{DTYPES[out.dtype]}")
+        function = getattr(self.library, f"lsh_attention_{dtype}")
         inputs = [arrays[name].ctypes.data for name in ("qk", "v", "order", "keep")]
         assert function(sizes.ctypes.data, *inputs, scratch.ctypes.data, out.ctypes.data) == 0
         assert_guard_is_intact(whole)
@@ -48,6 +50,12 @@ class EmulatedLSHAttention(Emulated):
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedLSHAttention:
     return EmulatedLSHAttention()
+
+
+@pytest.fixture(scope="module")
+def emulated_sm_75() -> EmulatedLSHAttention:
+    """Without asynchronous copies, and without tensor cores for bfloat16."""
+    return EmulatedLSHAttention("-DEFFEXPORT_EMULATED=750")
 
 
 def attention_sizes(case: AttentionCase, **changes: int) -> np.ndarray:
@@ -66,7 +74,10 @@ EMULATED_ATTENTION = {
     "chunks of one": AttentionCase(seq=20, chunk_length=1, causal=True, rounded=True, rounds=3, heads=1),
     # several tiles of queries, of keys and of columns, none of them whole
     "chunks of 100": AttentionCase(seq=250, chunk_length=100, batch=1, heads=1, head_dim=40, value_dim=150),
+    "queries in slices": AttentionCase(seq=90, chunk_length=70, batch=1, heads=1, head_dim=130, value_dim=70),
     **ATTENTION_HALVES,
+    # rows that do not begin at multiples of 16 bytes, and of which not even pairs do
+    "odd rows, float16": AttentionCase(seq=70, chunk_length=35, head_dim=9, value_dim=67, dtype="float16", heads=1),
 }
 
 
@@ -76,12 +87,40 @@ def test_the_attention_computes_the_formula(emulated: EmulatedLSHAttention, name
     case = EMULATED_ATTENTION[name]
     arrays = case.arrays()
     out = emulated.attend(case, arrays)
-    assert_computes_the_formula(case, arrays, out)
+    assert_computes_the_formula(case, arrays, out, CUDA_LIMITS)
     if case.rounded:  # where the formula in float64 says nothing
         arguments = [torch.from_numpy(arrays[x].astype(np.float32)) for x in ("qk", "v")]
         arguments += [torch.from_numpy(arrays[x]) for x in ("order", "keep")]
         reference = attention_reference(*arguments, *(getattr(case, x) for x in case.attributes)).numpy()
-        assert_close(out, reference, ATTENTION_LIMITS[case.dtype])
+        assert_close(out, reference, CUDA_LIMITS[case.dtype])
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("dtype", CUDA_LIMITS)
+def test_older_gpus_compute_the_formula_too(emulated_sm_75: EmulatedLSHAttention, dtype: str) -> None:
+    case = AttentionCase(seq=100, chunk_length=35, head_dim=40, value_dim=72, causal=True, heads=1, dtype=dtype)
+    arrays = case.arrays()
+    assert_computes_the_formula(case, arrays, emulated_sm_75.attend(case, arrays), CUDA_LIMITS)
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("seq", "chunk_length", "head_dim", "rounds"), [(200, 64, 64, 2), (60, 10, 24, 4), (90, 32, 128, 1)]
+)
+def test_half_precision_is_off_by_at_most_twice_what_the_formula_is(
+    emulated: EmulatedLSHAttention, seq: int, chunk_length: int, head_dim: int, rounds: int, dtype: str
+) -> None:
+    """The formula in standard operators of PyTorch, whose products are in half precision."""
+    case = AttentionCase(seq, chunk_length, head_dim=head_dim, value_dim=head_dim, rounds=rounds, heads=1, dtype=dtype)
+    arrays = case.arrays()
+    expected, _ = float64_attention(case, arrays)
+    sizes = (case.batch, case.heads, seq, head_dim, head_dim, rounds, *case.attributes.values())
+    tensors = [torch.from_numpy(arrays[x].astype(np.float32)).to(getattr(torch, dtype)) for x in ("qk", "v")]
+    tensors += [torch.from_numpy(arrays[x]) for x in ("order", "keep")]
+    theirs = formula(gpu_check.Case(sizes, dtype=dtype), *tensors).double().numpy()
+    ours = emulated.attend(case, arrays).astype(np.float64)
+    assert np.abs(ours - expected).max() <= 2 * np.abs(theirs - expected).max()
 
 
 @pytest.mark.requires("native")
@@ -151,4 +190,4 @@ def test_the_attention_refuses_what_its_kernel_cannot_count(
 ) -> None:
     sizes = attention_sizes(AttentionCase(), **changes)
     assert emulated.library.lsh_attention_float32(sizes.ctypes.data, *[None] * 6) == 1
-    assert emulated.library.lsh_attention_scratch_bytes(sizes.ctypes.data) == 0
+    assert emulated.library.lsh_attention_scratch_bytes_float32(sizes.ctypes.data) == 0

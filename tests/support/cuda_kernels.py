@@ -40,14 +40,17 @@ ENTRIES = {
     },
     "effexport_linear_attention_combine": ["u32"] * 4 + ["u64"],
     **{
-        f"effexport_lsh_attention_{dtype}": ["u64"] * 4 + ["u32"] * 13 + ["u64"] * 2
+        f"effexport_lsh_attention_{dtype}": ["u64"] * 5 + ["u32"] * 13 + ["u64"] * 2
         for dtype in ("float32", "float16", "bfloat16")
     },
     **{
         f"effexport_lsh_attention_combine_{dtype}": ["u64"] * 2 + ["u32"] * 5 + ["u64"]
         for dtype in ("float32", "float16", "bfloat16")
     },
-    "effexport_lsh_attention_kept": ["u64", "u32", "u32", "u64"],
+    **{
+        f"effexport_lsh_attention_prepare_{dtype}": ["u64"] * 2 + ["u32"] * 4 + ["u64"] * 2
+        for dtype in ("float32", "float16", "bfloat16")
+    },
     "effexport_lsh_sort": ["u64", "u32", "u32", "u32", "u64", "u64"],
     **{
         f"effexport_masked_attention_{dtype}": ["u64"] * 4 + ["u32"] * 7 + ["f32", "u64", "u64"]
@@ -73,7 +76,11 @@ ENTRIES = {
     },
 }
 THREADS = {entry: 512 if "scratch" in entry else 1024 if "sort" in entry else 256 for entry in ENTRIES}
-THREADS |= {f"effexport_masked_attention_{dtype}": 128 for dtype in ("float32", "float16", "bfloat16")}
+THREADS |= {
+    f"effexport_{op}_{dtype}": 128
+    for op in ("masked_attention", "lsh_attention")
+    for dtype in ("float32", "float16", "bfloat16")
+}
 
 
 def run(*command: str | Path, **options) -> str:

@@ -2,8 +2,6 @@
 
 #include "lsh_attention/kernel_cuda.cu"
 
-float4 attention_memory[cuda_on_cpu::kMaxSharedBytes / sizeof(float4)];
-
 namespace {
 
 // sizes: groups, heads, seq, padded, rounds, head_dim, value_dim, chunk_length, chunks_before, chunks_after, causal,
@@ -16,7 +14,7 @@ effexport::lsh_attention::Problem attention_problem(const std::int64_t sizes[13]
 template <class T>
 int run_lsh_attention(const std::int64_t sizes[13], const void* qk, const void* v, const std::int32_t* order,
                       const bool* keep, void* scratch, void* out) {
-  cuda_on_cpu::settings.shared = attention_memory;
+  cuda_on_cpu::settings.shared = tile_memory;
   return effexport::lsh_attention::launch_cuda(attention_problem(sizes), static_cast<const T*>(qk),
                                                static_cast<const T*>(v), order, keep, scratch, static_cast<T*>(out),
                                                nullptr);
@@ -41,8 +39,16 @@ int lsh_attention_bfloat16(const std::int64_t sizes[13], const void* qk, const v
   return run_lsh_attention<effexport::BFloat16>(sizes, qk, v, order, keep, scratch, out);
 }
 
-std::size_t lsh_attention_scratch_bytes(const std::int64_t sizes[13]) {
-  return effexport::lsh_attention::cuda_scratch_bytes(attention_problem(sizes));
+std::size_t lsh_attention_scratch_bytes_float32(const std::int64_t sizes[13]) {
+  return effexport::lsh_attention::cuda_scratch_bytes<float>(attention_problem(sizes));
+}
+
+std::size_t lsh_attention_scratch_bytes_float16(const std::int64_t sizes[13]) {
+  return effexport::lsh_attention::cuda_scratch_bytes<effexport::Half>(attention_problem(sizes));
+}
+
+std::size_t lsh_attention_scratch_bytes_bfloat16(const std::int64_t sizes[13]) {
+  return effexport::lsh_attention::cuda_scratch_bytes<effexport::BFloat16>(attention_problem(sizes));
 }
 
 }  // extern "C"
