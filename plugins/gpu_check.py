@@ -89,6 +89,25 @@ class Timed:
     goals: tuple[AtMost | FasterThan, ...]
 
 
+# Of an amount of work: multiply-adds of matrix products, and bytes that are loaded from global memory.
+PRODUCTS, LOADED = "products", "loaded"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one launch of a kernel does, from which docs/gpu_budget.md predicts how often its loops are repeated.
+
+    amounts: PRODUCTS, LOADED, or an instruction and how often all warps together execute it; padding counts. trips: how
+    often a warp repeats the outermost of the loops that do any of this, then the one in it, and so on. Loops further in
+    are repeated until the first of these amounts that they do is complete; loops that do none of them run once.
+    loaded: bytes that are loaded from global memory, if some loads depend on conditions that hold now and then.
+    """
+
+    amounts: dict[str, float]
+    trips: tuple[float, ...] = ()
+    loaded: float | None = None
+
+
 @dataclass(frozen=True)
 class GpuCheck:
     """Everything that scripts/gpu needs to know about one operator.
@@ -100,6 +119,7 @@ class GpuCheck:
     limit(case): the largest error that passes.
     flops(case): floating-point operations of the definition, which give a lower bound of the time. The bytes of all
     inputs and outputs give the other.
+    work(case): what every launch does, by the name of its kernel without the element type. Empty: not predicted.
     baselines(case, inputs): what users would run without the kernel, by name; each call enqueues its work and returns.
     small: for the emulation on a CPU and for compute-sanitizer, both of which are slow. checked: more sizes for the
     GPU: tiny, odd and large. huge: some array has more than 2³¹ elements.
@@ -115,6 +135,7 @@ class GpuCheck:
     checked: tuple[Case, ...]
     timed: tuple[Timed, ...]
     huge: tuple[Case, ...] = ()
+    work: Callable[[Case], dict[str, Work]] = lambda case: {}
 
 
 def load_gpu_check(op: Op) -> GpuCheck:

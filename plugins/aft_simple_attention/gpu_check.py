@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
+    LOADED,
     ROUNDING,
     AtMost,
     Case,
@@ -15,6 +16,7 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
+    Work,
     generator,
     in_all_types,
     normal,
@@ -80,6 +82,17 @@ def flops(case: Case) -> float:
     return 7.0 * batch * heads * seq * channels
 
 
+def work(case: Case) -> dict[str, Work]:
+    """Keys and values with a byte of the mask for each; then three numbers per slice and channel; then the queries."""
+    batch, heads, seq, channels = case.sizes
+    size, columns = case.torch_dtype.itemsize, batch * heads * channels
+    return {
+        "effexport_aft_simple_sums": Work({LOADED: columns * seq * (2 * size + 1)}, (1,)),
+        "effexport_aft_simple_merge": Work({LOADED: columns * -(-seq // 256) * 12}, (1,)),
+        "effexport_aft_simple_gate": Work({LOADED: columns * seq * (size + 4)}, (1,)),
+    }
+
+
 CHECK = GpuCheck(
     inputs=inputs,
     outputs=outputs,
@@ -87,6 +100,7 @@ CHECK = GpuCheck(
     limit=limit,
     flops=flops,
     baselines=baselines,
+    work=work,
     small=in_all_types(
         Case((2, 1, 1, 1)),
         Case((2, 1, 63, 63), kind="far apart"),

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
+    LOADED,
+    PRODUCTS,
     ROUNDING,
     AtMost,
     Case,
@@ -22,6 +24,7 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
+    Work,
     generator,
     in_all_types,
     normal,
@@ -146,6 +149,26 @@ def case_of(*sizes: int, after: int = 0, causal: int = 0, circular: int = 0, rou
     return Case((*sizes, after, causal, circular, rounded))
 
 
+def work(case: Case) -> dict[str, Work]:
+    """As kernel_cuda.cu and native/attention.h cut it: 64 queries, 64 columns and a tile of keys at a time."""
+    batch, heads, seq, head_dim, value_dim, rounds, chunk_length, before, after = case.sizes[:9]
+    size, keys = case.torch_dtype.itemsize, 32 if case.dtype == "float32" else 64
+    rows = batch * heads * rounds
+    blocks = rows * padded_length(case) // chunk_length * -(-chunk_length // 64) * -(-value_dim // 64)
+    tiles = -(-(before + 1 + after) * chunk_length // keys)
+    pieces = batch * heads * seq * -(-value_dim * size // 16)
+    return {
+        "effexport_lsh_attention_prepare": Work({LOADED: batch * heads * seq * head_dim * size + batch * seq}, (1,)),
+        "effexport_lsh_attention": Work(
+            {PRODUCTS: blocks * 64 * tiles * keys * 128},
+            trips=(1, tiles),
+            loaded=blocks * (64 * (64 * size + 4) + tiles * keys * (128 * size + 8)),
+        ),
+        # a context and, three times, its logarithm
+        "effexport_lsh_attention_combine": Work({LOADED: pieces * rounds * 28}, (1,)),
+    }
+
+
 def timed(dtype: str, seq: int, *goals: AtMost | FasterThan) -> Timed:
     """Four rounds and chunks of 64, as in published models."""
     large, small = case_of(1, 8, seq, 64, 64, 4, 64, 1), case_of(1, 2, 60, 16, 16, 2, 16, 1)
@@ -162,6 +185,7 @@ CHECK = GpuCheck(
     limit=limit,
     flops=flops,
     baselines=baselines,
+    work=work,
     small=in_all_types(
         case_of(1, 1, 1, 1, 1, 1, 1, 1),
         case_of(2, 2, 63, 24, 24, 2, 10, 1, causal=1),

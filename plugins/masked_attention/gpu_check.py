@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
+    LOADED,
+    PRODUCTS,
     ROUNDING,
     Case,
     FasterThan,
@@ -15,6 +17,7 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
+    Work,
     generator,
     in_all_types,
     normal,
@@ -76,6 +79,27 @@ def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], o
     return {"standard operators": standard_operators, **fused}
 
 
+def work(case: Case) -> dict[str, Work]:
+    """As kernel_cuda.cu and native/attention.h cut it: 64 queries, 64 columns and a tile of keys at a time."""
+    batch, heads, n, m, _, e = case.sizes
+    keys = 32 if case.dtype == "float32" else 64
+    queries = -(-n // 64) * 64
+    slices = -(-m // (4 * queries))
+    tiles = -(-min(m, 4 * queries) // keys)
+    blocks = batch * heads * slices * (queries // 64) * -(-e // 64)
+    size = case.torch_dtype.itemsize
+    found = {
+        "effexport_masked_attention": Work(
+            {PRODUCTS: blocks * 64 * tiles * keys * 128},
+            trips=(1, tiles),
+            loaded=blocks * (64 * 64 * size + tiles * keys * (128 * size + 1)),
+        )
+    }
+    if slices > 1:  # a number to find the highest logit, and three to sum up
+        found["effexport_masked_attention_merge"] = Work({LOADED: 16 * batch * heads * n * e * slices}, (1,))
+    return found
+
+
 def timed(small: tuple[int, ...], *sizes: int) -> tuple[Timed, ...]:
     """The case in float16 and float32, beside everything that could replace it."""
     body = FasterThan("standard operators", "in ONNX Runtime the kernel always replaces the body")
@@ -94,6 +118,7 @@ CHECK = GpuCheck(
     limit=limit,
     flops=flops,
     baselines=baselines,
+    work=work,
     small=in_all_types(
         Case((1, 1, 1, 1, 1, 1), (0.5,)),
         Case((1, 1, 3, 0, 8, 8), (0.5,)),  # without keys: zeros

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
+    LOADED,
     ROUNDING,
     AtMost,
     Case,
@@ -15,6 +16,7 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
+    Work,
     generator,
     in_all_types,
     normal,
@@ -76,6 +78,15 @@ def flops(case: Case) -> float:
     return 1.0 * batch * heads * seq * channels
 
 
+def work(case: Case) -> dict[str, Work]:
+    """With every 16 bytes of x, a byte of the mask; and 2048 bytes of it from its end, for the length."""
+    batch, heads, seq, channels, segments = case.sizes
+    size = case.torch_dtype.itemsize
+    blocks = batch * heads * segments * -(-channels // 64)
+    loaded = batch * heads * seq * channels * size * 17 / 16 + blocks * 2048
+    return {"effexport_segment_means": Work({LOADED: loaded}, (1,))}
+
+
 def timed(dtype: str, goal: AtMost) -> Timed:
     return Timed(Case((8, 8, 8192, 64, 64), dtype=dtype), Case((1, 2, 64, 8, 4), dtype=dtype), (goal,))
 
@@ -87,6 +98,7 @@ CHECK = GpuCheck(
     limit=limit,
     flops=flops,
     baselines=baselines,
+    work=work,
     small=in_all_types(
         Case((2, 1, 1, 1, 1)),
         Case((2, 2, 5, 8, 16)),  # more segments than tokens

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
+    PRODUCTS,
     ROUNDING,
     AtMost,
     Case,
@@ -17,6 +18,7 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
+    Work,
     generator,
     in_all_types,
     normal,
@@ -78,6 +80,16 @@ def flops(case: Case) -> float:
     return 2.0 * batch * heads * seq * channels * taps
 
 
+def work(case: Case) -> dict[str, Work]:
+    """A block has 64 tokens and 64 channels and up to 128 rows of x; a warp skips rows that it does not need."""
+    batch, heads, seq, channels, taps = case.sizes
+    tokens = 8 if case.dtype == "float32" else 16
+    rows = -(-(tokens + taps - 1) // tokens) * tokens
+    blocks = batch * heads * -(-seq // 64) * -(-channels // 64)
+    windows = -(-(64 + taps - 1) // 128)
+    return {"effexport_sequence_conv": Work({PRODUCTS: blocks * 64 * 64 * rows}, (1, windows))}
+
+
 def timed(dtype: str, *goals: AtMost | FasterThan) -> Timed:
     return Timed(Case((1, 8, 8192, 64, 65), dtype=dtype), Case((1, 2, 64, 8, 9), dtype=dtype), goals)
 
@@ -92,6 +104,7 @@ CHECK = GpuCheck(
     limit=limit,
     flops=flops,
     baselines=baselines,
+    work=work,
     small=in_all_types(
         Case((2, 2, 1, 1, 1)),
         Case((1, 1, 10, 8, 33)),  # a filter longer than the sequence

@@ -175,6 +175,16 @@ class Kernels:
             name = self._library.effexport_error_name(error).decode()
             raise KernelError(f"{op}, {case.name}: the launch failed with {name} ({error})")
 
+    def recorded(self, first: int) -> list[tuple[str, tuple[int, int, int]]]:
+        """In the emulation, all launches from number `first` on: kernel, blocks, threads, bytes of shared memory."""
+        function = self._library["effexport_launch"]
+        function.restype = ctypes.c_char_p
+        sizes = (ctypes.c_int64 * 3)()
+        found = []
+        while name := function(ctypes.c_size_t(first + len(found)), sizes):
+            found.append((name.decode(), (sizes[0], sizes[1], sizes[2])))
+        return found
+
 
 def _sizes(case: Case) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(case.sizes))(*case.sizes)

@@ -100,6 +100,7 @@ struct Settings {
 inline Settings settings;
 
 inline std::vector<cudaLaunchConfig_t> launches;  // all so far
+inline std::vector<const void*> launched;         // their kernels
 
 // What a fiber waits for: everyone in its group to arrive at the same line of source.
 struct Meeting {
@@ -324,6 +325,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(
                                Arguments&&... arguments) {
   using namespace cuda_on_cpu;
   launches.push_back(*launch);
+  launched.push_back(reinterpret_cast<const void*>(kernel));
   const unsigned threads = launch->blockDim.x;
   if (threads == 0 || threads > kMaxThreads || threads % kWarpSize != 0 || launch->gridDim.x == 0 ||
       launch->gridDim.x > 0x7fffffffu || launch->dynamicSmemBytes > kMaxSharedBytes) {
