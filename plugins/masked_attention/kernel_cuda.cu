@@ -190,7 +190,7 @@ __device__ void merge(const float* partials, const Sizes& s, T* out) {
 #pragma unroll 8
     for (int slice = 0; slice < s.slices(); ++slice) highest = fmaxf(highest, first[slice * slice_floats]);
     float total = 0, context = 0;
-#pragma unroll 8
+#pragma unroll 4
     for (int slice = 0; slice < s.slices(); ++slice) {
       const float* const partial = first + slice * slice_floats;
       const float factor = ptx::exp2_approx(partial[0] - highest);
