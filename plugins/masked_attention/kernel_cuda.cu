@@ -34,19 +34,22 @@ struct Sizes {
   __host__ __device__ std::int64_t jobs() const {
     return static_cast<std::int64_t>(groups) * slices() * query_tiles() * column_tiles();
   }
+  // What the second launch is made of.
+  __host__ __device__ int merges_of_row() const { return parts_of(e, tile::kWarpSize); }
+  __host__ __device__ std::int64_t merges() const { return static_cast<std::int64_t>(groups) * n * merges_of_row(); }
 };
 
 // What one block computes at a time.
 struct Job {
   int group, slice, first_query, first_column;
 
-  __device__ Job(const Sizes& s, std::int64_t index) {
-    first_column = static_cast<int>(index % s.column_tiles()) * kWidth;
+  __device__ Job(const Sizes& s, int index) {
+    first_column = index % s.column_tiles() * kWidth;
     index /= s.column_tiles();
-    first_query = static_cast<int>(index % s.query_tiles()) * kQueries;
+    first_query = index % s.query_tiles() * kQueries;
     index /= s.query_tiles();
-    slice = static_cast<int>(index % s.slices());
-    group = static_cast<int>(index / s.slices());
+    slice = index % s.slices();
+    group = index / s.slices();
   }
 };
 
@@ -119,9 +122,19 @@ class Source {
 template <class T>
 constexpr std::size_t kSharedBytes = attention::kTileBytes<T> + 2 * attention::kKeys<T> * sizeof(float);
 
+// Blocks for which a multiprocessor should have registers: as many as leave enough for each of them.
+template <class T>
+constexpr int kBlocks = tile::kTensorCores<T> && tile::kAsynchronousCopies ? 3 : 2;
+
+template <class T>
+struct alignas(2 * sizeof(T)) Pair {
+  T values[2];
+};
+
 // out: of the only slice.
 template <class T>
 __device__ void write_results(const Sizes& s, const Job& job, const Softmax& softmax, T* out) {
+  const bool in_pairs = s.e % 2 == 0 && reinterpret_cast<std::uintptr_t>(out) % sizeof(Pair<T>) == 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = job.first_query + Softmax::row_of(i);
@@ -130,10 +143,15 @@ __device__ void write_results(const Sizes& s, const Job& job, const Softmax& sof
     const float factor = 1.0f / softmax.total[i];
 #pragma unroll
     for (int j = 0; j < kColumnTiles; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int column = job.first_column + Softmax::column_of(j) + c;
-        if (column < s.e) narrow(softmax.context[j].values[2 * i + c] * factor, to[column]);
+      const int column = job.first_column + Softmax::column_of(j);
+      Pair<T> pair;
+      narrow(softmax.context[j].values[2 * i] * factor, pair.values[0]);
+      narrow(softmax.context[j].values[2 * i + 1] * factor, pair.values[1]);
+      if (in_pairs) {
+        if (column < s.e) *reinterpret_cast<Pair<T>*>(to + column) = pair;
+      } else {
+        if (column < s.e) to[column] = pair.values[0];
+        if (column + 1 < s.e) to[column + 1] = pair.values[1];
       }
     }
   }
@@ -166,7 +184,7 @@ template <class T>
 __device__ void attend(const T* q, const T* k, const T* v, const bool* keep, const Sizes& s, float scale, T* out,
                        float* partials) {
   for (std::int64_t index = blockIdx.x; index < s.jobs(); index += gridDim.x) {
-    const Job job(s, index);
+    const Job job(s, static_cast<int>(index));
     const Softmax softmax = attention::attend(Source<T>(q, k, v, keep, s, scale, job));
     if (s.slices() == 1) {
       write_results(s, job, softmax, out);
@@ -176,19 +194,26 @@ __device__ void attend(const T* q, const T* k, const T* v, const bool* keep, con
   }
 }
 
-// A thread for each element of out [groups, n, e]. Without slices, a sum over nothing.
+// A warp for 32 columns of a row of out [groups, n, e]. Without slices, a sum over nothing.
 template <class T>
 __device__ void merge(const float* partials, const Sizes& s, T* out) {
-  const std::int64_t elements = static_cast<std::int64_t>(s.groups) * s.n * s.e;
-  const std::int64_t threads = static_cast<std::int64_t>(gridDim.x) * kMergeThreads;
+  const int warps = kMergeThreads / tile::kWarpSize;
   const std::int64_t slice_floats = static_cast<std::int64_t>(s.n) * (kStatistics + s.e);
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kMergeThreads + threadIdx.x; i < elements; i += threads) {
-    const std::int64_t row = i / s.e;
-    const int column = static_cast<int>(i % s.e);
-    const float* const first = partials + row / s.n * s.slices() * slice_floats + row % s.n * (kStatistics + s.e);
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * warps;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * warps + tile::warp(); i < s.merges(); i += step) {
+    const int row = static_cast<int>(i) / s.merges_of_row();
+    const int column = static_cast<int>(i) % s.merges_of_row() * tile::kWarpSize + tile::lane();
+    const std::int64_t first_slice = static_cast<std::int64_t>(row / s.n) * s.slices();
+    const float* const first = partials + first_slice * slice_floats + row % s.n * std::int64_t{kStatistics + s.e};
     float highest = attention::kLowest;
-#pragma unroll 8
-    for (int slice = 0; slice < s.slices(); ++slice) highest = fmaxf(highest, first[slice * slice_floats]);
+    for (int slice = tile::lane(); slice < s.slices(); slice += tile::kWarpSize) {
+      highest = fmaxf(highest, first[slice * slice_floats]);
+    }
+#pragma unroll
+    for (int distance = 1; distance < tile::kWarpSize; distance *= 2) {
+      highest = fmaxf(highest, __shfl_xor_sync(tile::kAllLanes, highest, distance));
+    }
+    if (column >= s.e) continue;
     float total = 0, context = 0;
 #pragma unroll 4
     for (int slice = 0; slice < s.slices(); ++slice) {
@@ -197,14 +222,14 @@ __device__ void merge(const float* partials, const Sizes& s, T* out) {
       total += factor * partial[1];
       context += factor * partial[kStatistics + column];
     }
-    narrow(s.slices() == 0 ? 0.0f : context / total, out[i]);
+    narrow(s.slices() == 0 ? 0.0f : context / total, out[static_cast<std::int64_t>(row) * s.e + column]);
   }
 }
 
 }  // namespace
 
 #define EFFEXPORT_MASKED_ATTENTION(dtype, T)                                                                           \
-  extern "C" __global__ void __launch_bounds__(attention::kThreads, 2) effexport_masked_attention_##dtype(             \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads, kBlocks<T>) effexport_masked_attention_##dtype(             \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
       std::int32_t groups, std::int32_t heads, std::int32_t n, std::int32_t m, std::int32_t d, std::int32_t e,         \
       std::int32_t slice, float scale, T* __restrict__ out, float* __restrict__ partials) {                            \
@@ -224,6 +249,7 @@ EFFEXPORT_MASKED_ATTENTION(bfloat16, BFloat16)
 
 namespace {
 
+// Whether int32 counts the sizes of a problem.
 bool countable(const Problem& p) {
   return fit_int32({p.groups, p.heads, p.queries, p.keys, p.head_dim, p.value_dim});
 }
@@ -233,6 +259,11 @@ Sizes sizes_of(const Problem& p) {
   const std::int64_t slice = parts(p.queries, kQueries) * kQueries * kSliceTiles;
   return {int32(p.groups),   int32(p.heads),     int32(p.queries),                                  int32(p.keys),
           int32(p.head_dim), int32(p.value_dim), int32(std::min(slice, kMaxInt32 / kQueries * kQueries))};
+}
+
+bool product_fits_int32(std::initializer_list<int> factors) {
+  std::int64_t product = 1;
+  return std::all_of(factors.begin(), factors.end(), [&](int factor) { return (product *= factor) <= kMaxInt32; });
 }
 
 }  // namespace
@@ -247,6 +278,10 @@ template <class T>
 int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
   if (!countable(p)) return cudaErrorInvalidValue;
   const Sizes s = sizes_of(p);
+  if (!product_fits_int32({s.groups, s.n, s.merges_of_row()}) ||
+      !product_fits_int32({s.groups, s.query_tiles(), s.slices(), s.column_tiles()})) {
+    return cudaErrorInvalidValue;
+  }
   if (s.slices() > 0) {
     const cudaLaunchConfig_t launch = launch_of(s.jobs(), attention::kThreads, kSharedBytes<T>, stream);
     const cudaError_t error = cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_masked_attention), a.q, a.k, a.v,
@@ -255,7 +290,7 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
     if (error != cudaSuccess || s.slices() == 1) return error;
   }
   const cudaLaunchConfig_t launch =
-      launch_of(parts(p.groups * p.queries * p.value_dim, kMergeThreads), kMergeThreads, 0, stream);
+      launch_of(parts(s.merges(), kMergeThreads / tile::kWarpSize), kMergeThreads, 0, stream);
   return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_masked_attention_merge),
                             static_cast<const float*>(a.partials), s.groups, s.n, s.m, s.e, s.slice, a.out);
 }
