@@ -73,6 +73,8 @@ def emulated_commands(run: Run, programs: dict[str, list[str]]) -> dict[tuple[st
 
 def checked(command: Sequence[str], seconds: float) -> dict[str, Any]:
     """One tool over one operator's calls, as JSON. problem: in which call, and what, or an empty text."""
+    if seconds <= 0:
+        return {"problem": "not begun: no time was left", "status": NOT_RUN, "log": ""}
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired as error:
