@@ -14,6 +14,7 @@ from effexport.models.layers import AttentionLayer, at_least_float32, split_head
 from effexport.models.look_around import chunk_count, look_around, window_attention
 from effexport.models.spec import LSHSpec
 from effexport.plugins.lsh_attention.op import lsh_attention
+from effexport.plugins.lsh_hash.op import lsh_hash
 from effexport.plugins.lsh_sort.op import lsh_sort
 
 
@@ -49,7 +50,7 @@ class LSHAttention(AttentionLayer):
         padded_len = chunks * spec.chunk_length
         pad = padded_len - seq_len
         rounded = spec.mask_constants == "hf"
-        order, rank = lsh_sort(self.hash(qk, keep), spec.total_buckets + 1)
+        order, rank = lsh_sort(self.hash(qk, keep, self.fused), spec.total_buckets + 1)
         if self.fused:
             around = (spec.num_chunks_before, spec.num_chunks_after)
             fused: Tensor = lsh_attention(
@@ -130,12 +131,16 @@ class LSHHash(nn.Module):
             self.rotations = exact.to(self.rotations.device)
         return self
 
-    def forward(self, qk: Tensor, keep: Tensor) -> Tensor:
-        """qk [batch, heads, seq, head_dim]; keep boolean [batch, seq].
+    def forward(self, qk: Tensor, keep: Tensor, fused: bool = False) -> Tensor:
+        """qk [batch, heads, seq, head_dim]; keep boolean [batch, seq]. fused: by the fused operator.
 
         Returns int32 [batch · heads · rounds, padded seq]: buckets in [0, total_buckets), or total_buckets for padding,
         which fills the last chunk.
         """
+        if fused:
+            factors, chunk_length = self.spec.bucket_factors, self.spec.chunk_length
+            buckets: Tensor = lsh_hash(qk, self.rotations, keep, factors, chunk_length)
+            return buckets
         bucket = torch.zeros((), dtype=torch.int64, device=qk.device)
         stride = 1
         for factor, projection in zip(self.spec.bucket_factors, self.project(qk), strict=True):

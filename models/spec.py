@@ -513,7 +513,7 @@ class LSHSpec(LookAroundSpec):
         return HF_ROUNDING if self.mask_constants == "hf" else ""
 
     def operators(self, fused: bool) -> tuple[str, ...]:
-        return ("LSHSort", "LSHAttention") if fused else ("LSHSort",)
+        return ("LSHHash", "LSHSort", "LSHAttention") if fused else ("LSHSort",)
 
     @property
     def projected(self) -> tuple[int, dict[str, int]]:

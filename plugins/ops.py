@@ -64,4 +64,5 @@ OPS: dict[str, Op] = _by_onnx_name(
     Op("masked_attention", "MaskedAttention"),
     Op("segment_means", "SegmentMeans"),
     Op("sequence_conv", "SequenceConv"),
+    Op("lsh_hash", "LSHHash"),
 )

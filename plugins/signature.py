@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,10 +39,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Attribute:
-    """One attribute of an operator, an integer or a float. A node must carry it unless it has a default."""
+    """One attribute of an operator: an integer, a float, or integers (tuple). A node must carry it unless it has a
+    default. at_least: of each number."""
 
     name: str
-    type: type[int] | type[float]
+    type: type[int] | type[float] | type[tuple[int, ...]]
     default: int | None = None
     at_least: float = -math.inf
 
@@ -56,12 +58,12 @@ class Signature:
     outputs: tuple[Parameter, ...]
     attributes: tuple[Attribute, ...] = ()
 
-    def check(self, *tensors: Tensor, **attributes: float) -> None:
+    def check(self, *tensors: Tensor, **attributes: float | tuple[int, ...]) -> None:
         """Raise ValueError where shapes, dtypes or attributes of a call differ from the signature."""
         for problem in self._problems(tensors, attributes):
             raise ValueError(f"{OPS[self.onnx_name].torch_name}: {problem}")
 
-    def _problems(self, tensors: Sequence[Tensor], attributes: dict[str, float]) -> Iterator[str]:
+    def _problems(self, tensors: Sequence[Tensor], attributes: dict[str, float | tuple[int, ...]]) -> Iterator[str]:
         sizes: dict[str, int] = {}
         for parameter, tensor in zip(self.inputs, tensors, strict=True):
             expected = parameter.expected_shape(sizes)
@@ -74,20 +76,23 @@ class Signature:
                 yield f"{parameter.name} has shape {tuple(tensor.shape)}; expected {expected}"
             yield from self._dtype_problems(parameter, tensor, tensors[0])
         for attribute in self.attributes:
-            value = attributes.get(attribute.name)
-            if value is None:
+            given = attributes.get(attribute.name)
+            if given is None:
                 continue
-            if not math.isfinite(value):
-                yield f"{attribute.name} is {value}; expected a finite number"
-            if value < attribute.at_least:
-                yield f"{attribute.name} is {value}; expected at least {attribute.at_least}"
+            for value in given if isinstance(given, tuple) else (given,):
+                if not math.isfinite(value):
+                    yield f"{attribute.name} is {value}; expected a finite number"
+                if value < attribute.at_least:
+                    yield f"{attribute.name} is {value}; expected at least {attribute.at_least}"
 
     def _dtype_problems(self, parameter: Parameter, tensor: Tensor, first: Tensor) -> Iterator[str]:
         fixed = parameter.dtype if parameter.dtype != "T" else None
         if fixed is None and OPS[self.onnx_name].element_types == ("int32",):
             fixed = "int32"
         if fixed is not None:
-            if tensor.dtype != getattr(torch, fixed):
+            # float64 wherever the operator is computed in it, to judge the results of float32
+            wider = fixed == "float32" and tensor.dtype == first.dtype == torch.float64
+            if tensor.dtype != getattr(torch, fixed) and not wider:
                 yield f"{parameter.name} is {tensor.dtype}; expected torch.{fixed}"
         elif not tensor.is_floating_point():
             yield f"{parameter.name} is {tensor.dtype}; expected a floating-point dtype"
@@ -99,7 +104,11 @@ class Signature:
         import onnx
 
         schema_type = onnx.defs.OpSchema
-        onnx_types = {int: schema_type.AttrType.INT, float: schema_type.AttrType.FLOAT}
+        onnx_types: dict[type, Any] = {
+            int: schema_type.AttrType.INT,
+            float: schema_type.AttrType.FLOAT,
+            tuple: schema_type.AttrType.INTS,
+        }
 
         def formal(parameter: Parameter) -> onnx.defs.OpSchema.FormalParameter:
             dtype = "T" if parameter.dtype == "T" else _onnx_type(parameter.dtype)
@@ -139,6 +148,9 @@ class Signature:
         import onnx
 
         dims = output.dims.split()
+        if output.dtype != "T":  # like no input
+            element = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(output.dtype))
+            return onnx.helper.make_tensor_type_proto(element, [None] * len(dims))
         given = [(parameter.dims.split(), context.get_input_type(i)) for i, parameter in enumerate(self.inputs)]
         same = [sum(a == b for a, b in zip(dims, names, strict=False)) for names, _ in given]
         names, type_proto = given[same.index(max(same))]
@@ -200,7 +212,7 @@ class Signature:
             if names and attribute.name not in names:
                 continue
             values: set[Any] = {
-                onnx.helper.get_node_attr_value(node, attribute.name)
+                attribute.type(onnx.helper.get_node_attr_value(node, attribute.name))
                 if any(given.name == attribute.name for given in node.attribute)
                 else attribute.default
                 for node in nodes

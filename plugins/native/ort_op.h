@@ -69,6 +69,18 @@ inline std::int64_t integer_attribute(const Ort::ConstKernelInfo& info, const ch
   return *absent;
 }
 
+// A list of integers that a node must carry.
+inline std::vector<std::int64_t> integers_attribute(const Ort::ConstKernelInfo& info, const char* op, const char* name) {
+  const OrtApi& api = Ort::GetApi();
+  std::size_t count = 0;
+  if (!Ort::Status(api.KernelInfoGetAttributeArray_int64(info, name, nullptr, &count)).IsOK()) {
+    throw_invalid(op, ": attribute ", name, " is missing or has another type; expected integers");
+  }
+  std::vector<std::int64_t> values(count);
+  Ort::ThrowOnError(api.KernelInfoGetAttributeArray_int64(info, name, values.data(), &count));
+  return values;
+}
+
 // A float attribute of a node, which must carry it.
 inline float float_attribute(const Ort::ConstKernelInfo& info, const char* op, const char* name) {
   const OrtApi& api = Ort::GetApi();
@@ -283,13 +295,14 @@ constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
 
 // What most kernels have in common, as constants that a kernel may redefine: one output with the shape of input 0.
 // kShapeOf is the input whose shape the outputs have, but for a last dimension from input kLastDimOf (kShapeOf if it is
-// kSame), and for one that an attribute gives.
+// kSame), and for one that an attribute gives. kInfersShapes: false if outputs have other shapes, known only in a run.
 struct KernelDefaults {
   static constexpr std::size_t kSame = std::numeric_limits<std::size_t>::max();
   static constexpr std::size_t kOutputs = 1;
   static constexpr std::size_t kShapeOf = 0;
   static constexpr std::size_t kLastDimOf = kSame;
   static constexpr AttributeDim kAttributeDim{0, nullptr};
+  static constexpr bool kInfersShapes = true;
 };
 
 // A custom operator whose outputs have the type kElementType<Element>.
@@ -302,6 +315,7 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
   CustomOp() {
     this->InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) -> OrtStatusPtr {
       return guarded([&] {
+        if (!Kernel::kInfersShapes) return Ort::Status{nullptr};
         for (std::size_t i = 0; i < Kernel::kOutputs; ++i) {
           constexpr bool kAllOfOne = Kernel::kLastDimOf == Kernel::kSame;
           pass_shape_on(context, Kernel::kShapeOf, kAllOfOne ? Kernel::kShapeOf : Kernel::kLastDimOf, Kernel::kAttributeDim,

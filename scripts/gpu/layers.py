@@ -47,6 +47,9 @@ CASES: dict[str, Callable[..., Case]] = {
     "linear_attention": lambda q, k, v, keep, eps, causal=False, chunk_length=128: case_of(
         q, *q.shape, v.shape[3], causal, numbers=(eps,)
     ),
+    "lsh_hash": lambda qk, rotations, keep, factors, chunk_length: case_of(
+        qk, *qk.shape, rotations.shape[2], chunk_length, len(factors), *factors
+    ),
     "lsh_sort": lambda buckets, num_buckets: case_of(buckets, *buckets.shape, num_buckets),
     "lsh_attention": lambda qk, v, order, rank, keep, chunk_length, before=1, after=0, *flags: case_of(
         qk,

@@ -86,7 +86,7 @@ def test_the_manifest_describes_the_model(built: Built, variant: str, scope: str
         "softmax": {"MaskedAttention": 1},
         "linear": {"EluLinearAttention": 1},
         "nystrom": {"IterativePinv": 1, "MaskedAttention": 2, "SegmentMeans": 2, "SequenceConv": 1},
-        "lsh": {"LSHSort": 1, "LSHAttention": 1},
+        "lsh": {"LSHHash": 1, "LSHSort": 1, "LSHAttention": 1},
         "aft-simple": {"AFTSimpleAttention": 1},
     }
     assert manifest.custom_ops == operators.get(variant, {})
@@ -111,7 +111,7 @@ def test_the_report_in_the_folder_agrees_with_the_manifest(built: Built) -> None
     assert report["verdict"] == "passed"
     assert report["spec"] == artifact.manifest.spec
     assert report["summary"] == msgspec.to_builtins(artifact.manifest.parity.summary)
-    assert report["implementation"] == {"LSHAttention": "kernel", "LSHSort": "kernel"}
+    assert report["implementation"] == {"LSHAttention": "kernel", "LSHHash": "kernel", "LSHSort": "kernel"}
 
 
 @pytest.mark.parametrize("name", FILES)

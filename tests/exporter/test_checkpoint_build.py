@@ -295,7 +295,7 @@ def test_a_module_of_ones_own(cli: Callable[..., Any], tmp_path: Path, monkeypat
     result = cli("build", "--module", "my_models_for_a_test:make", "--seq-len", "128", "-o", tmp_path / "out", "--json")
     assert result.code == 0, result.err
     nystrom = {"IterativePinv": 1, "MaskedAttention": 2, "SegmentMeans": 2, "SequenceConv": 1}
-    assert result.json["custom_ops"] == {"LSHSort": 1, "LSHAttention": 1} | nystrom
+    assert result.json["custom_ops"] == {"LSHHash": 1, "LSHSort": 1, "LSHAttention": 1} | nystrom
     assert result.json["outputs"] == [
         {"name": "output0", "dtype": "float32", "dims": ["batch", 3]},
         {"name": "output1", "dtype": "float32", "dims": ["batch", "seq", 32]},

@@ -529,7 +529,7 @@ def test_inspect_of_an_artifact_and_of_a_bare_file(cli: Cli, built: Built) -> No
     assert graph["inputs"][0] == {"name": "input_ids", "dtype": "int64", "dims": ["batch", "seq"]}
     assert graph["opset"] == 20
     kernel = {"count": 1, "body": True, "implementation": "kernel"}
-    assert graph["custom_ops"] == {"LSHSort": kernel, "LSHAttention": kernel}
+    assert graph["custom_ops"] == {"LSHHash": kernel, "LSHSort": kernel, "LSHAttention": kernel}
     assert graph["ops"]["effexport::LSHSort"] == 1
     assert graph["bytes"] == artifact.model_path.stat().st_size
     assert graph["parameters"] > 258 * 32

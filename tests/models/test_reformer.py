@@ -413,7 +413,7 @@ def test_the_spec_describes_the_attention_and_the_graph() -> None:
     assert (attention.circular, attention.causal, attention.mask_constants) == (True, True, "hf")
     assert (attention.num_hashes, attention.num_buckets, attention.head_size) == (4, (4,), 8)
     assert (spec.layers, spec.custom_ops(fused=False), spec.input_limits) == (2, {"LSHSort": 1}, {"input_ids": 50})
-    assert spec.custom_ops(fused=True) == {"LSHSort": 1, "LSHAttention": 1}
+    assert spec.custom_ops(fused=True) == {"LSHHash": 1, "LSHSort": 1, "LSHAttention": 1}
     assert spec.outputs == {"logits": ("batch", "seq", 50)}
     local, _ = ReformerSpec.from_config(TINY | {"attn_layers": ["local"]}, {})
     assert isinstance(local.attention, LocalSpec)

@@ -18,7 +18,8 @@ from effexport.plugins.ops import DOMAIN, OPS
 pytestmark = pytest.mark.requires("torch", "onnx")
 
 # Values of every attribute of every operator: all ways in which a body is written differently.
-CHOICES: dict[str, list[float]] = {
+CHOICES: dict[str, list[Any]] = {
+    "bucket_factors": [(4,), (2, 2)],
     "causal": [0, 1],
     "chunk_length": [16],
     "chunks_after": [0, 1],

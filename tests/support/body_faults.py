@@ -34,6 +34,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "LSHAttention",
         {"chunk_length": 16, "chunks_before": 1, "chunks_after": 1, "causal": 1, "circular": 1, "rounded": 1},
     ),
+    "LSHHash": ("LSHHash", {"bucket_factors": (4, 6), "chunk_length": 16}),
+    "LSHHash, one factor": ("LSHHash", {"bucket_factors": (10,), "chunk_length": 16}),
     "LSHSort, one digit": ("LSHSort", {"num_buckets": 17}),
     "LSHSort, two digits": ("LSHSort", {"num_buckets": 100}),
     "MaskedAttention": ("MaskedAttention", {"scale": 0.25}),
@@ -49,6 +51,7 @@ UNARY = {"Abs", "Neg", "Reciprocal", "Relu", "Sqrt", "Tanh"}
 CONFUSED = {
     "Add": ("Sub",),
     "And": ("Or", "Xor"),
+    "ArgMax": ("ArgMin",),
     "Equal": ("GreaterOrEqual", "LessOrEqual"),
     "Exp": ("Neg", "Relu"),
     "GreaterOrEqual": ("Greater", "LessOrEqual"),
@@ -59,6 +62,7 @@ CONFUSED = {
     "Min": ("Max", "Add"),
     "Mod": ("Div", "Mul"),
     "Mul": ("Add", "Div"),
+    "Neg": ("Relu",),
     "ReduceMax": ("ReduceSum", "ReduceMean", "ReduceMin"),
     "ReduceMean": ("ReduceSum", "ReduceMax"),
     "ReduceSum": ("ReduceMax", "ReduceMean"),
@@ -145,6 +149,8 @@ NO_OPS: tuple[tuple[str, str], ...] = (
     (r"Constant step1: another constant, halved", "finer digits, which sort the same way"),
     (r"Constant no_digit: another constant, (doubled|minus 1)", "still no digit"),
     (r"ReduceSum place_sum\d: another operator, ReduceMax", "all others are 0, and places are not negative"),
+    (r"Concat projected_shape: operands exchanged, 1 and 2: heads_1d, rounds_1d", "rows stay in the same order"),
+    (r"Constant end1: another constant, (doubled|plus 1)", "still the end of the projections"),
     (r"Masked.* Constant hidden_logit: another constant, halved", "still below every other logit"),
     (r"Concat ends: (bypassed, gives its input kept_ends|operands exchanged, 0 and 1: zeros)", "only without tokens"),
     (r"Constant zero_2d: another constant", "an end before or at the first token of a sample without any"),
@@ -233,7 +239,7 @@ def element_types(function: onnx.FunctionProto, dtype: str) -> dict[str, int]:
             kind = helper.get_node_attr_value(node, "to")
         elif node.op_type == "CastLike":
             kind = types[node.input[1]]
-        elif node.op_type == "Shape":
+        elif node.op_type in ("Shape", "ArgMax"):
             kind = TensorProto.INT64
         elif node.op_type == "Constant":
             kind = node.attribute[0].t.data_type if node.attribute[0].name == "value" else TensorProto.FLOAT

@@ -51,6 +51,11 @@ ENTRIES = {
         f"effexport_lsh_attention_prepare_{dtype}": ["u64"] * 2 + ["u32"] * 4 + ["u64"] * 2
         for dtype in ("float32", "float16", "bfloat16")
     },
+    # the last but one is a struct, of which PTX gives the alignment first
+    **{
+        f"effexport_lsh_hash_{dtype}": ["u64"] * 3 + ["u32"] * 8 + ["align", "u64"]
+        for dtype in ("float32", "float16", "bfloat16")
+    },
     "effexport_lsh_sort": ["u64", "u32", "u32", "u32", "u64", "u64"],
     **{
         f"effexport_masked_attention_{dtype}": ["u64"] * 4 + ["u32"] * 7 + ["f32", "u64", "u64"]
@@ -78,7 +83,7 @@ ENTRIES = {
 THREADS = {entry: 512 if "scratch" in entry else 1024 if "sort" in entry else 256 for entry in ENTRIES}
 THREADS |= {
     f"effexport_{op}_{dtype}": 128
-    for op in ("masked_attention", "lsh_attention")
+    for op in ("masked_attention", "lsh_attention", "lsh_hash")
     for dtype in ("float32", "float16", "bfloat16")
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,24 @@ def masks_ignored(graph: Graph) -> bool:
     for node in nodes:
         keep = node.input[MASK_INPUT[node.op_type]]
         node.input[MASK_INPUT[node.op_type]] = graph.add("Or", [keep, graph.add("Not", [keep])])
+    return bool(nodes)
+
+
+def padding_hashed(graph: Graph) -> bool:
+    """Padding gets an ordinary bucket instead of the one behind all others."""
+    nodes = fused_nodes(graph, "LSHHash")
+    for node in nodes:
+        node.input[2] = graph.add("Or", [node.input[2], graph.add("Not", [node.input[2]])])
+    return bool(nodes)
+
+
+def rotations_changed(change: Callable[[np.ndarray], np.ndarray], graph: Graph) -> bool:
+    """Rotations [heads, head_dim, rounds, width] of every hash."""
+    nodes = fused_nodes(graph, "LSHHash")
+    for node in nodes:
+        rotations = graph.constant(node.input[1])
+        assert rotations is not None
+        graph.overwrite(node.input[1], change(rotations))
     return bool(nodes)
 
 
@@ -129,6 +148,20 @@ FUSED_FAULTS: tuple[Fault, ...] = (
     fault("fused: look-around lost", "only the own chunk", partial(attribute_is, "chunks_before", 0), "lsh"),
     fault("fused: look-around wraps", "the first chunk sees the last", partial(attribute_is, "circular", 1), "lsh"),
     fault("fused: chunks of half length", "8 tokens, not 16", partial(attribute_is, "chunk_length", 8), "lsh"),
+    fault("fused: padding hashed", "padding has no bucket of its own", padding_hashed, "lsh"),
+    fault("fused: rotation sign", "rotations negated", partial(rotations_changed, np.negative), "lsh"),
+    fault(
+        "fused: rotations shuffled",
+        "the directions of a round in reverse",
+        partial(rotations_changed, lambda a: a[:, :, :, ::-1]),
+        "lsh",
+    ),
+    fault(
+        "fused: rotations of another head",
+        "heads of the rotations reversed",
+        partial(rotations_changed, lambda a: a[::-1]),
+        "lsh",
+    ),
     fault("fused: fewer segments", "half as many landmarks, twice", segments_halved, "nystrom"),
     fault("fused: filter reversed", "the convolution runs backwards", filter_reversed, "nystrom"),
     fault("fused: only the convolution", "its residual is zero", residual_of_convolution_lost, "nystrom"),

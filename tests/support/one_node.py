@@ -14,10 +14,7 @@ from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 def one_node_model(
     op: str, feeds: Mapping[str, np.ndarray], *, body: bool, opset: int = 20, **attributes: Any
 ) -> bytes:
-    """A model of one custom node with these inputs, all of whose dimensions are dynamic, and one output, "out".
-
-    The element type of the output is that of the first input.
-    """
+    """A model of one custom node with these inputs, all of whose dimensions are dynamic, and one output, "out"."""
     from onnx import helper
 
     node = helper.make_node(op, list(feeds), ["out"], domain=DOMAIN, **{PLUGIN_NAMESPACE: DOMAIN}, **attributes)
@@ -29,7 +26,7 @@ def one_node_model(
             helper.make_tensor_value_info(name, types[name], [f"{name}{i}" for i in range(array.ndim)])
             for name, array in feeds.items()
         ],
-        [helper.make_tensor_value_info("out", types[next(iter(feeds))], None)],
+        [helper.make_tensor_value_info("out", helper.np_dtype_to_tensor_dtype(output_dtype(op, feeds)), None)],
     )
     model = helper.make_model(
         graph,
@@ -40,9 +37,21 @@ def one_node_model(
     return bytes(model.SerializeToString())
 
 
-def run_poisoned(session: Any, feeds: Mapping[str, np.ndarray], shape: Sequence[int]) -> np.ndarray:
-    """Run into an output that holds NaN, so that nothing unwritten goes unseen."""
-    out = np.full(shape, np.nan, next(iter(feeds.values())).dtype)
+def output_dtype(op: str, feeds: Mapping[str, np.ndarray]) -> np.dtype:
+    """The type of the first output: that of the first input, or one of its own."""
+    output = OPS[op].load().SIGNATURE.outputs[0]
+    return next(iter(feeds.values())).dtype if output.dtype == "T" else np.dtype(output.dtype)
+
+
+def run_poisoned(
+    session: Any, feeds: Mapping[str, np.ndarray], shape: Sequence[int], dtype: np.dtype | None = None
+) -> np.ndarray:
+    """Run into an output that holds NaN, or −7, so that nothing unwritten goes unseen.
+
+    dtype: of the output, if it is not that of the first input.
+    """
+    dtype = dtype or next(iter(feeds.values())).dtype
+    out = np.full(shape, -7 if dtype.kind == "i" else np.nan, dtype)
     binding = session.io_binding()
     for name, array in feeds.items():
         binding.bind_ortvalue_input(name, ort_value(array))
@@ -55,11 +64,11 @@ def run_kernel(
     op: str, feeds: Mapping[str, np.ndarray], shape: Sequence[int], *, threads: int = 2, **attributes: Any
 ) -> np.ndarray:
     model = one_node_model(op, feeds, body=False, **attributes)
-    return run_poisoned(session(model, library=True, threads=threads), feeds, shape)
+    return run_poisoned(session(model, library=True, threads=threads), feeds, shape, output_dtype(op, feeds))
 
 
 def run_body(
     op: str, feeds: Mapping[str, np.ndarray], shape: Sequence[int], *, opset: int = 20, **attributes: Any
 ) -> np.ndarray:
     model = one_node_model(op, feeds, body=True, opset=opset, **attributes)
-    return run_poisoned(session(model, library=False), feeds, shape)
+    return run_poisoned(session(model, library=False), feeds, shape, output_dtype(op, feeds))

@@ -33,7 +33,8 @@ def operator_inputs(op: str, attributes: Attributes, dtype: str) -> Iterator[tup
     """
     rng = np.random.default_rng(SEED)
     for name, inputs in _INPUTS[op](rng, attributes):
-        yield name, {key: x.astype(numpy_dtype(dtype)) if x.dtype.kind == "f" else x for key, x in inputs.items()}
+        # float64 stands for T; what is float32 whatever T is stays so
+        yield name, {key: x.astype(numpy_dtype(dtype)) if x.dtype == np.float64 else x for key, x in inputs.items()}
 
 
 def rounded_anew(inputs: Mapping[str, Array], precision: str, seed: int) -> Inputs:
@@ -111,6 +112,22 @@ def elu_linear_attention(rng: np.random.Generator, attributes: Attributes) -> It
         # more blocks than a block has tokens
         long = {name: rng.standard_normal((1, 1, seq_len, 2)) for name in "qkv"}
         yield "many blocks", long | {"keep": np.ones((1, seq_len), bool)}
+
+
+def lsh_hash(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
+    """Integers, whose products float32 adds up exactly and float16 does not: each bucket has one right answer.
+
+    Ties occur: some directions are equal or opposite, and some tokens are zero.
+    """
+    chunk, rounds, head_dim = int(attributes["chunk_length"]), 2, 7
+    width = sum(attributes["bucket_factors"]) // 2
+    rotations = rng.integers(-8191, 8192, (HEADS, head_dim, rounds, width)).astype(np.float32)
+    rotations[:, :, 1, -1] = rotations[:, :, 1, 0]
+    rotations[:, :, 1, width // 2] = -rotations[:, :, 1, 0]
+    for name, seq_len in (("whole chunks", 2 * chunk), ("one token more", chunk + 1), ("one token", 1)):
+        qk = rng.integers(-30, 31, (4, HEADS, seq_len, head_dim)).astype(np.float64)
+        qk[0, :, :: max(3, seq_len // 4)] = 0
+        yield name, {"qk": qk, "rotations": rotations, "keep": keeps(seq_len)}
 
 
 def lsh_sort(rng: np.random.Generator, attributes: Attributes) -> Iterator[tuple[str, Inputs]]:
@@ -202,6 +219,7 @@ _INPUTS: dict[str, Callable[[np.random.Generator, Attributes], Iterator[tuple[st
     "EluLinearAttention": elu_linear_attention,
     "IterativePinv": iterative_pinv,
     "LSHAttention": lsh_attention,
+    "LSHHash": lsh_hash,
     "LSHSort": lsh_sort,
     "MaskedAttention": masked_attention,
     "SegmentMeans": segment_means,

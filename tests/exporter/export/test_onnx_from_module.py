@@ -79,7 +79,7 @@ def test_every_custom_call_is_one_marked_node_with_a_body(built: Built, variant:
         "softmax": ["MaskedAttention"],
         "linear": ["EluLinearAttention"],
         "nystrom": ["IterativePinv", *["MaskedAttention"] * 2, *["SegmentMeans"] * 2, "SequenceConv"],
-        "lsh": ["LSHSort", "LSHAttention"],
+        "lsh": ["LSHHash", "LSHSort", "LSHAttention"],
         "aft-simple": ["AFTSimpleAttention"],
     }
     expected = operators.get(variant, [])
@@ -139,7 +139,7 @@ def test_two_lsh_layers_have_a_sort_and_rotations_each(small_spec: Specs) -> Non
     sorts = [node for node in model.graph.node if node.op_type == "LSHSort"]
     assert [node.name for node in sorts] == [f"blocks.{i}.attention/LSHSort" for i in range(2)]
     assert [node.input[0] for node in sorts] == [f"blocks.{i}.attention.buckets" for i in range(2)]
-    assert sorted(function.name for function in model.functions) == ["LSHAttention", "LSHSort"]
+    assert sorted(function.name for function in model.functions) == ["LSHAttention", "LSHHash", "LSHSort"]
     first, second = rotations_in(model, spec), rotations_in(model, spec, layer=1)
     assert not np.array_equal(first, second)
 

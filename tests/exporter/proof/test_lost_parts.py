@@ -70,7 +70,8 @@ def with_another_rank(model: onnx.ModelProto) -> None:
 
 LOST: dict[Callable[[onnx.ModelProto], None], tuple[str, str]] = {
     without_functions: (
-        "function bodies: effexport::LSHAttention, effexport::LSHSort have none, so only effexport's kernels could run",
+        "function bodies: effexport::LSHAttention, effexport::LSHHash, effexport::LSHSort have none, so only "
+        "effexport's kernels could run",
         "Known: onnx.version_converter (onnx 1.23) drops them. Remedy: let the tool change a file that has no "
         "functions, made by: effexport inline ARTIFACT -o FILE",
     ),

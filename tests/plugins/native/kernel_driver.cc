@@ -8,6 +8,7 @@ void check_aft_simple_attention();
 void check_iterative_pinv();
 void check_linear_attention();
 void check_lsh_attention();
+void check_lsh_hash();
 void check_lsh_sort();
 void check_masked_attention();
 void check_segment_means();
@@ -19,6 +20,7 @@ int main() {
   check_iterative_pinv();
   check_linear_attention();
   check_lsh_attention();
+  check_lsh_hash();
   check_lsh_sort();
   check_masked_attention();
   check_segment_means();

@@ -1,0 +1,123 @@
+"""What scripts/gpu checks and times of LSHHash. Sizes of a case: batch, heads, seq, head_dim, rounds, chunk_length, how
+many bucket factors, and the factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from effexport.plugins.gpu_check import (
+    AtMost,
+    Case,
+    FasterThan,
+    GpuCheck,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    token_mask,
+)
+from effexport.plugins.lsh_hash import op
+
+
+def inputs(case: Case, device: str) -> dict[str, Tensor]:
+    """Integers, which float32 multiplies and adds up exactly, but neither TF32 nor half precision.
+
+    Some tokens are hidden and hold NaN, some are zero. Two directions of a round are equal, and one is their opposite.
+    """
+    batch, heads, seq, head_dim, rounds, *_ = case.sizes
+    source = generator(case, device)
+
+    def integers(highest: int, *shape: int) -> Tensor:
+        return torch.randint(-highest, highest + 1, shape, generator=source, device=device, dtype=torch.int32)
+
+    rotations = integers(8191, heads, head_dim, rounds, sum(factors(case)) // 2).float()
+    rotations[..., -1] = rotations[..., 0]
+    rotations[..., rotations.shape[3] // 2] = -rotations[..., 0]
+    keep = token_mask(source, batch, seq)
+    qk = integers(min(15, 2**24 // (8191 * head_dim)), batch, heads, seq, head_dim).to(case.torch_dtype)
+    qk[:, :, ::17] = 0
+    return {"qk": qk.masked_fill_(~keep[:, None, :, None], torch.nan), "rotations": rotations, "keep": keep}
+
+
+def factors(case: Case) -> tuple[int, ...]:
+    return case.sizes[7:]
+
+
+def outputs(case: Case) -> dict[str, Output]:
+    batch, heads, seq, _, rounds, chunk_length, *_ = case.sizes
+    return {"buckets": Output((batch * heads * rounds, op.padded_length(seq, chunk_length)), torch.int32)}
+
+
+def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The operator's definition in float64, head by head and 4096 chunks of tokens at a time."""
+    batch, heads, seq, _, rounds, chunk_length, *_ = case.sizes
+    (output,) = outputs(case).values()
+    buckets = torch.empty(batch, heads, rounds, output.shape[1], dtype=torch.int32, device=inputs["qk"].device)
+    step = 4096 * chunk_length
+    for sample in range(batch):
+        for head in range(heads):
+            for first in range(0, seq, step):
+                part = slice(first, first + step)
+                qk = inputs["qk"][sample, head, part].double().nan_to_num()[None, None]
+                rotations, keep = inputs["rotations"][head][None].double(), inputs["keep"][sample, part][None]
+                found = op.reference(qk, rotations, keep, factors(case), chunk_length)
+                buckets[sample, head, :, first : first + found.shape[1]] = found
+    return {"buckets": buckets.reshape(output.shape)}
+
+
+def limit(case: Case) -> Limit:
+    return Limit(0.0, "projections of these integers are exact in float32, so each bucket has one right answer")
+
+
+def flops(case: Case) -> float:
+    batch, heads, seq, head_dim, rounds, *_ = case.sizes
+    return 1.0 * batch * heads * seq * head_dim * rounds * sum(factors(case))
+
+
+def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """What PyTorch does without the operator, in float32 throughout."""
+    return {"PyTorch": lambda: op.reference(*inputs.values(), factors(case), case.sizes[5])}
+
+
+def case(*sizes: int, factors: tuple[int, ...], dtype: str = "float32") -> Case:
+    return Case((*sizes, len(factors), *factors), dtype=dtype)
+
+
+def timed(dtype: str, goal: AtMost) -> Timed:
+    faster = FasterThan("PyTorch", "projections need not be stored, negated and read again")
+    return Timed(
+        case(1, 8, 32768, 64, 4, 64, factors=(32, 32), dtype=dtype),
+        case(1, 2, 100, 16, 2, 16, factors=(4, 6), dtype=dtype),
+        (goal, faster),
+    )
+
+
+CHECK = GpuCheck(
+    inputs=inputs,
+    outputs=outputs,
+    reference=reference,
+    limit=limit,
+    flops=flops,
+    baselines=baselines,
+    small=in_all_types(
+        case(1, 1, 1, 1, 1, 1, factors=(2,)),
+        case(2, 2, 63, 33, 3, 16, factors=(4, 6)),
+        case(1, 2, 130, 8, 2, 64, factors=(70,)),
+    ),
+    checked=in_all_types(
+        case(2, 3, 1000, 100, 3, 7, factors=(2, 4, 6)),
+        case(1, 2, 257, 65, 1, 64, factors=(1024,)),
+        case(2, 8, 8192, 64, 4, 64, factors=(16, 16)),
+    ),
+    timed=(
+        timed("float16", AtMost(170, "2.4 times what its 4.3 GFLOP take at the 60 TFLOP/s that FFMA reaches")),
+        timed("float32", AtMost(170, "as for float16: its 67 MB are read in 16 µs")),
+    ),
+    # buckets: 64 · 8 · 64 · 65600 elements
+    huge=(case(64, 8, 65600, 8, 64, 64, factors=(2,), dtype="float16"),),
+)
