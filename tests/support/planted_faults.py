@@ -597,7 +597,8 @@ def position_bias_shifted(graph: Graph) -> bool:
 
 def weight(graph: Graph, layer: str) -> str | None:
     """The constant of the product of a linear layer, [in, out], or of a hash, whose rotations are the left factor."""
-    factors = [name for node in graph.nodes("MatMul", module=layer) for name in reversed(node.input)]
+    products = graph.nodes("MatMul", "LSHHash", module=layer)
+    factors = [name for node in products for name in reversed(node.input)]
     return next((name for name in factors if graph.constant(name) is not None), None)
 
 
