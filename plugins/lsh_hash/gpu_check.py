@@ -81,7 +81,8 @@ def flops(case: Case) -> float:
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
     """What PyTorch does without the operator, in float32 throughout."""
-    return {"PyTorch": lambda: op.reference(*inputs.values(), factors(case), case.sizes[5])}
+    qk, rotations, keep = inputs.values()
+    return {"PyTorch": lambda: op.reference(qk, rotations, keep, factors(case), case.sizes[5])}
 
 
 def case(*sizes: int, factors: tuple[int, ...], dtype: str = "float32") -> Case:
