@@ -14,8 +14,8 @@ OP = OPS["IterativePinv"]
 ELEMENT_TYPES = ("float32", "float16")
 # as in kernel_cuda.cu; a test compares the launches
 MAX_M = 64
-TILE = 4
-WARP_SIZE = 32
+TILE = 8
+BLOCK_THREADS = 128
 INT32_MAX = 2**31 - 1
 
 
@@ -47,19 +47,9 @@ def why_body(
     return None
 
 
-def tiles_per_row(m: int) -> int:
-    return (m + TILE - 1) // TILE
-
-
-def block_threads(m: int) -> int:
-    """A thread for each tile of an m × m matrix, in whole warps."""
-    warps = (tiles_per_row(m) ** 2 + WARP_SIZE - 1) // WARP_SIZE
-    return warps * WARP_SIZE
-
-
 def shared_bytes(m: int) -> int:
-    """Three m × m matrices of float32, padded to whole tiles."""
-    return 3 * (tiles_per_row(m) * TILE) ** 2 * 4
+    """Three matrices of float32, each of whole tiles of rows as long as the largest matrix has them."""
+    return 3 * (-(-m // TILE) * TILE) * MAX_M * 4
 
 
 @functools.cache
@@ -102,7 +92,7 @@ def register() -> None:
             raise ValueError(f"IterativePinv: {reason}")
         launch = trtp.KernelLaunchParams(
             grid_x=trtp.max(count, 1),  # a grid of no blocks cannot be launched
-            block_x=block_threads(size),
+            block_x=BLOCK_THREADS,
             shared_mem=shared_bytes(size),
         )
         scalars = trtp.SymIntExprs.from_tuple(tuple(map(trtp.SymInt32, (count, size, steps))))

@@ -56,9 +56,13 @@ void place(const std::int32_t* __restrict buckets, std::int64_t n, std::int32_t*
     std::int32_t places[kAtOnce];
     for (std::int64_t i = 0; i < kAtOnce; ++i) places[i] = next[buckets[t + i]]++;
     for (std::int64_t i = 0; i < kAtOnce; ++i) order[places[i]] = static_cast<std::int32_t>(t + i);
-    for (std::int64_t i = 0; i < kAtOnce; ++i) rank[t + i] = places[i];
+    for (std::int64_t i = 0; rank != nullptr && i < kAtOnce; ++i) rank[t + i] = places[i];
   }
-  for (; t < n; ++t) order[rank[t] = next[buckets[t]]++] = static_cast<std::int32_t>(t);
+  for (; t < n; ++t) {
+    const std::int32_t place = next[buckets[t]]++;
+    order[place] = static_cast<std::int32_t>(t);
+    if (rank != nullptr) rank[t] = place;
+  }
 }
 
 }  // namespace
@@ -73,7 +77,9 @@ std::int64_t sort_row_cpu(const std::int32_t* buckets, std::int64_t n, std::int6
   if (!uses_counters(num_buckets)) {
     std::iota(order, order + n, 0);
     std::stable_sort(order, order + n, [=](std::int32_t x, std::int32_t y) { return buckets[x] < buckets[y]; });
-    for (std::int64_t place = 0; place < n; ++place) rank[order[place]] = static_cast<std::int32_t>(place);
+    for (std::int64_t place = 0; rank != nullptr && place < n; ++place) {
+      rank[order[place]] = static_cast<std::int32_t>(place);
+    }
     return -1;
   }
   auto* next = static_cast<std::int32_t*>(workspace);

@@ -1,17 +1,16 @@
-// CUDA kernel of effexport::LSHSort: a stable radix sort, one block of 1024 threads per row, in one launch.
+// CUDA kernel of effexport::LSHSort: a stable radix sort of rows in one launch without a workspace.
 //
-// Each pass is a counting sort by one digit. The 32 warps own consecutive segments of the row and count their digits
-// in shared memory; a scan over (digit, warp) turns counts into places; then each warp walks its segment again, 32
-// tokens at a time, and hands out places. Up to 352 buckets need a single pass: the counters of all warps then fit in
-// the 48 KiB of shared memory that every GPU grants without opting in. More buckets take passes over digits of at most
-// 8 bits, least significant first, which keep the unfinished order in the two outputs by turns.
+// A pass is a counting sort by one digit. A block counts the digits of a whole row; their running sum says where each
+// digit begins. Then it takes tiles of 8192 tokens. Its 16 warps own consecutive segments of a tile, and each ranks its
+// tokens, 32 at a time: how many earlier tokens of the segment have the same digit. That is counted in 16 bits per
+// warp and digit, so that 1216 digits fit in the 48 KiB of shared memory that every GPU grants without opting in. A
+// running sum over (digit, warp) turns ranks into places within the sorted tile. The tile is put in order in shared
+// memory, and neighbouring threads write neighbouring places, so that few sectors of `order` are written twice.
 //
-// One block per row is what makes this a single launch without a workspace: only within a block can passes wait for
-// each other. The price is that a launch of fewer rows than the GPU has multiprocessors leaves some of them idle.
-//
-// Memory traffic of a single pass, per token: 4 bytes read (twice, the second time from cache) and 8 written; writes to
-// `rank` are coalesced, those to `order` scatter within the row, which cache collects. Every further pass
-// reads and writes 4 bytes of order and gathers 4 bytes of buckets, and a last one inverts the order.
+// Up to 1216 buckets need a single pass. Then several blocks may share a row, each with tiles of its own: all of them
+// count the whole row, which costs a quarter of what ranking does, and also what lies before their first tile. More
+// buckets take passes over digits of at most 10 bits, least significant first, which keep the unfinished order in the
+// two outputs by turns: one block per row, because only within a block can passes wait for each other.
 //
 // The kernel compiles to PTX as it is. Its arguments are inputs, int32 scalars, outputs; any grid is right.
 // EFFEXPORT_FOR_TENSORRT leaves out the launch, which is host code: NVRTC compiles none.
@@ -28,57 +27,97 @@ namespace effexport::lsh_sort {
 namespace {
 
 constexpr int kWarpSize = 32;
-constexpr int kWarps = 32;
+constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kMaxRadixBits = 8;
-// The largest multiple of 32 for which kWarps counters per digit, and the totals of the scan, take at most 48 KiB.
-constexpr int kMaxRadix = 352;
+constexpr int kItems = 16;  // tokens of a tile that one thread ranks
+constexpr int kTileBits = 13;
+constexpr int kTile = 1 << kTileBits;
+constexpr int kDigitBits = 11;      // of any digit, at most
+constexpr int kManyDigitBits = 10;  // of a digit when there are several passes
+constexpr int kMaxRadix = 1216;     // the most digits of one pass
+constexpr int kEnoughBlocks = 128;  // about as many as large GPUs have multiprocessors: rows are shared up to this
 
-__host__ __device__ constexpr std::size_t shared_bytes(int radix) {
-  return sizeof(std::int32_t) * kWarps * (static_cast<std::size_t>(radix) + 1);
+static_assert(kTile == kThreads * kItems && kMaxRadix <= 1 << kDigitBits);
+
+// Words of shared memory for 16-bit counters of all warps, and for a tile in order after them.
+__host__ __device__ constexpr int counter_words(int radix) {
+  return radix * kWarps / 2 > kTile ? radix * kWarps / 2 : kTile;
 }
 
-static_assert(shared_bytes(kMaxRadix) <= 48 * 1024 && (1 << kMaxRadixBits) <= kMaxRadix);
+__host__ __device__ constexpr std::size_t shared_bytes(int radix) {
+  return sizeof(std::int32_t) * static_cast<std::size_t>(kWarps + 2 * radix + counter_words(radix));
+}
 
-// How buckets are cut into digits.
+static_assert(shared_bytes(kMaxRadix) <= 48 * 1024 && 1 << kManyDigitBits <= kMaxRadix);
+
+// How buckets are cut into digits: one digit with a value per bucket, or several of kManyDigitBits bits.
 struct Digits {
   int passes;
-  int bits;
   int radix;
-
-  __device__ int of(int bucket, int pass) const {
-    return static_cast<int>(static_cast<unsigned>(bucket) >> (pass * bits) & ((1u << bits) - 1u));
-  }
 };
 
 __host__ __device__ constexpr Digits digits_of(int num_buckets) {
-  if (num_buckets <= kMaxRadix) return {1, 31, num_buckets};
-  int bucket_bits = 0;
-  while ((num_buckets - 1) >> bucket_bits) ++bucket_bits;
-  const int passes = (bucket_bits + kMaxRadixBits - 1) / kMaxRadixBits;
-  const int bits = (bucket_bits + passes - 1) / passes;
-  return {passes, bits, 1 << bits};
+  if (num_buckets <= kMaxRadix) return {1, num_buckets};
+  int passes = 0;
+  for (int rest = num_buckets - 1; rest > 0; rest >>= kManyDigitBits) ++passes;
+  return {passes, 1 << kManyDigitBits};
 }
 
-// One row, and what this thread's warp has of it. Positions are unsigned: n may be so large that the end of a segment
-// is beyond 2³¹.
-struct Row {
+__host__ __device__ constexpr unsigned tiles_of(unsigned n) { return (n + kTile - 1) / kTile; }
+
+// How many blocks share a row.
+__host__ __device__ constexpr unsigned parts_of(int rows, unsigned n, const Digits& digits) {
+  const unsigned wanted = rows < kEnoughBlocks ? static_cast<unsigned>(kEnoughBlocks / rows) : 1;
+  if (digits.passes > 1) return 1;
+  return wanted < tiles_of(n) ? wanted : tiles_of(n);
+}
+
+// One pass over one row: its tokens in the order of `source`, or 0 … n − 1 if that is null. Positions are unsigned: n may
+// be so large that the end of a tile is beyond 2³¹.
+struct Pass {
   const std::int32_t* buckets;
   unsigned n;
   int num_buckets;
-  unsigned begin;
-  unsigned end;
+  int shift;
+  unsigned mask;
+  int radix;
+  const std::int32_t* source;
 
-  __device__ Row(const std::int32_t* buckets, unsigned n, int num_buckets, unsigned warp)
-      : buckets(buckets), n(n), num_buckets(num_buckets) {
-    const unsigned segment = (n + kThreads - 1) / kThreads * kWarpSize;
-    begin = min(warp * segment, n);
-    end = min(begin + segment, n);
+  __device__ Pass(const std::int32_t* buckets, unsigned n, int num_buckets, const Digits& digits, int pass,
+                  const std::int32_t* source)
+      : buckets(buckets),
+        n(n),
+        num_buckets(num_buckets),
+        shift(pass * kManyDigitBits),
+        mask(digits.passes == 1 ? ~0u : (1u << kManyDigitBits) - 1u),
+        radix(digits.radix),
+        source(source) {}
+
+  __device__ unsigned digit(int bucket) const {
+    return static_cast<unsigned>(min(max(bucket, 0), num_buckets - 1)) >> shift & mask;
   }
-
-  __device__ int bucket(unsigned token) const { return min(max(buckets[token], 0), num_buckets - 1); }
 };
+
+// What a block keeps in shared memory.
+struct Shared {
+  std::int32_t* warp_totals;  // [kWarps]
+  std::int32_t* places;       // [radix]: where the next tile's first token with this digit goes in the sorted row
+  std::int32_t* shifts;       // [radix]: from a place in the sorted tile to one in the sorted row
+  std::uint16_t* counters;    // [kWarps][radix]
+  std::int32_t* staged;       // [kTile], where the counters were: the sorted tile
+
+  __device__ explicit Shared(int radix)
+      : warp_totals(shared_counters),
+        places(warp_totals + kWarps),
+        shifts(places + radix),
+        counters(reinterpret_cast<std::uint16_t*>(shifts + radix)),
+        staged(shifts + radix) {}
+};
+
+__device__ void clear(std::int32_t* words, int count) {
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) words[i] = 0;
+}
 
 // The sum of `value` over all threads before this one. `warp_totals` [kWarps] is shared memory.
 __device__ int sum_before(int value, std::int32_t* warp_totals) {
@@ -96,101 +135,239 @@ __device__ int sum_before(int value, std::int32_t* warp_totals) {
   return before;
 }
 
-// counters [kWarps][radix]: from how often each warp has a digit to where its first token with that digit goes.
-__device__ void places_from_counts(std::int32_t* counters, int radix, std::int32_t* warp_totals) {
-  const int digit = static_cast<int>(threadIdx.x);
-  const bool has_digit = digit < radix;
+// Counts the digits of all tokens of the row: in `earlier` those at positions before `begin`, in `later` the others.
+__device__ void count(const Pass& pass, unsigned begin, std::int32_t* earlier, std::int32_t* later) {
+  // a row's digits are the same in any order
+  const auto add = [&](unsigned position, int bucket) {
+    atomicAdd((position < begin ? earlier : later) + pass.digit(bucket), 1);
+  };
+  const bool aligned = reinterpret_cast<std::uintptr_t>(pass.buckets) % sizeof(uint4) == 0;
+  const unsigned quads = aligned ? pass.n / 4 : 0;  // begin is a multiple of 4
+#pragma unroll 4
+  for (unsigned quad = threadIdx.x; quad < quads; quad += kThreads) {
+    const uint4 four = reinterpret_cast<const uint4*>(pass.buckets)[quad];
+    add(quad * 4, static_cast<int>(four.x));
+    add(quad * 4, static_cast<int>(four.y));
+    add(quad * 4, static_cast<int>(four.z));
+    add(quad * 4, static_cast<int>(four.w));
+  }
+#pragma unroll 1
+  for (unsigned position = quads * 4 + threadIdx.x; position < pass.n; position += kThreads) {
+    add(position, pass.buckets[position]);
+  }
+}
+
+// The digits that a thread adds up are neighbours.
+struct OwnDigits {
+  int first;
+  int last;
+
+  __device__ explicit OwnDigits(int radix) {
+    const int count = (radix + kThreads - 1) / kThreads;
+    first = min(static_cast<int>(threadIdx.x) * count, radix);
+    last = min(first + count, radix);
+  }
+};
+
+// places: from the counts of earlier tokens, with those of later ones in `shifts`, to where this block's tokens go.
+__device__ void places_from_counts(const Shared& shared, int radix) {
+  const OwnDigits own(radix);
   int total = 0;
-  for (int warp = 0; has_digit && warp < kWarps; ++warp) total += counters[warp * radix + digit];
-  int place = sum_before(total, warp_totals);
-  for (int warp = 0; has_digit && warp < kWarps; ++warp) {
-    const int count = counters[warp * radix + digit];
-    counters[warp * radix + digit] = place;
-    place += count;
+#pragma unroll 1
+  for (int digit = own.first; digit < own.last; ++digit) total += shared.places[digit] + shared.shifts[digit];
+  int place = sum_before(total, shared.warp_totals);
+#pragma unroll 1
+  for (int digit = own.first; digit < own.last; ++digit) {
+    const int earlier = shared.places[digit];
+    shared.places[digit] = place + earlier;
+    place += earlier + shared.shifts[digit];
   }
-  __syncthreads();
 }
 
-// Sorts the tokens of `source`, or 0 … n − 1 if it is null, by one digit into `order`, and if `rank` is not null notes
-// where each went. All threads of the block must call it; when it returns, all of them see the result.
-__device__ void sort_by_digit(const Row& row, const Digits& digits, int pass, const std::int32_t* source,
-                              std::int32_t* order, std::int32_t* rank) {
-  const unsigned lane = threadIdx.x % kWarpSize;
-  std::int32_t* const warp_totals = shared_counters;
-  std::int32_t* const counters = shared_counters + kWarps;
-  std::int32_t* const own = counters + threadIdx.x / kWarpSize * digits.radix;
-  const auto token_at = [&](unsigned position) { return source ? static_cast<unsigned>(source[position]) : position; };
-
-  for (int digit = static_cast<int>(lane); digit < digits.radix; digit += kWarpSize) own[digit] = 0;
-  __syncwarp();
-  for (unsigned position = row.begin + lane; position < row.end; position += kWarpSize) {
-    atomicAdd(&own[digits.of(row.bucket(token_at(position)), pass)], 1);
+// counters: from how often each warp has a digit to where its first token with that digit goes in the sorted tile.
+__device__ void places_in_tile(const Shared& shared, int radix) {
+  const OwnDigits own(radix);
+  int total = 0;
+#pragma unroll 1
+  for (int digit = own.first; digit < own.last; ++digit) {
+    for (int warp = 0; warp < kWarps; ++warp) total += shared.counters[warp * radix + digit];
   }
-  __syncthreads();
-  places_from_counts(counters, digits.radix, warp_totals);
+  int place = sum_before(total, shared.warp_totals);
+#pragma unroll 1
+  for (int digit = own.first; digit < own.last; ++digit) {
+    const int start = place;
+    for (int warp = 0; warp < kWarps; ++warp) {
+      const int count = shared.counters[warp * radix + digit];
+      shared.counters[warp * radix + digit] = static_cast<std::uint16_t>(place);
+      place += count;
+    }
+    shared.shifts[digit] = shared.places[digit] - start;
+    shared.places[digit] += place - start;
+  }
+}
 
-  // every lane takes every turn, for the sake of the warp's votes
-  for (unsigned first = row.begin; first < row.end; first += kWarpSize) {
-    const bool present = first + lane < row.end;
-    const unsigned token = present ? token_at(first + lane) : 0;
-    const int digit = present ? digits.of(row.bucket(token), pass) : -1;
-    const unsigned peers = __match_any_sync(kAllLanes, digit);
-    const unsigned earlier_peers = peers & ((1u << lane) - 1u);
-    const int place = present ? own[digit] + __popc(earlier_peers) : 0;
+// Those of these lanes whose digit is the same as this one's. Ballots, because __match_any_sync takes a time that depends
+// on the digits.
+__device__ unsigned lanes_with(unsigned digit, unsigned lanes) {
+  unsigned peers = lanes;
+#pragma unroll
+  for (int bit = 0; bit < kDigitBits; ++bit) {
+    const int one = static_cast<int>(digit << (31 - bit)) >> 31;  // all bits are that bit
+    const unsigned ones = __ballot_sync(kAllLanes, one);
+    peers &= ~(ones ^ static_cast<unsigned>(one));
+  }
+  return peers;
+}
+
+// Up to kTile tokens from position `begin` on. This thread has every 32nd from `first` on, which is counted from there.
+struct Tile {
+  unsigned begin;
+  unsigned size;
+  unsigned first;
+  int left;  // from `first` to the end of this warp's tokens
+
+  __device__ Tile(unsigned begin, unsigned end) : begin(begin), size(min(end - begin, static_cast<unsigned>(kTile))) {
+    const unsigned segment = (size + kThreads - 1) / kThreads * kWarpSize;
+    const unsigned start = threadIdx.x / kWarpSize * segment;
+    first = start + threadIdx.x % kWarpSize;
+    left = static_cast<int>(min(start + segment, size)) - static_cast<int>(first);
+  }
+
+  __device__ unsigned place(int item) const { return first + static_cast<unsigned>(item * kWarpSize); }
+  __device__ bool has(int item) const { return item * kWarpSize < left; }
+};
+
+// ranked: the digit of each token in the lower half, and in the upper how many earlier ones of this warp have it.
+__device__ void rank_tokens(const Tile& tile, std::uint16_t* counters, unsigned (&ranked)[kItems]) {
+  const unsigned lanes_before = (1u << threadIdx.x % kWarpSize) - 1u;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const unsigned present = __ballot_sync(kAllLanes, tile.has(i));
+    if (present == 0) break;
+    const unsigned digit = ranked[i];
+    const unsigned peers = lanes_with(digit, present);
+    const unsigned rank = counters[digit] + static_cast<unsigned>(__popc(peers & lanes_before));
     __syncwarp();  // all have read the counter that the first of them moves on
-    if (present && earlier_peers == 0) own[digit] += __popc(peers);
-    __syncwarp();  // all will read it moved on: the vote alone makes no write visible
-    if (!present) continue;
-    order[place] = static_cast<std::int32_t>(token);
-    if (rank) rank[token] = place;
+    if (tile.has(i) && (peers & lanes_before) == 0) {
+      counters[digit] = static_cast<std::uint16_t>(rank + static_cast<unsigned>(__popc(peers)));
+    }
+    __syncwarp();  // all will read it moved on
+    ranked[i] = digit | rank << 16;
+  }
+}
+
+// Sorts one tile into `order`, and with `inverse` notes in `rank` where each token went. Needs shared.places.
+__device__ void sort_tile(const Pass& pass, const Tile& tile, const Shared& shared, std::int32_t* order,
+                          std::int32_t* rank, bool inverse) {
+  std::uint16_t* const own = shared.counters + threadIdx.x / kWarpSize * static_cast<unsigned>(pass.radix);
+  clear(shared.staged, counter_words(pass.radix));
+  const std::size_t start = static_cast<std::size_t>(tile.begin) + tile.first;
+  const std::int32_t* const from = (pass.source ? pass.source : pass.buckets) + start;
+  unsigned ranked[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int loaded = tile.has(i) ? from[i * kWarpSize] : 0;
+    ranked[i] = pass.digit(pass.source ? pass.buckets[loaded] : loaded);
+  }
+  __syncthreads();
+  rank_tokens(tile, own, ranked);
+  __syncthreads();
+  places_in_tile(shared, pass.radix);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (!tile.has(i)) continue;
+    const unsigned digit = ranked[i] & 0xffffu;
+    const unsigned place = own[digit] + (ranked[i] >> 16);
+    ranked[i] = digit | place << 16;
+    if (inverse) rank[start + i * kWarpSize] = shared.shifts[digit] + static_cast<int>(place);
+  }
+  __syncthreads();  // the counters have been read
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const unsigned word = (ranked[i] & 0xffffu) << kTileBits | tile.place(i);
+    if (tile.has(i)) shared.staged[ranked[i] >> 16] = static_cast<std::int32_t>(word);
+  }
+  __syncthreads();
+  for (unsigned place = threadIdx.x; place < tile.size; place += kThreads) {
+    const auto word = static_cast<unsigned>(shared.staged[place]);
+    const unsigned position = tile.begin + word % kTile;
+    const std::int32_t token = pass.source ? pass.source[position] : static_cast<std::int32_t>(position);
+    order[shared.shifts[word >> kTileBits] + static_cast<int>(place)] = token;
   }
   __syncthreads();
 }
 
-__device__ void invert(const std::int32_t* order, unsigned n, std::int32_t* rank) {
-  for (unsigned place = threadIdx.x; place < n; place += kThreads) {
-    rank[order[place]] = static_cast<std::int32_t>(place);
+// Sorts the tokens at positions [begin, end) of a pass. All threads of the block must call it; when it returns, all of
+// them see the result.
+__device__ void sort_by_digit(const Pass& pass, unsigned begin, unsigned end, std::int32_t* order, std::int32_t* rank,
+                              bool inverse) {
+  const Shared shared(pass.radix);
+  clear(shared.places, 2 * pass.radix);
+  __syncthreads();
+  count(pass, begin, shared.places, shared.shifts);
+  __syncthreads();
+  places_from_counts(shared, pass.radix);
+  for (unsigned first = begin; first < end; first += kTile) {
+    sort_tile(pass, Tile(first, end), shared, order, rank, inverse);
   }
 }
 
-__device__ void sort_row(const Row& row, const Digits& digits, std::int32_t* order, std::int32_t* rank) {
-  if (digits.passes == 1) {
-    sort_by_digit(row, digits, 0, nullptr, order, rank);
-    return;
-  }
+// Sorts one of the parts of a row, which is all of it if there are several passes: these use `rank` then.
+__device__ void sort_part(const std::int32_t* buckets, unsigned n, int num_buckets, const Digits& digits, unsigned part,
+                          unsigned parts, std::int32_t* order, std::int32_t* rank, bool inverse) {
+  const bool one_pass = digits.passes == 1;
+  const unsigned begin = tiles_of(n) * part / parts * kTile;
+  const unsigned end = min(tiles_of(n) * (part + 1) / parts * kTile, n);
   const std::int32_t* source = nullptr;
   for (int pass = 0; pass < digits.passes; ++pass) {
     // such that the last pass writes to `order`
     std::int32_t* const destination = (digits.passes - pass) % 2 == 1 ? order : rank;
-    sort_by_digit(row, digits, pass, source, destination, nullptr);
+    const Pass present(buckets, n, num_buckets, digits, pass, source);
+    sort_by_digit(present, begin, end, destination, rank, one_pass && inverse);
     source = destination;
   }
-  invert(order, row.n, rank);
+  if (one_pass) return;
+#pragma unroll 1
+  for (unsigned place = threadIdx.x; place < n; place += kThreads) {
+    rank[order[place]] = static_cast<std::int32_t>(place);
+  }
+  __syncthreads();
 }
 
 }  // namespace
 
-// Blocks of 1024 threads with 4 · 32 · (radix + 1) bytes of dynamic shared memory, where radix is num_buckets up to 352
-// and at most 256 above; 45184 bytes are always enough.
-extern "C" __global__ void __launch_bounds__(kThreads)
+// Blocks of 512 threads with 4 · (16 + 2 · radix + max(8 · radix, 8192)) bytes of dynamic shared memory, where radix is
+// num_buckets up to 1216 and at most 1024 above. rank may be null up to 1216 buckets.
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     effexport_lsh_sort(const std::int32_t* buckets, std::int32_t rows, std::int32_t n, std::int32_t num_buckets,
                        std::int32_t* order, std::int32_t* rank) {
   const Digits digits = digits_of(num_buckets);
-  for (std::int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const std::int64_t offset = row * n;
-    const Row own(buckets + offset, static_cast<unsigned>(n), num_buckets, threadIdx.x / kWarpSize);
-    sort_row(own, digits, order + offset, rank + offset);
+  const auto length = static_cast<unsigned>(n);
+  const unsigned parts = parts_of(rows, length, digits);
+  const unsigned items = static_cast<unsigned>(rows) * parts;
+  for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
+    const std::int64_t offset = static_cast<std::int64_t>(item / parts) * n;
+    sort_part(buckets + offset, length, num_buckets, digits, item % parts, parts, order + offset,
+              (rank ? rank : order) + offset, rank != nullptr);
   }
 }
 
 #ifndef EFFEXPORT_FOR_TENSORRT
+std::size_t cuda_rank_bytes(std::int64_t rows, std::int64_t n, std::int64_t num_buckets) {
+  return num_buckets <= kMaxRadix ? 0 : static_cast<std::size_t>(rows * n) * sizeof(std::int32_t);
+}
+
 int launch_cuda(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, std::int64_t num_buckets,
                 std::int32_t* order, std::int32_t* rank, void* stream) {
   if (!fit_int32({rows, n, num_buckets}) || num_buckets < 1) return cudaErrorInvalidValue;
   if (rows == 0 || n == 0) return cudaSuccess;
   const Digits digits = digits_of(static_cast<int>(num_buckets));
-  const cudaLaunchConfig_t launch = launch_of(rows, kThreads, shared_bytes(digits.radix), stream);
-  return cudaLaunchKernelEx(&launch, effexport_lsh_sort, buckets, int32(rows), int32(n), int32(num_buckets), order, rank);
+  if (digits.passes > 1 && rank == nullptr) return cudaErrorInvalidValue;
+  const std::int64_t parts = parts_of(int32(rows), static_cast<unsigned>(n), digits);
+  const cudaLaunchConfig_t launch = launch_of(rows * parts, kThreads, shared_bytes(digits.radix), stream);
+  return cudaLaunchKernelEx(&launch, effexport_lsh_sort, buckets, int32(rows), int32(n), int32(num_buckets), order,
+                            rank);
 }
 #endif
 

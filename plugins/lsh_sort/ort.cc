@@ -10,7 +10,7 @@ namespace {
 struct Arrays {
   const std::int32_t* buckets;
   std::int32_t* order;
-  std::int32_t* rank;
+  std::int32_t* rank;  // null if no node reads it
   std::int64_t rows;
   std::int64_t n;
 };
@@ -21,8 +21,9 @@ Ort::Status sort_on_cpu(const Ort::KernelContext& context, const Arrays& x, std:
     std::vector<char> workspace(cpu_workspace_bytes(num_buckets));
     for (std::int64_t row = first; row < last; ++row) {
       const std::int64_t start = row * x.n;
+      std::int32_t* const rank = x.rank == nullptr ? nullptr : x.rank + start;
       const std::int64_t found =
-          sort_row_cpu(x.buckets + start, x.n, num_buckets, workspace.data(), x.order + start, x.rank + start);
+          sort_row_cpu(x.buckets + start, x.n, num_buckets, workspace.data(), x.order + start, rank);
       if (found >= 0) return bad.offer(start + found);
     }
   });
@@ -55,10 +56,12 @@ class Kernel : public KernelDefaults {
       return invalid("LSHSort: buckets has shape ", shape_text(shape), "; expected rows of at most 2147483647");
     }
     const Arrays arrays{input<std::int32_t>(context, 0), output<std::int32_t>(context, 0, shape),
-                        output<std::int32_t>(context, 1, shape), shape[0], shape[1]};
+                        optional_output<std::int32_t>(context, 1, shape), shape[0], shape[1]};
     if (arrays.rows == 0 || arrays.n == 0) return Ort::Status{nullptr};
     if constexpr (kOn == Device::kCuda) {
-      return cuda_status(kName, launch_cuda(arrays.buckets, arrays.rows, arrays.n, num_buckets_, arrays.order, arrays.rank,
+      const Scratch scratch(context, arrays.rank == nullptr ? cuda_rank_bytes(arrays.rows, arrays.n, num_buckets_) : 0);
+      std::int32_t* const rank = arrays.rank == nullptr ? static_cast<std::int32_t*>(scratch.get()) : arrays.rank;
+      return cuda_status(kName, launch_cuda(arrays.buckets, arrays.rows, arrays.n, num_buckets_, arrays.order, rank,
                                             context.GetGPUComputeStream()));
     }
     return sort_on_cpu(context, arrays, num_buckets_);

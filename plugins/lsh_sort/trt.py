@@ -12,10 +12,12 @@ from effexport.plugins.ops import DOMAIN, OPS
 
 OP = OPS["LSHSort"]
 # as in kernel_cuda.cu; a test compares the launches
-WARPS = 32
+WARPS = 16
 BLOCK_THREADS = 32 * WARPS
-MAX_RADIX = 352
-MAX_RADIX_BITS = 8
+TILE = 8192
+MAX_RADIX = 1216
+RADIX_OF_SEVERAL_PASSES = 1024
+ENOUGH_BLOCKS = 128
 INT32_MAX = 2**31 - 1
 
 
@@ -39,13 +41,9 @@ def why_body(
 
 
 def shared_bytes(num_buckets: int) -> int:
-    """A counter for each warp and value of a digit, and a total for each warp."""
-    radix = num_buckets
-    if num_buckets > MAX_RADIX:
-        bits = (num_buckets - 1).bit_length()
-        passes = -(-bits // MAX_RADIX_BITS)
-        radix = 1 << -(-bits // passes)
-    return 4 * WARPS * (radix + 1)
+    """Totals of the warps, two places for each value of a digit, and 16-bit counters for each warp or a sorted tile."""
+    radix = num_buckets if num_buckets <= MAX_RADIX else RADIX_OF_SEVERAL_PASSES
+    return 4 * (WARPS + 2 * radix + max(radix * WARPS // 2, TILE))
 
 
 @functools.cache
@@ -80,8 +78,11 @@ def register() -> None:
         rows, length = buckets.shape_expr
         if reason := why_body(["int32"], [[None, None]], {"num_buckets": num_buckets.item()}):
             raise ValueError(f"LSHSort: {reason}")
+        blocks: Any = rows
+        if num_buckets.item() <= MAX_RADIX:  # several blocks for a row if rows are few
+            blocks = trtp.min(rows * trtp.cdiv(length, TILE), trtp.max(rows, ENOUGH_BLOCKS))
         launch = trtp.KernelLaunchParams(
-            grid_x=trtp.max(rows, 1),  # a grid of no blocks cannot be launched
+            grid_x=trtp.max(blocks, 1),  # a grid of no blocks cannot be launched
             block_x=BLOCK_THREADS,
             shared_mem=shared_bytes(num_buckets.item()),
         )

@@ -123,6 +123,13 @@ T* output(const Ort::KernelContext& context, std::size_t index, const Shape& sha
   return context.GetOutput(index, shape).GetTensorMutableData<T>();
 }
 
+// The same of an optional output; null if the node does not name it.
+template <class T>
+T* optional_output(const Ort::KernelContext& context, std::size_t index, const Shape& shape) {
+  Ort::UnownedValue value = context.GetOutput(index, shape);
+  return value ? value.GetTensorMutableData<T>() : nullptr;
+}
+
 // A unique name for an unknown dimension: dimensions of the same name count as equal.
 inline std::string fresh_symbol() {
   static std::atomic<unsigned> count{0};
@@ -293,12 +300,13 @@ inline Ort::Status cuda_status(const char* op, int error) {
 constexpr ONNXTensorElementDataType kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
 constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 
-// What most kernels have in common, as constants that a kernel may redefine: one output with the shape of input 0.
+// What most kernels have in common, as constants that a kernel may redefine: one output, required, with the shape of input 0.
 // kShapeOf is the input whose shape the outputs have, but for a last dimension from input kLastDimOf (kShapeOf if it is
 // kSame), and for one that an attribute gives. kInfersShapes: false if outputs have other shapes, known only in a run.
 struct KernelDefaults {
   static constexpr std::size_t kSame = std::numeric_limits<std::size_t>::max();
   static constexpr std::size_t kOutputs = 1;
+  static constexpr std::size_t kRequiredOutputs = 1;  // a node need not name those after them
   static constexpr std::size_t kShapeOf = 0;
   static constexpr std::size_t kLastDimOf = kSame;
   static constexpr AttributeDim kAttributeDim{0, nullptr};
@@ -347,6 +355,9 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
   std::size_t GetOutputTypeCount() const { return Kernel::kOutputs; }
   ONNXTensorElementDataType GetInputType(std::size_t index) const { return Kernel::kInputTypes[index]; }
   ONNXTensorElementDataType GetOutputType(std::size_t) const { return kElementType<typename Kernel::Element>; }
+  OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(std::size_t index) const {
+    return index < Kernel::kRequiredOutputs ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  }
 
  private:
   // Exceptions must not leave through the C interface.

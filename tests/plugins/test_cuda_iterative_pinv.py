@@ -72,7 +72,7 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
-SIZES = [1, 2, 3, 31, 63, 64, 65, 100, 128]
+SIZES = [1, 2, 3, 12, 31, 33, 40, 63, 64, 65, 100, 128]
 
 
 @pytest.mark.requires("native")
@@ -172,7 +172,7 @@ def test_the_iteration_accepts_empty_inputs(emulated: EmulatedPinv, count: int, 
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("arguments", [(2**31, 4, 6), (1, 46341, 6), (1, 4, 0), (1, 4, 2**31), (-1, 4, 6)])
+@pytest.mark.parametrize("arguments", [(2**31, 4, 6), (1, 46337, 6), (1, 4, 0), (1, 4, 2**31), (-1, 4, 6)])
 def test_the_iteration_refuses_what_its_kernel_cannot_count(
     emulated: EmulatedPinv, arguments: tuple[int, int, int]
 ) -> None:
@@ -183,16 +183,16 @@ def test_the_iteration_refuses_what_its_kernel_cannot_count(
 def test_scratch_memory_does_not_grow_with_the_batch(emulated: EmulatedPinv) -> None:
     scratch_bytes = emulated.library.iterative_pinv_scratch_bytes
     assert scratch_bytes(1000, 64) == 0
-    assert scratch_bytes(1, 65) == 4 * 68 * 68 * 4  # four buffers, padded to a multiple of 4
+    assert scratch_bytes(1, 65) == 4 * 72 * 72 * 4  # four buffers, padded to a multiple of 8
     assert scratch_bytes(256, 128) == scratch_bytes(100_000, 128) == 256 * scratch_bytes(1, 128)
-    assert scratch_bytes(1, 46340) == 4 * 46340**2 * 4
+    assert scratch_bytes(1, 46336) == 4 * 46336**2 * 4
 
 
 @pytest.mark.requires("native")
 def test_the_tensorrt_plugin_launches_the_iteration_as_its_source_does(emulated: EmulatedPinv) -> None:
     for m in range(1, trt_pinv.MAX_M + 1):
         emulated.pinv(*softmax_matrices(3, m), iterations=1, max_blocks=1)
-        assert emulated.launch() == [3, trt_pinv.block_threads(m), trt_pinv.shared_bytes(m)]
+        assert emulated.launch() == [3, trt_pinv.BLOCK_THREADS, trt_pinv.shared_bytes(m)]
     # the next larger matrix is the first that needs scratch memory, which plugins cannot have
     assert emulated.library.iterative_pinv_scratch_bytes(1, trt_pinv.MAX_M) == 0
     assert emulated.library.iterative_pinv_scratch_bytes(1, trt_pinv.MAX_M + 1) > 0

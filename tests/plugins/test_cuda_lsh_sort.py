@@ -21,15 +21,24 @@ class EmulatedSort(Emulated):
         super().__init__()
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self.library.lsh_sort.argtypes = [pointer, integer, integer, integer, pointer, pointer]
+        self.library.lsh_sort_rank_bytes.argtypes = [integer, integer, integer]
+        self.library.lsh_sort_rank_bytes.restype = ctypes.c_size_t
 
     def sort(
-        self, buckets: np.ndarray, num_buckets: int, *, seed: int = 0, max_blocks: int = ALL_BLOCKS
+        self,
+        buckets: np.ndarray,
+        num_buckets: int,
+        *,
+        seed: int = 0,
+        max_blocks: int = ALL_BLOCKS,
+        inverse: bool = True,
     ) -> tuple[np.ndarray, np.ndarray]:
+        """order and rank. Without `inverse`, the kernel is given no rank, and it stays −1."""
         buckets = np.ascontiguousarray(buckets, np.int32)
         order, whole_order = guarded(buckets.shape, buckets.dtype)
         rank, whole_rank = guarded(buckets.shape, buckets.dtype)
         self.library.set_schedule(seed, max_blocks)
-        pointers = (order.ctypes.data, rank.ctypes.data)
+        pointers = (order.ctypes.data, rank.ctypes.data if inverse else None)
         error = self.library.lsh_sort(buckets.ctypes.data, *buckets.shape, num_buckets, *pointers)
         assert error == 0
         assert_guard_is_intact(whole_order)
@@ -43,8 +52,9 @@ def emulated() -> EmulatedSort:
 
 
 LENGTHS = [1, 2, 63, 100, 1000, 4096]
-# one less, equal to and one more than a digit; the largest single pass and one more; two digits; what LSH layers use
-BUCKETS = [1, 2, 31, 32, 33, 65, 257, 352, 353, 1025, 4096, 65537]
+# small ones; what LSH layers use; the largest single pass and one more; two digits
+BUCKETS = [1, 2, 31, 32, 33, 65, 257, 1025, 1216, 1217, 4096, 65537]
+TILE = 8192
 INT32_MAX = 2**31 - 1
 
 
@@ -64,7 +74,7 @@ def test_the_sort_equals_the_reference(emulated: EmulatedSort, length: int, num_
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("num_buckets", [5, 33, 352, 1025, INT32_MAX])
+@pytest.mark.parametrize("num_buckets", [5, 33, 1025, 1217, INT32_MAX])
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_the_sort_does_not_depend_on_the_schedule(emulated: EmulatedSort, seed: int, num_buckets: int) -> None:
     buckets = bucket_rows(1500, num_buckets)
@@ -72,14 +82,14 @@ def test_the_sort_does_not_depend_on_the_schedule(emulated: EmulatedSort, seed: 
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("num_buckets", [4, 353])
+@pytest.mark.parametrize("num_buckets", [4, 1217])
 def test_a_block_sorts_one_row_after_another(emulated: EmulatedSort, num_buckets: int) -> None:
     buckets = bucket_rows(200, num_buckets)
     assert_sorted(buckets, num_buckets, *emulated.sort(buckets, num_buckets, max_blocks=2))
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("num_buckets", [1, 7, 352, 353, 4096, INT32_MAX])
+@pytest.mark.parametrize("num_buckets", [1, 7, 1216, 1217, 4096, INT32_MAX])
 def test_buckets_out_of_range_are_taken_for_the_nearest_in_range(emulated: EmulatedSort, num_buckets: int) -> None:
     generator = np.random.default_rng(0)
     buckets = generator.integers(-(2**31), 2**31, (2, 300)).astype(np.int32)
@@ -100,6 +110,45 @@ def test_the_sort_refuses_what_its_kernel_cannot_count(emulated: EmulatedSort, a
     assert emulated.library.lsh_sort(None, *arguments, None, None) == 1
 
 
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("length", [TILE - 1, TILE, TILE + 1, 3 * TILE + 77])
+@pytest.mark.parametrize("num_buckets", [3, 1025])
+def test_blocks_share_long_rows(emulated: EmulatedSort, num_buckets: int, length: int) -> None:
+    buckets = bucket_rows(length, num_buckets)[[0, 3]]
+    for max_blocks in (ALL_BLOCKS, 3):
+        assert_sorted(buckets, num_buckets, *emulated.sort(buckets, num_buckets, max_blocks=max_blocks, seed=length))
+        assert emulated.launch()[0] == 2 * -(-length // TILE)
+
+
+@pytest.mark.requires("native")
+def test_many_rows_have_a_block_each_which_takes_their_tiles_in_turn(emulated: EmulatedSort) -> None:
+    buckets = np.random.default_rng(0).integers(0, 9, (65, TILE + 1)).astype(np.int32)
+    order, rank = emulated.sort(buckets, 9, max_blocks=1)
+    assert emulated.launch()[0] == 65
+    assert_sorted(buckets, 9, order, rank)
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("length", [1000, TILE + 1])
+def test_rank_is_written_only_if_wanted(emulated: EmulatedSort, length: int) -> None:
+    buckets = bucket_rows(length, 33)
+    order, rank = emulated.sort(buckets, 33, inverse=False)
+    np.testing.assert_array_equal(order, sort_reference(torch.from_numpy(buckets), 33)[0].numpy())
+    assert (rank == -1).all()
+    # several passes keep the unfinished order in it
+    assert emulated.library.lsh_sort_rank_bytes(6, length, 1216) == 0
+    assert emulated.library.lsh_sort_rank_bytes(6, length, 1217) == 4 * 6 * length
+    assert emulated.library.lsh_sort(buckets.ctypes.data, 6, length, 1217, order.ctypes.data, None) == 1
+
+
+@pytest.mark.requires("native")
+def test_rows_at_odd_addresses_are_sorted(emulated: EmulatedSort) -> None:
+    buckets = np.empty(2 * 1000 + 1, np.int32)[1:].reshape(2, 1000)
+    buckets[:] = bucket_rows(1000, 33)[:2]
+    assert buckets.ctypes.data % 16 != 0
+    assert_sorted(buckets, 33, *emulated.sort(buckets, 33))
+
+
 @pytest.mark.soak
 @pytest.mark.requires("native")
 @pytest.mark.parametrize("num_buckets", [*BUCKETS, INT32_MAX])
@@ -113,3 +162,4 @@ def test_the_tensorrt_plugin_launches_the_sort_as_its_source_does(emulated: Emul
     for num_buckets in [*BUCKETS, 256, 32768, 32769, 1 << 24, (1 << 24) + 1, INT32_MAX]:
         emulated.sort(np.zeros((2, 1)), num_buckets, max_blocks=1)
         assert emulated.launch() == [2, trt_sort.BLOCK_THREADS, trt_sort.shared_bytes(num_buckets)]
+    assert (TILE, trt_sort.MAX_RADIX) == (trt_sort.TILE, 1216)

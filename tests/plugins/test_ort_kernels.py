@@ -206,6 +206,18 @@ def test_sort_gives_the_same_bits_for_any_threads_and_batch_mates() -> None:
         assert all(np.array_equal(x[0], y[row]) for x, y in zip(alone, together, strict=True))
 
 
+@pytest.mark.parametrize("name", [None, ""])
+@pytest.mark.parametrize("num_buckets", [33, 2**20 + 1])
+def test_sort_leaves_out_a_rank_that_the_node_does_not_name(num_buckets: int, name: str | None) -> None:
+    model = one_node_model("LSHSort", "int32", ["N", "n"], body=False, num_buckets=num_buckets)
+    del model.graph.node[0].output[1:]
+    model.graph.node[0].output.extend([] if name is None else [name])
+    del model.graph.output[1:]
+    buckets = np.random.default_rng(0).integers(0, num_buckets, (3, 1000)).astype(np.int32)
+    (order,) = session(model).run(None, {"buckets": buckets})
+    assert np.array_equal(order, np.argsort(buckets, axis=1, kind="stable"))
+
+
 @pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0, 0)])
 def test_sort_accepts_empty_inputs(shape: tuple[int, int]) -> None:
     model = one_node_model("LSHSort", "int32", ["N", "n"], body=True, num_buckets=4)

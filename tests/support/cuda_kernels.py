@@ -80,10 +80,10 @@ ENTRIES = {
         for dtype in ("float32", "float16", "bfloat16")
     },
 }
-THREADS = {entry: 512 if "scratch" in entry else 1024 if "sort" in entry else 256 for entry in ENTRIES}
+THREADS = {entry: 512 if "sort" in entry else 256 for entry in ENTRIES}
 THREADS |= {
     f"effexport_{op}_{dtype}": 128
-    for op in ("masked_attention", "lsh_attention", "lsh_hash")
+    for op in ("iterative_pinv", "masked_attention", "lsh_attention", "lsh_hash")
     for dtype in ("float32", "float16", "bfloat16")
 }
 

@@ -345,6 +345,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(
 #define __syncthreads() cuda_on_cpu::block.wait_for_block(__LINE__)
 #define __syncwarp() cuda_on_cpu::block.wait_for_warp({}, cuda_on_cpu::kAllLanes, __LINE__)
 #define __match_any_sync(mask, value) cuda_on_cpu::match_any(mask, value, __LINE__)
+#define __ballot_sync(mask, value) cuda_on_cpu::ballot(mask, (value) != 0, __LINE__)
 #define __shfl_up_sync(mask, value, distance) cuda_on_cpu::shuffle_up(mask, value, distance, __LINE__)
 #define __shfl_sync(mask, value, source) cuda_on_cpu::shuffle(mask, value, source, __LINE__)
 #define __shfl_xor_sync(mask, value, distance) cuda_on_cpu::shuffle_xor(mask, value, distance, __LINE__)
@@ -358,6 +359,13 @@ inline unsigned match_any(unsigned mask, int value, int line) {
     peers |= static_cast<unsigned>(given[lane][0] == static_cast<std::uint32_t>(value)) << lane;
   }
   return peers;
+}
+
+inline unsigned ballot(unsigned mask, bool value, int line) {
+  const Given* given = block.wait_for_warp({value}, mask, line);
+  unsigned ones = 0;
+  for (int lane = 0; lane < kWarpSize; ++lane) ones |= given[lane][0] << lane;
+  return ones;
 }
 
 inline int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }

@@ -12,4 +12,8 @@ int lsh_sort(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, std
   return effexport::lsh_sort::launch_cuda(buckets, rows, n, num_buckets, order, rank, nullptr);
 }
 
+std::size_t lsh_sort_rank_bytes(std::int64_t rows, std::int64_t n, std::int64_t num_buckets) {
+  return effexport::lsh_sort::cuda_rank_bytes(rows, n, num_buckets);
+}
+
 }  // extern "C"

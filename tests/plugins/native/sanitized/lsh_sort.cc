@@ -16,8 +16,8 @@ void sort(std::int64_t rows, std::int64_t n, std::int64_t num_buckets) {
 }  // namespace
 
 int main() {
-  for (const std::int64_t n : {1, 33, 1000, 1025, 2100}) {
-    for (const std::int64_t num_buckets : {1, 33, 352, 353, 70000, 0x7fffffff}) sort(2, n, num_buckets);
+  for (const std::int64_t n : {1, 33, 1000, 1025, 2100, 8193}) {
+    for (const std::int64_t num_buckets : {1, 33, 1216, 1217, 70000, 0x7fffffff}) sort(2, n, num_buckets);
   }
   return 0;
 }
