@@ -120,6 +120,7 @@ def test_blocks_share_long_rows(emulated: EmulatedSort, num_buckets: int, length
         assert emulated.launch()[0] == 2 * -(-length // TILE)
 
 
+@pytest.mark.slow
 @pytest.mark.requires("native")
 def test_many_rows_have_a_block_each_which_takes_their_tiles_in_turn(emulated: EmulatedSort) -> None:
     buckets = np.random.default_rng(0).integers(0, 9, (65, TILE + 1)).astype(np.int32)

@@ -209,7 +209,10 @@ def test_sort_gives_the_same_bits_for_any_threads_and_batch_mates() -> None:
 @pytest.mark.parametrize("name", [None, ""])
 @pytest.mark.parametrize("num_buckets", [33, 2**20 + 1])
 def test_sort_leaves_out_a_rank_that_the_node_does_not_name(num_buckets: int, name: str | None) -> None:
-    model = one_node_model("LSHSort", "int32", ["N", "n"], body=False, num_buckets=num_buckets)
+    import onnx
+
+    content = one_node_model("LSHSort", "int32", ["N", "n"], body=False, num_buckets=num_buckets)
+    model = onnx.load_from_string(content)
     del model.graph.node[0].output[1:]
     model.graph.node[0].output.extend([] if name is None else [name])
     del model.graph.output[1:]
