@@ -43,7 +43,7 @@ KNOWN: tuple[Known, ...] = (
         reason="softmaxes, exponentials, sums or hashes of the main graph read float16, where they overflow or tie on "
         "GPUs; on CPUs, which compute float16 in float32, the numbers are right",
         remedy="build with `--precision fp16`, or name these operators in `op_block_list`, as another row does: "
-        "Softmax, Exp, Log, ReduceSum, ArgMax, IterativePinv",
+        "Softmax, Exp, Log, ReduceSum, ArgMax, IterativePinv, LSHHash",
     ),
     Known(
         tools=("quantize_dynamic",),
