@@ -81,9 +81,11 @@ def features(x: Tensor) -> Tensor:
 def limit(case: Case) -> Limit:
     reason = (
         "sums of up to 576 terms in a row, with a rounding of 6e-8 each and of either sign: 6e-8 · √576 = 1.4e-6; "
-        "values of either sign cancel over up to 128 features, √128 times; and one rounding of the result"
+        "values of either sign cancel over up to 128 features, √128 times; half types round features of queries and of "
+        "keys, S and z (or the weights of a block), and the result, once each"
     )
-    return Limit(1.7e-5 + ROUNDING[case.dtype], reason)
+    roundings = 1 if case.dtype == "float32" else 4
+    return Limit(1.7e-5 + roundings * ROUNDING[case.dtype], reason)
 
 
 def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
@@ -132,7 +134,7 @@ CHECK = GpuCheck(
         *both_forms((1, 1, 1, 1, 1), (2, 2, 63, 16, 24), (1, 2, 130, 65, 40)),
         *both_forms((2, 1, 70, 8, 4), kind="no token"),
     ),
-    # a slice has 512 positions, or 64 where causal; tiles are 64 × 64 × 32
+    # a slice has 512 positions, or 256 where causal, or 64 where causal with more than 64 channels; tiles are 64 × 64
     checked=(
         *both_forms(
             (2, 2, 64, 64, 64), (2, 2, 600, 5, 3), (2, 2, 1100, 8, 4), (1, 2, 70, 128, 128), (2, 8, 6000, 64, 64)

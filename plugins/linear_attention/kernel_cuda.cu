@@ -1,279 +1,452 @@
 // CUDA kernels of effexport::EluLinearAttention, three launches:
 //
-//   states    S and z of every slice of every head, one block each
+//   states    S and z of every slice of every head
 //   combine   their sum over the slices of a head, or where causal, the sum of those before each slice
-//   outputs   64 positions per block, from S and z; where causal, a slice is those 64 positions, and the block adds what
-//             they weigh among themselves
+//   outputs   of a slice, from S and z; where causal, tile by tile: a tile of 64 positions sees the sums before it and its
+//             own keys, and is then added to the sums
 //
-// Products are tiles of 64 × 64 elements, 4 × 4 to a thread, of factors that pass through shared memory 32 rows at a
-// time. Feature maps are computed on the way there and never written. Everything is float32, never TF32; sums are taken
-// in an order that depends on sizes alone. Any grid is right.
+// Products are tiles of 64 × 64 (native/tile.h), a warp computes 16 rows. Features never leave shared memory, rounded to
+// T. Sums are float32, never TF32, in an order that depends on `seq` and `head_dim` alone. Any grid is right.
+#include "linear_attention/features.h"
 #include "linear_attention/kernel.h"
-#include "native/cuda.h"
-
-#include <algorithm>
-
-// At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
-extern __shared__ float4 shared_memory[];
 
 namespace effexport::linear_attention {
 namespace {
 
-constexpr int kSide = 64;         // of a tile of results
-constexpr int kDepth = 32;        // rows of both factors in shared memory
-constexpr int kPart = 4;          // side of the part of a tile that a thread has
-constexpr int kThreads = (kSide / kPart) * (kSide / kPart);
-constexpr int kQuads = kSide / kPart + 1;  // float4 in a row, one more than needed: fewer threads meet in a bank
-constexpr int kStride = kQuads * kPart;
-constexpr int kSlice = 512;       // positions of a slice that is not causal
+constexpr int kSlice = 512;  // positions of a slice: at least, and a multiple of kSide
+constexpr int kCausalSlice = 256;
+constexpr std::int64_t kMostSlices = 256;  // longer sequences have longer slices: their states are summed one by one
 constexpr int kCombineThreads = 256;
-constexpr std::int64_t kMaxCombineBlocks = 4096;
+constexpr int kStateQuads = kThreads * (kTiles + 1);  // float4 of the state of 64 channels and 64 values
+constexpr int kStateFloats = 4 * kStateQuads;
+constexpr int kMostLift = 20;  // how far, in powers of two, weights may lift the exponent of sums from before
 
-constexpr std::size_t kFactorBytes = kDepth * kStride * sizeof(float);
-constexpr std::size_t kWeightsBytes = kSide * kStride * sizeof(float);
-constexpr std::size_t kSharedBytes = 2 * kFactorBytes + kDepth * sizeof(float);
-static_assert(kSharedBytes + kWeightsBytes <= 48 * 1024, "the most that every GPU grants without opting in");
+template <class T>
+using Square = Tile<T, kSide>;
 
-__device__ float feature(float x) { return x > 0.0f ? x + 1.0f : expf(x); }
+// Whether four tiles fit into shared memory; two do always.
+template <class T>
+constexpr bool kFourTiles = sizeof(T) == 2;
 
-// Sizes, which all kernels take. A state is S [head_dim, value_dim] and z [head_dim].
+// Sizes, which all kernels take. `count` heads of all samples.
 struct Sizes {
   std::int32_t count, heads, seq, head_dim, value_dim, slice;
 
   __device__ int slices() const { return seq / slice + (seq % slice != 0); }
-  __device__ std::int64_t state_size() const { return static_cast<std::int64_t>(head_dim) * (value_dim + 1); }
+  __device__ int key_blocks() const { return head_dim / kSide + (head_dim % kSide != 0); }
+  __device__ int value_blocks() const { return value_dim / kSide + (value_dim % kSide != 0); }
 };
 
-// Shared memory: two factors of kDepth rows, a number for each of these rows, and where causal, weights of kSide rows.
+// Shared memory: tiles, of which the last two may lie where the first two are; a column of 64, an exponent for each of 64
+// rows, and two places for maxima of all warps.
+template <class T, bool kFour>
 struct Shared {
-  float* left = reinterpret_cast<float*>(shared_memory);
-  float* right = left + kDepth * kStride;
-  float* numbers = right + kDepth * kStride;
-  float* weights = numbers + kDepth;
+  Square<T> a = {reinterpret_cast<T*>(tile_memory)};
+  Square<T> b = {a.elements + kSide * kSide};
+  Square<T> c = {kFour ? b.elements + kSide * kSide : b.elements};
+  Square<T> d = {kFour ? c.elements + kSide * kSide : a.elements};
+  T* column = (kFour ? d : b).elements + kSide * kSide;
+  int* exponents = reinterpret_cast<int*>(column + kSide);
+  float* maxima[2] = {reinterpret_cast<float*>(exponents + kSide), reinterpret_cast<float*>(exponents + kSide) + kWarps};
+
+  static constexpr std::size_t kBytes = (kFour ? 4 : 2) * Square<T>::bytes(kSide) + kSide * (sizeof(T) + sizeof(int)) +
+                                        2 * kWarps * sizeof(float);
+  static_assert(kBytes <= 48 * 1024, "the most that every GPU grants without opting in");
 };
 
-// A thread's part of a tile, and the sums of its rows with `numbers` in place of a column.
-struct Part {
-  float values[kPart][kPart] = {};
-  float sums[kPart] = {};
-  int row = static_cast<int>(threadIdx.x) / (kSide / kPart) * kPart;
-  int column = static_cast<int>(threadIdx.x) % (kSide / kPart) * kPart;
+// A matrix [seq, width] of one head, its 64 columns from `column` on.
+template <class T>
+struct Columns {
+  T* first;
+  int width;
+  int count;  // of columns, 64 or fewer
 
-  // Adds leftᵀ right: both have kDepth rows of kSide elements.
-  __device__ void add(const float* left, const float* right, const float* numbers) {
-#pragma unroll 8
-    for (int k = 0; k < kDepth; ++k) {
-      const float4 x = *reinterpret_cast<const float4*>(left + k * kStride + row);
-      const float4 y = *reinterpret_cast<const float4*>(right + k * kStride + column);
-      const float rows[kPart] = {x.x, x.y, x.z, x.w};
-      const float columns[kPart] = {y.x, y.y, y.z, y.w};
-      const float number = numbers[k];
+  __device__ Columns(T* all, std::int64_t head, int seq, int width, int column)
+      : first(all + head * seq * width + column), width(width), count(min(kSide, width - column)) {}
+
+  __device__ T* row(int position) const { return first + static_cast<std::int64_t>(position) * width; }
+  __device__ bool aligned() const { return chunks_are_aligned(first, width); }
+  // The columns that products have to cover, as a multiple of kDepth.
+  __device__ int depth() const { return (count + kDepth - 1) / kDepth * kDepth; }
+};
+
+// Starts to copy 64 rows from `position` on; `rows` of them exist, the others become zeros.
+template <class T>
+__device__ void start_rows(const Square<T>& to, const Columns<const T>& from, int position, int rows) {
+  const T* const first = from.row(position);
+  load_tile<kThreads>(to, kSide, from.count, from.aligned(), [=](int row) {
+    return Row<T>(first + static_cast<std::int64_t>(row) * from.width, row < rows);
+  });
+  commit_tiles();
+}
+
+// The place of one of a thread's (kTiles + 1) quads in a state, in an order that is this thread's alone.
+inline __device__ int quad_of(int j) { return (warp() * (kTiles + 1) + j) * kWarpSize + lane(); }
+
+inline __device__ float4 as_quad(const Sums& sums) {
+  return {sums.values[0], sums.values[1], sums.values[2], sums.values[3]};
+}
+inline __device__ Sums as_sums(const float4& quad) { return {{quad.x, quad.y, quad.z, quad.w}}; }
+
+// values[1] of the last quad, which no sum needs, is the largest absolute value of the lane's sums, so that sums of such
+// quads have a bound of theirs there.
+inline __device__ void store_state(const Rows& rows, float* state) {
+  float4* const quads = reinterpret_cast<float4*>(state);
 #pragma unroll
-      for (int i = 0; i < kPart; ++i) {
-        sums[i] += rows[i] * number;
+  for (int j = 0; j < kTiles; ++j) quads[quad_of(j)] = as_quad(rows.sums[j]);
+  quads[quad_of(kTiles)] = {rows.total.values[0], rows.largest(), rows.total.values[2], 0.0f};
+}
+
+// Quad j of a state, the last one for z.
+struct StoredState {
+  const float4* quads;
+
+  __device__ explicit StoredState(const float* state) : quads(reinterpret_cast<const float4*>(state)) {}
+  __device__ Sums operator()(int j) const { return as_sums(quads[quad_of(j)]); }
+  __device__ float largest() const { return quads[quad_of(kTiles)].y; }
+};
+
+struct StateOfRows {
+  const Rows& rows;
+
+  __device__ const Sums& operator()(int j) const { return j < kTiles ? rows.sums[j] : rows.total; }
+  __device__ float largest() const { return rows.largest(); }
+};
+
+inline __device__ void load_state(Rows& rows, const StoredState& state) {
 #pragma unroll
-        for (int j = 0; j < kPart; ++j) values[i][j] += rows[i] * columns[j];
-      }
+  for (int j = 0; j < kTiles; ++j) rows.sums[j] = state(j);
+  rows.total = state(kTiles);
+}
+
+// Writes S as a tile and z as a column, of T; returns the exponent that they get. With a barrier where they get one.
+template <class T, class State>
+__device__ int stage_state(const State& state, const Square<T>& tile, T* column, float* maxima) {
+  int exponent = 0;
+  if constexpr (kScaled<T>) exponent = scale_exponent(largest_in_block(state.largest(), maxima));
+  const float scale = power_of_two(exponent);
+  const int row = warp() * kRows + sums_row();
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) {
+    const Sums sums = state(j);
+    store_pair(tile.at(row, j * kColumns + sums_column()), sums.values[0] * scale, sums.values[1] * scale);
+    store_pair(tile.at(row + 8, j * kColumns + sums_column()), sums.values[2] * scale, sums.values[3] * scale);
+  }
+  if (lane() % 4 == 0) {
+    const Sums sums = state(kTiles);
+    narrow(sums.values[0] * scale, column[row]);
+    narrow(sums.values[2] * scale, column[row + 8]);
+  }
+  return exponent;
+}
+
+// The exponents of a lane's two rows.
+struct Exponents {
+  int upper, lower;
+
+  __device__ Exponents operator+(const Exponents& other) const { return {upper + other.upper, lower + other.lower}; }
+};
+
+template <class T>
+__device__ Exponents exponents_of_rows(const int* exponents) {
+  if constexpr (!kScaled<T>) return {0, 0};
+  const int row = warp() * kRows + sums_row();
+  return {exponents[row], exponents[row + 8]};
+}
+
+// Gives rows that have exponents `from` the exponents `to`.
+template <class T>
+__device__ void change(Rows& rows, const Exponents& from, const Exponents& to) {
+  if constexpr (kScaled<T>) {
+    if (from.upper == to.upper && from.lower == to.lower) return;
+    rows.scale(power_of_two(to.upper - from.upper), power_of_two(to.lower - from.lower));
+  }
+}
+
+// Quotients of a warp's rows and of their totals plus eps, to `out` from `position` on, by way of the warp's rows of
+// `tile`. rows: how many the tile has.
+template <class T>
+__device__ void write_quotients(const Rows& sums, const Exponents& exponents, float eps, const Square<T>& tile,
+                                const Columns<T>& out, int position, int rows) {
+  const float upper = sums.total.values[0] + eps * power_of_two(exponents.upper);
+  const float lower = sums.total.values[2] + eps * power_of_two(exponents.lower);
+  const float inverse[2] = {1.0f / upper, 1.0f / lower};
+  const int first = warp() * kRows;
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) {
+    const float(&values)[4] = sums.sums[j].values;
+    T* const row = tile.at(first + sums_row(), j * kColumns + sums_column());
+    store_pair(row, values[0] * inverse[0], values[1] * inverse[0]);
+    T* const next = tile.at(first + sums_row() + 8, j * kColumns + sums_column());
+    store_pair(next, values[2] * inverse[1], values[3] * inverse[1]);
+  }
+  __syncwarp();
+  if (out.aligned()) {
+#pragma unroll
+    for (int i = lane(); i < kRows * Square<T>::kChunks; i += kWarpSize) {
+      const int row = first + i / Square<T>::kChunks, chunk = i % Square<T>::kChunks;
+      if (row >= rows || chunk * Square<T>::kPerChunk >= out.count) continue;
+      *reinterpret_cast<uint4*>(out.row(position + row) + chunk * Square<T>::kPerChunk) =
+          *reinterpret_cast<const uint4*>(tile.chunk(row, chunk));
     }
+  } else {
+#pragma unroll 1
+    for (int i = lane(); i < kRows * kSide; i += kWarpSize) {
+      const int row = first + i / kSide, column = i % kSide;
+      if (row < rows && column < out.count) out.row(position + row)[column] = *tile.at(row, column);
+    }
+  }
+}
+
+// Most numbers of items fit into 32 bits, whose division is much faster.
+inline __device__ std::int64_t quotient(std::int64_t number, std::int32_t by) {
+  const auto low = static_cast<std::uint32_t>(number);
+  return number == low ? low / static_cast<std::uint32_t>(by) : number / by;
+}
+
+// An item of the grid: a head, one of its slices, and a part of both.
+struct Item {
+  std::int64_t head;
+  int first, end;  // positions
+  int part;
+
+  __device__ Item(std::int64_t index, int parts, const Sizes& sizes) {
+    const std::int64_t slice = quotient(index, parts);
+    part = static_cast<int>(index - slice * parts);
+    head = quotient(slice, sizes.slices());
+    first = static_cast<int>(slice - head * sizes.slices()) * sizes.slice;
+    end = min(first + sizes.slice, sizes.seq);
   }
 };
 
-// Fills `rows` rows of `columns` elements by at(row, column), in the order of memory: columns run fastest.
-template <class At>
-__device__ void fill(float* to, int rows, int columns, const At& at) {
-  for (int i = static_cast<int>(threadIdx.x); i < rows * columns; i += kThreads) {
-    to[i / columns * kStride + i % columns] = at(i / columns, i % columns);
+// Makes rows zero after the first `count` of a block.
+inline __device__ void hide_rows(Rows& rows, int count) {
+  const int row = warp() * kRows + sums_row();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const bool hidden = row + i / 2 * 8 >= count;
+#pragma unroll
+    for (Sums& sums : rows.sums) sums.values[i] = hidden ? 0.0f : sums.values[i];
+    rows.total.values[i] = hidden ? 0.0f : rows.total.values[i];
   }
 }
 
-// The same, transposed: at(row, column) goes to row `column`.
-template <class At>
-__device__ void fill_transposed(float* to, int rows, int columns, const At& at) {
-  for (int i = static_cast<int>(threadIdx.x); i < rows * columns; i += kThreads) {
-    to[i % columns * kStride + i / columns] = at(i / columns, i % columns);
-  }
-}
-
-template <class At>
-__device__ void fill_numbers(float* to, const At& at) {
-  if (threadIdx.x < kDepth) to[threadIdx.x] = at(static_cast<int>(threadIdx.x));
-}
-
-// The inputs of one head, as if continued by zeros; features of keys that are not kept are zero.
-template <class T>
-struct Head {
-  const T* q;
-  const T* k;
-  const T* v;
-  const std::uint8_t* keep;
-  Sizes sizes;
-
-  __device__ Head(const T* all_q, const T* all_k, const T* all_v, const std::uint8_t* all_keep, const Sizes& given,
-                  std::int64_t head)
-      : q(all_q + head * given.seq * given.head_dim),
-        k(all_k + head * given.seq * given.head_dim),
-        v(all_v + head * given.seq * given.value_dim),
-        keep(all_keep + head / given.heads * given.seq),
-        sizes(given) {}
-
-  __device__ bool has(int position, int channel) const { return position < sizes.seq && channel < sizes.head_dim; }
-  __device__ std::int64_t offset(int position, int width) const { return static_cast<std::int64_t>(position) * width; }
-
-  __device__ float query(int position, int channel) const {
-    return has(position, channel) ? feature(widen(q[offset(position, sizes.head_dim) + channel])) : 0.0f;
-  }
-  __device__ float key(int position, int channel) const {
-    return has(position, channel) && keep[position] != 0
-               ? feature(widen(k[offset(position, sizes.head_dim) + channel]))
-               : 0.0f;
-  }
-  __device__ float value(int position, int channel) const {
-    return position < sizes.seq && channel < sizes.value_dim ? widen(v[offset(position, sizes.value_dim) + channel])
-                                                             : 0.0f;
-  }
-};
-
-// S and z of one slice.
-template <class T>
-__device__ void write_state(const Head<T>& head, int first, int end, float* state) {
-  const Shared shared;
-  const int head_dim = head.sizes.head_dim, value_dim = head.sizes.value_dim;
-  for (int i0 = 0; i0 < head_dim; i0 += kSide) {
-    for (int j0 = 0; j0 < value_dim; j0 += kSide) {
-      Part part;
-      for (int start = first; start < end; start += kDepth) {
-        fill(shared.left, kDepth, kSide, [&](int row, int column) { return head.key(start + row, i0 + column); });
-        fill(shared.right, kDepth, kSide, [&](int row, int column) { return head.value(start + row, j0 + column); });
-        fill_numbers(shared.numbers, [](int) { return 1.0f; });
-        __syncthreads();
-        part.add(shared.left, shared.right, shared.numbers);
-        __syncthreads();
-      }
-#pragma unroll
-      for (int i = 0; i < kPart; ++i) {
-        const int row = i0 + part.row + i;
-        if (row >= head_dim) continue;
-#pragma unroll
-        for (int j = 0; j < kPart; ++j) {
-          const int column = j0 + part.column + j;
-          if (column < value_dim) state[static_cast<std::int64_t>(row) * value_dim + column] = part.values[i][j];
-        }
-        if (j0 == 0 && part.column == 0) state[static_cast<std::int64_t>(head_dim) * value_dim + row] = part.sums[i];
-      }
-    }
-  }
-}
-
-// How much the keys of kSide positions weigh for its queries: row j of shared.weights has those of key j.
-template <class T>
-__device__ void write_weights(const Head<T>& head, int first, const Shared& shared) {
-  Part part;
-  for (int k0 = 0; k0 < head.sizes.head_dim; k0 += kDepth) {
-    fill_transposed(shared.left, kSide, kDepth, [&](int row, int column) { return head.key(first + row, k0 + column); });
-    fill_transposed(shared.right, kSide, kDepth,
-                    [&](int row, int column) { return head.query(first + row, k0 + column); });
-    fill_numbers(shared.numbers, [](int) { return 0.0f; });
-    __syncthreads();
-    part.add(shared.left, shared.right, shared.numbers);
-    __syncthreads();
-  }
-#pragma unroll
-  for (int i = 0; i < kPart; ++i) {
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) {
-      const int key = part.row + i, query = part.column + j;
-      shared.weights[key * kStride + query] = key <= query ? part.values[i][j] : 0.0f;
-    }
-  }
-  __syncthreads();
-}
-
-// Outputs of kSide positions.
-template <class T>
-__device__ void write_outputs(const Head<T>& head, int first, const float* state, bool causal, float eps, T* out) {
-  const Shared shared;
-  const int head_dim = head.sizes.head_dim, value_dim = head.sizes.value_dim;
-  const float* z = state + static_cast<std::int64_t>(head_dim) * value_dim;
-  if (causal) write_weights(head, first, shared);
-  for (int j0 = 0; j0 < value_dim; j0 += kSide) {
-    Part part;
-    for (int k0 = 0; k0 < head_dim; k0 += kDepth) {
-      fill_transposed(shared.left, kSide, kDepth,
-                      [&](int row, int column) { return head.query(first + row, k0 + column); });
-      fill(shared.right, kDepth, kSide, [&](int row, int column) {
-        return k0 + row < head_dim && j0 + column < value_dim
-                   ? state[static_cast<std::int64_t>(k0 + row) * value_dim + j0 + column]
-                   : 0.0f;
-      });
-      fill_numbers(shared.numbers, [&](int row) { return k0 + row < head_dim ? z[k0 + row] : 0.0f; });
-      __syncthreads();
-      part.add(shared.left, shared.right, shared.numbers);
-      __syncthreads();
-    }
-    for (int k0 = 0; causal && k0 < kSide; k0 += kDepth) {
-      fill(shared.right, kDepth, kSide,
-           [&](int row, int column) { return head.value(first + k0 + row, j0 + column); });
-      fill_numbers(shared.numbers, [](int) { return 1.0f; });
-      __syncthreads();
-      part.add(shared.weights + k0 * kStride, shared.right, shared.numbers);
-      __syncthreads();
-    }
-#pragma unroll
-    for (int i = 0; i < kPart; ++i) {
-      const int position = first + part.row + i;
-      const float denominator = part.sums[i] + eps;
-#pragma unroll
-      for (int j = 0; j < kPart; ++j) {
-        const int channel = j0 + part.column + j;
-        if (position >= head.sizes.seq || channel >= value_dim) continue;
-        narrow(part.values[i][j] / denominator, out[head.offset(position, value_dim) + channel]);
-      }
-    }
-  }
-  __syncthreads();  // the weights have been read
-}
-
+// S and z of 64 channels of keys and 64 of values, over the positions of a slice.
 template <class T>
 __device__ void write_states(const T* k, const T* v, const std::uint8_t* keep, const Sizes& sizes, float* states) {
-  const int slices = sizes.slices();
-  const std::int64_t all = static_cast<std::int64_t>(sizes.count) * slices;
+  const Shared<T, false> shared;
+  const int parts = sizes.key_blocks() * sizes.value_blocks();
+  const std::int64_t all = static_cast<std::int64_t>(sizes.count) * sizes.slices() * parts;
   for (std::int64_t i = blockIdx.x; i < all; i += gridDim.x) {
-    const Head<T> head(k, k, v, keep, sizes, i / slices);
-    const int first = static_cast<int>(i % slices) * sizes.slice;
-    write_state(head, first, min(first + sizes.slice, sizes.seq), states + i * sizes.state_size());
+    const Item item(i, parts, sizes);
+    const Columns<const T> keys(k, item.head, sizes.seq, sizes.head_dim, item.part / sizes.value_blocks() * kSide);
+    const Columns<const T> values(v, item.head, sizes.seq, sizes.value_dim, item.part % sizes.value_blocks() * kSide);
+    const std::uint8_t* const kept = keep + item.head / sizes.heads * sizes.seq;
+    Rows state;
+    int exponent = 0;
+    for (int first = item.first; first < item.end; first += kSide) {
+      __syncthreads();
+      start_rows(shared.a, keys, first, item.end - first);
+      start_rows(shared.b, values, first, item.end - first);
+      const unsigned own = kept_rows<T>(kept + first, item.end - first);
+      wait_for_tiles<0>();
+      const int next = map_keys<false>(shared.a, own, keys.count, shared.maxima[0]);
+      __syncthreads();
+      change<T>(state, {exponent, exponent}, {next, next});
+      exponent = next;
+      multiply_left_transposed(state.sums, shared.a, warp() * kRows, shared.b, kSide, RowSums<T>{state.total});
+    }
+    change<T>(state, {exponent, exponent}, {0, 0});
+    hide_rows(state, keys.count);
+    store_state(state, states + i * kStateFloats);
   }
 }
 
+// Outputs of 64 channels, of the positions of a slice, from the first state of the head.
 template <class T>
-__device__ void write_all_outputs(const T* q, const T* k, const T* v, const std::uint8_t* keep, const float* states,
-                                  const Sizes& sizes, bool causal, float eps, T* out) {
-  const int blocks = sizes.seq / kSide + (sizes.seq % kSide != 0);
-  const std::int64_t all = static_cast<std::int64_t>(sizes.count) * blocks;
+__device__ void write_outputs(const T* q, const float* states, const Sizes& sizes, float eps, T* out) {
+  const Shared<T, false> shared;
+  const int value_blocks = sizes.value_blocks(), key_blocks = sizes.key_blocks();
+  const std::int64_t all = static_cast<std::int64_t>(sizes.count) * sizes.slices() * value_blocks;
   for (std::int64_t i = blockIdx.x; i < all; i += gridDim.x) {
-    const std::int64_t index = i / blocks;
-    const int block = static_cast<int>(i % blocks);
-    const Head<T> head(q, k, v, keep, sizes, index);
-    // causal slices are these blocks; the sum over all of a head is in its first
-    const float* state = states + (index * sizes.slices() + (causal ? block : 0)) * sizes.state_size();
-    write_outputs(head, block * kSide, state, causal, eps, out + index * sizes.seq * sizes.value_dim);
+    const Item item(i, value_blocks, sizes);
+    const float* const state = states + (item.head * sizes.slices() * key_blocks * value_blocks + item.part) * kStateFloats;
+    const Columns<T> to(out, item.head, sizes.seq, sizes.value_dim, item.part * kSide);
+    const auto stage = [&](int block) {
+      const StoredState stored(state + static_cast<std::int64_t>(block) * value_blocks * kStateFloats);
+      return stage_state(stored, shared.b, shared.column, shared.maxima[0]);
+    };
+    __syncthreads();  // the item before has been read
+    int of_state = key_blocks == 1 ? stage(0) : 0;
+    for (int first = item.first; first < item.end; first += kSide) {
+      Rows rows;
+      Exponents exponents = {0, 0};
+      for (int block = 0; block < key_blocks; ++block) {
+        const Columns<const T> queries(q, item.head, sizes.seq, sizes.head_dim, block * kSide);
+        __syncthreads();
+        start_rows(shared.a, queries, first, item.end - first);
+        if (key_blocks > 1) of_state = stage(block);
+        wait_for_tiles<0>();
+        map_queries(shared.a, shared.exponents);
+        __syncthreads();
+        const Exponents next = exponents_of_rows<T>(shared.exponents) + Exponents{of_state, of_state};
+        if (block > 0) change<T>(rows, exponents, next);
+        exponents = next;
+        multiply(rows.sums, shared.a, warp() * kRows, shared.b, 0, queries.depth(),
+                 ColumnProduct<T>{rows.total, shared.column});
+      }
+      write_quotients(rows, exponents, eps, shared.a, to, first, item.end - first);
+    }
+  }
+}
+
+// Makes the weights of later keys zero and gives every row its own exponent, which is returned, and is at most `most`.
+template <class T>
+__device__ Exponents mask_weights(Rows& weights, const Exponents& most) {
+  float largest[2] = {};
+  const int row = warp() * kRows + sums_row();
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& weight = weights.sums[j].values[i];
+      weight = j * kColumns + sums_column() + i % 2 <= row + i / 2 * 8 ? weight : 0.0f;
+      largest[i / 2] = fmaxf(largest[i / 2], weight);
+    }
+  }
+  if constexpr (!kScaled<T>) return {0, 0};
+  const Exponents added = {min(most.upper, scale_exponent(largest_in_row(largest[0]))),
+                           min(most.lower, scale_exponent(largest_in_row(largest[1])))};
+  change<T>(weights, {0, 0}, added);
+  return added;
+}
+
+// What the tiles of a causal slice have in common.
+template <class T>
+struct CausalSlice {
+  const Sizes& sizes;
+  const Item& item;
+  const T* q;
+  const T* k;
+  const std::uint8_t* keep;  // of this sample
+  Columns<const T> values;
+  Shared<T, kFourTiles<T>> shared = {};
+
+  // Adds products of 64 queries from `first` on: of 64 channels with the state of all earlier positions to `rows`, and
+  // with their own keys to `weights`. Returns the exponent of the keys, which stay in tile c. exponents: of the rows.
+  __device__ int add_block(int block, int first, const Rows& state, int of_state, Rows& rows, Exponents& of_rows,
+                           Rows& weights, Exponents& of_weights) const {
+    const int count = item.end - first;
+    const Columns<const T> queries(q, item.head, sizes.seq, sizes.head_dim, block * kSide);
+    const Columns<const T> keys(k, item.head, sizes.seq, sizes.head_dim, block * kSide);
+    __syncthreads();
+    start_rows(shared.a, queries, first, count);
+    if (kFourTiles<T>) start_rows(shared.c, keys, first, count);
+    if (kFourTiles<T>) start_rows(shared.d, values, first, count);
+    const unsigned kept = kept_rows<T>(keep + first, count);
+    const int staged = of_state + stage_state(StateOfRows{state}, shared.b, shared.column, shared.maxima[0]);
+    wait_for_tiles<0>();
+    map_queries(shared.a, shared.exponents);
+    int of_keys = 0;
+    if (kFourTiles<T>) of_keys = map_keys<true>(shared.c, kept, keys.count, shared.maxima[1]);
+    __syncthreads();
+    const Exponents of_queries = exponents_of_rows<T>(shared.exponents);
+    add(rows, of_rows, of_queries + Exponents{staged, staged}, block);
+    multiply(rows.sums, shared.a, warp() * kRows, shared.b, 0, queries.depth(),
+                 ColumnProduct<T>{rows.total, shared.column});
+    if (!kFourTiles<T>) {
+      __syncthreads();
+      start_rows(shared.c, keys, first, count);
+      wait_for_tiles<0>();
+      of_keys = map_keys<true>(shared.c, kept, keys.count, shared.maxima[1]);
+      __syncthreads();
+    }
+    add(weights, of_weights, of_queries + Exponents{of_keys, of_keys}, block);
+    multiply_transposed(weights.sums, shared.a, warp() * kRows, shared.c, 0, keys.depth());
+    return of_keys;
+  }
+
+  // Loads the values, unless add_block has done so.
+  __device__ void load_values(int first) const {
+    if (kFourTiles<T>) return;
+    __syncthreads();
+    start_rows(shared.d, values, first, item.end - first);
+    wait_for_tiles<0>();
+    __syncthreads();
+  }
+
+ private:
+  // Prepares sums for a product with these exponents.
+  static __device__ void add(Rows& sums, Exponents& exponents, const Exponents& next, int block) {
+    if (block > 0) change<T>(sums, exponents, next);
+    exponents = next;
+  }
+};
+
+// The same, where every position sees those up to its own, from the states before each slice. head_dim is not 0. Slices
+// with several blocks of keys are one tile, so that a single block is all that is added to.
+template <class T>
+__device__ void write_causal_outputs(const T* q, const T* k, const T* v, const std::uint8_t* keep, const float* states,
+                                     const Sizes& sizes, float eps, T* out) {
+  const int value_blocks = sizes.value_blocks(), key_blocks = sizes.key_blocks();
+  const std::int64_t all = static_cast<std::int64_t>(sizes.count) * sizes.slices() * value_blocks;
+  for (std::int64_t i = blockIdx.x; i < all; i += gridDim.x) {
+    const Item item(i, value_blocks, sizes);
+    const float* const before = states + (i / value_blocks * key_blocks * value_blocks + item.part) * kStateFloats;
+    const CausalSlice<T> slice = {sizes, item, q, k, keep + item.head / sizes.heads * sizes.seq,
+                                  Columns<const T>(v, item.head, sizes.seq, sizes.value_dim, item.part * kSide)};
+    const Columns<T> to(out, item.head, sizes.seq, sizes.value_dim, item.part * kSide);
+    Rows state;
+    int of_state = 0;
+    for (int first = item.first; first < item.end; first += kSide) {
+      Rows rows, weights;
+      Exponents of_rows = {0, 0}, of_weights = {0, 0};
+      int of_keys = 0;
+      for (int block = 0; block < key_blocks; ++block) {
+        if (first == item.first) {
+          load_state(state, StoredState(before + static_cast<std::int64_t>(block) * value_blocks * kStateFloats));
+        }
+        of_keys = slice.add_block(block, first, state, of_state, rows, of_rows, weights, of_weights);
+      }
+      slice.load_values(first);
+      const Exponents most = {of_rows.upper + kMostLift - of_weights.upper, of_rows.lower + kMostLift - of_weights.lower};
+      const Exponents next = of_weights + mask_weights<T>(weights, most);
+      change<T>(rows, of_rows, next);
+      multiply_weights<false>(rows.sums, weights.sums, slice.shared.d, 0, RowSums<T>{rows.total});
+      if (first + kSide < item.end) {
+        change<T>(state, {of_state, of_state}, {of_keys, of_keys});
+        of_state = of_keys;
+        multiply_left_transposed(state.sums, slice.shared.c, warp() * kRows, slice.shared.d, kSide,
+                                 RowSums<T>{state.total});
+      }
+      if (!kFourTiles<T>) __syncthreads();  // the values have been read
+      write_quotients(rows, next, eps, slice.shared.a, to, first, item.end - first);
+    }
   }
 }
 
 }  // namespace
 
 #define EFFEXPORT_LINEAR_ATTENTION(dtype, T)                                                                           \
-  extern "C" __global__ void __launch_bounds__(kThreads) effexport_linear_attention_states_##dtype(                    \
+  extern "C" __global__ void __launch_bounds__(kThreads, 4) effexport_linear_attention_states_##dtype(                    \
       const T* __restrict__ k, const T* __restrict__ v, const std::uint8_t* __restrict__ keep, std::int32_t count,     \
       std::int32_t heads, std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice,         \
       float* __restrict__ states) {                                                                                    \
     write_states(k, v, keep, {count, heads, seq, head_dim, value_dim, slice}, states);                                 \
   }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(kThreads) effexport_linear_attention_outputs_##dtype(                   \
+  extern "C" __global__ void __launch_bounds__(kThreads, 3) effexport_linear_attention_outputs_##dtype(                   \
+      const T* __restrict__ q, const float* __restrict__ states, std::int32_t count, std::int32_t heads,               \
+      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, float eps,                  \
+      T* __restrict__ out) {                                                                                           \
+    write_outputs(q, states, {count, heads, seq, head_dim, value_dim, slice}, eps, out);                               \
+  }                                                                                                                    \
+  extern "C" __global__ void __launch_bounds__(kThreads) effexport_linear_attention_causal_outputs_##dtype(            \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,                                       \
       const std::uint8_t* __restrict__ keep, const float* __restrict__ states, std::int32_t count, std::int32_t heads, \
-      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, std::int32_t causal,        \
-      float eps, T* __restrict__ out) {                                                                                \
-    write_all_outputs(q, k, v, keep, states, {count, heads, seq, head_dim, value_dim, slice}, causal != 0, eps, out);  \
+      std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, float eps,                  \
+      T* __restrict__ out) {                                                                                           \
+    write_causal_outputs(q, k, v, keep, states, {count, heads, seq, head_dim, value_dim, slice}, eps, out);            \
   }
 
 EFFEXPORT_LINEAR_ATTENTION(float32, float)
@@ -281,21 +454,22 @@ EFFEXPORT_LINEAR_ATTENTION(float16, Half)
 EFFEXPORT_LINEAR_ATTENTION(bfloat16, BFloat16)
 #undef EFFEXPORT_LINEAR_ATTENTION
 
-// states [count, slices, size], in place: where causal, each becomes the sum of those before it; otherwise the first of
-// each head becomes the sum of all. A thread has an element of all slices of a head.
+// states [count, slices, quads], in place: where causal, each becomes the sum of those before it; otherwise the first of
+// each head becomes the sum of all. A thread has a quad of all slices of a head.
 extern "C" __global__ void __launch_bounds__(kCombineThreads)
-    effexport_linear_attention_combine(std::int32_t count, std::int32_t slices, std::int32_t size, std::int32_t causal,
-                                       float* __restrict__ states) {
-  const std::int64_t all = static_cast<std::int64_t>(count) * size;
+    effexport_linear_attention_combine(std::int32_t count, std::int32_t slices, std::int32_t quads, std::int32_t causal,
+                                       float4* __restrict__ states) {
+  const std::int64_t all = static_cast<std::int64_t>(count) * quads;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kCombineThreads;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kCombineThreads + threadIdx.x; i < all; i += step) {
-    float* own = states + i / size * size * slices + i % size;
-    float sum = 0.0f;
+    float4* const own = states + i / quads * quads * slices + i % quads;
+    float4 sum = {};
+#pragma unroll 8
     for (int slice = 0; slice < slices; ++slice) {
-      float* const place = own + static_cast<std::int64_t>(slice) * size;
-      const float value = *place;
+      float4* const place = own + static_cast<std::int64_t>(slice) * quads;
+      const float4 value = *place;
       if (causal != 0) *place = sum;
-      sum += value;
+      sum = {sum.x + value.x, sum.y + value.y, sum.z + value.z, sum.w + value.w};
     }
     if (causal == 0) *own = sum;
   }
@@ -303,48 +477,68 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads)
 
 namespace {
 
-std::int64_t slice_length(bool causal) { return causal ? kSide : kSlice; }
+std::int64_t slice_length(std::int64_t seq, std::int64_t head_dim, bool causal) {
+  if (causal && head_dim > kSide) return kSide;
+  return std::max<std::int64_t>(causal ? kCausalSlice : kSlice, parts(parts(seq, kMostSlices), kSide) * kSide);
+}
+
+// Blocks of 64 × 64 of S.
+std::int64_t state_blocks(std::int64_t head_dim, std::int64_t value_dim) {
+  return parts(head_dim, kSide) * parts(value_dim, kSide);
+}
+
+template <class T>
+int launch_states(const Arrays<T>& x, const Sizes& sizes, std::int64_t slices, bool causal, float* states, void* stream) {
+  const std::int64_t blocks = state_blocks(x.head_dim, x.value_dim);
+  const cudaLaunchConfig_t first = launch_of(sizes.count * slices * blocks, kThreads, Shared<T, false>::kBytes, stream);
+  const auto error = cudaLaunchKernelEx(&first, EFFEXPORT_KERNEL(T, effexport_linear_attention_states), x.k, x.v, x.keep,
+                                        sizes.count, sizes.heads, sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice,
+                                        states);
+  if (error != cudaSuccess) return error;
+  const std::int64_t quads = blocks * kStateQuads;
+  const cudaLaunchConfig_t second = launch_of(parts(sizes.count * quads, kCombineThreads), kCombineThreads, 0, stream);
+  return cudaLaunchKernelEx(&second, effexport_linear_attention_combine, sizes.count, int32(slices), int32(quads),
+                            static_cast<std::int32_t>(causal), reinterpret_cast<float4*>(states));
+}
 
 }  // namespace
 
 template <class T>
 std::size_t cuda_scratch_bytes(const Arrays<T>& x, bool causal) {
-  return static_cast<std::size_t>(x.batch * x.heads * parts(x.seq, slice_length(causal)) * x.head_dim *
-                                  (x.value_dim + 1)) *
-         sizeof(float);
+  const std::int64_t slices = parts(x.seq, slice_length(x.seq, x.head_dim, causal));
+  const std::int64_t states = x.batch * x.heads * slices * state_blocks(x.head_dim, x.value_dim);
+  return static_cast<std::size_t>(states) * kStateFloats * sizeof(float);
 }
 
 template <class T>
 int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
-  // kernels count positions with a block to spare, and elements of a state, in int32
-  constexpr std::int64_t max_seq = kMaxInt32 - kSlice;
-  if (!fit_int32({x.batch, x.heads, x.seq, x.head_dim, x.value_dim}) || x.batch * x.heads > kMaxInt32 || x.seq > max_seq ||
-      x.head_dim > max_seq || x.value_dim > max_seq || x.head_dim * (x.value_dim + 1) > kMaxInt32) {
+  const std::int64_t slice = slice_length(x.seq, x.head_dim, causal);
+  const std::int64_t slices = parts(x.seq, slice);
+  // kernels count positions with a slice to spare, and quads of a head's state, in int32
+  if (!fit_int32({x.batch, x.heads, x.seq + slice, x.head_dim + kSide, x.value_dim + kSide, x.batch * x.heads}) ||
+      state_blocks(x.head_dim, x.value_dim) > kMaxInt32 / kStateQuads) {
     return cudaErrorInvalidValue;
   }
   if (x.batch == 0 || x.heads == 0 || x.seq == 0 || x.value_dim == 0) return cudaSuccess;
-  const std::int64_t count = x.batch * x.heads;
-  const std::int64_t slices = parts(x.seq, slice_length(causal));
-  const std::int64_t state_size = x.head_dim * (x.value_dim + 1);
-  const Sizes sizes = {int32(count),      int32(x.heads),     int32(x.seq),
-                       int32(x.head_dim), int32(x.value_dim), int32(slice_length(causal))};
+  const Sizes sizes = {int32(x.batch * x.heads), int32(x.heads),     int32(x.seq),
+                       int32(x.head_dim),        int32(x.value_dim), int32(slice)};
   float* const states = static_cast<float*>(scratch);
-  if (state_size > 0) {
-    const cudaLaunchConfig_t first = launch_of(count * slices, kThreads, kSharedBytes, stream);
-    const auto error = cudaLaunchKernelEx(&first, EFFEXPORT_KERNEL(T, effexport_linear_attention_states), x.k, x.v, x.keep, sizes.count, sizes.heads,
-                                          sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice, states);
+  if (x.head_dim > 0) {
+    const int error = launch_states(x, sizes, slices, causal, states, stream);
     if (error != cudaSuccess) return error;
-    const std::int64_t blocks = std::min(parts(count * state_size, kCombineThreads), kMaxCombineBlocks);
-    const cudaLaunchConfig_t second = launch_of(blocks, kCombineThreads, 0, stream);
-    const auto combined = cudaLaunchKernelEx(&second, effexport_linear_attention_combine, sizes.count, int32(slices),
-                                             int32(state_size), static_cast<std::int32_t>(causal), states);
-    if (combined != cudaSuccess) return combined;
   }
-  const cudaLaunchConfig_t last =
-      launch_of(count * parts(x.seq, kSide), kThreads, kSharedBytes + (causal ? kWeightsBytes : 0), stream);
-  return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_outputs), x.q, x.k, x.v, x.keep, static_cast<const float*>(states),
-                            sizes.count, sizes.heads, sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice,
-                            static_cast<std::int32_t>(causal), x.eps, x.out);
+  const std::int64_t blocks = sizes.count * slices * parts(x.value_dim, kSide);
+  const auto launch = [=](std::size_t bytes) { return launch_of(blocks, kThreads, bytes, stream); };
+  if (causal && x.head_dim > 0) {
+    const cudaLaunchConfig_t last = launch(Shared<T, kFourTiles<T>>::kBytes);
+    return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_causal_outputs), x.q, x.k, x.v, x.keep,
+                              static_cast<const float*>(states), sizes.count, sizes.heads, sizes.seq, sizes.head_dim,
+                              sizes.value_dim, sizes.slice, x.eps, x.out);
+  }
+  const cudaLaunchConfig_t last = launch(Shared<T, false>::kBytes);
+  return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_outputs), x.q,
+                            static_cast<const float*>(states), sizes.count, sizes.heads, sizes.seq, sizes.head_dim,
+                            sizes.value_dim, sizes.slice, x.eps, x.out);
 }
 
 #define EFFEXPORT_INSTANTIATE(T)                                   \

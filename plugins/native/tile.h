@@ -242,7 +242,14 @@ __device__ void multiply_add(Sums& sums, const Left& left, const Right& right) {
   ptx::multiply_add(sums.values, left.pairs, right.pairs, T{});
 }
 
-// ---- Products of tiles. sums: kTiles neighbours, [16, 8] each, to which the product is added.
+// ---- Products of tiles. sums: kTiles neighbours, [16, 8] each, to which the product is added. Some take `also`: a
+// function of what a lane has of the left matrix, Left [16, 16] or the two rows of one column, and of its first column.
+// So sums of rows, and products with one more column, need no second pass.
+
+struct Nothing {
+  template <class Rows>
+  __device__ void operator()(const Rows&, int) const {}
+};
 
 // The elements of a chunk as float32.
 template <class T>
@@ -294,13 +301,26 @@ struct Chunk {
   }
 };
 
-// The elements 2 t and 2 t + 1 of a row of a tile, counted from `column`, as float32.
+// The elements 2 t and 2 t + 1 of 8 neighbours in rows of a tile, as float32. Written so that in unrolled loops all
+// addresses are a few registers and constants.
 template <class T, int kWidth>
-struct Pair {
-  float values[2];
+struct Pairs {
+  static constexpr int kChunksOfTile = kColumns * static_cast<int>(sizeof(T)) / kChunkBytes;  // 1 or 2
+  static constexpr int kPerChunk = Tile<T, kWidth>::kPerChunk;
+  static constexpr int kLow = kChunksOfTile - 1;  // bits of a chunk's number that depend on the lane
 
-  __device__ Pair(const Tile<T, kWidth>& from, int row, int column) {
-    const T* const elements = from.at(row, column + sums_column());
+  const T* own[kChunksOfTile];
+
+  __device__ explicit Pairs(const Tile<T, kWidth>& from) {
+#pragma unroll
+    for (int i = 0; i < kChunksOfTile; ++i) {
+      own[i] = from.elements + (sums_column() / kPerChunk ^ i) * kPerChunk + sums_column() % kPerChunk;
+    }
+  }
+
+  // Of columns [8 j, 8 j + 8) of row first + i, where first is a multiple of 8 and i less than that.
+  __device__ void load(int first, int i, int j, float (&values)[2]) const {
+    const T* const elements = own[i & kLow] + first * kWidth + i * kWidth + (j * kChunksOfTile ^ (i & ~kLow)) * kPerChunk;
     values[0] = widen(elements[0]);
     values[1] = widen(elements[1]);
   }
@@ -348,14 +368,16 @@ __device__ void multiply_transposed(Sums (&sums)[kTiles], const Tile<T, kLeftWid
 }
 
 // Left rows [row, row + 16) · right rows [right_row, right_row + depth), over columns [0, depth) of left, where depth is
-// a multiple of 16; columns [0, 8 kTiles) of right.
-template <int kTiles, class T, int kLeftWidth, int kRightWidth>
+// a multiple of 16, and right_row of 8; columns [0, 8 kTiles) of right.
+template <int kTiles, class T, int kLeftWidth, int kRightWidth, class Also = Nothing>
 __device__ void multiply(Sums (&sums)[kTiles], const Tile<T, kLeftWidth>& left, int row,
-                         const Tile<T, kRightWidth>& right, int right_row, int depth) {
+                         const Tile<T, kRightWidth>& right, int right_row, int depth, Also&& also = {}) {
   if constexpr (kTensorCores<T>) {
     static_assert(kTiles % 2 == 0);
+#pragma unroll 1
     for (int k = 0; k < depth; k += kDepth) {
       const Left rows = load_left(left, row, k);
+      also(rows, k);
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
         Right columns[2];
@@ -366,14 +388,23 @@ __device__ void multiply(Sums (&sums)[kTiles], const Tile<T, kLeftWidth>& left, 
     }
   } else {
     constexpr int kCount = Chunk<T>::kCount;
-    for (int k = 0; k < depth / kCount; ++k) {
-      const Chunk<T> upper(left.chunk(row + sums_row(), k)), lower(left.chunk(row + sums_row() + 8, k));
+    const Pairs<T, kRightWidth> pairs(right);
+#pragma unroll 1
+    for (int k = 0; k < depth; k += 8) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
+      for (int part = 0; part < 8; part += kCount) {
+        const int chunk = (k + part) / kCount;
+        const Chunk<T> upper(left.chunk(row + sums_row(), chunk)), lower(left.chunk(row + sums_row() + 8, chunk));
 #pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          const Pair<T, kRightWidth> pair(right, right_row + k * kCount + i, j * kColumns);
-          add_products(sums[j], {upper.values[i], lower.values[i]}, pair.values);
+        for (int i = 0; i < kCount; ++i) {
+          const float rows[2] = {upper.values[i], lower.values[i]};
+          also(rows, k + part + i);
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j) {
+            float pair[2];
+            pairs.load(right_row + k, part + i, j, pair);
+            add_products(sums[j], rows, pair);
+          }
         }
       }
     }
@@ -382,13 +413,15 @@ __device__ void multiply(Sums (&sums)[kTiles], const Tile<T, kLeftWidth>& left, 
 
 // Left columns [column, column + 16), transposed, · right columns [0, 8 kTiles), over rows [0, depth) of both, where
 // depth is a multiple of 16. As keysᵀ · values.
-template <int kTiles, class T, int kLeftWidth, int kRightWidth>
+template <int kTiles, class T, int kLeftWidth, int kRightWidth, class Also = Nothing>
 __device__ void multiply_left_transposed(Sums (&sums)[kTiles], const Tile<T, kLeftWidth>& left, int column,
-                                         const Tile<T, kRightWidth>& right, int depth) {
+                                         const Tile<T, kRightWidth>& right, int depth, Also&& also = {}) {
   if constexpr (kTensorCores<T>) {
     static_assert(kTiles % 2 == 0);
+#pragma unroll 1
     for (int k = 0; k < depth; k += kDepth) {
       const Left rows = load_left_transposed(left, k, column);
+      also(rows, k);
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
         Right columns[2];
@@ -398,29 +431,42 @@ __device__ void multiply_left_transposed(Sums (&sums)[kTiles], const Tile<T, kLe
       }
     }
   } else {
-#pragma unroll 4
-    for (int k = 0; k < depth; ++k) {
-      const float rows[2] = {widen(*left.at(k, column + sums_row())), widen(*left.at(k, column + sums_row() + 8))};
+    constexpr int kChunksOfTile = Pairs<T, kRightWidth>::kChunksOfTile;
+    const Pairs<T, kRightWidth> pairs(right);
+    const T* own[8];  // in row i; 8 columns further lie where own[i ^ kChunksOfTile] would in that row
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const Pair<T, kRightWidth> pair(right, k, j * kColumns);
-        add_products(sums[j], rows, pair.values);
+    for (int i = 0; i < 8; ++i) own[i] = left.at(i, column + sums_row()) - i * kLeftWidth;
+#pragma unroll 1
+    for (int k = 0; k < depth; k += 8) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int row = (k + i) * kLeftWidth;
+        const float rows[2] = {widen(own[i][row]), widen(own[i ^ kChunksOfTile][row])};
+        also(rows, k + i);
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          float pair[2];
+          pairs.load(k, i, j, pair);
+          add_products(sums[j], rows, pair);
+        }
       }
     }
   }
 }
 
-// Weights [16, 8 kWeights], sums of an earlier product, · right rows [right_row, right_row + 8 kWeights), columns
-// [0, 8 kTiles). On tensor cores the weights are rounded to T or, if kExact, to two numbers of T each.
-template <bool kExact, int kTiles, class T, int kWeights, int kRightWidth>
+// Weights [16, 8 kWeights], sums of an earlier product, · right rows [right_row, right_row + 8 kWeights), where right_row
+// is a multiple of 8; columns [0, 8 kTiles). On tensor cores the weights are rounded to T or, if kExact, to two numbers of T each.
+template <bool kExact, int kTiles, class T, int kWeights, int kRightWidth, class Also = Nothing>
 __device__ void multiply_weights(Sums (&sums)[kTiles], const Sums (&weights)[kWeights],
-                                 const Tile<T, kRightWidth>& right, int right_row) {
+                                 const Tile<T, kRightWidth>& right, int right_row, Also&& also = {}) {
   if constexpr (kTensorCores<T>) {
     static_assert(kTiles % 2 == 0 && kWeights % 2 == 0);
 #pragma unroll
     for (int k = 0; k < kWeights; k += 2) {
       const Left rows = round_sums<T>(weights[k], weights[k + 1]);
       const Left rest = kExact ? round_remainders<T>(weights[k], weights[k + 1]) : Left{};
+      also(rows, k * kColumns);
+      if (kExact) also(rest, k * kColumns);
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
         Right columns[2];
@@ -433,18 +479,22 @@ __device__ void multiply_weights(Sums (&sums)[kTiles], const Sums (&weights)[kWe
       }
     }
   } else {
+    const Pairs<T, kRightWidth> pairs(right);
 #pragma unroll
     for (int k = 0; k < kWeights; ++k) {
+      __syncwarp();  // or the compiler loads the rows of many k in advance, into more registers than there are
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
         // column i is with lane i / 2 of the four that share a row
         const int owner = lane() / 4 * 4 + i / 2;
         const float rows[2] = {__shfl_sync(kAllLanes, weights[k].values[i % 2], owner),
                                __shfl_sync(kAllLanes, weights[k].values[2 + i % 2], owner)};
+        also(rows, k * kColumns + i);
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
-          const Pair<T, kRightWidth> pair(right, right_row + k * kColumns + i, j * kColumns);
-          add_products(sums[j], rows, pair.values);
+          float pair[2];
+          pairs.load(right_row + k * kColumns, i, j, pair);
+          add_products(sums[j], rows, pair);
         }
       }
     }

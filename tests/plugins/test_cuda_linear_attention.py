@@ -7,7 +7,9 @@ import ctypes
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from cuda_kernels import ALL_BLOCKS, DTYPES, Emulated, assert_guard_is_intact, guarded
+from torch.nn.functional import elu
 
 # eps of the denominator
 EPS = 1e-6
@@ -16,8 +18,8 @@ EPS = 1e-6
 class EmulatedLinearAttention(Emulated):
     op = "linear_attention"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *options: str) -> None:
+        super().__init__(*options)
         pointer = ctypes.c_void_p
         self.library.linear_attention_scratch_bytes.argtypes = [pointer]
         self.library.linear_attention_scratch_bytes.restype = ctypes.c_size_t
@@ -55,6 +57,12 @@ def emulated() -> EmulatedLinearAttention:
     return EmulatedLinearAttention()
 
 
+@pytest.fixture(scope="module")
+def emulated_sm_75() -> EmulatedLinearAttention:
+    """Without asynchronous copies, and without tensor cores for bfloat16."""
+    return EmulatedLinearAttention("-DEFFEXPORT_EMULATED=750")
+
+
 def attention_case(seq: int, dims: tuple[int, int], dtype: type = np.float32) -> tuple[np.ndarray, ...]:
     """q, k, v of two batches of two heads, and keep: the second batch is padded, with a hole."""
     generator = np.random.default_rng(seq + dims[0])
@@ -87,40 +95,114 @@ def attention_error(actual: np.ndarray, given: tuple[np.ndarray, ...], *, causal
 # Outputs are means of values with positive weights, so nothing cancels; a sum has at most 512 terms in a row, with 6e-8
 # of rounding each and of either sign.
 ATTENTION_FP32 = 5e-6
+# Half types round features of queries and of keys, S and z (or the weights of a block), and the result, once each.
+ROUNDINGS = 4
+DTYPE_ROUNDING = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}
 
 
 @pytest.mark.requires("native")
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("seq", "dims"),
-    # a slice has 512 positions, a block 64; tiles are 64 × 64 × 32
-    [(1, (8, 8)), (63, (16, 24)), (64, (64, 64)), (130, (65, 40)), (600, (5, 3)), (1100, (8, 4)), (70, (128, 128))],
+    # slices have 512 positions, or 256 where causal, or 64 where causal with more than 64 channels; tiles are 64 × 64
+    [(1, (8, 8)), (63, (16, 24)), (65, (64, 64)), (130, (65, 40)), (300, (5, 3)), (70, (100, 136))],
 )
 def test_linear_attention_computes_the_formula(
-    emulated: EmulatedLinearAttention, seq: int, dims: tuple[int, int], causal: bool
+    emulated: EmulatedLinearAttention, seq: int, dims: tuple[int, int], dtype: np.dtype, causal: bool
 ) -> None:
-    given = attention_case(seq, dims)
+    given = attention_case(seq, dims, dtype)
+    out = emulated.attention(*given, causal=causal)
+    assert out.dtype == dtype
+    limit = ATTENTION_FP32 + ROUNDINGS * DTYPE_ROUNDING[dtype.name]
+    assert attention_error(out, given, causal=causal) <= limit
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_attention_computes_the_formula_on_the_oldest_gpus(
+    emulated_sm_75: EmulatedLinearAttention, dtype: np.dtype, causal: bool
+) -> None:
+    given = attention_case(150, (40, 24), dtype)
+    limit = ATTENTION_FP32 + ROUNDINGS * DTYPE_ROUNDING[dtype.name]
+    assert attention_error(emulated_sm_75.attention(*given, causal=causal), given, causal=causal) <= limit
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("causal", [False, True])
+def test_linear_attention_sums_several_slices(emulated: EmulatedLinearAttention, causal: bool) -> None:
+    given = attention_case(1100, (8, 4))
     assert attention_error(emulated.attention(*given, causal=causal), given, causal=causal) <= ATTENTION_FP32
 
 
+def half_formula(q: np.ndarray, k: np.ndarray, v: np.ndarray, keep: np.ndarray, *, causal: bool) -> np.ndarray:
+    """The formula as PyTorch computes it when all of it is in the type of the inputs."""
+    dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}[q.dtype.name]
+    q, k, v = (torch.from_numpy(x.astype(np.float32)).to(dtype) for x in (q, k, v))
+    q, k = elu(q) + 1, (elu(k) + 1) * torch.from_numpy(keep)[:, None, :, None]
+    if causal:
+        weights = (q @ k.mT).tril()
+        out = weights @ v / (weights.sum(dim=-1, keepdim=True) + EPS)
+    else:
+        out = q @ (k.mT @ v) / (q @ k.sum(dim=2)[..., None] + EPS)
+    return out.double().numpy()
+
+
 @pytest.mark.requires("native")
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("dtype", "rounding"), [(np.float16, 2**-11), (ml_dtypes.bfloat16, 2**-8)])
-def test_linear_attention_in_half_precision_is_rounded_only_at_the_end(
-    emulated: EmulatedLinearAttention, dtype: type, rounding: float, causal: bool
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(("seq", "dims"), [(64, (64, 64)), (150, (32, 32)), (300, (8, 16))])
+def test_linear_attention_is_at_most_twice_as_inexact_as_the_formula_in_half_precision(
+    emulated: EmulatedLinearAttention, seq: int, dims: tuple[int, int], dtype: type, causal: bool
 ) -> None:
-    given = attention_case(200, (24, 16), dtype)
-    out = emulated.attention(*given, causal=causal)
-    assert out.dtype == np.dtype(dtype)
-    assert attention_error(out, given, causal=causal) <= rounding + ATTENTION_FP32
+    given = attention_case(seq, dims, dtype)
+    exact = exact_attention(*given, causal=causal)
+    kernel = np.abs(emulated.attention(*given, causal=causal).astype(np.float64) - exact)
+    formula = np.abs(half_formula(*given, causal=causal) - exact)
+    assert kernel.max() <= 2 * formula.max()
+    assert np.square(kernel).mean() <= 4 * np.square(formula).mean()
 
 
 @pytest.mark.requires("native")
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(0, -16), (-13, -12), (-16, 0), (200, 200)])
+def test_features_beyond_the_range_of_float16_keep_their_digits(
+    emulated: EmulatedLinearAttention, queries: int, keys: int, causal: bool
+) -> None:
+    """exp(-16) is 1e-7, the smallest float16 6e-8; sums over 200 · 200 · 64 and of values times 6000 exceed 65504."""
+    q, k, v, keep = attention_case(150, (64, 8))
+    given = tuple((x + change).astype(np.float16) for x, change in ((q, queries), (k, keys), (100 * v, 0)))
+    limit = ATTENTION_FP32 + ROUNDINGS * DTYPE_ROUNDING["float16"]
+    out = emulated.attention(*given, keep, causal=causal)
+    assert attention_error(out, (*given, keep), causal=causal) <= limit
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_do_not_begin_at_multiples_of_16_bytes_change_nothing(
+    emulated: EmulatedLinearAttention, dtype: np.dtype
+) -> None:
+    given = attention_case(70, (16, 16), dtype)
+
+    def moved(x: np.ndarray) -> np.ndarray:
+        whole = np.zeros(x.size + 1, x.dtype)
+        whole[1:] = x.ravel()
+        return whole[1:].reshape(x.shape)
+
+    for causal in (False, True):
+        expected = emulated.attention(*given, causal=causal)
+        out = emulated.attention(*(moved(x) for x in given), causal=causal)
+        np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_linear_attention_does_not_depend_on_the_schedule_or_batch_mates(
-    emulated: EmulatedLinearAttention, causal: bool
+    emulated: EmulatedLinearAttention, dtype: type, causal: bool
 ) -> None:
-    given = attention_case(150, (12, 70))
+    given = attention_case(150, (12, 70), dtype)
     together = emulated.attention(*given, causal=causal)
     for seed, max_blocks in [(1, ALL_BLOCKS), (2, 2), (3, 1)]:
         again = emulated.attention(*given, causal=causal, seed=seed, max_blocks=max_blocks)
@@ -132,11 +214,15 @@ def test_linear_attention_does_not_depend_on_the_schedule_or_batch_mates(
 
 @pytest.mark.requires("native")
 @pytest.mark.parametrize("causal", [False, True])
-def test_masked_keys_have_no_influence_on_linear_attention(emulated: EmulatedLinearAttention, causal: bool) -> None:
-    q, k, v, keep = attention_case(100, (8, 8))
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_masked_keys_have_no_influence_on_linear_attention(
+    emulated: EmulatedLinearAttention, dtype: type, causal: bool
+) -> None:
+    q, k, v, keep = attention_case(100, (8, 8), dtype)
     before = emulated.attention(q, k, v, keep, causal=causal)
-    for array, huge in ((k, 1e30), (v, -1e30)):
-        np.copyto(array, np.float32(huge), where=~keep[:, None, :, None])
+    huge = np.finfo(dtype).max / 4
+    for array, hidden in ((k, huge), (v, -huge)):
+        np.copyto(array, dtype(hidden), where=~keep[:, None, :, None])
     np.testing.assert_array_equal(emulated.attention(q, k, v, keep, causal=causal), before)
     nothing = np.zeros_like(keep)
     assert (emulated.attention(q, k, v, nothing, causal=causal) == 0).all()
@@ -156,7 +242,7 @@ def test_linear_attention_accepts_empty_inputs(
 @pytest.mark.requires("native")
 @pytest.mark.parametrize(
     "sizes",
-    [(2**31, 1, 1, 1, 1), (2**16, 2**16, 1, 1, 1), (1, 1, 2**31, 1, 1), (1, 1, 1, 2**16, 2**16), (-1, 1, 1, 1, 1)],
+    [(2**31, 1, 1, 1, 1), (2**16, 2**16, 1, 1, 1), (1, 1, 2**31, 1, 1), (1, 1, 1, 2**17, 2**17), (-1, 1, 1, 1, 1)],
 )
 def test_linear_attention_refuses_what_its_kernels_cannot_count(
     emulated: EmulatedLinearAttention, sizes: tuple[int, ...]

@@ -35,7 +35,11 @@ ENTRIES = {
         for dtype in ("float32", "float16", "bfloat16")
     },
     **{
-        f"effexport_linear_attention_outputs_{dtype}": ["u64"] * 5 + ["u32"] * 7 + ["f32", "u64"]
+        f"effexport_linear_attention_outputs_{dtype}": ["u64"] * 2 + ["u32"] * 6 + ["f32", "u64"]
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    **{
+        f"effexport_linear_attention_causal_outputs_{dtype}": ["u64"] * 5 + ["u32"] * 6 + ["f32", "u64"]
         for dtype in ("float32", "float16", "bfloat16")
     },
     "effexport_linear_attention_combine": ["u32"] * 4 + ["u64"],
@@ -86,6 +90,7 @@ THREADS |= {
     for op in ("iterative_pinv", "masked_attention", "lsh_attention", "lsh_hash")
     for dtype in ("float32", "float16", "bfloat16")
 }
+THREADS |= {entry: 128 for entry in ENTRIES if "linear_attention" in entry and "combine" not in entry}
 
 
 def run(*command: str | Path, **options) -> str:

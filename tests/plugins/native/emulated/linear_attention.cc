@@ -2,8 +2,6 @@
 
 #include "linear_attention/kernel_cuda.cu"
 
-float4 shared_memory[cuda_on_cpu::kMaxSharedBytes / sizeof(float4)];
-
 namespace {
 
 // sizes: batch, heads, seq, head_dim, value_dim, causal.
@@ -18,7 +16,7 @@ effexport::linear_attention::Arrays<T> attention_arrays(const void* q, const voi
 template <class T>
 int run_linear_attention(const void* q, const void* k, const void* v, const std::uint8_t* keep,
                          const std::int64_t sizes[6], float eps, void* scratch, void* out) {
-  cuda_on_cpu::settings.shared = shared_memory;
+  cuda_on_cpu::settings.shared = tile_memory;
   return effexport::linear_attention::launch_cuda(attention_arrays<T>(q, k, v, keep, sizes, eps, out), sizes[5] != 0,
                                                   scratch, nullptr);
 }
