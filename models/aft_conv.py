@@ -11,6 +11,7 @@ from effexport.models.block_sums import banded_sums, causal_banded_sums
 from effexport.models.exp_sums import ExpSums, block_count
 from effexport.models.layers import at_least_float32
 from effexport.models.spec import AFTConvSpec
+from effexport.plugins.aft_window_attention.op import aft_window_attention
 
 
 class AFTConvAttention(AFTLayer):
@@ -30,6 +31,14 @@ class AFTConvAttention(AFTLayer):
         self.weight = nn.Parameter(torch.randn(spec.heads, spec.kernel_size))
         self.gamma = nn.Parameter(torch.zeros(spec.heads))
         self.beta = nn.Parameter(torch.zeros(spec.heads))
+
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        if not self.fused:
+            return super().mix(projected, keep)
+        query, key, value = projected
+        taps = self.taps()[:, : self.spec.kernel_size // 2 + 1] if self.spec.causal else self.taps()
+        fused: Tensor = aft_window_attention(query, key, value, keep, taps.float().unsqueeze(1), self.spec.causal)
+        return fused
 
     def sums(self, keys: ExpSums) -> ExpSums:
         causal, half = self.spec.causal, self.spec.kernel_size // 2

@@ -11,6 +11,7 @@ from effexport.models.aft_simple import simple_sums
 from effexport.models.block_sums import banded_sums, causal_banded_sums, causal_block_size
 from effexport.models.exp_sums import ABSENT, ExpSums, block_count
 from effexport.models.spec import AFTLocalSpec
+from effexport.plugins.aft_window_attention.op import aft_window_attention
 
 # Block sizes: small blocks waste little of the window, large ones keep the window to a few blocks.
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 512
@@ -28,6 +29,16 @@ class AFTLocalAttention(AFTPositionLayer):
 
     spec: AFTLocalSpec
 
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+        if not self.fused:
+            return super().mix(projected, keep)
+        query, key, value = projected
+        self.check_length(keep.shape[1])
+        fused: Tensor = aft_window_attention(
+            query, key, value, keep, self.biases_by_offset(keep.shape[1]), self.spec.causal
+        )
+        return fused
+
     def sums(self, keys: ExpSums) -> ExpSums:
         causal, window = self.spec.causal, self.spec.window
         if window == 0:
@@ -41,21 +52,44 @@ class AFTLocalAttention(AFTPositionLayer):
 
     def band(self, seq_len: int, size: int, before: int, after: int) -> Tensor:
         """Biases near the diagonal: [1, blocks, size, (before + 1 + after) · size]; ABSENT past the ends."""
-        u, v = self.position_factors(seq_len, size)
-        count = u.shape[0]
-        extended = F.pad(v, (0, 0, 0, 0, before, after))
-        near = torch.cat([extended[i : count + i] for i in range(before + 1 + after)], dim=1)
         blocks = block_count(seq_len, size)
-        bias = (u @ near.transpose(-1, -2))[:blocks]
+        bias = self.biases_of_blocks(seq_len, size, before, after)[:blocks]
 
-        offset = band_offsets(size, before, after, u.device)
+        offset = band_offsets(size, before, after, bias.device)
         bias = torch.where(offset.abs() < self.spec.window, bias, 0.0)
-        start = size * (torch.arange(blocks, device=u.device) - before)[:, None, None]
-        key_position = start + torch.arange(near.shape[1], device=u.device)
+        start = size * (torch.arange(blocks, device=bias.device) - before)[:, None, None]
+        key_position = start + torch.arange(bias.shape[2], device=bias.device)
         # compared with a tensor: ONNX Runtime computes a number on the CPU, and would copy it to a GPU in every run
         last = torch.arange(seq_len, device=key_position.device)[-1]
         exists = (key_position >= 0) & (key_position <= last)
         return torch.where(exists, bias, ABSENT).unsqueeze(0)
+
+    def biases_of_blocks(self, seq_len: int, size: int, before: int, after: int) -> Tensor:
+        """u vᵀ of blocks and their neighbours: [blocks or more, size, (before + 1 + after) · size]; 0 past the ends."""
+        u, v = self.position_factors(seq_len, size)
+        count = u.shape[0]
+        extended = F.pad(v, (0, 0, 0, 0, before, after))
+        near = torch.cat([extended[i : count + i] for i in range(before + 1 + after)], dim=1)
+        return u @ near.transpose(-1, -2)
+
+    def biases_by_offset(self, seq_len: int) -> Tensor:
+        """What the fused operator takes: float32 [1, positions, taps], the biases of each query by offset.
+
+        Of a symbolic length, those of all positions; they depend on parameters only, so that a runtime can fold them.
+        """
+        causal, reach = self.spec.causal, max(self.spec.window - 1, 0)
+        taps = reach + 1 if causal else 2 * reach + 1
+        if self.spec.window == 0:
+            return self.position_query.new_zeros(1, 1, taps, dtype=torch.float32)
+        size = banded_block_size(reach, causal=False)
+        neighbours = block_count(reach, size)
+        bias = self.biases_of_blocks(seq_len, size, neighbours, 0 if causal else neighbours)
+        # row i of a block begins i columns later: rows that are one element longer move the offsets below each other
+        first, width = neighbours * size - reach, size - 1 + taps
+        rows = F.pad(bias[..., first : first + width].flatten(1), (0, size))
+        by_offset = torch.unflatten(rows, 1, (size, width + 1))[..., :taps].flatten(0, 1)
+        positions = seq_len if isinstance(seq_len, int) else self.spec.seq_len
+        return by_offset[:positions].float().unsqueeze(0)
 
 
 def banded_block_size(reach: int, causal: bool) -> int:

@@ -627,6 +627,9 @@ class AFTLocalSpec(AFTPositionSpec):
         super().__post_init__()
         require(self.window >= 0, f"window is {self.window}; expected 0 or more")
 
+    def operators(self, fused: bool) -> tuple[str, ...]:
+        return ("AFTWindowAttention",) if fused else ()
+
     def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
         """e^w times e^k v and e^k side by side."""
         yield from banded_products(batch, seq_len, 2 * self.dim, reach=self.window - 1)
@@ -654,6 +657,9 @@ class AFTConvSpec(AFTSpec):
         super().__post_init__()
         check_kernel_size("kernel_size", self.kernel_size)
         require(self.std_eps > 0, f"std_eps is {self.std_eps}; expected a number > 0")
+
+    def operators(self, fused: bool) -> tuple[str, ...]:
+        return ("AFTWindowAttention",) if fused else ()
 
     @property
     def projected(self) -> tuple[int, dict[str, int]]:

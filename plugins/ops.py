@@ -65,4 +65,5 @@ OPS: dict[str, Op] = _by_onnx_name(
     Op("segment_means", "SegmentMeans"),
     Op("sequence_conv", "SequenceConv"),
     Op("lsh_hash", "LSHHash"),
+    Op("aft_window_attention", "AFTWindowAttention"),
 )

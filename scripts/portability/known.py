@@ -21,7 +21,7 @@ class Known:
     precisions: Collection[str] = PRECISIONS
 
 
-WITHOUT_FUNCTIONS = ("aft-full", "aft-local", "aft-conv")
+WITHOUT_FUNCTIONS = ("aft-full",)
 KNOWN: tuple[Known, ...] = (
     Known(
         tools=("onnx.version_converter 23",),

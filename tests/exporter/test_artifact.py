@@ -88,6 +88,8 @@ def test_the_manifest_describes_the_model(built: Built, variant: str, scope: str
         "nystrom": {"IterativePinv": 1, "MaskedAttention": 2, "SegmentMeans": 2, "SequenceConv": 1},
         "lsh": {"LSHHash": 1, "LSHSort": 1, "LSHAttention": 1},
         "aft-simple": {"AFTSimpleAttention": 1},
+        "aft-local": {"AFTWindowAttention": 1},
+        "aft-conv": {"AFTWindowAttention": 1},
     }
     assert manifest.custom_ops == operators.get(variant, {})
     assert manifest.engines == ()

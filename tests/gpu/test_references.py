@@ -18,6 +18,7 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
     "linear_attention": lambda reference, case, inputs: reference(*inputs, case.numbers[0], bool(case.sizes[5])),
     "lsh_attention": lambda reference, case, inputs: reference(*inputs, *case.sizes[6:]),
     "aft_simple_attention": lambda reference, case, inputs: reference(*inputs),
+    "aft_window_attention": lambda reference, case, inputs: reference(*inputs, bool(case.sizes[8])),
     "segment_means": lambda reference, case, inputs: reference(*inputs, case.sizes[4]),
     "sequence_conv": lambda reference, case, inputs: reference(*inputs),
 }

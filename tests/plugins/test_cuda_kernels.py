@@ -109,7 +109,7 @@ def test_ptx_has_the_entries_and_parameters_that_tensorrt_is_told(kernel: str, t
         entry: re.findall(r"\.param \.(\w+) ", parameters)
         for entry, parameters in re.findall(r"\.visible \.entry (\w+)\(([^)]*)\)", text)
     }
-    prefix = "effexport_aft_simple" if kernel == "aft_simple_attention" else f"effexport_{kernel}"
+    prefix = f"effexport_{kernel.removesuffix('_attention') if kernel.startswith('aft') else kernel}"
     assert found == {entry: types for entry, types in ENTRIES.items() if entry.startswith(prefix)}
     assert_products_are_exact(text)
     # SM 90 alone has wgmma, and TensorRT does not support cooperative or cluster launches

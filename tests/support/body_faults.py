@@ -25,6 +25,8 @@ OPSET = 20
 # Every body in every form that it takes: (operator, attributes), by name.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "AFTSimpleAttention": ("AFTSimpleAttention", {}),
+    "AFTWindowAttention": ("AFTWindowAttention", {"causal": 0}),
+    "AFTWindowAttention, causal": ("AFTWindowAttention", {"causal": 1}),
     "EluLinearAttention": ("EluLinearAttention", {"eps": 1e-6, "causal": 0, "chunk_length": 128}),
     "EluLinearAttention, causal": ("EluLinearAttention", {"eps": 1e-6, "causal": 1, "chunk_length": 16}),
     "IterativePinv": ("IterativePinv", {"iterations": 6}),
@@ -94,6 +96,7 @@ NO_OPS: tuple[tuple[str, str], ...] = (
         r"|Shape places_first: another attribute, (start = 1|end = 0)"
         r"|^LSHAttention(, causal)? .*Concat places_shape: bypassed, gives its input (one|chunk)_1d"
         r"|^LSHAttention(, causal)? .*Expand places: bypassed, gives its input place_rows"
+        r"|Min some_(samples|heads)_1d: bypassed, gives its input (batch|heads)_1d"
         r"|SequenceConv: Concat samples: bypassed, gives its input one_1d"
         r"|SequenceConv: Expand toeplitz_batch: bypassed, gives its input toeplitz_head",
         "broadcasting does the same, except in an empty batch",
@@ -154,6 +157,44 @@ NO_OPS: tuple[tuple[str, str], ...] = (
     (r"Masked.* Constant hidden_logit: another constant, halved", "still below every other logit"),
     (r"Concat ends: (bypassed, gives its input kept_ends|operands exchanged, 0 and 1: zeros)", "only without tokens"),
     (r"Constant zero_2d: another constant", "an end before or at the first token of a sample without any"),
+    (
+        r"AFTW.* (Constant nearly_1d: another constant, (doubled|plus|minus)"
+        r"|Div blocks_1d: bypassed|Sub blocks_1d_whole: another operator)",
+        "more blocks than needed, which hold nothing",
+    ),
+    (r"AFTW.*, causal .* Mod blocks_1d_rest: another operator, Div", "more blocks than needed, which hold nothing"),
+    (
+        r"AFTW.* (Mod reached_1d_rest: another operator, Div|Sub reached_1d_whole: another operator"
+        r"|Div reached_1d: bypassed|Max reach_1d: another operator, Add)",
+        "a longer reach, to keys whose biases are 0",
+    ),
+    (r"AFTW.* Shape \w+_given_1d: another attribute, (end = 5|no end)", "the last of four dimensions"),
+    (
+        r"AFTW.* Concat ((bias|group)_rows_shape: operands exchanged, 0 and 2"
+        r"|(pair_)?band_flat_shape: operands exchanged, 0 and 1|pair_band_shape: operands exchanged, \d and [12])",
+        "a Reshape follows, which restores the shape",
+    ),
+    (
+        r"AFTW.* (Add pair_band_taken_1d: (another|bypassed, gives its input pair)"
+        r"|Sub pair_band_after_1d: bypassed, gives its input pair_band_taken"
+        r"|Concat pair_band_ends: operands exchanged, \d and [12])",
+        "adds 0, or exchanges zeros, or takes 8 for 16 - 8",
+    ),
+    (
+        r"AFTW.* Concat ((pair|group|group_bias)_shape|near(_m)?_by_group): .*: groups_1d, group_1d",
+        "both are 8",
+    ),
+    (r"AFTW.* Slice (near|block)_[nd]: operands exchanged, .*: channels_1d, axis5", "both are 5"),
+    (r"AFTW.* Sum all_[nd]: operands exchanged", "a sum has no order"),
+    (r"AFTW.* Max (block|far)_top: bypassed, gives its input \w+_largest", "hidden keys stay far below the others"),
+    (r"AFTW.* Slice next: operands exchanged, 1 and 3", "both are 2"),
+    (
+        r"AFTW.* Unsqueeze \w*factor(_sample)?: bypassed, gives its input \w*factor_heads",
+        "broadcasting does the same",
+    ),
+    (r"AFTWindowAttention \| .*Unsqueeze key_block: bypassed, gives its input block_", "broadcasting does the same"),
+    (r"AFTW.* Squeeze (blocks|seen)_index: bypassed", "ONNX Runtime takes a vector of one element as a scalar"),
+    (r"AFTW.* Sub distance_signed: operands exchanged", "its absolute value follows"),
     (r"SegmentMeans: Constant one_float: another constant, halved", "a count is 0, of nothing, or at least 1"),
 )
 NO_OPS_IN_HALF = ((r"Constant key_eps: another constant, a hundredth more", "below the rounding of float16"),)

@@ -24,6 +24,11 @@ AFT_SIMPLE_PARAMETERS = {
     "sums": ["u64", "u64", "u64", "u32", "u32", "u32", "u32", "u64"],
     "gate": ["u64", "u64", "u32", "u32", "u32", "u64"],
 }
+AFT_WINDOW_PARAMETERS = {
+    "sums": ["u64"] * 3 + ["u32"] * 5 + ["u64"],
+    "attend": ["u64"] * 8 + ["u32"] * 8 + ["u64"],
+    "causal": ["u64"] * 8 + ["u32"] * 8 + ["u64"],
+}
 ENTRIES = {
     **{f"effexport_iterative_pinv_{dtype}": PINV_PARAMETERS for dtype in ("float32", "float16", "bfloat16")},
     **{
@@ -75,6 +80,12 @@ ENTRIES = {
     },
     **{
         f"effexport_sequence_conv_{dtype}": ["u64"] * 4 + ["u32"] * 5 + ["u64"]
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    "effexport_aft_window_others": ["u64"] + ["u32"] * 4 + ["u64"],
+    **{
+        f"effexport_aft_window_{step}_{dtype}": types
+        for step, types in AFT_WINDOW_PARAMETERS.items()
         for dtype in ("float32", "float16", "bfloat16")
     },
     "effexport_aft_simple_merge": ["u64", "u32", "u32", "u32", "u64"],

@@ -13,6 +13,7 @@ from planted_faults import FAULTS, Damage, Fault, Graph, attribute, set_attribut
 # Fused operator → the place of its mask among the inputs.
 MASK_INPUT = {
     "AFTSimpleAttention": 3,
+    "AFTWindowAttention": 3,
     "LSHAttention": 4,
     "EluLinearAttention": 3,
     "MaskedAttention": 3,
@@ -126,14 +127,21 @@ def fault(name: str, description: str, damage: Damage, *at: str, causal: bool = 
 
 FUSED_FAULTS: tuple[Fault, ...] = (
     fault("fused: query is key", "query and key exchanged", partial(operands_exchanged, 0, 1), "softmax", "linear"),
-    fault("fused: key is value", "key and value exchanged", partial(operands_exchanged, 1, 2), "linear", "aft-simple"),
+    fault(
+        "fused: key is value",
+        "key and value exchanged",
+        partial(operands_exchanged, 1, 2),
+        "linear",
+        "aft-simple",
+        "aft-local",
+    ),
     fault("fused: query is value", "query-key and value exchanged", partial(operands_exchanged, 0, 1), "lsh"),
     fault("fused: order is rank", "the inverse of the sort", partial(operands_exchanged, 2, 3), "lsh"),
     fault(
         "fused: mask ignored",
         "all tokens are kept",
         masks_ignored,
-        *("softmax", "linear", "nystrom", "lsh", "aft-simple"),
+        *("softmax", "linear", "nystrom", "lsh", "aft-simple", "aft-local", "aft-conv"),
     ),
     fault(
         "fused: values of another head",
@@ -169,7 +177,7 @@ FUSED_FAULTS: tuple[Fault, ...] = (
         "fused: later tokens seen",
         "the node is not causal",
         partial(attribute_is, "causal", 0),
-        *("linear", "lsh"),
+        *("linear", "lsh", "aft-local"),
         causal=True,
     ),
 )

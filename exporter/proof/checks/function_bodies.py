@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 EXACT = Limit(0, "integers are exact")
 # Bodies that compute in float32 whatever their type T is, and round only the result to T.
-IN_FLOAT32 = ("AFTSimpleAttention", "EluLinearAttention", "IterativePinv", "SegmentMeans")
+IN_FLOAT32 = ("AFTSimpleAttention", "AFTWindowAttention", "EluLinearAttention", "IterativePinv", "SegmentMeans")
 
 
 def check_function_bodies(model: Path, spec: BuildSpec) -> list[Check]:

@@ -81,6 +81,8 @@ def test_every_custom_call_is_one_marked_node_with_a_body(built: Built, variant:
         "nystrom": ["IterativePinv", *["MaskedAttention"] * 2, *["SegmentMeans"] * 2, "SequenceConv"],
         "lsh": ["LSHHash", "LSHSort", "LSHAttention"],
         "aft-simple": ["AFTSimpleAttention"],
+        "aft-local": ["AFTWindowAttention"],
+        "aft-conv": ["AFTWindowAttention"],
     }
     expected = operators.get(variant, [])
     model = onnx.load(str(built(variant, scope).model_path))

@@ -31,11 +31,14 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "lsh": ("lsh", {}),
     "lsh causal": ("lsh", {"causal": True}),
     "aft-simple": ("aft-simple", {}),
+    "aft-local": ("aft-local", {}),
+    "aft-conv causal": ("aft-conv", {"causal": True}),
     "softmax fp16": ("softmax", {"precision": "fp16"}),
     "linear fp16": ("linear", {"precision": "fp16"}),
     "nystrom fp16": ("nystrom", {"precision": "fp16"}),
     "lsh fp16": ("lsh", {"precision": "fp16"}),
     "aft-simple fp16": ("aft-simple", {"precision": "fp16"}),
+    "aft-local fp16": ("aft-local", {"precision": "fp16"}),
 }
 
 

@@ -5,6 +5,7 @@
 
 void check_element_types();
 void check_aft_simple_attention();
+void check_aft_window_attention();
 void check_iterative_pinv();
 void check_linear_attention();
 void check_lsh_attention();
@@ -17,6 +18,7 @@ void check_sequence_conv();
 int main() {
   check_element_types();
   check_aft_simple_attention();
+  check_aft_window_attention();
   check_iterative_pinv();
   check_linear_attention();
   check_lsh_attention();

@@ -1,0 +1,167 @@
+"""What scripts/gpu checks and times of AFTWindowAttention.
+
+Sizes of a case: batch, heads, seq, channels, key channels, bias heads, positions, taps, causal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from effexport.plugins.gpu_check import (
+    ROUNDING,
+    AtMost,
+    Case,
+    FasterThan,
+    GpuCheck,
+    Limit,
+    Output,
+    Timed,
+    generator,
+    in_all_types,
+    normal,
+    random_mask,
+)
+
+# Queries whose weights are made at a time: [heads, queries, seq, channels] stays below 300 MB.
+CHUNK = 8
+BLOCK = 64
+
+
+def inputs(case: Case, device: str) -> dict[str, Tensor]:
+    """A third of the tokens is padding that holds NaN. Kind "no token": all of the last sample is padding."""
+    batch, heads, seq, channels, key_channels, bias_heads, positions, taps, _ = case.sizes
+    source = generator(case, device)
+    q, v = (normal(case, source, batch, heads, seq, channels) for _ in range(2))
+    k = normal(case, source, batch, heads, seq, key_channels)
+    keep = random_mask(source, batch, seq)
+    if case.kind == "no token":
+        keep[-1] = False
+    hidden = ~keep[:, None, :, None]
+    bias = torch.randn(bias_heads, positions, taps, generator=source, device=device)
+    return {
+        "q": q,
+        "k": k.masked_fill_(hidden, torch.nan),
+        "v": v.masked_fill_(hidden, torch.nan),
+        "keep": keep,
+        "bias": bias,
+    }
+
+
+def outputs(case: Case) -> dict[str, Output]:
+    return {"out": Output(case.sizes[:4], case.torch_dtype)}
+
+
+def reference(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """σ(q_t) Σ e^(k + w_t) v / Σ e^(k + w_t) over the visible tokens, in float64, a few queries at a time."""
+    causal, bias = bool(case.sizes[8]), inputs["bias"].double()
+    samples = zip(inputs["q"], inputs["k"], inputs["v"], inputs["keep"], strict=True)
+    return {"out": torch.stack([of_sample(*sample, bias, causal) for sample in samples])}
+
+
+def of_sample(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, bias: Tensor, causal: bool) -> Tensor:
+    seq = q.shape[1]
+    key = torch.where(keep[:, None], k.double(), -torch.inf)
+    value = torch.where(keep[:, None], v.double(), 0)
+    place = torch.arange(seq, device=q.device)
+    rows = []
+    for first in range(0, seq, CHUNK):
+        query = place[first : first + CHUNK, None]
+        tap = place - query + (bias.shape[2] - 1 if causal else bias.shape[2] // 2)
+        near = (tap >= 0) & (tap < bias.shape[2])
+        own = bias.expand(-1, seq, -1)[:, first : first + CHUNK] if bias.shape[1] == 1 else bias[:, query[:, 0]]
+        w = torch.where(near, own.gather(2, tap.clamp(0, bias.shape[2] - 1).expand(len(bias), -1, -1)), 0)
+        if causal:
+            w = torch.where(place <= query, w, -torch.inf)
+        weights = torch.softmax(key[:, None] + w[..., None], dim=2).nan_to_num(0)
+        rows.append((weights * value[:, None]).sum(dim=2))
+    return torch.sigmoid(q.double()) * torch.cat(rows, dim=1)
+
+
+def limit(case: Case) -> Limit:
+    blocks = -(-case.sizes[2] // 32)
+    reason = (
+        "the contract's 5e-6: 32 keys of a block and those of a product are added up, one after another, and 2^x is "
+        "off by 2^-22; one rounding of float32 for a tenth of the blocks of 32 tokens; and one of the result"
+    )
+    return Limit(5e-6 + blocks / 10 * 2**-24 + ROUNDING[case.dtype], reason)
+
+
+def baselines(case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """The function body's way in float32, not causal: products of blocks of 64 tokens with their neighbours, and sums
+    of the others. The weights are given, as they depend on parameters only."""
+    q, k, v, keep, bias = inputs.values()
+    seq, taps = case.sizes[2], case.sizes[7]
+    if case.sizes[8] or taps // 2 > BLOCK:
+        return {}
+    blocks = -(-seq // BLOCK)
+    tap = torch.arange(3 * BLOCK, device=q.device) - BLOCK - torch.arange(BLOCK, device=q.device)[:, None] + taps // 2
+    near = (tap >= 0) & (tap < taps)
+    padded = F.pad(bias.expand(-1, seq, -1) if bias.shape[1] == 1 else bias[:, :seq], (0, 0, 0, blocks * BLOCK - seq))
+    index = tap.clamp(0, taps - 1).expand(len(bias), blocks, -1, -1)
+    w = torch.where(near, padded.unflatten(1, (blocks, BLOCK)).gather(3, index), 0).exp()
+    number = torch.arange(blocks, device=q.device)
+    is_far = ((number[:, None] - number).abs() > 1).float()
+
+    def blocked() -> Tensor:
+        visible = keep[:, None, :, None]
+        key = torch.where(visible, k.float(), -1e30)
+        weight = torch.exp(key - key.amax(dim=2, keepdim=True).clamp(min=-1e29))
+        columns = torch.cat([weight * torch.where(visible, v.float(), 0), weight], dim=3)
+        around = F.pad(columns, (0, 0, BLOCK, 2 * BLOCK + blocks * BLOCK - seq)).unflatten(2, (-1, BLOCK))
+        windows = torch.cat([around[:, :, i : i + blocks] for i in range(3)], dim=3)
+        far = is_far @ around[:, :, 1 : blocks + 1].sum(dim=3)
+        sums = (w @ windows + far[:, :, :, None]).flatten(2, 3)[:, :, :seq]
+        n, d = sums[..., : v.shape[3]], sums[..., v.shape[3] :]
+        context: Tensor = n / torch.where(d == 0, 1, d)
+        return (torch.sigmoid(q.float()) * context).to(v.dtype)
+
+    return {"blocked": blocked}
+
+
+def flops(case: Case) -> float:
+    """The products with biases, and four operations per element for all other sums."""
+    batch, heads, seq, channels, key_channels, _, _, taps, _ = case.sizes
+    return batch * heads * seq * (channels + key_channels) * (2.0 * taps + 4)
+
+
+REPLACED = FasterThan("blocked", "the same sums in standard operators")
+LOCAL = (1, 1, 8192, 512, 512, 1, 8192, 63)
+CONV = (1, 8, 8192, 64, 1, 8, 1, 11)
+
+CHECK = GpuCheck(
+    inputs=inputs,
+    outputs=outputs,
+    reference=reference,
+    limit=limit,
+    flops=flops,
+    baselines=baselines,
+    small=in_all_types(
+        Case((2, 1, 1, 1, 1, 1, 1, 1, 0)),
+        Case((2, 2, 70, 9, 1, 2, 1, 11, 0), kind="no token"),
+        Case((1, 1, 100, 33, 33, 1, 120, 7, 1)),
+    ),
+    checked=in_all_types(
+        *(Case((2, 1, 1000, 100, 100, 1, 1000, taps, causal)) for taps in (5, 63, 255) for causal in (0, 1)),
+        *(Case((2, 3, 257, 64, 1, 3, 1, 11, causal)) for causal in (0, 1)),
+        Case((1, 1, 63, 32, 32, 1, 1, 301, 0)),
+    ),
+    timed=(
+        Timed(
+            Case((*LOCAL, 0), dtype="float16"),
+            Case((1, 1, 70, 40, 40, 1, 70, 7, 0), dtype="float16"),
+            (AtMost(150, "float32 multiply-adds over windows of 128 keys: 1.1e9 of them"), REPLACED),
+        ),
+        Timed(
+            Case((*CONV, 0), dtype="float16"),
+            Case((1, 2, 70, 8, 1, 2, 1, 5, 0), dtype="float16"),
+            (AtMost(150, "float32 multiply-adds over windows of 128 keys: 1.1e9 of them"), REPLACED),
+        ),
+        Timed(Case((*LOCAL, 0)), Case((1, 1, 70, 40, 40, 1, 70, 7, 0)), (REPLACED,)),
+    ),
+    # q, k, v and out: 4200 · 1000 · 512 elements each
+    huge=(Case((4200, 1, 1000, 512, 512, 1, 1, 5, 0), dtype="float16"),),
+)
