@@ -104,14 +104,19 @@ ensure_environment() {
   exec 9<&-
 }
 
-# has_tool NAME: whether a build would find a recent cmake, a compiler, an nvcc.
+# has_tool NAME: whether a build would find a compiler, an nvcc.
 has_tool() {
   "$VENV/bin/python" -c "from effexport.plugins.building import toolchain as t; raise SystemExit(t.find_$1() is None)"
 }
 
+# has_cmake: whether a build would find a cmake that is new enough.
+has_cmake() {
+  "$VENV/bin/python" -c "from effexport.plugins.building.toolchain import require_cmake; require_cmake()" 2>/dev/null
+}
+
 # ensure_build_tools: cmake in .venv and the system's C++ compiler, if they are missing and can be installed.
 ensure_build_tools() {
-  if ! has_tool cmake; then
+  if ! has_cmake; then
     say "installing cmake into .venv"
     (lock "$ROOT/pyproject.toml" && install_extras kernels) || true
   fi

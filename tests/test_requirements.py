@@ -226,6 +226,14 @@ def test_the_environment_with_tritonserver_counts_only_as_made_from_the_present_
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
 
 
+@pytest.mark.requires("native")
+def test_build_tools_are_looked_for_as_a_build_does_it() -> None:
+    # this Python's effexport; the tests that need native code have found both
+    script = f'source "{HERE.parent}/scripts/environment.sh"; VENV="{sys.prefix}"; has_cmake && has_tool compiler'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def required_parts(
     folder: Path,
     size: str,
