@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
+    LOADED,
+    PRODUCTS,
     ROUNDING,
     AtMost,
     Case,
@@ -20,6 +22,7 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
+    Work,
     generator,
     in_all_types,
     normal,
@@ -132,6 +135,26 @@ REPLACED = FasterThan("blocked", "the same sums in standard operators")
 LOCAL = (1, 1, 8192, 512, 512, 1, 8192, 63)
 CONV = (1, 8, 8192, 64, 1, 8, 1, 11)
 
+
+def work(case: Case) -> dict[str, Work]:
+    """Sums of blocks of 32 tokens; those before and after each; then windows of 64 queries and 32 channels."""
+    batch, heads, seq, channels, _, _, _, taps, causal = case.sizes
+    size, queries = case.torch_dtype.itemsize, 32 if causal else 64
+    panels = batch * heads * -(-channels // 32)
+    blocks, windows = -(-seq // 32), panels * -(-seq // queries)
+    near = -(-taps // 32) if causal else -(-(queries + taps - 1) // 32)
+    attend = "effexport_aft_window_causal" if causal else "effexport_aft_window_attend"
+    return {
+        # keys are read twice, and with every read a byte of the mask
+        "effexport_aft_window_sums": Work({LOADED: panels * seq * 32 * (3 * size + 2)}, (1,)),
+        "effexport_aft_window_others": Work({LOADED: panels * blocks * 32 * 24}, (1,)),
+        attend: Work(
+            {PRODUCTS: windows * queries * near * 32 * 64, "MUFU": windows * (near * (queries + 32) + 4 * queries)},
+            (1, near),
+        ),
+    }
+
+
 CHECK = GpuCheck(
     inputs=inputs,
     outputs=outputs,
@@ -139,6 +162,7 @@ CHECK = GpuCheck(
     limit=limit,
     flops=flops,
     baselines=baselines,
+    work=work,
     small=in_all_types(
         Case((2, 1, 1, 1, 1, 1, 1, 1, 0)),
         Case((2, 2, 70, 9, 1, 2, 1, 11, 0), kind="no token"),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
+    PRODUCTS,
     ROUNDING,
     AtMost,
     Case,
@@ -16,6 +17,7 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
+    Work,
     generator,
     in_all_types,
 )
@@ -91,6 +93,17 @@ def flops(case: Case) -> float:
     return 8.0 * count * m**3 * iterations
 
 
+def work(case: Case) -> dict[str, Work]:
+    """Four products a step, in panels of 64 × 64: a block of up to m = 64 computes one at a time, a larger one two."""
+    count, m, iterations = case.sizes
+    side = -(-m // 8) * 8
+    panels = (-(-side // 64)) ** 2
+    amounts = {PRODUCTS: count * iterations * 4.0 * side**3}
+    if m <= 64:
+        return {"effexport_iterative_pinv": Work(amounts, (1, iterations, 4, 1))}
+    return {"effexport_iterative_pinv_scratch": Work(amounts, (-(-count // 256), iterations, 4, -(-panels // 2)))}
+
+
 def timed(count: int, m: int, *goals: AtMost | FasterThan) -> Timed:
     """In float32, in which layers call it."""
     return Timed(Case((count, m, 6), kind="softmax"), Case((2, 8, 6), kind="softmax"), goals)
@@ -106,6 +119,7 @@ CHECK = GpuCheck(
     limit=limit,
     flops=flops,
     baselines=baselines,
+    work=work,
     small=in_all_types(*(Case((2, m, 6), kind=kind) for m in (1, 31, 65) for kind in KINDS)),
     # shared memory serves m up to 64, scratch memory more
     checked=in_all_types(

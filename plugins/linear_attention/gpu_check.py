@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
+    LOADED,
+    PRODUCTS,
     ROUNDING,
     AtMost,
     Case,
@@ -20,6 +22,7 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
+    Work,
     generator,
     in_all_types,
     normal,
@@ -118,6 +121,37 @@ def flops(case: Case) -> float:
     return 4.0 * batch * heads * seq * head_dim * (value_dim + 1)
 
 
+def work(case: Case) -> dict[str, Work]:
+    """As kernel_cuda.cu cuts it: slices of tiles of 64 positions; a state of 64 × 64 has 18,432 bytes."""
+    batch, heads, seq, head_dim, value_dim, causal = case.sizes
+    size, groups = case.torch_dtype.itemsize, batch * heads
+    slice_length = 256 if causal else 512
+    keys, values = -(-head_dim // 64), -(-value_dim // 64)
+    slices, tiles = -(-seq // slice_length), -(-seq // 64)
+    square = 64 * 64 * size
+    states = groups * tiles * keys * values
+    outputs = groups * tiles * values * keys
+    found = {
+        "effexport_linear_attention_states": Work(
+            {PRODUCTS: states * 64**3}, (1, tiles / slices), loaded=states * (2 * square + 64)
+        ),
+        "effexport_linear_attention_combine": Work({LOADED: groups * slices * keys * values * 18432}, (1,)),
+    }
+    if causal:
+        found["effexport_linear_attention_causal_outputs"] = Work(
+            {PRODUCTS: outputs * 4 * 64**3},
+            (1, tiles / slices, keys),
+            loaded=outputs * (3 * square + 64) + groups * slices * keys * values * 18432,
+        )
+    else:
+        found["effexport_linear_attention_outputs"] = Work(
+            {PRODUCTS: outputs * 64**3},
+            (1, tiles / slices, keys),
+            loaded=outputs * square + groups * slices * keys * values * 18432,
+        )
+    return found
+
+
 def timed(dtype: str, causal: int, *goals: AtMost | FasterThan) -> Timed:
     large, small = (Case((*shape, causal), EPS, dtype=dtype) for shape in ((32, 8, 6000, 64, 64), (1, 2, 100, 16, 16)))
     return Timed(large, small, goals)
@@ -130,6 +164,7 @@ CHECK = GpuCheck(
     limit=limit,
     flops=flops,
     baselines=baselines,
+    work=work,
     small=(
         *both_forms((1, 1, 1, 1, 1), (2, 1, 63, 16, 24), (1, 1, 66, 65, 40)),
         *both_forms((1, 1, 70, 8, 4), kind="no token"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.gpu_check import (
+    PRODUCTS,
     AtMost,
     Case,
     FasterThan,
@@ -17,6 +18,7 @@ from effexport.plugins.gpu_check import (
     Limit,
     Output,
     Timed,
+    Work,
     generator,
     in_all_types,
     token_mask,
@@ -89,6 +91,19 @@ def case(*sizes: int, factors: tuple[int, ...], dtype: str = "float32") -> Case:
     return Case((*sizes, len(factors), *factors), dtype=dtype)
 
 
+def work(case: Case) -> dict[str, Work]:
+    """A block has 128 tokens and 64 directions at a time, in slices of 32 channels, and compares each sum twice."""
+    batch, heads, seq, head_dim, rounds, chunk_length, *_ = case.sizes
+    tokens = batch * heads * -(-op.padded_length(seq, chunk_length) // 128) * 128
+    tiles = -(-rounds * sum(factors(case)) // 64)
+    products = tokens * tiles * 64 * head_dim
+    return {
+        "effexport_lsh_hash": Work(
+            {PRODUCTS: products, "FSETP": tokens // 32 * tiles * 64 * 2}, (1, tiles, -(-head_dim // 32))
+        )
+    }
+
+
 def timed(dtype: str, goal: AtMost) -> Timed:
     faster = FasterThan("PyTorch", "projections need not be stored, negated and read again")
     return Timed(
@@ -105,6 +120,7 @@ CHECK = GpuCheck(
     limit=limit,
     flops=flops,
     baselines=baselines,
+    work=work,
     small=in_all_types(
         case(1, 1, 1, 1, 1, 1, factors=(2,)),
         case(2, 2, 63, 33, 3, 16, factors=(4, 6)),

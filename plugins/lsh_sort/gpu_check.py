@@ -7,7 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effexport.plugins.gpu_check import AtMost, Case, FasterThan, GpuCheck, Limit, Output, Timed, generator
+from effexport.plugins.gpu_check import (
+    AtMost,
+    Case,
+    FasterThan,
+    GpuCheck,
+    Limit,
+    Output,
+    Timed,
+    Work,
+    generator,
+)
 from effexport.plugins.lsh_sort import op
 
 
@@ -58,6 +68,15 @@ def case(rows: int, n: int, num_buckets: int, kind: str = "random") -> Case:
     return Case((rows, n, num_buckets), kind=kind, dtype="int32")
 
 
+def work(case: Case) -> dict[str, Work]:
+    """In one pass: twelve ballots rank 32 tokens; before that, every block of a row counts all of its tokens."""
+    rows, n, _ = case.sizes
+    tiles = -(-n // 8192)
+    blocks = min(max(1, 128 // rows), tiles)
+    amounts = {"VOTE": rows * n / 32 * 12, "ATOMS": rows * blocks * n / 32, "STG": rows * n / 32 * 2}
+    return {"effexport_lsh_sort": Work(amounts, (1, 1), loaded=rows * (blocks + 1) * n * 4)}
+
+
 def timed(rows: int, n: int, num_buckets: int, *goals: AtMost) -> Timed:
     faster = FasterThan("torch.sort", "a counting sort reads keys of a few bits; torch.sort treats them as 32")
     return Timed(case(rows, n, num_buckets), case(2, 100, num_buckets), (faster, *goals))
@@ -70,6 +89,7 @@ CHECK = GpuCheck(
     limit=limit,
     flops=flops,
     baselines=baselines,
+    work=work,
     small=tuple(
         case(5, n, num_buckets, "patterns")
         for n, num_buckets in ((1, 1), (63, 2), (100, 1217), (1000, 33), (257, 1025))

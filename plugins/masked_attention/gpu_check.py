@@ -95,8 +95,11 @@ def work(case: Case) -> dict[str, Work]:
             loaded=blocks * (64 * 64 * size + tiles * keys * (128 * size + 1)),
         )
     }
-    if slices > 1:  # a number to find the highest logit, and three to sum up
-        found["effexport_masked_attention_merge"] = Work({LOADED: 16 * batch * heads * n * e * slices}, (1,))
+    if slices > 1:  # a warp for 32 columns of a row: one number of each slice for the highest logit, three to sum up
+        warps = batch * heads * n * -(-e // 32)
+        found["effexport_masked_attention_merge"] = Work(
+            {LOADED: warps * 32 * (-(-slices // 32) * 4 + slices * 12)}, (1,)
+        )
     return found
 
 

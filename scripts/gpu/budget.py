@@ -31,7 +31,7 @@ from gpu.compiled import MULTIPROCESSOR, Compiled, Launch, Usage, compile_kernel
 from gpu.device import SetupError, find_nvcc, require_torch
 from gpu.estimates import ESTIMATES, LAYERS
 from gpu.goals import text_of
-from gpu.prediction import LAUNCH_US, Recorder, row_of
+from gpu.prediction import Recorder, row_of
 from gpu.sass import INSTRUCTIONS, Cost
 from gpu.timing import KERNEL, goal_json
 
@@ -121,7 +121,7 @@ def layers(recorder: Recorder, compiled: Compiled) -> list[str]:
         rows = [(row_of(recorder, compiled.at(PREDICTED), OPS[name], case), times) for name, case, times in layer.parts]
         launches = layer.others + sum(len(row.launches) * times for row, times in rows)
         known = [(row.predicted_us, times) for row, times in rows if row.predicted_us is not None]
-        fast, slow = (layer.others * LAUNCH_US + sum(us[end] * times for us, times in known) for end in (0, 1))
+        fast, slow = (layer.others_us + sum(us[end] * times for us, times in known) for end in (0, 1))
         predicted = span((fast, slow) if len(known) == len(rows) else None)
         cells = (layer.name, str(launches), predicted, f"at most {layer.at_most_us} µs", layer.dense, layer.compiled)
         lines.append(f"| {' | '.join(cells)} |")

@@ -7,11 +7,11 @@ test_cuda_*.py beside this one compare results, operator by operator.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from cuda_kernels import ENTRIES, PLUGINS, SANITIZERS, THREADS, assert_products_are_exact, build, run
+from gpu.compiled import Usage, parse_usage
 
 from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc
 from effexport.plugins.ops import OPS
@@ -20,31 +20,15 @@ KERNELS = tuple(sorted(op.torch_name for op in OPS.values()))
 REGISTERS = 65536
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What ptxas says about one entry on one architecture."""
-
-    registers: int
-    static_shared_bytes: int
-    spilled_bytes: int
-
-
-def parse_usage(text: str) -> dict[tuple[str, int], Usage]:
-    """(entry, architecture) → Usage, from the output of `nvcc --resource-usage`."""
-    usages = {}
-    for part in text.split("Compiling entry function ")[1:]:
-        entry, architecture = re.match(r"'(\w+)' for 'sm_(\d+)'", part).groups()
-        shared = re.search(r"(\d+) bytes smem", part)
-        usages[entry, int(architecture)] = Usage(
-            int(re.search(r"Used (\d+) registers", part)[1]),
-            int(shared[1]) if shared else 0,
-            int(re.search(r"(\d+) bytes spill stores", part)[1]),
-        )
-    return usages
-
-
-# The oldest, the one of data centres and the newest; `effexport plugins build` compiles for all of them anyway.
-SOME = (75, 90, 120)
+# The oldest, those of data centres and the newest; `effexport plugins build` compiles for all of them anyway.
+SOME = (75, 80, 90, 120)
+# Products of these kernels take tensor cores in every half type.
+MULTIPLYING = {
+    "linear_attention": ("linear_attention_states", "linear_attention_outputs", "linear_attention_causal_outputs"),
+    "lsh_attention": ("lsh_attention",),
+    "masked_attention": ("masked_attention",),
+    "sequence_conv": ("sequence_conv",),
+}
 
 
 @pytest.fixture(
@@ -92,9 +76,28 @@ def test_the_kernels_can_be_launched_with_their_threads(usages: dict[tuple[str, 
     for (entry, architecture), usage in usages.items():
         assert usage.registers * THREADS[entry] <= REGISTERS, (entry, architecture, usage)
         # shared memory is all dynamic, and the launches stay within 48 KiB of it
-        assert usage.static_shared_bytes == 0, (entry, architecture, usage)
-        # a few words outside the inner loop; more would mean that a tile no longer fits in registers
-        assert usage.spilled_bytes <= 32, (entry, architecture, usage)
+        assert usage.shared_bytes == 0, (entry, architecture, usage)
+        # otherwise a tile would not fit in registers
+        assert usage.spilled_bytes == 0, (entry, architecture, usage)
+
+
+@pytest.mark.slow
+@pytest.mark.requires("nvcc")
+@pytest.mark.xdist_group("nvcc")
+@pytest.mark.parametrize("kernel", MULTIPLYING)
+@pytest.mark.parametrize("architecture", SOME)
+def test_half_types_are_multiplied_on_tensor_cores(architecture: int, kernel: str, tmp_path: Path) -> None:
+    source = PLUGINS / kernel / "kernel_cuda.cu"
+    command = [find_nvcc(), "-std=c++17", "-ptx", f"-arch=compute_{architecture}", "-I", PLUGINS, source]
+    run(*command, "-o", tmp_path / "kernel.ptx")
+    parts = re.split(r"\.visible \.entry effexport_(\w+)\(", (tmp_path / "kernel.ptx").read_text(encoding="utf-8"))
+    bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
+    # SM 75 has no products of bfloat16
+    types = ("float16",) if architecture < 80 else ("float16", "bfloat16")
+    for entry in MULTIPLYING[kernel]:
+        for dtype in types:
+            assert "mma.sync" in bodies[f"{entry}_{dtype}"], entry
+        assert "mma.sync" not in bodies[f"{entry}_float32"], entry
 
 
 @pytest.mark.requires("nvcc")
