@@ -139,7 +139,6 @@ struct Inputs {
 template <class T, bool kCausal>
 struct Attention {
   static constexpr int kQueries = queries_of(kCausal);
-  static constexpr int kThreads = warps_of(kCausal) * tile::kWarpSize;
   static constexpr int kColumns = 2 * kChannels;
   using Weights = tile::Tile<float, kBlock>;
   using Columns = tile::Tile<float, kColumns>;
