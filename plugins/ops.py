@@ -20,8 +20,8 @@ class Op:
     """One operator: a folder with its contract, torch operator, kernels and adapters, all under these names.
 
     torch_name names the folder and `torch.ops.effexport.<torch_name>`; onnx_name is the node's type in graphs.
-    element_types are those of its kernels and its schema. has_trt_plugin says whether there is a TensorRT plugin,
-    `trt.py`; otherwise TensorRT runs the function body.
+    element_types are those of T in its kernels and its schema, and output_type that of its outputs. has_trt_plugin says
+    whether there is a TensorRT plugin, `trt.py`; otherwise TensorRT runs the function body.
     cuda_up_to: in ONNX Runtime on a GPU, the body should be faster than the CUDA kernel unless the last dimension of
     the first input is known and at most this. None: the kernel should be faster. Not measured yet.
     """
@@ -29,6 +29,7 @@ class Op:
     torch_name: str
     onnx_name: str
     element_types: tuple[str, ...] = FLOAT_TYPES
+    output_type: str = "T"
     has_trt_plugin: bool = False
     cuda_up_to: int | None = None
 
@@ -64,6 +65,6 @@ OPS: dict[str, Op] = _by_onnx_name(
     Op("masked_attention", "MaskedAttention"),
     Op("segment_means", "SegmentMeans"),
     Op("sequence_conv", "SequenceConv"),
-    Op("lsh_hash", "LSHHash"),
+    Op("lsh_hash", "LSHHash", output_type="int32"),
     Op("aft_window_attention", "AFTWindowAttention"),
 )

@@ -103,13 +103,9 @@ def one_node_model(use: OperatorUse, inputs: Mapping[str, Array]) -> bytes:
     del node.input[:], node.output[:]
     node.input.extend(inputs)
     node.output.extend(f"output_{i}" for i in range(len(use.node.output)))
-    # outputs of our operators have the type of their first input, or one of their own
-    parameters = OPS[use.node.op_type].load().SIGNATURE.outputs
-    dtypes = [first.dtype if parameter.dtype == "T" else np.dtype(parameter.dtype) for parameter in parameters]
-    outputs = [
-        onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(dtype), None)
-        for name, dtype in zip(node.output, dtypes, strict=True)
-    ]
+    own = OPS[use.node.op_type].output_type
+    element = onnx.helper.np_dtype_to_tensor_dtype(first.dtype if own == "T" else np.dtype(own))
+    outputs = [onnx.helper.make_tensor_value_info(name, element, None) for name in node.output]
     graph = onnx.helper.make_graph([node], use.node.op_type, [value(*item) for item in inputs.items()], outputs)
     model = onnx.ModelProto(ir_version=use.model.ir_version, graph=graph)
     model.opset_import.extend(use.model.opset_import)

@@ -25,6 +25,7 @@ SHARED_FILES = (
     "native/ptx.h",
     "native/simd.h",
     "native/tile.h",
+    "native/vector_elements.h",
     "native/workspace.h",
 )
 FILES_PER_OP = ("kernel.h", "kernel_cpu.cc", "kernel_cuda.cu", "ort.cc")

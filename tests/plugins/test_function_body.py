@@ -13,7 +13,7 @@ import pytest
 from one_node import one_node_model
 
 from effexport.plugins.function_body import LARGEST_FILL, rounded_down, traps, with_constants
-from effexport.plugins.ops import DOMAIN, OPS
+from effexport.plugins.ops import DOMAIN, OPS, Op
 
 pytestmark = pytest.mark.requires("torch", "onnx")
 
@@ -180,3 +180,8 @@ def test_lines_with_literals_become_typed_constants_if_a_node_uses_them() -> Non
     assert [array.dtype.name for array in arrays] == ["int64", "float32", "float32", "int64"]
     assert [array.tolist() for array in arrays] == [-3, np.float32(1e-6), np.finfo(np.float32).min, [0, -1]]
     assert [node.op_type for node in function.node[4:]] == ["Concat"]
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_the_type_of_an_operators_outputs_is_that_of_its_signature(op: Op) -> None:
+    assert {output.dtype for output in op.load().SIGNATURE.outputs} == {op.output_type}
