@@ -39,11 +39,18 @@ KNOWN: tuple[Known, ...] = (
     Known(
         tools=("onnxconverter-common float16", "onnxconverter-common float16 keep_io_types"),
         verdict=WRONG,
-        variants=("nystrom", "aft-full", "aft-local", "aft-conv"),
+        variants=("nystrom", "aft-full"),
         reason="softmaxes, exponentials or sums of the main graph read float16, where they overflow or cancel "
         "on GPUs; on CPUs, which compute float16 in float32, the numbers are right",
         remedy="build with `--precision fp16`, or name these operators in `op_block_list`, as another row does: "
-        "Softmax, Exp, Log, ReduceSum, ArgMax, IterativePinv, LSHHash",
+        "Softmax, Exp, Log, ReduceSum, ArgMax, IterativePinv, LSHHash, AFTWindowAttention",
+    ),
+    Known(
+        tools=("onnxconverter-common float16", "onnxconverter-common float16 keep_io_types"),
+        verdict=REFUSED,
+        variants=("aft-local", "aft-conv"),
+        reason="it makes float16 of the position biases of AFTWindowAttention, which are float32 in every precision",
+        remedy="build with `--precision fp16`, or name AFTWindowAttention in `op_block_list`, as another row does",
     ),
     Known(
         tools=("quantize_dynamic",),

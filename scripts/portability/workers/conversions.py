@@ -15,7 +15,7 @@ import numpy as np
 Inputs = Sequence[Mapping[str, np.ndarray]]
 Conversion = Callable[[Path, Path, Inputs], None]
 # What stays in float32 in our own float16 files: exponentials, sums over the sequence, hashes and iterations.
-FLOAT32_OPS = ("Softmax", "Exp", "Log", "ReduceSum", "ArgMax", "IterativePinv", "LSHHash")
+FLOAT32_OPS = ("Softmax", "Exp", "Log", "ReduceSum", "ArgMax", "IterativePinv", "LSHHash", "AFTWindowAttention")
 
 
 def inlined_by_effexport(source: Path, target: Path, inputs: Inputs) -> None:
