@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
+
 if TYPE_CHECKING:
     import onnx
 
@@ -34,6 +36,26 @@ def with_constants(nodes: str) -> str:
         return f"{name} = Constant <value = {tensor_type} {{{values}}}> ()"
 
     return _LITERAL.sub(constant, nodes)
+
+
+def with_nodes(function: onnx.FunctionProto, name: str, nodes: str) -> onnx.FunctionProto:
+    """A function of another name that takes and returns what this one does, but computes it by these nodes.
+
+    nodes: as for `with_constants`; those of our domain, such as `y = effexport.LSHAttentionAttend (x)`, are plugins.
+    """
+    import onnx
+
+    opsets = ", ".join(f'"{entry.domain}" : {entry.version}' for entry in function.opset_import)
+    attributes = [*function.attribute, *(attribute.name for attribute in function.attribute_proto)]
+    header = f"<{', '.join(attributes)}>" if attributes else ""
+    made = onnx.parser.parse_function(f"""
+        <domain: "{function.domain}", opset_import: [{opsets}, "{DOMAIN}" : {OPSET_VERSION}]>
+        {name} {header} ({", ".join(function.input)}) => ({", ".join(function.output)}) {{{with_constants(nodes)}}}
+    """)
+    for node in made.node:
+        if node.domain == DOMAIN:
+            node.attribute.append(onnx.helper.make_attribute(PLUGIN_NAMESPACE, DOMAIN))
+    return made
 
 
 def rounded_down(quotient: str, dividend: str, divisor: str) -> str:

@@ -20,8 +20,7 @@ class Op:
     """One operator: a folder with its contract, torch operator, kernels and adapters, all under these names.
 
     torch_name names the folder and `torch.ops.effexport.<torch_name>`; onnx_name is the node's type in graphs.
-    element_types are those of T in its kernels and its schema, and output_type that of its outputs. has_trt_plugin says
-    whether there is a TensorRT plugin, `trt.py`; otherwise TensorRT runs the function body.
+    element_types are those of T in its kernels and its schema, and output_type that of its outputs.
     cuda_up_to: in ONNX Runtime on a GPU, the body should be faster than the CUDA kernel unless the last dimension of
     the first input is known and at most this. None: the kernel should be faster. Not measured yet.
     """
@@ -30,7 +29,6 @@ class Op:
     onnx_name: str
     element_types: tuple[str, ...] = FLOAT_TYPES
     output_type: str = "T"
-    has_trt_plugin: bool = False
     cuda_up_to: int | None = None
 
     @property
@@ -43,8 +41,7 @@ class Op:
         return importlib.import_module(f"effexport.plugins.{self.torch_name}.op")
 
     def load_trt(self) -> ModuleType:
-        """The operator's `trt.py`: the TensorRT plugin. Loads no framework; its `register` loads tensorrt."""
-        assert self.has_trt_plugin, f"{self.onnx_name} has no TensorRT plugin"
+        """The operator's `trt.py`: its TensorRT plugins. Loads no framework."""
         return importlib.import_module(f"effexport.plugins.{self.torch_name}.trt")
 
 
@@ -57,9 +54,9 @@ def _by_onnx_name(*ops: Op) -> dict[str, Op]:
 # exported files in this order, so a new operator is added at the end.
 OPS: dict[str, Op] = _by_onnx_name(
     # beyond 64 columns, the matrices do not fit into shared memory, and the body's products by cuBLAS should win
-    Op("iterative_pinv", "IterativePinv", has_trt_plugin=True, cuda_up_to=64),
+    Op("iterative_pinv", "IterativePinv", cuda_up_to=64),
     Op("linear_attention", "EluLinearAttention"),
-    Op("lsh_sort", "LSHSort", element_types=("int32",), has_trt_plugin=True),
+    Op("lsh_sort", "LSHSort", element_types=("int32",)),
     Op("lsh_attention", "LSHAttention"),
     Op("aft_simple_attention", "AFTSimpleAttention"),
     Op("masked_attention", "MaskedAttention"),

@@ -8,8 +8,6 @@
 #include "aft_simple_attention/kernel.h"
 #include "native/cuda.h"
 
-#include <algorithm>
-
 // At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
 extern __shared__ float shared_sums[];
 
@@ -22,7 +20,6 @@ constexpr int kThreads = kLanes * kGroups;
 constexpr int kAtOnce = 4;   // rows per thread whose loads do not wait for each other
 constexpr int kSlice = static_cast<int>(kSliceRows);
 constexpr int kParts = 3;    // maximum, n and d
-constexpr std::int64_t kMaxBlocks = 65536;
 // The maximum of no keys. Finite, because −inf − (−inf) is NaN.
 constexpr float kFloor = -1e29f;
 
@@ -125,6 +122,7 @@ __device__ void gate(const T* q, const float* contexts, int heads, int seq, int 
   for (std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * groups + group; row < rows;
        row += static_cast<std::int64_t>(gridDim.x) * groups) {
     const float* const context = contexts + row / seq * channels;
+#pragma unroll 2  // with more, the compiler spills for SM 120
     for (int channel = lane; channel < channels; channel += kLanes) {
       const std::int64_t at = row * channels + channel;
       // e^−q may become infinite: the quotient is 0 then, as it should be
@@ -168,7 +166,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
+#ifndef EFFEXPORT_FOR_TENSORRT
 namespace {
+
+constexpr std::int64_t kMaxBlocks = 65536;
 
 std::size_t partial_floats(std::int64_t heads, std::int64_t seq, std::int64_t channels) {
   return static_cast<std::size_t>(heads) * slices_of(static_cast<int>(seq)) * kParts *
@@ -218,5 +219,6 @@ template int launch_cuda(const float*, const float*, const float*, const bool*, 
 template int launch_cuda(const Half*, const Half*, const Half*, const bool*, const CudaShape&, void*, Half*, void*);
 template int launch_cuda(const BFloat16*, const BFloat16*, const BFloat16*, const bool*, const CudaShape&, void*,
                          BFloat16*, void*);
+#endif  // EFFEXPORT_FOR_TENSORRT
 
 }  // namespace effexport::aft_simple_attention

@@ -1,6 +1,6 @@
-// CUDA kernels of effexport::AFTWindowAttention: three launches. The first reads k and v once and writes maximum and sums
-// of every block of 32 tokens; the second makes of them the sums of all blocks before and after each; the third multiplies
-// e^bias with e^k v of the keys near a few queries, and adds the sums of all others.
+// CUDA kernels of effexport::AFTWindowAttention, in three steps. The first reads k and v once and writes maximum and sums
+// of every block of 32 tokens; the second, a launch for each direction, makes of them the sums of all blocks before and
+// after each; the third multiplies e^bias with e^k v of the keys near a few queries, and adds the sums of all others.
 //
 // Everything is float32, and products are fused multiply-adds: e^k spans more than float16 can hold. Keys and biases
 // are in base 2. The kernels compile to PTX as they are. Their arguments are inputs, int32 scalars, outputs.
@@ -11,12 +11,13 @@
 namespace effexport::aft_window_attention {
 namespace {
 
+using tile::kLog2E;
+
 constexpr int kChannels = 32;  // of a block of threads: one per lane
 constexpr int kBlock = 32;     // tokens
 constexpr int kThreads = 256;  // of the first two launches
 constexpr int kWarps = kThreads / tile::kWarpSize;
 constexpr int kParts = 3;      // maximum, n and d
-constexpr float kLog2E = 1.44269504f;
 // A key that is not there, and the maximum of no keys. Finite, because −inf − (−inf) is NaN.
 constexpr float kAbsent = -1e30f;
 constexpr float kFloor = -1e29f;
@@ -25,8 +26,6 @@ constexpr float kFloor = -1e29f;
 // are taken pair by pair.
 __host__ __device__ constexpr int warps_of(bool causal) { return causal ? 2 : 4; }
 __host__ __device__ constexpr int queries_of(bool causal) { return warps_of(causal) * tile::kRows; }
-
-__host__ __device__ constexpr int parts_of(int size, int part) { return size / part + (size % part != 0); }
 
 struct Sums {
   float top = kFloor;
@@ -356,6 +355,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   sum_others(sums, groups, blocks, channels, forward != 0, others);
 }
 
+#ifndef EFFEXPORT_FOR_TENSORRT
 namespace {
 
 bool countable(const Problem& p) {
@@ -410,5 +410,6 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* scratch, void* strea
 template int launch_cuda(const Problem&, const Arrays<float>&, void*, void*);
 template int launch_cuda(const Problem&, const Arrays<Half>&, void*, void*);
 template int launch_cuda(const Problem&, const Arrays<BFloat16>&, void*, void*);
+#endif  // EFFEXPORT_FOR_TENSORRT
 
 }  // namespace effexport::aft_window_attention

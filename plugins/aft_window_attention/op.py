@@ -317,11 +317,7 @@ def _causal_sums() -> str:
         is_earlier = LessOrEqual (place_key, place_query)
         pair_sum = Add (group_keys, pair_bias)
         pair_key = Where (is_earlier, pair_sum, absent)
-        pair_largest = ReduceMax <keepdims = 1> (pair_key, axis5)
-        pair_top = Max (pair_largest, floor)
-        pair_exponent = Sub (pair_key, pair_top)
-        pair_weight = Exp (pair_exponent)
-        pair_weighted = Mul (pair_weight, group_values)
+        {_weights("pair", "pair_key", "group_values", 5)}
         pair_n = ReduceSum <keepdims = 0> (pair_weighted, axis5)
         pair_d = ReduceSum <keepdims = 0> (pair_weight, axis5)
         pair_m = Squeeze (pair_top, axis5)
@@ -357,11 +353,7 @@ def _causal_sums() -> str:
 
         far_keys_of_block = Squeeze (block_keys, axis3)
         far_values_of_block = Squeeze (block_values, axis3)
-        total_largest = ReduceMax <keepdims = 1> (far_keys_of_block, axis3)
-        total_top = Max (total_largest, floor)
-        total_exponent = Sub (far_keys_of_block, total_top)
-        total_weight = Exp (total_exponent)
-        total_weighted = Mul (total_weight, far_values_of_block)
+        {_weights("total", "far_keys_of_block", "far_values_of_block", 3)}
         total_n = ReduceSum <keepdims = 0> (total_weighted, axis3)
         total_d = ReduceSum <keepdims = 0> (total_weight, axis3)
         total_m = Squeeze (total_top, axis3)
@@ -408,6 +400,17 @@ def _causal_sums() -> str:
         d = Slice (d_rows, zero_1d, length_1d, axis2)"""
 
 
+def _weights(name: str, keys: str, values: str, axis: int) -> str:
+    """Nodes that compute `name`_weight, e^(key − `name`_top), and `name`_weighted, these times the values. Tops are the
+    largest keys along the axis."""
+    return f"""
+        {name}_largest = ReduceMax <keepdims = 1> ({keys}, axis{axis})
+        {name}_top = Max ({name}_largest, floor)
+        {name}_exponent = Sub ({keys}, {name}_top)
+        {name}_weight = Exp ({name}_exponent)
+        {name}_weighted = Mul ({name}_weight, {values})"""
+
+
 def _weighted(name: str, keys: str, values: str, visible: str, bias: str, axis: int) -> str:
     """Nodes that compute `name`_sums, the products of e^(bias − top) with e^(key − top) v and e^(key − top), and
     `name`_m, the sum of both tops. axis: of the keys, next to the last one. visible: a mask of the keys, or ""."""
@@ -415,11 +418,7 @@ def _weighted(name: str, keys: str, values: str, visible: str, bias: str, axis: 
     masked = f"{seen} = Where ({visible}, {keys}, absent)" if visible else ""
     return f"""
         {masked}
-        {name}_largest = ReduceMax <keepdims = 1> ({seen}, axis{axis})
-        {name}_top = Max ({name}_largest, floor)
-        {name}_exponent = Sub ({seen}, {name}_top)
-        {name}_weight = Exp ({name}_exponent)
-        {name}_weighted = Mul ({name}_weight, {values})
+        {_weights(name, seen, values, axis)}
         {name}_columns = Concat <axis = {axis + 1}> ({name}_weighted, {name}_weight)
         {name}_top_bias = ReduceMax <keepdims = 1> ({bias}, axis{axis})
         {name}_bias_exponent = Sub ({bias}, {name}_top_bias)

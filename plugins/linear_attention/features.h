@@ -14,8 +14,7 @@ constexpr int kSide = 64;  // of all tiles
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kTiles = kSide / kColumns;
-constexpr float kLog2E = 1.44269504f;
-constexpr float kNone = -std::numeric_limits<float>::infinity();  // whose feature is zero
+constexpr float kNone = -INFINITY;  // whose feature is zero
 static_assert(kWarps * kRows == kSide, "every warp has 16 rows of a tile of results");
 
 template <class T>

@@ -32,9 +32,9 @@ constexpr bool kFourTiles = sizeof(T) == 2;
 struct Sizes {
   std::int32_t count, heads, seq, head_dim, value_dim, slice;
 
-  __device__ int slices() const { return seq / slice + (seq % slice != 0); }
-  __device__ int key_blocks() const { return head_dim / kSide + (head_dim % kSide != 0); }
-  __device__ int value_blocks() const { return value_dim / kSide + (value_dim % kSide != 0); }
+  __device__ int slices() const { return parts_of(seq, slice); }
+  __device__ int key_blocks() const { return parts_of(head_dim, kSide); }
+  __device__ int value_blocks() const { return parts_of(value_dim, kSide); }
 };
 
 // Shared memory: tiles, of which the last two may lie where the first two are; a column of 64, an exponent for each of 64
@@ -413,7 +413,7 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
       const Exponents most = {of_rows.upper + kMostLift - of_weights.upper, of_rows.lower + kMostLift - of_weights.lower};
       const Exponents next = of_weights + mask_weights<T>(weights, most);
       change<T>(rows, of_rows, next);
-      multiply_weights<false>(rows.sums, weights.sums, slice.shared.d, 0, RowSums<T>{rows.total});
+      multiply_weights(rows.sums, weights.sums, slice.shared.d, 0, RowSums<T>{rows.total});
       if (first + kSide < item.end) {
         change<T>(state, {of_state, of_state}, {of_keys, of_keys});
         of_state = of_keys;
@@ -454,27 +454,29 @@ EFFEXPORT_LINEAR_ATTENTION(float16, Half)
 EFFEXPORT_LINEAR_ATTENTION(bfloat16, BFloat16)
 #undef EFFEXPORT_LINEAR_ATTENTION
 
-// states [count, slices, quads], in place: where causal, each becomes the sum of those before it; otherwise the first of
-// each head becomes the sum of all. A thread has a quad of all slices of a head.
+// states and sums [count, slices, quads]: where causal, the sum of those before each slice; otherwise the first sum of a
+// head is that of all, and the others are not written. A thread has a quad of all slices of a head. Both may be the same
+// array, so they are not restricted.
 extern "C" __global__ void __launch_bounds__(kCombineThreads)
-    effexport_linear_attention_combine(std::int32_t count, std::int32_t slices, std::int32_t quads, std::int32_t causal,
-                                       float4* __restrict__ states) {
+    effexport_linear_attention_combine(const float4* states, std::int32_t count, std::int32_t slices,
+                                       std::int32_t quads, std::int32_t causal, float4* sums) {
   const std::int64_t all = static_cast<std::int64_t>(count) * quads;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kCombineThreads;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kCombineThreads + threadIdx.x; i < all; i += step) {
-    float4* const own = states + i / quads * quads * slices + i % quads;
+    const std::int64_t own = i / quads * quads * slices + i % quads;
     float4 sum = {};
 #pragma unroll 8
     for (int slice = 0; slice < slices; ++slice) {
-      float4* const place = own + static_cast<std::int64_t>(slice) * quads;
-      const float4 value = *place;
-      if (causal != 0) *place = sum;
+      const std::int64_t place = own + static_cast<std::int64_t>(slice) * quads;
+      const float4 value = states[place];
+      if (causal != 0) sums[place] = sum;
       sum = {sum.x + value.x, sum.y + value.y, sum.z + value.z, sum.w + value.w};
     }
-    if (causal == 0) *own = sum;
+    if (causal == 0) sums[own] = sum;
   }
 }
 
+#ifndef EFFEXPORT_FOR_TENSORRT
 namespace {
 
 std::int64_t slice_length(std::int64_t seq, std::int64_t head_dim, bool causal) {
@@ -497,8 +499,9 @@ int launch_states(const Arrays<T>& x, const Sizes& sizes, std::int64_t slices, b
   if (error != cudaSuccess) return error;
   const std::int64_t quads = blocks * kStateQuads;
   const cudaLaunchConfig_t second = launch_of(parts(sizes.count * quads, kCombineThreads), kCombineThreads, 0, stream);
-  return cudaLaunchKernelEx(&second, effexport_linear_attention_combine, sizes.count, int32(slices), int32(quads),
-                            static_cast<std::int32_t>(causal), reinterpret_cast<float4*>(states));
+  float4* const both = reinterpret_cast<float4*>(states);
+  return cudaLaunchKernelEx(&second, effexport_linear_attention_combine, static_cast<const float4*>(both), sizes.count,
+                            int32(slices), int32(quads), static_cast<std::int32_t>(causal), both);
 }
 
 }  // namespace
@@ -549,5 +552,6 @@ EFFEXPORT_INSTANTIATE(float)
 EFFEXPORT_INSTANTIATE(Half)
 EFFEXPORT_INSTANTIATE(BFloat16)
 #undef EFFEXPORT_INSTANTIATE
+#endif  // EFFEXPORT_FOR_TENSORRT
 
 }  // namespace effexport::linear_attention

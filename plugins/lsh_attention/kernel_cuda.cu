@@ -18,13 +18,10 @@
 #include "native/tile.h"
 #include "native/workspace.h"
 
-#include <algorithm>
-#include <cmath>
-
 namespace effexport::lsh_attention {
 namespace {
 
-using attention::kLog2E;
+using tile::kLog2E;
 
 constexpr int kThreads = 256;  // of the first and the third kernel
 constexpr int kBlocksAtOnce = 3;  // of the second one, on a multiprocessor: some copy while others compute
@@ -100,7 +97,6 @@ struct alignas(16) Key {
 template <class T>
 struct Source {
   using Element = T;
-  static constexpr bool kExact = false;
   static constexpr std::size_t kSharedBytes =
       2 * attention::kKeys<T> * sizeof(Key) + attention::kQueries * sizeof(std::int32_t);
 
@@ -282,7 +278,7 @@ __device__ void prepare(const T* qk, const bool* keep, int groups, int heads, in
                         std::int32_t* kept) {
   const int batch = groups / heads;
   const std::int64_t tokens = static_cast<std::int64_t>(groups) * seq;
-  const std::int64_t jobs = batch + (tokens - 1) / kVectors + 1;
+  const std::int64_t jobs = batch + (tokens + kVectors - 1) / kVectors;
   const bool aligned = tile::chunks_are_aligned(qk, head_dim);
   for (std::int64_t job = blockIdx.x; job < jobs; job += gridDim.x) {
     if (job < batch) {
@@ -311,6 +307,7 @@ __device__ tile::Chunk<T> combined(const T* contexts, const float* lses, int seq
   const float all = highest + logf(total);
   const float share = 1.0f / total;
   tile::Chunk<T> sums(contexts, 0, false);  // zeros
+#pragma unroll 2  // with four at a time, a register would be spilled on SM 120
   for (int round = 0; round < rounds; ++round) {
     const float weight = rounded ? exp_approx(lse(round) - all) : exp_approx(lse(round) - highest) * share;
     const tile::Chunk<T> context(contexts + static_cast<std::int64_t>(round) * seq * value_dim, count, aligned);
@@ -381,6 +378,7 @@ EFFEXPORT_LSH_ATTENTION(bfloat16, BFloat16)
 
 #undef EFFEXPORT_LSH_ATTENTION
 
+#ifndef EFFEXPORT_FOR_TENSORRT
 namespace {
 
 // Whether the kernels can count it, in int32: each size, the places of a group's rounds, those of a window, the pieces of
@@ -464,5 +462,6 @@ int launch_cuda(const Problem& p, const T* qk, const T* v, const std::int32_t* o
 INSTANTIATE(float);
 INSTANTIATE(Half);
 INSTANTIATE(BFloat16);
+#endif  // EFFEXPORT_FOR_TENSORRT
 
 }  // namespace effexport::lsh_attention

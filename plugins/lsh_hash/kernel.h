@@ -13,8 +13,7 @@ namespace effexport::lsh_hash {
 // A factor is at least 2, and buckets are int32.
 constexpr int kMostFactors = 30;
 
-// Halves of the bucket factors: how many directions each of them has in a round. A struct, so that it can be an argument
-// of a CUDA kernel.
+// Halves of the bucket factors: how many directions each of them has in a round.
 struct Halves {
   std::int32_t count;
   std::int32_t of[kMostFactors];
@@ -24,6 +23,19 @@ struct Halves {
     std::int32_t product = 1;
     for (int i = 0; i < count; ++i) product *= 2 * of[i];
     return product;
+  }
+
+  // All of them in one number, as the CUDA kernel takes them. The first is lowest; of each, n zeros, a one, and the n bits
+  // after its highest one: 59 bits at most, because buckets are int32. 0 after the last.
+  std::uint64_t code() const {
+    std::uint64_t code = 0;
+    for (int i = count - 1; i >= 0; --i) {
+      int n = 0;
+      while (of[i] >> (n + 1) != 0) ++n;
+      const auto below = static_cast<std::uint64_t>(of[i] - (1 << n));
+      code = (code << n | below) << (n + 1) | std::uint64_t{1} << n;
+    }
+    return code;
   }
 };
 

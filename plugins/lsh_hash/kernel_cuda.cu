@@ -8,7 +8,8 @@
 // Every sum is in the order of the channels, by fused multiply-adds, as on a CPU with AVX2 or AVX-512: no tensor cores,
 // whose TF32 would move tokens to other buckets.
 //
-// The arguments of the kernel are inputs, int32 scalars, the halves of the bucket factors, outputs; any grid is right.
+// The arguments of the kernel are inputs, int32 scalars, outputs; any grid is right. The halves of the bucket factors are
+// the last two scalars, because TensorRT passes no struct.
 #include "lsh_hash/kernel.h"
 #include "native/tile.h"
 
@@ -108,13 +109,19 @@ inline __device__ void store_sums(const float (&sums)[kOwn][kOwn], float* projec
 
 // One token's way through the projections of its group, round by round, factor by factor. NaN is passed over.
 struct Search {
+  std::uint64_t halves, rest;  // Halves::code() of all factors, and of those that come later
   float highest, lowest;
   int at_highest, at_lowest;
-  int factor = 0, place = 0, stride = 1, bucket = 0;  // the direction that comes next, and what its digit counts
+  int half;                           // directions of the present factor
+  int place, stride = 1, bucket = 0;  // the direction that comes next, and what its digit counts
 
-  __device__ Search() { begin_factor(); }
+  __device__ explicit Search(std::uint64_t halves) : halves(halves), rest(halves) { begin_factor(); }
 
   __device__ void begin_factor() {
+    const int n = __ffsll(static_cast<long long>(rest)) - 1;
+    rest >>= n;
+    half = 1 << n | (static_cast<int>(rest >> 1) & ((1 << n) - 1));
+    rest >>= n + 1;
     place = at_highest = at_lowest = 0;
     highest = -INFINITY;
     lowest = INFINITY;
@@ -137,22 +144,24 @@ struct Search {
   }
 
   // Whether this was the last factor of a round, whose bucket is then complete.
-  __device__ bool end_factor(const Halves& halves) {
+  __device__ bool end_factor() {
     // the negated projections follow the others, so an equal one loses
     bucket += (highest >= -lowest ? at_highest : at_lowest + place) * stride;
     stride *= 2 * place;
+    const bool last = rest == 0;
+    if (last) {
+      rest = halves;
+      stride = 1;
+    }
     begin_factor();
-    if (++factor < halves.count) return false;
-    factor = 0;
-    stride = 1;
-    return true;
+    return last;
   }
 };
 
 // Buckets of tokens [first, first + kTokens) of one group, all of whose arrays are given. All threads call it.
 template <class T>
 __device__ void hash_tokens(const T* qk, const float* rotations, const bool* keep, const Sizes& sizes,
-                            const Halves& halves, int hidden, int first, std::int32_t* buckets) {
+                            std::uint64_t halves, int hidden, int first, std::int32_t* buckets) {
   float* const projections = reinterpret_cast<float*>(tile_memory);
   float* const tokens = projections;
   float* const directions = tokens + kSlice * kTokens;
@@ -161,7 +170,7 @@ __device__ void hash_tokens(const T* qk, const float* rotations, const bool* kee
   const bool aligned = tile::chunks_are_aligned(qk, sizes.head_dim);
   const bool kept = token < sizes.seq && keep[token];
   const int count = sizes.rounds * sizes.width;
-  Search search;
+  Search search(halves);
   int round = 0;
   for (int direction = 0; direction < count; direction += kDirections) {
     float sums[kOwn][kOwn] = {};
@@ -178,11 +187,10 @@ __device__ void hash_tokens(const T* qk, const float* rotations, const bool* kee
     __syncthreads();
     const int end = min(kDirections, count - direction);
     for (int done = 0; done < end;) {
-      const int half = halves.of[search.factor];
-      const int step = min(half - search.place, end - done);
+      const int step = min(search.half - search.place, end - done);
       search.take(projections + done * kTokens + threadIdx.x, step);
       done += step;
-      if (search.place < half || !search.end_factor(halves)) continue;
+      if (search.place < search.half || !search.end_factor()) continue;
       if (token < sizes.padded) {
         buckets[static_cast<std::int64_t>(round) * sizes.padded + token] = kept ? search.bucket : hidden;
       }
@@ -194,7 +202,7 @@ __device__ void hash_tokens(const T* qk, const float* rotations, const bool* kee
 
 template <class T>
 __device__ void hash_groups(const T* qk, const float* rotations, const bool* keep, int groups, int heads,
-                            const Sizes& sizes, int hidden, const Halves& halves, std::int32_t* buckets) {
+                            const Sizes& sizes, int hidden, std::uint64_t halves, std::int32_t* buckets) {
   const int blocks = (sizes.padded - 1) / kTokens + 1;
   for (int item = static_cast<int>(blockIdx.x); item < groups * blocks; item += static_cast<int>(gridDim.x)) {
     const int group = item / blocks;
@@ -211,8 +219,10 @@ __device__ void hash_groups(const T* qk, const float* rotations, const bool* kee
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_lsh_hash_##dtype(                                   \
       const T* __restrict__ qk, const float* __restrict__ rotations, const bool* __restrict__ keep, std::int32_t groups, \
       std::int32_t heads, std::int32_t seq, std::int32_t padded, std::int32_t head_dim, std::int32_t rounds,           \
-      std::int32_t width, std::int32_t hidden, Halves halves, std::int32_t* __restrict__ buckets) {                    \
-    hash_groups(qk, rotations, keep, groups, heads, {seq, padded, head_dim, rounds, width}, hidden, halves, buckets);  \
+      std::int32_t width, std::int32_t hidden, std::uint32_t halves_low, std::uint32_t halves_high,                    \
+      std::int32_t* __restrict__ buckets) {                                                                            \
+    hash_groups(qk, rotations, keep, groups, heads, {seq, padded, head_dim, rounds, width}, hidden,                    \
+                static_cast<std::uint64_t>(halves_high) << 32 | halves_low, buckets);                                  \
   }
 
 EFFEXPORT_LSH_HASH(float32, float)
@@ -221,6 +231,7 @@ EFFEXPORT_LSH_HASH(bfloat16, BFloat16)
 
 #undef EFFEXPORT_LSH_HASH
 
+#ifndef EFFEXPORT_FOR_TENSORRT
 template <class T>
 int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
   if (!fit_int32({p.groups, p.heads, p.seq, p.padded + kTokens, p.head_dim, p.rounds, p.width})) {
@@ -230,14 +241,17 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
   if (!fit_int32({items, directions})) return cudaErrorInvalidValue;
   // the kernel adds a grid or a tile to these before it compares them
   if (!fit_int32({2 * items, (p.head_dim + kSlice) * (directions + kDirections)})) return cudaErrorInvalidValue;
+  const std::uint64_t halves = p.halves.code();
   const cudaLaunchConfig_t launch = launch_of(items, kThreads, kSharedBytes, stream);
   return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_lsh_hash), a.qk, a.rotations, a.keep, int32(p.groups),
                             int32(p.heads), int32(p.seq), int32(p.padded), int32(p.head_dim), int32(p.rounds),
-                            int32(p.width), p.halves.buckets(), p.halves, a.buckets);
+                            int32(p.width), p.halves.buckets(), static_cast<std::uint32_t>(halves),
+                            static_cast<std::uint32_t>(halves >> 32), a.buckets);
 }
 
 template int launch_cuda(const Problem&, const Arrays<float>&, void*);
 template int launch_cuda(const Problem&, const Arrays<Half>&, void*);
 template int launch_cuda(const Problem&, const Arrays<BFloat16>&, void*);
+#endif  // EFFEXPORT_FOR_TENSORRT
 
 }  // namespace effexport::lsh_hash

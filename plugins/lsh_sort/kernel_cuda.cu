@@ -13,12 +13,8 @@
 // two outputs by turns: one block per row, because only within a block can passes wait for each other.
 //
 // The kernel compiles to PTX as it is. Its arguments are inputs, int32 scalars, outputs; any grid is right.
-// EFFEXPORT_FOR_TENSORRT leaves out the launch, which is host code: NVRTC compiles none.
 #include "lsh_sort/kernel.h"
-
-#ifndef EFFEXPORT_FOR_TENSORRT
 #include "native/cuda.h"
-#endif
 
 // At global scope because C++ ties an extern array to its namespace, and shared memory has only one.
 extern __shared__ std::int32_t shared_counters[];
@@ -369,6 +365,6 @@ int launch_cuda(const std::int32_t* buckets, std::int64_t rows, std::int64_t n, 
   return cudaLaunchKernelEx(&launch, effexport_lsh_sort, buckets, int32(rows), int32(n), int32(num_buckets), order,
                             rank);
 }
-#endif
+#endif  // EFFEXPORT_FOR_TENSORRT
 
 }  // namespace effexport::lsh_sort

@@ -4,11 +4,9 @@
 // native/attention.h. Where keys are more than four times the queries they are cut into several slices, so that few
 // queries of many keys fill a GPU; a second launch merges what the slices give. How keys are cut depends on n and m alone.
 //
-// The arguments are inputs, int32 scalars, the scale, outputs; any grid is right.
+// The arguments are inputs, scalars, outputs; any grid is right.
 #include "masked_attention/kernel.h"
 #include "native/attention.h"
-
-#include <cmath>
 
 namespace effexport::masked_attention {
 namespace {
@@ -21,8 +19,6 @@ using attention::Softmax;
 constexpr int kMergeThreads = 256;
 constexpr int kSliceTiles = 4;  // keys of a slice per query, both in whole tiles
 constexpr int kStatistics = 2;  // highest and total, before the context of a row of `partials`
-
-__host__ __device__ constexpr int parts_of(int whole, int length) { return whole / length + (whole % length != 0); }
 
 // Sizes of a launch. slice: keys of a slice, a multiple of 64.
 struct Sizes {
@@ -58,7 +54,6 @@ template <class T>
 class Source {
  public:
   using Element = T;
-  static constexpr bool kExact = false;
 
   __device__ Source(const T* q, const T* k, const T* v, const bool* keep, const Sizes& s, float scale, const Job& job)
       : queries_(min(kQueries, s.n - job.first_query)),
@@ -66,7 +61,7 @@ class Source {
         channels_(s.d),
         columns_(s.e - job.first_column),
         value_stride_(s.e),
-        factor_(scale * attention::kLog2E) {
+        factor_(scale * tile::kLog2E) {
     const std::int64_t first_key = static_cast<std::int64_t>(job.slice) * s.slice;
     q_ = q + (static_cast<std::int64_t>(job.group) * s.n + job.first_query) * s.d;
     k_ = k + (static_cast<std::int64_t>(job.group) * s.m + first_key) * s.d;
@@ -180,16 +175,17 @@ inline __device__ void write_partials(const Sizes& s, const Job& job, const Soft
   }
 }
 
+// out: partials if `partial`, otherwise results, of which there is one slice then.
 template <class T>
-__device__ void attend(const T* q, const T* k, const T* v, const bool* keep, const Sizes& s, float scale, T* out,
-                       float* partials) {
+__device__ void attend(const T* q, const T* k, const T* v, const bool* keep, const Sizes& s, float scale, bool partial,
+                       void* out) {
   for (std::int64_t index = blockIdx.x; index < s.jobs(); index += gridDim.x) {
     const Job job(s, static_cast<int>(index));
     const Softmax softmax = attention::attend(Source<T>(q, k, v, keep, s, scale, job));
-    if (s.slices() == 1) {
-      write_results(s, job, softmax, out);
+    if (partial) {
+      write_partials(s, job, softmax, static_cast<float*>(out));
     } else {
-      write_partials(s, job, softmax, partials);
+      write_results(s, job, softmax, static_cast<T*>(out));
     }
   }
 }
@@ -232,13 +228,13 @@ __device__ void merge(const float* partials, const Sizes& s, T* out) {
   extern "C" __global__ void __launch_bounds__(attention::kThreads, kBlocks<T>) effexport_masked_attention_##dtype(             \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
       std::int32_t groups, std::int32_t heads, std::int32_t n, std::int32_t m, std::int32_t d, std::int32_t e,         \
-      std::int32_t slice, float scale, T* __restrict__ out, float* __restrict__ partials) {                            \
-    attend(q, k, v, keep, Sizes{groups, heads, n, m, d, e, slice}, scale, out, partials);                              \
+      std::int32_t slice, float scale, std::int32_t partial, void* __restrict__ out) {                                 \
+    attend(q, k, v, keep, Sizes{groups, heads, n, m, d, e, slice}, scale, partial != 0, out);                          \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(kMergeThreads) effexport_masked_attention_merge_##dtype(                \
-      const float* __restrict__ partials, std::int32_t groups, std::int32_t n, std::int32_t m, std::int32_t e,         \
-      std::int32_t slice, T* __restrict__ out) {                                                                       \
-    merge(partials, Sizes{groups, 1, n, m, 0, e, slice}, out);                                                         \
+      const float* __restrict__ partials, std::int32_t groups, std::int32_t n, std::int32_t slices, std::int32_t e,    \
+      T* __restrict__ out) {                                                                                           \
+    merge(partials, Sizes{groups, 1, n, slices, 0, e, 1}, out); /* as of one key each */                               \
   }
 
 EFFEXPORT_MASKED_ATTENTION(float32, float)
@@ -247,6 +243,7 @@ EFFEXPORT_MASKED_ATTENTION(bfloat16, BFloat16)
 
 #undef EFFEXPORT_MASKED_ATTENTION
 
+#ifndef EFFEXPORT_FOR_TENSORRT
 namespace {
 
 // Whether int32 counts the sizes of a problem.
@@ -284,19 +281,21 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
   }
   if (s.slices() > 0) {
     const cudaLaunchConfig_t launch = launch_of(s.jobs(), attention::kThreads, kSharedBytes<T>, stream);
+    const bool partial = s.slices() > 1;
     const cudaError_t error = cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_masked_attention), a.q, a.k, a.v,
-                                                 a.keep, s.groups, s.heads, s.n, s.m, s.d, s.e, s.slice, p.scale, a.out,
-                                                 a.partials);
+                                                 a.keep, s.groups, s.heads, s.n, s.m, s.d, s.e, s.slice, p.scale,
+                                                 std::int32_t{partial}, partial ? static_cast<void*>(a.partials) : a.out);
     if (error != cudaSuccess || s.slices() == 1) return error;
   }
   const cudaLaunchConfig_t launch =
       launch_of(parts(s.merges(), kMergeThreads / tile::kWarpSize), kMergeThreads, 0, stream);
   return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_masked_attention_merge),
-                            static_cast<const float*>(a.partials), s.groups, s.n, s.m, s.e, s.slice, a.out);
+                            static_cast<const float*>(a.partials), s.groups, s.n, std::int32_t{s.slices()}, s.e, a.out);
 }
 
 template int launch_cuda(const Problem&, const Arrays<float>&, void*);
 template int launch_cuda(const Problem&, const Arrays<Half>&, void*);
 template int launch_cuda(const Problem&, const Arrays<BFloat16>&, void*);
+#endif  // EFFEXPORT_FOR_TENSORRT
 
 }  // namespace effexport::masked_attention

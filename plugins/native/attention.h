@@ -8,7 +8,6 @@
 // What differs between operators is a Source, one per block and job:
 //
 //   using Element = T;
-//   static constexpr bool kExact;                 // whether weights keep more bits than one T has, see multiply_weights
 //   int queries() const;                          // at most kQueries
 //   int keys() const;                             // at least 1, the same for all threads
 //   int channels() const;                         // of queries and keys
@@ -47,7 +46,6 @@ __device__ unsigned char* side_memory() {
   return tile_memory + kTileBytes<T>;
 }
 
-constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLowest = -3.402823466e38f;
 
 // The softmax of rows row_of(0) and row_of(1) of a block, after all keys.
@@ -172,7 +170,7 @@ __device__ Softmax attend(const Source& source) {
     tile::wait_for_tiles<0>();
     __syncthreads();  // the values are there, the keys have been read, and tile + 1 is prepared
     if (tile < last) load_keys(source, tiles, tile + 1, 0, sliced);
-    if (active) tile::multiply_weights<Source::kExact>(softmax.context, scores, tiles.values, 0);
+    if (active) tile::multiply_weights(softmax.context, scores, tiles.values, 0);
   }
 #pragma unroll
   for (float& total : softmax.total) total = tile::sum_of_row(total);

@@ -1,18 +1,12 @@
-// What the CUDA kernels share: conversions of elements, and launches. EFFEXPORT_FOR_TENSORRT leaves out bfloat16 and all
-// host code, which NVRTC does not compile.
+// What the CUDA kernels share: conversions of elements, and launches. EFFEXPORT_FOR_TENSORRT leaves out all host code, here
+// and at the end of every kernel_cuda.cu: NVRTC compiles none.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#ifndef EFFEXPORT_FOR_TENSORRT
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <initializer_list>
-#include <limits>
+#include <cmath>
 #include <type_traits>
-#endif
 
 #include "native/element_types.h"
 
@@ -20,15 +14,28 @@ namespace effexport {
 
 inline __device__ float widen(float value) { return value; }
 inline __device__ float widen(Half value) { return __half2float(__ushort_as_half(value.bits)); }
+inline __device__ float widen(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
 
 inline __device__ void narrow(float value, float& result) { result = value; }
 inline __device__ void narrow(float value, Half& result) { result.bits = __half_as_ushort(__float2half_rn(value)); }
-
-#ifndef EFFEXPORT_FOR_TENSORRT
-inline __device__ float widen(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
 inline __device__ void narrow(float value, BFloat16& result) {
   result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
+
+// How many parts of some length make up the whole, the last one perhaps shorter. parts_of is for kernels, and for any int.
+constexpr std::int64_t parts(std::int64_t whole, std::int64_t length) { return (whole + length - 1) / length; }
+__host__ __device__ constexpr int parts_of(int whole, int length) { return whole / length + (whole % length != 0); }
+
+}  // namespace effexport
+
+#ifndef EFFEXPORT_FOR_TENSORRT
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <limits>
+
+namespace effexport {
 
 constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
@@ -37,9 +44,6 @@ inline bool fit_int32(std::initializer_list<std::int64_t> sizes) {
   return std::all_of(sizes.begin(), sizes.end(), [](std::int64_t size) { return size >= 0 && size <= kMaxInt32; });
 }
 inline std::int32_t int32(std::int64_t size) { return static_cast<std::int32_t>(size); }
-
-// How many parts of some length make up the whole, the last one perhaps shorter.
-constexpr std::int64_t parts(std::int64_t whole, std::int64_t length) { return (whole + length - 1) / length; }
 
 // The most blocks of a launch. Only scripts/gpu lowers it, so that blocks of small calls take several items each.
 inline std::int64_t most_blocks = kMaxInt32;
@@ -68,6 +72,6 @@ constexpr auto entry_of(Float32 float32, Float16 float16, BFloat16Entry bfloat16
 
 // The kernel of element type T among name_float32, name_float16 and name_bfloat16.
 #define EFFEXPORT_KERNEL(T, name) effexport::entry_of<T>(name##_float32, name##_float16, name##_bfloat16)
-#endif
 
 }  // namespace effexport
+#endif  // EFFEXPORT_FOR_TENSORRT

@@ -34,6 +34,14 @@ struct ProductTile {
     }
   }
 
+  void add(const ProductTile& other) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kTileRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kRegisters; ++v) sum[i][v] += other.sum[i][v];
+    }
+  }
+
   // Calls use(row, column, sums) for every register; row and column count from the tile's first element.
   template <class Use>
   void for_each(Use use) const {

@@ -68,16 +68,8 @@ inline __device__ void multiply_add(float (&sums)[4], const std::uint32_t (&left
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
 }
 
-// "cp.async", from SM 80 on: starts to copy `bytes` (0 to 16) from global memory to 16 bytes of shared memory, the rest
-// of which becomes zero. Both addresses are multiples of 16.
-inline __device__ void copy_16_bytes(void* to_shared, const void* from_global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :
-               : "r"(shared_address(to_shared)), "l"(__cvta_generic_to_global(from_global)), "r"(bytes)
-               : "memory");
-}
-
-// The same, of all 16 bytes, or of zeros without a look at the source: then its address may be anything.
+// "cp.async", from SM 80 on: starts to copy 16 bytes from global to shared memory, both at multiples of 16; or zeros
+// without a look at the source, whose address may be anything then.
 inline __device__ void copy_16_bytes_or_zeros(void* to_shared, const void* from_global, bool copy) {
   asm volatile(
       "{\n"
@@ -115,14 +107,12 @@ inline __device__ std::uint32_t pack(float low, float high, Half) {
   return bits;
 }
 
-#ifndef EFFEXPORT_FOR_TENSORRT
 inline __device__ std::uint32_t pack(float low, float high, BFloat16) {
   const auto halves = __floats2bfloat162_rn(low, high);
   std::uint32_t bits;
   memcpy(&bits, &halves, sizeof bits);
   return bits;
 }
-#endif
 
 }  // namespace effexport::ptx
 

@@ -16,6 +16,8 @@
 // wait_for_tiles, __syncthreads, then every warp multiplies.
 #pragma once
 
+#include <cstddef>
+
 #include "native/cuda.h"
 #include "native/ptx.h"
 
@@ -31,6 +33,7 @@ constexpr int kRows = 16;     // of sums
 constexpr int kColumns = 8;   // of sums
 constexpr int kDepth = 16;    // of one product on tensor cores
 constexpr int kChunkBytes = 16;  // what one lane copies, and what a lane gives ldmatrix
+constexpr float kLog2E = 1.44269504088896341f;  // e^x = 2^(x log₂ e), for ptx::exp2_approx
 
 template <class T>
 constexpr bool kTensorCores = false;
@@ -85,21 +88,11 @@ __device__ bool chunks_are_aligned(const T* first, std::int64_t stride) {
          stride * static_cast<std::int64_t>(sizeof(T)) % kChunkBytes == 0;
 }
 
-// Fills a chunk with `count` elements (0 to all), and zeros after them. from: not read beyond these.
+// Fills a chunk with `count` elements (0 to all) from any address, and zeros after them.
 template <class T>
-__device__ void copy_chunk(T* to, const T* from, int count, bool aligned) {
-  constexpr int kCount = kChunkBytes / static_cast<int>(sizeof(T));
-  if (aligned) {
-    if constexpr (kAsynchronousCopies) {
-      ptx::copy_16_bytes(to, from, count * static_cast<int>(sizeof(T)));
-      return;
-    } else if (count == kCount) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-      return;
-    }
-  }
+__device__ void copy_elements(T* to, const T* from, int count) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) to[i] = i < count ? from[i] : T{};
+  for (int i = 0; i < kChunkBytes / static_cast<int>(sizeof(T)); ++i) to[i] = i < count ? from[i] : T{};
 }
 
 // Fills a chunk, from a multiple of 16 bytes, or with zeros.
@@ -145,7 +138,7 @@ __device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, bool
       copy_whole_chunk(to.chunk(row, chunk), from.at(first), from.exists && present > 0);
     } else {
       const int count = from.exists ? present : 0;
-      copy_chunk(to.chunk(row, chunk), count > 0 ? from.elements + first : nullptr, count, false);
+      copy_elements(to.chunk(row, chunk), count > 0 ? from.elements + first : nullptr, count);
     }
   };
   if (aligned && columns % Target::kPerChunk == 0) {
@@ -155,12 +148,6 @@ __device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, bool
 #pragma unroll 1
     for (int begin = 0; begin < rows; begin += kRowsAtOnce) load_chunk(begin, false);
   }
-}
-
-// The same. anywhere: any readable address of global memory, which is no longer needed.
-template <int kThreads, class T, int kWidth, class RowOf>
-__device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, bool aligned, const T*, const RowOf& row_of) {
-  load_tile<kThreads>(to, rows, columns, aligned, row_of);
 }
 
 // The tiles whose copies this thread has started since the last call are a group.
@@ -215,26 +202,6 @@ template <class T>
 __device__ Left round_sums(const Sums& first, const Sums& second) {
   return {{ptx::pack(first.values[0], first.values[1], T{}), ptx::pack(first.values[2], first.values[3], T{}),
            ptx::pack(second.values[0], second.values[1], T{}), ptx::pack(second.values[2], second.values[3], T{})}};
-}
-
-// What rounding leaves of one value.
-template <class T>
-__device__ float remainder(float value) {
-  T rounded;
-  narrow(value, rounded);
-  return value - widen(rounded);
-}
-
-// What rounding to T leaves of two neighbouring sums, rounded too: together they have twice the bits.
-template <class T>
-__device__ Left round_remainders(const Sums& first, const Sums& second) {
-  Sums low[2];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    low[0].values[i] = remainder<T>(first.values[i]);
-    low[1].values[i] = remainder<T>(second.values[i]);
-  }
-  return round_sums<T>(low[0], low[1]);
 }
 
 template <class T>
@@ -455,8 +422,8 @@ __device__ void multiply_left_transposed(Sums (&sums)[kTiles], const Tile<T, kLe
 }
 
 // Weights [16, 8 kWeights], sums of an earlier product, · right rows [right_row, right_row + 8 kWeights), where right_row
-// is a multiple of 8; columns [0, 8 kTiles). On tensor cores the weights are rounded to T or, if kExact, to two numbers of T each.
-template <bool kExact, int kTiles, class T, int kWeights, int kRightWidth, class Also = Nothing>
+// is a multiple of 8; columns [0, 8 kTiles). On tensor cores the weights are rounded to T.
+template <int kTiles, class T, int kWeights, int kRightWidth, class Also = Nothing>
 __device__ void multiply_weights(Sums (&sums)[kTiles], const Sums (&weights)[kWeights],
                                  const Tile<T, kRightWidth>& right, int right_row, Also&& also = {}) {
   if constexpr (kTensorCores<T>) {
@@ -464,18 +431,13 @@ __device__ void multiply_weights(Sums (&sums)[kTiles], const Sums (&weights)[kWe
 #pragma unroll
     for (int k = 0; k < kWeights; k += 2) {
       const Left rows = round_sums<T>(weights[k], weights[k + 1]);
-      const Left rest = kExact ? round_remainders<T>(weights[k], weights[k + 1]) : Left{};
       also(rows, k * kColumns);
-      if (kExact) also(rest, k * kColumns);
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
         Right columns[2];
         load_rights(right, right_row + k * kColumns, j * kColumns, columns);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          multiply_add<T>(sums[j + i], rows, columns[i]);
-          if (kExact) multiply_add<T>(sums[j + i], rest, columns[i]);
-        }
+        multiply_add<T>(sums[j], rows, columns[0]);
+        multiply_add<T>(sums[j + 1], rows, columns[1]);
       }
     }
   } else {

@@ -118,7 +118,7 @@ __device__ void means_of_segments(const T* x, const bool* keep, int groups, int 
     const int columns = min(kWidth, channels - panel);
     const bool* const kept = keep + static_cast<std::int64_t>(group / heads) * seq;
     const int length = kept_length(kept, seq, shared.lengths);
-    const int segment = length / segments + (length % segments != 0);
+    const int segment = parts_of(length, segments);
     const std::int64_t begin = static_cast<std::int64_t>(index) * segment;
     const int first = static_cast<int>(min(begin, static_cast<std::int64_t>(length)));
 
@@ -157,6 +157,7 @@ EFFEXPORT_SEGMENT_MEANS(bfloat16, BFloat16)
 
 #undef EFFEXPORT_SEGMENT_MEANS
 
+#ifndef EFFEXPORT_FOR_TENSORRT
 template <class T>
 int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
   // the tokens that a block would read next are counted too
@@ -171,5 +172,6 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
 template int launch_cuda(const Problem&, const Arrays<float>&, void*);
 template int launch_cuda(const Problem&, const Arrays<Half>&, void*);
 template int launch_cuda(const Problem&, const Arrays<BFloat16>&, void*);
+#endif  // EFFEXPORT_FOR_TENSORRT
 
 }  // namespace effexport::segment_means

@@ -167,7 +167,7 @@ __device__ void convolve(const T* x, const T* weight, const bool* keep, const T*
     Sums<T> sums;
     for (int shift = 0; shift < span; shift += kWindow) {
       const Window window = {min(kWindow, span - shift), shift, taps};
-      tile::load_tile<kThreads>(rows, window.count, columns, aligned, x, [=](int row) -> const T* {
+      tile::load_tile<kThreads>(rows, window.count, columns, aligned, [=](int row) -> const T* {
         const int from = token + (shift + row - taps / 2);
         if (from < 0 || from >= seq || !kept[from]) return nullptr;
         return x + start + static_cast<std::int64_t>(from) * channels;
@@ -207,6 +207,7 @@ EFFEXPORT_SEQUENCE_CONV(bfloat16, BFloat16)
 
 #undef EFFEXPORT_SEQUENCE_CONV
 
+#ifndef EFFEXPORT_FOR_TENSORRT
 template <class T>
 int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
   // the tokens that a block reaches are counted too
@@ -223,5 +224,6 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
 template int launch_cuda(const Problem&, const Arrays<float>&, void*);
 template int launch_cuda(const Problem&, const Arrays<Half>&, void*);
 template int launch_cuda(const Problem&, const Arrays<BFloat16>&, void*);
+#endif  // EFFEXPORT_FOR_TENSORRT
 
 }  // namespace effexport::sequence_conv

@@ -13,7 +13,6 @@ from torch import Tensor
 from effexport.models.aft_simple import AFTSimpleAttention
 from effexport.models.layers import fused_operators
 from effexport.models.spec import AFTSimpleSpec
-from effexport.plugins import tensorrt_plugins
 from effexport.plugins.aft_simple_attention.op import aft_simple_attention, onnx_function_body, reference
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
@@ -392,9 +391,3 @@ def test_the_schema_says_what_the_operator_takes() -> None:
     assert [p.type_str for p in schema.inputs] == ["T", "T", "T", "tensor(bool)"]
     assert [p.name for p in schema.outputs] == ["out"]
     assert not schema.attributes[PLUGIN_NAMESPACE].required
-
-
-def test_tensorrt_runs_the_body_and_says_why() -> None:
-    dims: list[list[int | str | None]] = [["N", 1, "n", 512]] * 3 + [["N", "n"]]
-    answer = tensorrt_plugins.why_body("AFTSimpleAttention", ["float32"] * 3 + ["bool"], dims, {})
-    assert answer == "it has no TensorRT plugin, and how fast TensorRT runs the body was not measured"

@@ -26,7 +26,8 @@ def test_every_driver_belongs_to_an_operator() -> None:
 @pytest.mark.slow
 @pytest.mark.requires("native")
 def test_the_kernels_are_right_and_clean_under_the_sanitizers() -> None:
-    flags = ["-std=c++17", "-O2", "-g", "-Wall", "-Wextra", "-Werror", f"-I{PLUGINS}"]
+    # -O2 takes three times as long to compile; the library itself is compiled with -O3 and tested in ONNX Runtime
+    flags = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", f"-I{PLUGINS}"]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     program = kept_program("native/kernel_driver", find_compiler(), *flags, *sanitizers, *DRIVERS, *KERNELS)
     result = subprocess.run([program], capture_output=True, text=True, timeout=300)

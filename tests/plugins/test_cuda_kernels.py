@@ -6,14 +6,16 @@ test_cuda_*.py beside this one compare results, operator by operator.
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
-from cuda_kernels import ENTRIES, PLUGINS, SANITIZERS, THREADS, assert_products_are_exact, build, run
+from cuda_kernels import ENTRIES, PLUGINS, SANITIZERS, THREADS, build, run
 from gpu.compiled import Usage, parse_usage
+from kept import kept, native_sources
 
-from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc
+from effexport.plugins.building.toolchain import CUDA_ARCHITECTURES, find_nvcc, machine_code_options
 from effexport.plugins.ops import OPS
 
 KERNELS = tuple(sorted(op.torch_name for op in OPS.values()))
@@ -22,101 +24,67 @@ REGISTERS = 65536
 
 # The oldest, those of data centres and the newest; `effexport plugins build` compiles for all of them anyway.
 SOME = (75, 80, 90, 120)
-# Products of these kernels take tensor cores in every half type.
-MULTIPLYING = {
-    "linear_attention": ("linear_attention_states", "linear_attention_outputs", "linear_attention_causal_outputs"),
-    "lsh_attention": ("lsh_attention",),
-    "masked_attention": ("masked_attention",),
-    "sequence_conv": ("sequence_conv",),
-}
-
-
-@pytest.fixture(
-    scope="module",
-    params=[SOME, pytest.param(CUDA_ARCHITECTURES, marks=pytest.mark.soak)],
-    ids=["some", "every"],
+for_some_and_every_architecture = pytest.mark.parametrize(
+    "architectures",
+    [pytest.param(SOME, id="some"), pytest.param(CUDA_ARCHITECTURES, id="every", marks=pytest.mark.soak)],
 )
-def architectures(request: pytest.FixtureRequest) -> set[int]:
-    """Those of a list that this nvcc knows."""
-    known = run(find_nvcc(), "--list-gpu-code").split()
-    return {sm for sm in request.param if f"sm_{sm}" in known}
 
 
-@pytest.fixture(scope="module")
-def usages(architectures: set[int], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Usage]:
-    """Compiles all kernels for these architectures, with warnings as errors."""
-    folder = tmp_path_factory.mktemp("cuda")
+@functools.cache
+def compiled(kernel: str, architectures: tuple[int, ...]) -> dict[tuple[str, int], Usage]:
+    """What ptxas says of each entry, on those architectures that this nvcc knows. The code is the library's, and
+    warnings are errors."""
+    nvcc = find_nvcc()
     strict = ["-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror"]
-    codes = [option for sm in sorted(architectures) for option in ("-gencode", f"arch=compute_{sm},code=sm_{sm}")]
-    command = [find_nvcc(), "-std=c++17", "-I", PLUGINS, "--threads", "2", *strict, *codes, "--resource-usage", "-c"]
-    return {
-        key: usage
-        for kernel in KERNELS
-        for key, usage in parse_usage(
-            run(*command, PLUGINS / kernel / "kernel_cuda.cu", "-o", folder / f"{kernel}.o")
-        ).items()
-    }
+    code = machine_code_options(known(architectures))
+    command = [nvcc, "-std=c++17", "-I", PLUGINS, *strict, *code, "--resource-usage", "-c"]
+
+    def compile_to(folder: Path) -> None:
+        messages = run(*command, PLUGINS / kernel / "kernel_cuda.cu", "-o", folder / "kernel.o")
+        (folder / "messages").write_text(messages, encoding="utf-8")
+
+    decided_by = [run(nvcc, "--version"), *map(str, command), *native_sources()]
+    folder = kept(f"cuda/{kernel}-{len(code)}", decided_by, compile_to)
+    return parse_usage((folder / "messages").read_text(encoding="utf-8"))
 
 
-@pytest.mark.requires("nvcc")
-@pytest.mark.xdist_group("nvcc")
-def test_the_kernels_compile_without_warnings_for_every_gpu(
-    usages: dict[tuple[str, int], Usage], architectures: set[int]
-) -> None:
+@functools.cache
+def known(architectures: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a list that this nvcc knows, which are all in CUDA 13."""
+    codes = run(find_nvcc(), "--list-gpu-code").split()
+    found = tuple(sm for sm in architectures if f"sm_{sm}" in codes)
     release = re.search(r"release (\d+)\.", run(find_nvcc(), "--version"))
-    if int(release[1]) == 13:
-        assert architectures in (set(SOME), set(CUDA_ARCHITECTURES))
-    assert architectures
-    assert set(usages) == {(entry, architecture) for entry in ENTRIES for architecture in architectures}
+    assert found == architectures if int(release[1]) == 13 else found
+    return found
+
+
+def entries_of(kernel: str) -> set[str]:
+    prefix = f"effexport_{kernel.removesuffix('_attention') if kernel.startswith('aft') else kernel}"
+    return {entry for entry in ENTRIES if entry.startswith(prefix)}
+
+
+def test_every_entry_belongs_to_one_kernel() -> None:
+    assert sorted(ENTRIES) == sorted(entry for kernel in KERNELS for entry in entries_of(kernel))
 
 
 @pytest.mark.requires("nvcc")
-@pytest.mark.xdist_group("nvcc")
-def test_the_kernels_can_be_launched_with_their_threads(usages: dict[tuple[str, int], Usage]) -> None:
-    for (entry, architecture), usage in usages.items():
+@for_some_and_every_architecture
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_compiles_without_warnings_for_every_gpu(kernel: str, architectures: tuple[int, ...]) -> None:
+    found = {(entry, architecture) for entry in entries_of(kernel) for architecture in known(architectures)}
+    assert set(compiled(kernel, architectures)) == found
+
+
+@pytest.mark.requires("nvcc")
+@for_some_and_every_architecture
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_can_be_launched_with_its_threads(kernel: str, architectures: tuple[int, ...]) -> None:
+    for (entry, architecture), usage in compiled(kernel, architectures).items():
         assert usage.registers * THREADS[entry] <= REGISTERS, (entry, architecture, usage)
         # shared memory is all dynamic, and the launches stay within 48 KiB of it
         assert usage.shared_bytes == 0, (entry, architecture, usage)
         # otherwise a tile would not fit in registers
         assert usage.spilled_bytes == 0, (entry, architecture, usage)
-
-
-@pytest.mark.slow
-@pytest.mark.requires("nvcc")
-@pytest.mark.xdist_group("nvcc")
-@pytest.mark.parametrize("kernel", MULTIPLYING)
-@pytest.mark.parametrize("architecture", SOME)
-def test_half_types_are_multiplied_on_tensor_cores(architecture: int, kernel: str, tmp_path: Path) -> None:
-    source = PLUGINS / kernel / "kernel_cuda.cu"
-    command = [find_nvcc(), "-std=c++17", "-ptx", f"-arch=compute_{architecture}", "-I", PLUGINS, source]
-    run(*command, "-o", tmp_path / "kernel.ptx")
-    parts = re.split(r"\.visible \.entry effexport_(\w+)\(", (tmp_path / "kernel.ptx").read_text(encoding="utf-8"))
-    bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
-    # SM 75 has no products of bfloat16
-    types = ("float16",) if architecture < 80 else ("float16", "bfloat16")
-    for entry in MULTIPLYING[kernel]:
-        for dtype in types:
-            assert "mma.sync" in bodies[f"{entry}_{dtype}"], entry
-        assert "mma.sync" not in bodies[f"{entry}_float32"], entry
-
-
-@pytest.mark.requires("nvcc")
-@pytest.mark.xdist_group("nvcc")
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_ptx_has_the_entries_and_parameters_that_tensorrt_is_told(kernel: str, tmp_path: Path) -> None:
-    ptx = tmp_path / "kernel.ptx"
-    source = PLUGINS / kernel / "kernel_cuda.cu"
-    run(find_nvcc(), "-std=c++17", "-ptx", "-arch=compute_80", "-I", PLUGINS, source, "-o", ptx)
-    text = ptx.read_text(encoding="utf-8")
-    found = {
-        entry: re.findall(r"\.param \.(\w+) ", parameters)
-        for entry, parameters in re.findall(r"\.visible \.entry (\w+)\(([^)]*)\)", text)
-    }
-    prefix = f"effexport_{kernel.removesuffix('_attention') if kernel.startswith('aft') else kernel}"
-    assert found == {entry: types for entry, types in ENTRIES.items() if entry.startswith(prefix)}
-    assert_products_are_exact(text)
-    # SM 90 alone has wgmma, and TensorRT does not support cooperative or cluster launches
-    assert not re.search(r"\b(wgmma|cluster|grid)\b", text)
 
 
 @pytest.mark.slow

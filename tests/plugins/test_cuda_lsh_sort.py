@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,6 @@ import torch
 from bucket_patterns import bucket_rows
 from cuda_kernels import ALL_BLOCKS, Emulated, assert_guard_is_intact, guarded
 
-from effexport.plugins.lsh_sort import trt as trt_sort
 from effexport.plugins.lsh_sort.op import reference as sort_reference
 
 
@@ -49,6 +50,16 @@ class EmulatedSort(Emulated):
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedSort:
     return EmulatedSort()
+
+
+@pytest.mark.requires("native")
+def test_libraries_of_one_process_count_their_own_launches(emulated: EmulatedSort, tmp_path: Path) -> None:
+    other = ctypes.CDLL(shutil.copy(emulated.library._name, tmp_path / "other.so"))
+    emulated.sort(np.zeros((5, 1)), 1)
+    result = np.zeros((3, 1), np.int32)
+    address = ctypes.c_void_p(result.ctypes.data)
+    other.lsh_sort(address, ctypes.c_int64(3), ctypes.c_int64(1), ctypes.c_int64(1), address, None)
+    assert emulated.launch()[0] == 5
 
 
 LENGTHS = [1, 2, 63, 100, 1000, 4096]
@@ -156,11 +167,3 @@ def test_rows_at_odd_addresses_are_sorted(emulated: EmulatedSort) -> None:
 def test_long_rows_are_sorted(emulated: EmulatedSort, num_buckets: int) -> None:
     buckets = bucket_rows(65536, num_buckets)
     assert_sorted(buckets, num_buckets, *emulated.sort(buckets, num_buckets, seed=num_buckets))
-
-
-@pytest.mark.requires("native")
-def test_the_tensorrt_plugin_launches_the_sort_as_its_source_does(emulated: EmulatedSort) -> None:
-    for num_buckets in [*BUCKETS, 256, 32768, 32769, 1 << 24, (1 << 24) + 1, INT32_MAX]:
-        emulated.sort(np.zeros((2, 1)), num_buckets, max_blocks=1)
-        assert emulated.launch() == [2, trt_sort.BLOCK_THREADS, trt_sort.shared_bytes(num_buckets)]
-    assert (TILE, trt_sort.MAX_RADIX) == (trt_sort.TILE, 1216)

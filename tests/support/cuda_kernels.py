@@ -47,7 +47,7 @@ ENTRIES = {
         f"effexport_linear_attention_causal_outputs_{dtype}": ["u64"] * 5 + ["u32"] * 6 + ["f32", "u64"]
         for dtype in ("float32", "float16", "bfloat16")
     },
-    "effexport_linear_attention_combine": ["u32"] * 4 + ["u64"],
+    "effexport_linear_attention_combine": ["u64"] + ["u32"] * 4 + ["u64"],
     **{
         f"effexport_lsh_attention_{dtype}": ["u64"] * 5 + ["u32"] * 13 + ["u64"] * 2
         for dtype in ("float32", "float16", "bfloat16")
@@ -60,18 +60,17 @@ ENTRIES = {
         f"effexport_lsh_attention_prepare_{dtype}": ["u64"] * 2 + ["u32"] * 4 + ["u64"] * 2
         for dtype in ("float32", "float16", "bfloat16")
     },
-    # the last but one is a struct, of which PTX gives the alignment first
     **{
-        f"effexport_lsh_hash_{dtype}": ["u64"] * 3 + ["u32"] * 8 + ["align", "u64"]
+        f"effexport_lsh_hash_{dtype}": ["u64"] * 3 + ["u32"] * 10 + ["u64"]
         for dtype in ("float32", "float16", "bfloat16")
     },
     "effexport_lsh_sort": ["u64", "u32", "u32", "u32", "u64", "u64"],
     **{
-        f"effexport_masked_attention_{dtype}": ["u64"] * 4 + ["u32"] * 7 + ["f32", "u64", "u64"]
+        f"effexport_masked_attention_{dtype}": ["u64"] * 4 + ["u32"] * 7 + ["f32", "u32", "u64"]
         for dtype in ("float32", "float16", "bfloat16")
     },
     **{
-        f"effexport_masked_attention_merge_{dtype}": ["u64"] + ["u32"] * 5 + ["u64"]
+        f"effexport_masked_attention_merge_{dtype}": ["u64"] + ["u32"] * 4 + ["u64"]
         for dtype in ("float32", "float16", "bfloat16")
     },
     **{
@@ -120,7 +119,7 @@ def assert_products_are_exact(ptx: str) -> None:
     assert {*re.findall(r"\w+\.approx[.\w]*", ptx)} <= {"ex2.approx.ftz.f32"}
 
 
-SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZERS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def build(name: str, *options: str, sources: Sequence[Path] = ()) -> Path:

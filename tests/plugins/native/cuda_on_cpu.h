@@ -5,7 +5,7 @@
 // its warp, then the scheduler chooses another, either by a fixed random priority, so that some warps and lanes run as
 // far ahead of the others as barriers allow, or at random. Shared memory is poisoned before every block. Asynchronous
 // copies poison their target and arrive when their thread waits for them, and no sooner. Products of matrices are exact
-// sums, rounded once; a GPU rounds more often.
+// sums, rounded once; a GPU rounds more often, and with `truncate` so does the emulation.
 //
 // EFFEXPORT_EMULATED is the architecture to emulate, as __CUDA_ARCH__ counts: 800 unless the compiler is told otherwise.
 //
@@ -29,6 +29,7 @@
 #include <memory>
 #include <queue>
 #include <random>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -77,8 +78,12 @@ struct cudaLaunchConfig_t {
   cudaStream_t stream;
 };
 
-inline uint3 threadIdx, blockIdx;
-inline dim3 blockDim, gridDim;
+// An inline variable of one library by itself. g++ makes one of those of all libraries in a process, unless they are
+// hidden: tests that load several would count each other's launches.
+#define EFFEXPORT_OWN inline __attribute__((visibility("hidden")))
+
+EFFEXPORT_OWN uint3 threadIdx, blockIdx;
+EFFEXPORT_OWN dim3 blockDim, gridDim;
 
 using std::max;
 using std::min;
@@ -95,12 +100,25 @@ constexpr std::size_t kStackBytes = 128 * 1024;
 struct Settings {
   unsigned seed = 0;          // of the schedules
   unsigned max_blocks = ~0u;  // larger grids are cut down to this
+  bool truncate = false;      // sums of tensor cores lose more bits than on any GPU that has been studied
   void* shared = nullptr;     // the extern array of the kernel, kMaxSharedBytes long
 };
-inline Settings settings;
+EFFEXPORT_OWN Settings settings;
 
-inline std::vector<cudaLaunchConfig_t> launches;  // all so far
-inline std::vector<const void*> launched;         // their kernels
+EFFEXPORT_OWN std::vector<cudaLaunchConfig_t> launches;  // all so far
+EFFEXPORT_OWN std::vector<const void*> launched;         // their kernels
+EFFEXPORT_OWN std::vector<std::vector<std::int32_t>> scalars;  // and their arguments that are numbers, as bits
+
+// The argument of a kernel's parameter, noted down if it is a number.
+template <class Parameter, class Argument>
+void note_scalar(const Argument& argument, std::vector<std::int32_t>& noted) {
+  if constexpr (std::is_arithmetic_v<Parameter>) {
+    static_assert(sizeof(Parameter) == sizeof(std::int32_t));
+    const auto number = static_cast<Parameter>(argument);
+    noted.emplace_back();
+    std::memcpy(&noted.back(), &number, sizeof number);
+  }
+}
 
 // What a fiber waits for: everyone in its group to arrive at the same line of source.
 struct Meeting {
@@ -117,11 +135,10 @@ struct Warp {
   Given settled[kWarpSize];  // to the last complete one
 };
 
-// Of one thread, from global to shared memory.
+// Of 16 bytes by one thread, from global to shared memory. from: nullptr for zeros.
 struct Copy {
   void* to;
   const void* from;
-  int bytes;
 };
 
 struct Fiber {
@@ -194,8 +211,11 @@ class Block {
     std::vector<std::vector<Copy>>& groups = current_->copies;
     while (groups.size() > left + 1) {
       for (const Copy& copy : groups.front()) {
-        std::memset(copy.to, 0, 16);
-        if (copy.bytes > 0) std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.bytes));
+        if (copy.from) {
+          std::memcpy(copy.to, copy.from, 16);
+        } else {
+          std::memset(copy.to, 0, 16);
+        }
       }
       groups.erase(groups.begin());
     }
@@ -295,7 +315,7 @@ class Block {
   int failure_line_ = 0;
 };
 
-inline Block block;
+EFFEXPORT_OWN Block block;
 
 inline void Block::run_thread() {
 #if defined(__SANITIZE_ADDRESS__)
@@ -326,6 +346,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* launch, void (*kernel)(
   using namespace cuda_on_cpu;
   launches.push_back(*launch);
   launched.push_back(reinterpret_cast<const void*>(kernel));
+  scalars.emplace_back();
+  (note_scalar<Parameters>(arguments, scalars.back()), ...);
   const unsigned threads = launch->blockDim.x;
   if (threads == 0 || threads > kMaxThreads || threads % kWarpSize != 0 || launch->gridDim.x == 0 ||
       launch->gridDim.x > 0x7fffffffu || launch->dynamicSmemBytes > kMaxSharedBytes) {
@@ -391,7 +413,10 @@ inline float shuffle(unsigned mask, float value, int source, int line) {
 }  // namespace cuda_on_cpu
 
 inline int atomicAdd(int* address, int value) { return std::exchange(*address, *address + value); }
+inline unsigned __float_as_uint(float value) { return effexport::bits_of(value); }
+inline float __uint_as_float(unsigned bits) { return effexport::float_of_bits(bits); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline int __ffsll(long long value) { return __builtin_ffsll(value); }
 
 struct __half {
   effexport::Half value;
@@ -439,6 +464,25 @@ inline void load_transposed(std::uint32_t (&result)[4], const void* row, int lin
   for (int i = 0; i < 4; ++i) result[i] = element(rows, i, first, group) | element(rows, i, first + 1, group) << 16;
 }
 
+// sum + products. Tensor cores align all of them to the largest, cut off what lies below its bits, and cut the result to
+// float32: at least 24 bits, of 4, 8 or 16 products at a time (Fasi et al., "Numerical behavior of NVIDIA tensor cores",
+// 2021). This takes the least of each.
+inline float truncated_sum(double sum, const double (&products)[16]) {
+  constexpr int kAtATime = 4, kBits = 24;
+  for (int first = 0; first < 16; first += kAtATime) {
+    double largest = std::abs(sum);
+    for (int k = first; k < first + kAtATime; ++k) largest = std::max(largest, std::abs(products[k]));
+    if (largest == 0.0 || !std::isfinite(largest)) largest = 1.0;
+    const double unit = std::ldexp(1.0, std::ilogb(largest) + 1 - kBits);
+    double units = std::trunc(sum / unit);
+    for (int k = first; k < first + kAtATime; ++k) units += std::trunc(products[k] / unit);
+    sum = units * unit;
+    const auto nearest = static_cast<float>(sum);
+    sum = std::abs(static_cast<double>(nearest)) > std::abs(sum) ? std::nextafter(nearest, 0.0f) : nearest;
+  }
+  return static_cast<float>(sum);
+}
+
 template <class T>
 void multiply_add(float (&sums)[4], const std::uint32_t (&left)[4], const std::uint32_t (&right)[2], T,
                   int line = __builtin_LINE()) {
@@ -451,23 +495,21 @@ void multiply_add(float (&sums)[4], const std::uint32_t (&left)[4], const std::u
   const int group = cuda_on_cpu::lane() / 4, first = cuda_on_cpu::lane() % 4 * 2;
   for (int i = 0; i < 4; ++i) {
     const int lower_row = i / 2, column = first + i % 2;
-    double sum = sums[i];
+    double products[16];
     for (int k = 0; k < 16; ++k) {
       const int later = k / 8, owner = k % 8 / 2;
       const std::uint32_t x = given[group * 4 + owner][static_cast<std::size_t>(2 * later + lower_row)];
       const std::uint32_t y = given[column * 4 + owner][static_cast<std::size_t>(4 + later)];
-      sum += half(x, k % 2) * half(y, k % 2);
+      products[k] = half(x, k % 2) * half(y, k % 2);
     }
-    sums[i] = static_cast<float>(sum);
+    double sum = sums[i];
+    for (const double product : products) sum += product;
+    sums[i] = cuda_on_cpu::settings.truncate ? truncated_sum(sums[i], products) : static_cast<float>(sum);
   }
 }
 
-inline void copy_16_bytes(void* to, const void* from, int bytes, int line = __builtin_LINE()) {
-  cuda_on_cpu::block.start_copy({to, from, bytes}, line);
-}
-
 inline void copy_16_bytes_or_zeros(void* to, const void* from, bool copy, int line = __builtin_LINE()) {
-  cuda_on_cpu::block.start_copy({to, from, copy ? 16 : 0}, line);
+  cuda_on_cpu::block.start_copy({to, copy ? from : nullptr}, line);
 }
 
 inline void commit_copies() { cuda_on_cpu::block.commit_copies(); }

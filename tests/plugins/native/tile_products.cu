@@ -13,7 +13,7 @@ constexpr int kTilesOfSide = kSide / kColumns;
 
 // left [32, columns] and right [64, columns], both continued by zeros up to 64 columns → out [32, 64]. product:
 // 0: left · rightᵀ, over 48 columns; 1: left · right, over 48 columns and rows 8 to 56; 2: leftᵀ · right, over 32 rows,
-// of 32 columns of left; 3 and 4: (left · rightᵀ) · right, with rounded and with exact weights.
+// of 32 columns of left; 3: (left · rightᵀ) · right.
 template <class T>
 __device__ void multiply_tiles(const T* left, const T* right, int columns, int product, float* out) {
   const Tile<T, kSide> left_tile = {reinterpret_cast<T*>(tile_memory)};
@@ -21,9 +21,9 @@ __device__ void multiply_tiles(const T* left, const T* right, int columns, int p
   const auto row_of = [=](const T* matrix) {
     return [=](int row) { return matrix + static_cast<std::int64_t>(row) * columns; };
   };
-  load_tile<kThreads>(left_tile, kLeftRows, columns, chunks_are_aligned(left, columns), left, row_of(left));
+  load_tile<kThreads>(left_tile, kLeftRows, columns, chunks_are_aligned(left, columns), row_of(left));
   commit_tiles();
-  load_tile<kThreads>(right_tile, kSide, columns, chunks_are_aligned(right, columns), right, row_of(right));
+  load_tile<kThreads>(right_tile, kSide, columns, chunks_are_aligned(right, columns), row_of(right));
   commit_tiles();
   wait_for_tiles<0>();
   __syncthreads();
@@ -33,11 +33,10 @@ __device__ void multiply_tiles(const T* left, const T* right, int columns, int p
   if (product == 0) multiply_transposed(sums, left_tile, row, right_tile, 0, 48);
   if (product == 1) multiply(sums, left_tile, row, right_tile, 8, 48);
   if (product == 2) multiply_left_transposed(sums, left_tile, row, right_tile, kLeftRows);
-  if (product >= 3) {
+  if (product == 3) {
     Sums weights[kTilesOfSide] = {};
     multiply_transposed(weights, left_tile, row, right_tile, 0, kSide);
-    if (product == 3) multiply_weights<false>(sums, weights, right_tile, 0);
-    if (product == 4) multiply_weights<true>(sums, weights, right_tile, 0);
+    multiply_weights(sums, weights, right_tile, 0);
   }
 #pragma unroll
   for (int j = 0; j < kTilesOfSide; ++j) {

@@ -1,15 +1,14 @@
 #include "emulation.h"
 
+#include "iterative_pinv/gpu_check.cc"
 #include "iterative_pinv/kernel_cuda.cu"
-
-float4 shared_memory[cuda_on_cpu::kMaxSharedBytes / sizeof(float4)];
 
 namespace {
 
 template <class T>
 int run_iterative_pinv(const void* a, const void* scale, std::int64_t count, std::int64_t m, std::int64_t iterations,
                        void* scratch, void* z) {
-  cuda_on_cpu::settings.shared = shared_memory;
+  cuda_on_cpu::settings.shared = tile_memory;
   return effexport::iterative_pinv::launch_cuda(static_cast<const T*>(a), static_cast<const T*>(scale), count, m,
                                                 iterations, scratch, static_cast<T*>(z), nullptr);
 }
@@ -38,3 +37,9 @@ std::size_t iterative_pinv_scratch_bytes(std::int64_t count, std::int64_t m) {
 }
 
 }  // extern "C"
+
+[[maybe_unused]] static const bool kAdded = [] {
+  using namespace effexport::iterative_pinv;
+  ADD_ENTRIES(tile_memory, effexport_iterative_pinv);
+  return true;
+}();

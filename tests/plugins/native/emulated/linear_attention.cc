@@ -1,5 +1,6 @@
 #include "emulation.h"
 
+#include "linear_attention/gpu_check.cc"
 #include "linear_attention/kernel_cuda.cu"
 
 namespace {
@@ -41,3 +42,12 @@ std::size_t linear_attention_scratch_bytes(const std::int64_t sizes[6]) {
 }
 
 }  // extern "C"
+
+[[maybe_unused]] static const bool kAdded = [] {
+  using namespace effexport::linear_attention;
+  ADD_ENTRIES(tile_memory, effexport_linear_attention_states);
+  ADD_ENTRY(tile_memory, effexport_linear_attention_combine);
+  ADD_ENTRIES(tile_memory, effexport_linear_attention_outputs);
+  ADD_ENTRIES(tile_memory, effexport_linear_attention_causal_outputs);
+  return true;
+}();

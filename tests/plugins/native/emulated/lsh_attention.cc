@@ -1,5 +1,6 @@
 #include "emulation.h"
 
+#include "lsh_attention/gpu_check.cc"
 #include "lsh_attention/kernel_cuda.cu"
 
 namespace {
@@ -52,3 +53,11 @@ std::size_t lsh_attention_scratch_bytes_bfloat16(const std::int64_t sizes[13]) {
 }
 
 }  // extern "C"
+
+[[maybe_unused]] static const bool kAdded = [] {
+  using namespace effexport::lsh_attention;
+  ADD_ENTRIES(tile_memory, effexport_lsh_attention_prepare);
+  ADD_ENTRIES(tile_memory, effexport_lsh_attention);
+  ADD_ENTRIES(tile_memory, effexport_lsh_attention_combine);
+  return true;
+}();

@@ -9,3 +9,9 @@ extern "C" int lsh_hash(int dtype, void* const* arrays, const std::int64_t* size
   cuda_on_cpu::settings.shared = tile_memory;
   return effexport_check_lsh_hash(dtype, arrays, sizes, nullptr, nullptr, nullptr);
 }
+
+[[maybe_unused]] static const bool kAdded = [] {
+  using namespace effexport::lsh_hash;
+  ADD_ENTRIES(tile_memory, effexport_lsh_hash);
+  return true;
+}();

@@ -1,5 +1,6 @@
 #include "emulation.h"
 
+#include "masked_attention/gpu_check.cc"
 #include "masked_attention/kernel_cuda.cu"
 
 namespace {
@@ -40,3 +41,10 @@ std::int64_t masked_attention_partial_floats(const std::int64_t sizes[6]) {
 }
 
 }  // extern "C"
+
+[[maybe_unused]] static const bool kAdded = [] {
+  using namespace effexport::masked_attention;
+  ADD_ENTRIES(tile_memory, effexport_masked_attention);
+  ADD_ENTRIES(tile_memory, effexport_masked_attention_merge);
+  return true;
+}();

@@ -1,5 +1,6 @@
 #include "emulation.h"
 
+#include "segment_means/gpu_check.cc"
 #include "segment_means/kernel_cuda.cu"
 
 namespace {
@@ -30,3 +31,9 @@ int segment_means_bfloat16(const std::int64_t sizes[5], void* const arrays[3]) {
 }
 
 }  // extern "C"
+
+[[maybe_unused]] static const bool kAdded = [] {
+  using namespace effexport::segment_means;
+  ADD_ENTRIES(tile_memory, effexport_segment_means);
+  return true;
+}();

@@ -1,5 +1,6 @@
 #include "emulation.h"
 
+#include "sequence_conv/gpu_check.cc"
 #include "sequence_conv/kernel_cuda.cu"
 
 namespace {
@@ -31,3 +32,9 @@ int sequence_conv_bfloat16(const std::int64_t sizes[5], void* const arrays[5]) {
 }
 
 }  // extern "C"
+
+[[maybe_unused]] static const bool kAdded = [] {
+  using namespace effexport::sequence_conv;
+  ADD_ENTRIES(tile_memory, effexport_sequence_conv);
+  return true;
+}();

@@ -1,0 +1,83 @@
+"""PTX of all kernels as TensorRT plugins get it, compiled once by each compiler, and what ptxas makes of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from cuda_kernels import run
+from gpu.compiled import Usage, parse_usage
+from kept import ROOT, kept
+
+from effexport.plugins.building import ptx, sources
+from effexport.plugins.building.toolchain import find_nvcc
+from effexport.plugins.ops import Op
+
+NVRTC_PYTHON = ROOT / ".venv-tensorrt" / "11" / "bin" / "python"
+BY_NVRTC = """
+import sys
+from pathlib import Path
+from effexport.plugins.building import ptx
+Path(sys.argv[3]).write_text(ptx._nvrtc().compile(Path(sys.argv[1]), int(sys.argv[2])))
+"""
+
+
+@cache
+def ptx_by_nvcc(op: Op, architecture: int) -> str:
+    compiler = ptx.find_ptx_compiler()
+    assert compiler.identity[0] == "nvcc"
+
+    def make(folder: Path) -> None:
+        text = compiler.compile(sources.FOLDER / op.cuda_source, architecture)
+        (folder / "kernel.ptx").write_text(text, encoding="utf-8")
+
+    return _kept(f"nvcc/{op.torch_name}_{architecture}", op, [*compiler.identity, str(architecture)], make)
+
+
+@cache
+def ptx_by_nvrtc(op: Op, architecture: int) -> str:
+    """In an environment of scripts/conformance.sh, where there is nothing more of `effexport` than its plugins."""
+
+    def make(folder: Path) -> None:
+        package = folder / "path" / "effexport"
+        package.mkdir(parents=True)
+        for part in (ROOT / "exporter" / "__init__.py", ROOT / "exporter" / "version.py", ROOT / "plugins"):
+            (package / part.name).symlink_to(part)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("EFFEXPORT_", "PYTHON"))}
+        environment = {**kept, "PYTHONPATH": str(folder / "path"), "PYTHONDONTWRITEBYTECODE": "1"}
+        source = sources.FOLDER / op.cuda_source
+        command = [NVRTC_PYTHON, "-c", BY_NVRTC, source, str(architecture), folder / "kernel.ptx"]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    requirements = (ROOT / "scripts" / "conformance-requirements-11.txt").read_text(encoding="utf-8")
+    return _kept(f"nvrtc/{op.torch_name}_{architecture}", op, [requirements, str(architecture)], make)
+
+
+def _kept(name, op, decided_by, make) -> str:
+    own = [sources.FOLDER / source for source in ptx.kernel_sources(op)]
+    folder = kept(f"ptx/{name}", [*decided_by, Path(ptx.__file__), *own], make)
+    return (folder / "kernel.ptx").read_text(encoding="utf-8")
+
+
+def entries_of(text: str) -> dict[str, list[str]]:
+    """The types of the parameters of every entry."""
+    entries = re.findall(r"\.visible \.entry (\w+)\(([^)]*)\)", text)
+    return {entry: re.findall(r"\.param \.(\w+) ", parameters) for entry, parameters in entries}
+
+
+def bodies_of(text: str) -> dict[str, str]:
+    """What follows each entry, up to the next one."""
+    parts = re.split(r"\.visible \.entry (\w+)\(", text)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def assembled(text: str, sm: int, folder: Path) -> dict[str, Usage]:
+    """What every entry needs on a GPU. ptxas must have no warnings."""
+    (folder / "kernel.ptx").write_text(text, encoding="utf-8")
+    ptxas = find_nvcc().resolve().parent / "ptxas"
+    options = (f"-arch=sm_{sm}", "--warning-as-error", "-v", "-o", folder / "kernel.cubin")
+    return {entry: usage for (entry, _), usage in parse_usage(run(ptxas, *options, folder / "kernel.ptx")).items()}
