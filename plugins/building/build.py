@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def key(self) -> str:
-        nvcc = self.nvcc and [str(self.nvcc.path), self.nvcc.version, self.nvcc.cmake_architectures]
+        nvcc = self.nvcc and [str(self.nvcc.path), self.nvcc.version, self.nvcc.code_options]
         parts = [
             self.source_hash,
             [self.headers.api_version, self.headers.sha256],
@@ -175,7 +175,8 @@ def _compile(plan: Plan, temporary: Path) -> None:
     if plan.nvcc:
         configure += [
             f"-DCMAKE_CUDA_COMPILER={plan.nvcc.path}",
-            f"-DCMAKE_CUDA_ARCHITECTURES={plan.nvcc.cmake_architectures}",
+            "-DCMAKE_CUDA_ARCHITECTURES=OFF",
+            f"-DEFFEXPORT_CUDA_CODE={';'.join(plan.nvcc.code_options)}",
         ]
     for command in (configure, [cmake, "--build", build, "--parallel", str(os.cpu_count() or 1)]):
         if problem := run_logged(command, log, TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""Compiles an operator's kernel_cuda.cu to PTX for its TensorRT plugin, and keeps the PTX in the user's cache.
+"""Compiles an operator's kernel_cuda.cu to PTX for its TensorRT plugins, and keeps the PTX in the user's cache.
 
 By nvcc if installed, otherwise by NVRTC, which pip installs and which needs neither a GPU nor a driver.
 
@@ -22,15 +22,11 @@ from typing import Any
 from effexport.plugins.building import sources
 from effexport.plugins.building.library import CACHE_VARIABLE, LibraryError, cache_folder
 from effexport.plugins.building.programs import Run, run_program
+from effexport.plugins.building.ptx_target import MAX_ISA, Version, isa_of, text_of
 from effexport.plugins.building.records import write_whole
 from effexport.plugins.building.toolchain import choose_nvcc
 from effexport.plugins.ops import Op
 
-# Turing, the oldest GPU that the kernel library and TensorRT 11 support. Drivers translate the PTX of an architecture
-# for every later one, and the kernels use nothing newer.
-ARCHITECTURE = "compute_75"
-# The PTX of CUDA 13.0. A driver refuses PTX that is newer than itself, and the kernels need nothing newer.
-MAX_ISA = (9, 0)
 DEFINITIONS = ("-DEFFEXPORT_FOR_TENSORRT",)
 # read by nvcc, and hence part of what PTX was made from
 FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
@@ -40,17 +36,30 @@ CHECK_LINE = "// sha256 "
 
 # The parts that kernels use of headers that NVRTC lacks.
 STANDARD_HEADERS = {
+    "cmath": "#pragma once\n#ifndef INFINITY\n#define INFINITY __builtin_bit_cast(float, 0x7f800000u)\n#endif\n",
     "cstddef": "#pragma once\nnamespace std { using size_t = unsigned long; }\n",
     "cstdint": """#pragma once
 namespace std {
+using uint8_t = unsigned char;
 using uint16_t = unsigned short;
 using int32_t = int;
 using uint32_t = unsigned int;
 using int64_t = long long;
+using uint64_t = unsigned long long;
 using uintptr_t = unsigned long long;
 }
 """,
     "cstring": "#pragma once\nnamespace std { using ::memcpy; }\n",
+    "type_traits": """#pragma once
+namespace std {
+template <class T, class Other> constexpr bool is_same_v = false;
+template <class T> constexpr bool is_same_v<T, T> = true;
+template <bool kFirst, class First, class Second> struct conditional { using type = First; };
+template <class First, class Second> struct conditional<false, First, Second> { using type = Second; };
+template <bool kFirst, class First, class Second>
+using conditional_t = typename conditional<kFirst, First, Second>::type;
+}
+""",
 }
 
 
@@ -58,28 +67,30 @@ using uintptr_t = unsigned long long;
 class PtxCompiler:
     """A compiler of PTX. identity: everything about it that may change the result.
 
-    compile takes a source file and returns PTX, or raises LibraryError. ptxas assembles PTX; None if not installed.
+    compile takes a source file and an architecture, and returns PTX or raises LibraryError. ptxas assembles PTX; None
+    if not installed.
     """
 
     name: str
     identity: tuple[str, ...]
-    compile: Callable[[Path], str]
+    compile: Callable[[Path, int], str]
     ptxas: Path | None
 
 
-def ptx_from_source(op: Op) -> str:
-    """PTX of the operator's kernels: target sm_75, ISA 9.0 at most. From the cache, or compiled now (about a second).
+def ptx_from_source(op: Op, architecture: int) -> str:
+    """PTX of the operator's kernels, ISA 9.0 at most. From the cache, or compiled now (1 to 10 seconds).
 
-    Raises LibraryError without a compiler, if compilation fails, or if the cache cannot be written.
+    architecture: one of ARCHITECTURES; see `ptx_architecture`. Raises LibraryError without a compiler, if compilation
+    fails, or if the cache cannot be written.
     """
     compiler = find_ptx_compiler()
-    key = _key(op, compiler)
+    key = _key(op, compiler, architecture)
     try:
         folder = cache_folder() / "ptx"
         folder.mkdir(parents=True, exist_ok=True)
         cached = folder / f"{key}.ptx"
         if (ptx := _read(cached)) is None:
-            compiled = compiler.compile(sources.FOLDER / op.cuda_source)
+            compiled = compiler.compile(sources.FOLDER / op.cuda_source, architecture)
             ptx = with_isa_at_most(MAX_ISA, compiled.rstrip() + "\n", compiler)
             digest = hashlib.sha256(ptx.encode()).hexdigest()
             write_whole(cached, f"{ptx}{CHECK_LINE}{digest}\n")
@@ -124,15 +135,7 @@ def kernel_sources(op: Op) -> dict[str, bytes]:
     return dict(sorted(found.items()))
 
 
-def isa_of(ptx: str) -> tuple[int, int]:
-    """The version of the instruction set that PTX declares. Raises LibraryError if it declares none."""
-    version = re.search(r"^\.version\s+(\d+)\.(\d+)\s*$", ptx, re.MULTILINE)
-    if version is None:
-        raise LibraryError("the CUDA compiler made PTX without a .version; expected one. Try another CUDA toolkit")
-    return int(version[1]), int(version[2])
-
-
-def with_isa_at_most(isa: tuple[int, int], ptx: str, compiler: PtxCompiler) -> str:
+def with_isa_at_most(isa: Version, ptx: str, compiler: PtxCompiler) -> str:
     """The PTX, declared for an older instruction set where the compiler's own is newer than `isa`.
 
     A compiler writes down its own version, whatever the code needs. ptxas knows when each instruction came and refuses
@@ -141,7 +144,7 @@ def with_isa_at_most(isa: tuple[int, int], ptx: str, compiler: PtxCompiler) -> s
     found = isa_of(ptx)
     if found <= isa:
         return ptx
-    given, wanted = (".".join(map(str, version)) for version in (found, isa))
+    given, wanted = text_of(found), text_of(isa)
     problem = f"{compiler.name} makes PTX {given}; expected {wanted} or older, which drivers of CUDA 13.0 load"
     remedy = "Use CUDA 13.0: name its nvcc with EFFEXPORT_NVCC, or without nvcc pip install 'nvidia-cuda-nvrtc==13.0.*'"
     if compiler.ptxas is None:
@@ -150,10 +153,10 @@ def with_isa_at_most(isa: tuple[int, int], ptx: str, compiler: PtxCompiler) -> s
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(lowered, encoding="utf-8")
-        target = ARCHITECTURE.replace("compute", "sm")
-        run = run_program(
-            *(str(compiler.ptxas), f"-arch={target}", str(source), "-o", f"{folder}/kernel.cubin"), timeout_s=TIMEOUT_S
-        )
+        target = re.search(r"^\.target\s+(sm_\d+)", ptx, re.MULTILINE)
+        arch = f"-arch={target[1]}" if target else "-arch=native"
+        command = [str(compiler.ptxas), arch, str(source), "-o", f"{folder}/kernel.cubin"]
+        run = run_program(*command, timeout_s=TIMEOUT_S)
     if run.problem:
         raise LibraryError(f"{problem}, and it cannot be declared so:\n{_messages(run)}\n{remedy}")
     return lowered
@@ -166,10 +169,10 @@ def _nvcc(path: Path) -> PtxCompiler:
             f"{path} does not run:\n{_messages(version)}\nName another with EFFEXPORT_NVCC, or install CUDA again"
         )
 
-    def compile_source(source: Path) -> str:
+    def compile_source(source: Path, architecture: int) -> str:
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "kernel.ptx"
-            options = ["-std=c++17", "-ptx", f"-arch={ARCHITECTURE}", *DEFINITIONS, "-I", str(sources.FOLDER)]
+            options = ["-std=c++17", "-ptx", f"-arch=compute_{architecture}", *DEFINITIONS, "-I", str(sources.FOLDER)]
             run = run_program(str(path), *options, str(source), "-o", str(result), timeout_s=TIMEOUT_S)
             if run.problem:
                 raise LibraryError(
@@ -206,7 +209,7 @@ def _nvrtc() -> PtxCompiler | str:
     )
 
 
-def _compile_with_nvrtc(nvrtc: Any, headers: Path, source: Path) -> str:
+def _compile_with_nvrtc(nvrtc: Any, headers: Path, source: Path, architecture: int) -> str:
     """nvrtc: the module cuda.bindings.nvrtc."""
     names = [name.encode() for name in STANDARD_HEADERS]
     texts = [text.encode() for text in STANDARD_HEADERS.values()]
@@ -215,7 +218,7 @@ def _compile_with_nvrtc(nvrtc: Any, headers: Path, source: Path) -> str:
         raise LibraryError(f"NVRTC does not start: {status}; expected a working one. Install nvidia-cuda-nvrtc again")
     try:
         # headers shared with the CPU kernels have functions without a side; here there is only one
-        options = ["-default-device", "--std=c++17", f"--gpu-architecture={ARCHITECTURE}", *DEFINITIONS]
+        options = ["-default-device", "--std=c++17", f"--gpu-architecture=compute_{architecture}", *DEFINITIONS]
         options += [f"-I{sources.FOLDER}", f"-I{headers}"]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if int(status):
@@ -234,9 +237,9 @@ def _compile_with_nvrtc(nvrtc: Any, headers: Path, source: Path) -> str:
     return ptx.rstrip(b"\0").decode()
 
 
-def _key(op: Op, compiler: PtxCompiler) -> str:
+def _key(op: Op, compiler: PtxCompiler, architecture: int) -> str:
     contents = [[name, hashlib.sha256(content).hexdigest()] for name, content in kernel_sources(op).items()]
-    parts = [contents, compiler.identity, ARCHITECTURE, DEFINITIONS, MAX_ISA]
+    parts = [contents, compiler.identity, architecture, DEFINITIONS, MAX_ISA]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,12 @@ from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.programs import first_line, run_program
 
 OLDEST_CMAKE = (3, 24)
-# GPU generations for which machine code is compiled if nvcc knows them; later GPUs run the PTX of the highest
+# GPU generations for which machine code is compiled if nvcc knows them
 CUDA_ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+# Those for which the kernels are compiled to PTX, most of nvcc's work; each generation's machine code is assembled from
+# the PTX of the last one before it. The kernels tell GPUs before 8.0 from later ones (native/ptx.h), and nvcc 13 has a
+# newer optimiser from 10.0 on. Later GPUs run the last PTX itself.
+PTX_ARCHITECTURES = (75, 80, 100)
 NVCC_VARIABLES = ("EFFEXPORT_NVCC", "CUDACXX")
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 TIMEOUT_S = 60
@@ -39,9 +44,23 @@ class Nvcc:
     architectures: tuple[int, ...]
 
     @property
-    def cmake_architectures(self) -> str:
-        """Machine code for each, and PTX of the highest."""
-        return ";".join([*(f"{number}-real" for number in self.architectures), f"{self.architectures[-1]}-virtual"])
+    def code_options(self) -> tuple[str, ...]:
+        """nvcc's options for machine code of each, and for PTX of the newest."""
+        newest = ptx_architecture(self.architectures[-1])
+        return (
+            *machine_code_options(self.architectures),
+            f"--generate-code=arch=compute_{newest},code=compute_{newest}",
+        )
+
+
+def ptx_architecture(architecture: int) -> int:
+    """The architecture whose PTX is assembled for this one."""
+    return max(number for number in PTX_ARCHITECTURES if number <= architecture)
+
+
+def machine_code_options(architectures: Iterable[int]) -> tuple[str, ...]:
+    """nvcc's options for machine code of these architectures. PTX that several share is compiled once."""
+    return tuple(f"--generate-code=arch=compute_{ptx_architecture(sm)},code=sm_{sm}" for sm in architectures)
 
 
 def find_compiler() -> tuple[str, ...] | None:

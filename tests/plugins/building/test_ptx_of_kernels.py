@@ -1,0 +1,85 @@
+"""PTX of every kernel, as engines carry it: what is in it for each architecture, and which GPUs can run it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from cuda_kernels import ENTRIES, assert_products_are_exact
+from kernel_ptx import assembled, bodies_of, entries_of, ptx_by_nvcc, ptx_by_nvrtc
+
+from effexport.plugins.building.ptx_target import ARCHITECTURES, MAX_ISA, isa_of, ptx_architecture
+from effexport.plugins.ops import OPS, Op
+
+pytestmark = [pytest.mark.requires("nvcc"), pytest.mark.xdist_group("nvcc")]
+GPUS = (75, 80, 86, 89, 90, 100, 120)
+every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
+# Products of these kernels take tensor cores in every half type that has them.
+MULTIPLYING = {
+    "linear_attention": ("linear_attention_states", "linear_attention_outputs", "linear_attention_causal_outputs"),
+    "lsh_attention": ("lsh_attention",),
+    "masked_attention": ("masked_attention",),
+    "sequence_conv": ("sequence_conv",),
+}
+LEFT_OUT = re.compile("iterative_pinv_scratch")
+
+
+def entries_expected(op: Op) -> dict[str, list[str]]:
+    prefix = "effexport_" + (op.torch_name.removesuffix("_attention") if "aft" in op.torch_name else op.torch_name)
+    return {entry: types for entry, types in ENTRIES.items() if entry.startswith(prefix) and not LEFT_OUT.search(entry)}
+
+
+@every_op
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_entry_takes_pointers_and_words_of_32_bits(op: Op, architecture: int) -> None:
+    text = ptx_by_nvcc(op, architecture)
+    assert re.search(rf"^\.target sm_{architecture}$", text, re.MULTILINE)
+    assert isa_of(text) <= MAX_ISA
+    assert entries_of(text) == entries_expected(op)
+    assert {parameter for types in entries_of(text).values() for parameter in types} <= {"u64", "u32", "f32"}
+    assert_products_are_exact(text)
+    # SM 90 alone has wgmma, and TensorRT does not support cooperative or cluster launches
+    assert not re.search(r"\b(wgmma|cluster|grid)\b", text)
+
+
+@every_op
+def test_what_an_architecture_lacks_is_not_in_its_ptx_and_what_it_has_is_used(op: Op) -> None:
+    older, newer = (bodies_of(ptx_by_nvcc(op, architecture)) for architecture in ARCHITECTURES)
+    for body in older.values():
+        assert "cp.async" not in body
+        assert "m16n8k16" not in body
+    multiplying = MULTIPLYING.get(op.torch_name, ())
+    for name in multiplying:
+        entries = {dtype: f"effexport_{name}_{dtype}" for dtype in ("float32", "float16", "bfloat16")}
+        assert "mma.sync" in older[entries["float16"]]
+        for dtype in ("float16", "bfloat16"):
+            assert "m16n8k16" in newer[entries[dtype]]
+        assert "mma.sync" not in older[entries["float32"]] + newer[entries["float32"]]
+    if multiplying:
+        assert any("cp.async" in body for body in newer.values())
+
+
+def test_the_pseudo_inverse_splits_every_type_into_products_of_float16() -> None:
+    for architecture, shape in zip(ARCHITECTURES, ("m16n8k8", "m16n8k16"), strict=True):
+        for body in bodies_of(ptx_by_nvcc(OPS["IterativePinv"], architecture)).values():
+            assert set(re.findall(r"mma\.sync\.aligned\.([\w.]+)", body)) == {f"{shape}.row.col.f32.f16.f16.f32"}
+
+
+@every_op
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", GPUS)
+def test_every_gpu_can_run_the_ptx_that_is_chosen_for_it(op: Op, sm: int, tmp_path: Path) -> None:
+    usages = assembled(ptx_by_nvcc(op, ptx_architecture([sm])), sm, tmp_path)
+    assert usages.keys() == entries_expected(op).keys()
+    for entry, usage in usages.items():
+        assert usage.spilled_bytes == 0, (entry, usage)
+        # shared memory is all dynamic, so a launch says how much it is
+        assert usage.shared_bytes == 0, (entry, usage)
+
+
+@every_op
+@pytest.mark.requires("tensorrt")
+def test_nvcc_and_nvrtc_make_the_same_entries(op: Op) -> None:
+    architecture = ARCHITECTURES[-1]
+    assert entries_of(ptx_by_nvrtc(op, architecture)) == entries_of(ptx_by_nvcc(op, architecture))
