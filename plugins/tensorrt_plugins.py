@@ -1,51 +1,76 @@
 """The TensorRT plugins of our operators: which nodes they support, and how they are registered with TensorRT.
 
 A plugin is one kernel launch, compiled ahead of time: the engine carries its PTX, and needs neither Python nor a
-library of ours to run. Nodes that a plugin does not support stay function bodies, which TensorRT builds from its
-own layers.
+library of ours to run. Operators of several launches are rewritten into several plugins. Nodes that plugins do not
+support stay function bodies, which TensorRT builds from its own layers.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 import threading
+import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from effexport.plugins.building.library import LibraryError
-from effexport.plugins.ops import OPS
+from effexport.plugins.building.ptx import ptx_from_source
+from effexport.plugins.building.ptx_target import PtxTarget, isa_of, ptx_target
+from effexport.plugins.building.ptx_text import only_entry
+from effexport.plugins.ops import DOMAIN, OPS
+from effexport.plugins.trt_plugin import Plugin, Rewrite, int32_bits
 
 # the oldest version with ahead-of-time plugins; the oldest that was tested is 10.16
 MIN_TENSORRT = (10, 13)
 _REGISTERING = threading.Lock()
+# TensorRT's names of element types: as values, and in combinations of formats
+DATA_TYPES = {
+    "float32": ("FLOAT", "FP32"),
+    "float16": ("HALF", "FP16"),
+    "bfloat16": ("BF16", "BF16"),
+    "int32": ("INT32", "INT32"),
+    "bool": ("BOOL", "BOOL"),
+}
+# by entry, for the functions that TensorRT calls within a build
+_PTX: dict[str, str] = {}
 
 
-def why_body(
+def choose(
     op_name: str,
     dtypes: Sequence[str],
     dims: Sequence[Sequence[int | str | None]],
     attributes: Mapping[str, Any],
-) -> str | None:
-    """Why a node of ours must run as its function body, as a sentence for the user; None if its plugin supports it.
+) -> Plugin | Rewrite | str:
+    """What runs a node of ours: a plugin, several in its place, or, as a sentence for the user, why its body must.
 
     op_name: the ONNX name, a key of OPS. dtypes and dims are those of the node's inputs: NumPy names of types
     ("float32", "bfloat16"), and a name or None for a dynamic dimension. attributes: the node's own, by name.
     """
-    op = OPS[op_name]
-    if not op.has_trt_plugin:
-        return "it has no TensorRT plugin, and how fast TensorRT runs the body was not measured"
-    reason: str | None = op.load_trt().why_body(dtypes, dims, attributes)
+    reason = ""
+    for choice in OPS[op_name].load_trt().CHOICES:
+        reason = choice.why_not(dtypes, dims, attributes)
+        if reason is None:
+            assert isinstance(choice, Plugin | Rewrite)
+            return choice
     return reason
 
 
-def register_plugins(ops: Collection[str]) -> None:
+def plugins_of(ops: Collection[str]) -> list[Plugin]:
+    """All plugins of these operators (keys of OPS)."""
+    return [plugin for name in sorted(ops) for plugin in OPS[name].load_trt().PLUGINS]
+
+
+def register_plugins(ops: Collection[str], architecture: int) -> PtxTarget | None:
     """Register the plugins of these operators (keys of OPS) with TensorRT in this process; doing so twice is allowed.
 
-    Compiles their kernels to PTX first, or takes it from the cache. Raises LibraryError if that fails, or if TensorRT
-    is missing or too old.
+    Compiles their kernels to PTX for this architecture first, or takes it from the cache; engines that are built next
+    get it. Returns what the PTX needs to run; None without operators. Raises LibraryError if it cannot be made, or if
+    TensorRT is missing or too old.
     """
     if not ops:
-        return
+        return None
     try:
         import tensorrt
     except ImportError as error:
@@ -58,5 +83,98 @@ def register_plugins(ops: Collection[str]) -> None:
             f"ahead of time. Install a later one"
         )
     with _REGISTERING:
-        for name in sorted(ops):
-            OPS[name].load_trt().register()
+        # first, because in the functions that TensorRT calls within a build, the text of an error is lost
+        texts = {name: ptx_from_source(OPS[name], architecture) for name in ops}
+        for plugin in plugins_of(ops):
+            _PTX.update((entry, only_entry(texts[plugin.op], entry)) for entry in plugin.entries)
+            _register(plugin)
+    # all are from one compiler
+    return ptx_target(architecture, isa_of(next(iter(texts.values()))))
+
+
+@functools.cache
+def _register(plugin: Plugin) -> None:
+    """Make the three functions that TensorRT wants of a plugin. It reads their signatures when it registers them."""
+    import numpy as np
+    import tensorrt as trt
+    import tensorrt.plugin as trtp
+
+    type_names = {getattr(trt.DataType, names[0]): name for name, names in DATA_TYPES.items()}
+    inputs, results = plugin.tensors, plugin.results
+
+    def given(arguments: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
+        """The types of the inputs, and the attributes, from TensorRT's arguments."""
+        tensors, values = arguments[: len(inputs)], arguments[len(inputs) :]
+        dtypes = [type_names.get(tensor.dtype, tensor.dtype.name) for tensor in tensors]
+        if reason := plugin.why_not_types(dtypes):
+            raise TypeError(f"{plugin.name}: {reason}")
+        # attributes are arrays: TensorRT 10 fails to make numbers of them with NumPy 2.4 or later
+        attributes = {
+            name: kind(value.tolist() if kind is tuple else value.item())
+            for (name, kind), value in zip(plugin.attributes.items(), values, strict=False)
+        }
+        return dtypes, attributes
+
+    def sizes_of(arguments: Sequence[Any]) -> Any:
+        dtypes, attributes = given(arguments)
+        return plugin.sizes_of(dtypes, [list(x.shape_expr) for x in arguments[: len(inputs)]], attributes)
+
+    def describe(*arguments: Any) -> Any:
+        sizes = sizes_of(arguments)
+        dtypes = [sizes.T if x.dtype == "T" else x.dtype for x in results]
+        described = [
+            trtp.from_shape_expr(tuple(dims), getattr(trt.DataType, DATA_TYPES[dtype][0]))
+            for dims, dtype in zip(plugin.output_dims(sizes), dtypes, strict=True)
+        ]
+        return described[0] if len(described) == 1 else tuple(described)
+
+    def formats(*arguments: Any) -> Any:
+        dtypes, _ = given(arguments[: len(inputs)])
+        # networks are strongly typed, so only their types are offered
+        dtype = plugin.type_of_t(dtypes)
+        names = [DATA_TYPES[dtype if x.dtype == "T" else x.dtype][1] for x in (*inputs, *results)]
+        return [trtp.AutoTuneCombination(", ".join(names), "LINEAR")]
+
+    def kernel(*arguments: Any) -> Any:
+        *node, _, _ = arguments
+        dtypes, attributes = given(node)
+        dims = [
+            [dim.constant_value() if dim.is_constant else None for dim in tensor.shape_expr]
+            for tensor in node[: len(inputs)]
+        ]
+        if reason := plugin.why_not(dtypes, dims, attributes):
+            raise ValueError(f"{plugin.name}: {reason}")
+        sizes = sizes_of(node)
+        launch = plugin.launch(sizes)
+        parameters = trtp.KernelLaunchParams(grid_x=launch.grid, block_x=launch.threads, shared_mem=launch.shared_bytes)
+        scalars = trtp.SymIntExprs.from_tuple(tuple(trtp.SymInt32(int32_bits(x)) for x in launch.scalars))
+        entry = plugin.entry.format(T=sizes.T)
+        return entry, _PTX[entry], parameters, scalars
+
+    tensors = {x.name: trtp.TensorDesc for x in inputs}
+    integers, floats = np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.float32]]
+    attributes = {name: floats if kind is float else integers for name, kind in plugin.attributes.items()}
+    described = types.GenericAlias(tuple, (trtp.TensorDesc,) * len(results))
+    answer = trtp.TensorDesc if len(results) == 1 else described
+    found = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
+    plugin_id = f"{DOMAIN}::{plugin.name}"
+    trtp.register(plugin_id)(_with_signature(describe, tensors | attributes, answer))
+    trtp.autotune(plugin_id)(_with_signature(formats, tensors | {"outputs": described}, list[trtp.AutoTuneCombination]))
+    trtp.aot_impl(plugin_id)(
+        _with_signature(kernel, tensors | attributes | {"outputs": described, "tactic": int}, found)
+    )
+
+
+def _with_signature(function: Any, parameters: Mapping[str, Any], returns: Any) -> Any:
+    """The function, called with arguments in this order, as one that has named and annotated parameters."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature(
+        [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in parameters.items()],
+        return_annotation=returns,
+    )
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return function(*signature.bind(*arguments, **named).args)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call

@@ -253,6 +253,18 @@ class ICudaEngine(Protocol):
 
     def create_engine_inspector(self) -> EngineInspector: ...
 
+    def serialize(self) -> IHostMemory: ...
+
+
+class Refitter(Protocol):
+    def get_missing_weights(self) -> Sequence[str]: ...
+
+    def refit_cuda_engine(self) -> bool: ...
+
+
+class OnnxParserRefitter(Protocol):
+    def refit_from_bytes(self, model: bytes, path: str) -> bool: ...
+
 
 class Runtime(Protocol):
     engine_host_code_allowed: bool
@@ -272,6 +284,8 @@ class Api(Protocol):
     Builder: Callable[[Any], Builder]
     OnnxParser: Callable[[INetworkDefinition, Any], OnnxParser]
     Runtime: Callable[[Any], Runtime]
+    OnnxParserRefitter: Callable[[Refitter, Any], OnnxParserRefitter]
+    Refitter: Callable[[ICudaEngine, Any], Refitter]
     BuilderFlag: BuilderFlagValues
     NetworkDefinitionCreationFlag: NetworkDefinitionCreationFlagValues
     HardwareCompatibilityLevel: HardwareCompatibilityLevelValues

@@ -12,21 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from effexport.engines.api import Api
+from effexport.engines.kernels import LISTING
 
 # Logged for every graph with int64 inputs, which all of ours have.
 _NOISE = ("Make sure input", "Make sure output", "already exists, the output tensors")
 
 
 class BuildLog:
-    """The log of one build, by severity. TensorRT takes `logger`, which must outlive everything made with it."""
+    """The log of one build, by severity. TensorRT takes `logger`, which must outlive everything made with it.
+
+    kernels: the messages that list the kernels of an engine, see `kernels_from_log`.
+    """
 
     def __init__(self, api: Api) -> None:
         self.errors: list[str] = []
         self.warnings: list[str] = []
-        self.logger = make_logger(api, self.errors, self.warnings)
+        self.kernels: list[str] = []
+        self.logger = make_logger(api, self.errors, self.warnings, self.kernels)
 
 
-def make_logger(api: Api, errors: list[str], warnings: list[str]) -> Any:
+def make_logger(api: Api, errors: list[str], warnings: list[str], kernels: list[str]) -> Any:
     """An ILogger that collects messages. The bindings call it from their own threads; appending is atomic."""
     base: Any = api.ILogger
     fatal = (base.INTERNAL_ERROR, base.ERROR)
@@ -40,6 +45,8 @@ def make_logger(api: Api, errors: list[str], warnings: list[str]) -> Any:
                 errors.append(message.strip())
             elif severity == base.WARNING and not any(noise in message for noise in _NOISE):
                 warnings.append(message.strip())
+            elif message.startswith(LISTING):
+                kernels.append(message)
 
     return Logger()
 

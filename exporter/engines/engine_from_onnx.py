@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,10 +13,11 @@ from effexport.disk import ANOTHER_FOLDER, write_error
 from effexport.engines.api import Api, Builder, IBuilderConfig, bytes_of, import_api
 from effexport.engines.builder_log import BuildLog, OnProgress, explain, make_monitor
 from effexport.engines.config import config_from_spec, save_timing_cache
+from effexport.engines.kernels import attention_kernels, kernels_from_log
 from effexport.engines.layers import check_dtypes, check_precision, layers_of_engine, layers_of_network
 from effexport.engines.network import Network, network_from_model
-from effexport.engines.preparation import prepared_model
-from effexport.engines.sidecar import EngineInfo, write_sidecar
+from effexport.engines.preparation import STAGE, prepared_model
+from effexport.engines.sidecar import EngineInfo, ShapeRange, write_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import graph_tensors, load_graph, model_digest, value_types
@@ -24,7 +25,6 @@ from effexport.files import replacing
 from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.version import __version__
 
-STAGE = "TensorRT build"
 # Takes the optional part of effexport that runs engines, and returns the compute capability of the GPU of this machine,
 # such as 90. Raises UserError without a GPU.
 FindGpu = Callable[[str], int]
@@ -49,11 +49,11 @@ def engine_from_onnx(
     profile that does not fit, and StageError if the parser, the builder or the check of element types fails.
     """
     api = import_api(spec.target)
-    prepared = prepared_model(load_graph(model), spec)
-    inputs, outputs = graph_tensors(prepared.model.graph.input), graph_tensors(prepared.model.graph.output)
-    shapes = tuple(profile.shapes(inputs) for profile in spec.profiles)
-
     built_for = compute_capabilities(spec, find_gpu)
+    prepared = prepared_model(load_graph(model), spec, built_for)
+    inputs, outputs = graph_tensors(prepared.model.graph.input), graph_tensors(prepared.model.graph.output)
+    shapes = distinct([profile.shapes(inputs) for profile in spec.profiles])
+
     log = BuildLog(api)
     builder = make_builder(api, log, spec)
     network = network_from_model(api, builder, log, spec.target, prepared.model.SerializeToString(), model)
@@ -66,6 +66,7 @@ def engine_from_onnx(
     started = time.perf_counter()
     engine = built(api, builder, network, config, log, on_progress)
     seconds = time.perf_counter() - started
+    kernels = kernels_from_log(log.kernels)
     info = EngineInfo(
         target=spec.target,
         tensorrt_version=api.__version__,
@@ -85,14 +86,23 @@ def engine_from_onnx(
         hardware_compatibility=spec.hardware_compatibility,
         version_compatible=spec.version_compatible,
         implementation=prepared.implementation,
+        ptx=prepared.ptx,
         layers=tuple(layers),
+        kernels=kernels,
+        attention=attention_kernels(prepared.model, dtypes, kernels),
         tensors_compared=compared,
         remarks=(*remarks, *prepared.remarks),
+        model=model.name,
     )
     info = inspected(api, info, engine, dtypes, find_gpu)
     write_engine(output, engine, info)
     save_timing_cache(spec, config)
     return info
+
+
+def distinct(profiles: Sequence[Mapping[str, ShapeRange]]) -> tuple[Mapping[str, ShapeRange], ...]:
+    """The profiles without repetitions: those that only differ in the length are one for a graph of single tokens."""
+    return tuple(profile for index, profile in enumerate(profiles) if profile not in profiles[:index])
 
 
 def make_builder(api: Api, log: BuildLog, spec: EngineSpec) -> Builder:

@@ -70,6 +70,16 @@ class Profile:
         return smallest, optimum, largest
 
 
+def profile_from_shapes(inputs: Sequence[TensorInfo], shapes: Mapping[str, ShapeRange]) -> Profile:
+    """The inverse of `Profile.shapes`."""
+    ranges = {}
+    for tensor in inputs:
+        for dim, *sizes in zip(tensor.dims, *shapes[tensor.name], strict=True):
+            if isinstance(dim, str):
+                ranges[dim] = Range(*sizes)
+    return Profile(ranges)
+
+
 def profiles_from_texts(texts: Sequence[str], spec: BuildSpec) -> tuple[Profile, ...]:
     """The profiles that --profile asks for: `batch=min:opt:max,seq=min:opt:max`, one dimension or more in each text.
 

@@ -15,6 +15,7 @@ from effexport.dtypes import TensorInfo
 from effexport.engines.api import version_tuple
 from effexport.errors import UserError
 from effexport.files import file_digest, json_text, write_file
+from effexport.plugins.building.ptx_target import PtxTarget
 from effexport.runtimes import ENGINE_RUNTIMES, ENGINE_SUFFIX, engine_name
 
 FORMAT_VERSION = 1
@@ -33,10 +34,14 @@ class EngineInfo:
     compute_capabilities: the GPUs it was built for, such as 89; empty for the default of TensorRT-RTX.
     profiles: the shapes of every input, [minimum, optimum, maximum], one entry per optimisation profile.
     implementation: per custom operator, "plugin" or "body"; `remarks` gives the reason for a body instead of a plugin.
+    ptx: what the PTX of its plugins needs to run; None without plugins.
     layers: name, type, and dtypes of the outputs. layers_from: "engine" if a GPU could load the engine to list them,
     else "network": those of the network it was built from, whose types a strongly typed engine keeps.
+    kernels: name, type and ONNX nodes of every kernel, as the builder's log lists them. attention: per attention, by
+    the name of its output, whether one of these kernels computes all of it.
     tensors_compared: the number of floating-point tensors that have the element type of the ONNX graph.
-    onnx_sha256: the digest of the model.onnx it was built from, with its external weights; see `model_digest`.
+    model: the name of the ONNX file it was built from. onnx_sha256: the digest of that file, with its external weights;
+    see `model_digest`.
     """
 
     target: str
@@ -58,10 +63,14 @@ class EngineInfo:
     version_compatible: bool = False
     device_memory_bytes: int | None = None
     implementation: Mapping[str, str] = field(default_factory=dict)
+    ptx: PtxTarget | None = None
     layers: tuple[Mapping[str, Any], ...] = ()
     layers_from: Literal["engine", "network"] = "network"
+    kernels: tuple[Mapping[str, Any], ...] = ()
+    attention: Mapping[str, str] = field(default_factory=dict)
     tensors_compared: int = 0
     remarks: tuple[str, ...] = ()
+    model: str = "model.onnx"
     format_version: int = FORMAT_VERSION
 
     @property
@@ -130,10 +139,10 @@ def check_engine_file(engine: Path, info: EngineInfo) -> None:
 
 
 def check_model(engine: Path, info: EngineInfo, onnx_sha256: str) -> None:
-    """Raises UserError if an engine was built from another model than the one beside it."""
+    """Raises UserError if an engine was built from another ONNX file than the one beside it."""
     if info.onnx_sha256 != onnx_sha256:
         raise UserError(
-            f"{engine} was built from another model.onnx (sha256 {info.onnx_sha256[:12]}…; this one has "
+            f"{engine} was built from another {info.model} (sha256 {info.onnx_sha256[:12]}…; this one has "
             f"{onnx_sha256[:12]}…), so it would answer with other weights; build it again with --target {info.target}"
         )
 
@@ -183,7 +192,7 @@ def summary_of_engine(info: EngineInfo) -> dict[str, Any]:
     """The part of a sidecar that manifests and reports repeat."""
     return {
         "target": info.target,
-        "file": engine_name(info.target),
+        "file": engine_name(info.target, info.model),
         "tensorrt_version": info.tensorrt_version,
         "compute_capabilities": list(info.compute_capabilities),
         "profiles": [

@@ -13,6 +13,7 @@ from effexport.runtimes import ENGINE_RUNTIMES
 # The GPUs that TensorRT-RTX accepts as a target. It does not accept SM 90 and SM 100.
 RTX_COMPUTE_CAPABILITIES = (75, 80, 86, 89, 120, 121)
 HARDWARE_COMPATIBILITIES = ("none", "ampere+", "same-compute-capability")
+PLUGIN_CHOICES = ("auto", "require", "never")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class EngineSpec:
     version_compatible, hardware_compatibility: trt only: make an engine for later releases, for other GPUs.
     weight_streaming: keep weights in host memory and stream them, for models larger than the GPU's memory.
     refittable: trt only: allow weights to be replaced without another build.
+    plugins: trt only: what runs custom operators. "auto": plugins where there are any, and function bodies elsewhere;
+    "require": fail where a body would be used; "never": bodies only, for comparisons.
     """
 
     target: str
@@ -41,6 +44,7 @@ class EngineSpec:
     hardware_compatibility: Literal["none", "ampere+", "same-compute-capability"] = "none"
     weight_streaming: bool = False
     refittable: bool = False
+    plugins: Literal["auto", "require", "never"] = "auto"
 
     def __post_init__(self) -> None:
         check_target(self.target)
@@ -54,6 +58,10 @@ class EngineSpec:
             f"unknown hardware compatibility {self.hardware_compatibility!r}; expected one of: "
             f"{', '.join(HARDWARE_COMPATIBILITIES)}",
         )
+        require(
+            self.plugins in PLUGIN_CHOICES,
+            f"plugins is {self.plugins!r}; expected one of: {', '.join(PLUGIN_CHOICES)}",
+        )
         if self.target == "trt":
             require(
                 not self.compute_capabilities,
@@ -61,9 +69,9 @@ class EngineSpec:
                 "or --hardware-compatibility ampere+ for Ampere and later",
             )
             return
-        for name, value in self._trt_only().items():
+        for name, given in self._trt_only().items():
             require(
-                not value or value == "none",
+                not given,
                 f"{name} does not apply to target trt-rtx, whose engines run on several GPUs and are tuned where they "
                 "run; leave it out, or use --target trt",
             )
@@ -74,9 +82,11 @@ class EngineSpec:
                 f"{', '.join(map(str, RTX_COMPUTE_CAPABILITIES))}. For other GPUs use --target trt on such a machine",
             )
 
-    def _trt_only(self) -> dict[str, object]:
-        names = ("timing_cache", "version_compatible", "hardware_compatibility", "refittable")
-        return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+    def _trt_only(self) -> dict[str, bool]:
+        """The options that only target trt has, and whether each was given."""
+        names = ("timing_cache", "version_compatible", "hardware_compatibility", "refittable", "plugins")
+        defaults = {field.name: field.default for field in fields(self)}
+        return {f"--{name.replace('_', '-')}": getattr(self, name) != defaults[name] for name in names}
 
     def options(self) -> dict[str, Any]:
         """All options except target and profiles, ready for JSON."""

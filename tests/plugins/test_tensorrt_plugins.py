@@ -7,10 +7,9 @@ show is whether an engine computes the right thing.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -22,53 +21,89 @@ import pytest
 from effexport.plugins import tensorrt_plugins
 from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.toolchain import find_nvcc
-from effexport.plugins.iterative_pinv import trt as pinv
-from effexport.plugins.lsh_sort import trt as sort
-from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
+from effexport.plugins.ops import DOMAIN, FLOAT_TYPES, OPS
+from effexport.plugins.tensorrt_plugins import DATA_TYPES, plugins_of
+from effexport.plugins.trt_plugin import Plugin, int32_bits
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "tensorrt"
 ENVIRONMENTS = ROOT / ".venv-tensorrt"
 MAJORS = ("11", "10")
-# the others run as their function bodies in engines
-PLUGINS = {name: op for name, op in OPS.items() if op.has_trt_plugin}
 INT32_MAX = 2**31 - 1
 # the most that a block may have on every GPU without opting in
 SHARED_BYTES = 48 * 1024
 
-PINV_SIZES = (1, 4, 31, 33, 63, 64)
-SORT_BUCKETS = (1, 65, 1216, 1217, 4096, 65537, INT32_MAX)
-NAMES = {"float32": "FLOAT", "float16": "HALF"}
-
-
-def pinv_case(dtype: str, m: int | str, iterations: int = 6) -> dict[str, Any]:
-    return {
-        "op": "IterativePinv",
-        "attributes": {"iterations": iterations},
-        "inputs": [[dtype, ["N", m, m]], [dtype, ["N", 1, 1]]],
-        "sizes": [{"N": count, "m": 8} for count in (1, 7, 96, 0)],
-    }
-
-
-def sort_case(num_buckets: int, dims: tuple[int | str, int | str] = ("N", "n"), dtype: str = "INT32") -> dict[str, Any]:
-    return {
-        "op": "LSHSort",
-        "attributes": {"num_buckets": num_buckets},
-        "inputs": [[dtype, list(dims)]],
-        "sizes": [{"N": rows, "n": length} for rows, length in ((1, 1), (4, 100), (96, 4097), (3, 40000), (0, 0))],
-    }
-
-
-CASES = {
-    **{f"pinv {dtype} {m}": pinv_case(NAMES[dtype], m, 1 + m) for dtype, m in itertools.product(NAMES, PINV_SIZES)},
-    **{f"sort {num_buckets}": sort_case(num_buckets) for num_buckets in SORT_BUCKETS},
-    "sort static": sort_case(33, (4, 100)),
-    "pinv of any size": pinv_case("FLOAT", "m"),
-    "pinv too large": pinv_case("FLOAT", 65),
-    "pinv bfloat16": pinv_case("BF16", 8),
-    "sort of int64": sort_case(33, dtype="INT64"),
+# Attributes that choose between several launches of a plugin; the others take small numbers.
+ATTRIBUTES: dict[str, tuple[dict[str, Any], ...]] = {
+    "LSHSort": tuple({"num_buckets": count} for count in (1, 65, 1216, 1217, 65537, INT32_MAX)),
+    "LSHHash": tuple(
+        {"bucket_factors": factors, "chunk_length": 64} for factors in ([2], [70], [4, 6], [2] * 29, [1 << 30])
+    ),
+    "EluLinearAttentionStates": tuple({"least": least} for least in (64, 256, 512)),
 }
-SERVED = [name for name, case in CASES.items() if name.split()[1] not in ("of", "too", "bfloat16")]
+SIZES = (1, 3, 24, 63, 64, 65, 100, 129, 1000, 4097, 40000)
+
+
+def sample_sizes(plugin: Plugin, dynamic: bool) -> list[dict[str, int]]:
+    """Sizes for the names of a plugin's dimensions, all zeros last if none must be fixed."""
+    source = random.Random(plugin.name)
+    names = sorted({name for x in plugin.tensors for name in x.dims if not name.isdecimal()})
+    fixed = {name: source.choice(allowed) for name, allowed in plugin.fixed.items()}
+    drawn = [{name: source.choice(SIZES) for name in names} | fixed for _ in range(4)]
+    return [*drawn, dict.fromkeys(names, 0) | fixed] if dynamic else drawn[:1]
+
+
+def sample_attributes(plugin: Plugin) -> dict[str, Any]:
+    source = random.Random(plugin.name)
+    samples = {
+        int: lambda least: least + source.randrange(5),
+        float: lambda _: 0.37,
+        tuple: lambda least: [least + 1] * 2,
+    }
+    return {name: samples[kind](plugin.at_least.get(name, 0)) for name, kind in plugin.attributes.items()}
+
+
+def case_of_plugin(plugin: Plugin, dtype: str, attributes: dict[str, Any], dynamic: bool) -> dict[str, Any]:
+    sizes = sample_sizes(plugin, dynamic)
+    inputs = []
+    for x in plugin.tensors:
+        named = [dim if dynamic and dim not in plugin.fixed else sizes[0].get(dim, dim) for dim in x.dims]
+        dims = [int(dim) if isinstance(dim, str) and dim.isdecimal() else dim for dim in named]
+        inputs.append([DATA_TYPES[dtype if x.dtype == "T" else x.dtype][0], dims])
+    return {"op": plugin.name, "attributes": attributes, "inputs": inputs, "sizes": sizes}
+
+
+ROWS = {plugin.name: plugin for plugin in plugins_of(OPS)}
+CASES = {
+    f"{name} {dtype} {'dynamic' if dynamic else 'static'} {number}": case_of_plugin(plugin, dtype, attributes, dynamic)
+    for name, plugin in ROWS.items()
+    for dtype in (plugin.types if len(plugin.entries) > 1 else plugin.types[:1])
+    for dynamic in (True, False)
+    for number, attributes in enumerate(ATTRIBUTES.get(name, (sample_attributes(plugin),)))
+}
+REFUSED = {
+    "pinv of any size": {
+        **CASES["IterativePinv float32 static 0"],
+        "inputs": [["FLOAT", ["N", "m", "m"]], ["FLOAT", ["N", 1, 1]]],
+        "sizes": [{"N": 1, "m": 8}],
+    },
+    "pinv too large": {
+        **CASES["IterativePinv float32 static 0"],
+        "inputs": [["FLOAT", ["N", 65, 65]], ["FLOAT", ["N", 1, 1]]],
+        "sizes": [{"N": 1}],
+    },
+    "pinv of int64": {
+        **CASES["IterativePinv float32 static 0"],
+        "inputs": [["INT64", ["N", 8, 8]], ["INT64", ["N", 1, 1]]],
+        "sizes": [{"N": 1}],
+    },
+    "sort of int64": {
+        "op": "LSHSort",
+        "attributes": {"num_buckets": 3},
+        "inputs": [["INT64", ["N", "n"]]],
+        "sizes": [{"N": 1, "n": 1}],
+    },
+}
 
 
 def run_in(major: str, script: str, request: dict[str, Any], cache: Path, folder: Path) -> dict[str, Any]:
@@ -104,16 +139,14 @@ def run_in(major: str, script: str, request: dict[str, Any], cache: Path, folder
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By major version of TensorRT. The older one is given the PTX that NVRTC made beside the newer."""
     folder = tmp_path_factory.mktemp("conformance")
-    request = {"ops": list(PLUGINS), "cases": list(CASES.values()), "ptx": None}
+    request = {"ops": list(OPS), "cases": [*CASES.values(), *REFUSED.values()], "ptx": None}
     newer = run_in("11", "conformance.py", request, folder / "cache", folder)
-    cases = dict(zip(CASES, newer["cases"], strict=True))
-    given = {"IterativePinv": cases["pinv float32 4"]["ptx"], "LSHSort": cases["sort 65"]["ptx"]}
-    older = run_in("10", "conformance.py", {**request, "ptx": given}, folder / "older", folder)
+    older = run_in("10", "conformance.py", {**request, "ptx": newer["whole_ptx"]}, folder / "older", folder)
     return {"11": newer, "10": older}
 
 
 def case_of(answers: dict[str, dict[str, Any]], major: str, name: str) -> dict[str, Any]:
-    case: dict[str, Any] = dict(zip(CASES, answers[major]["cases"], strict=True))[name]
+    case: dict[str, Any] = dict(zip([*CASES, *REFUSED], answers[major]["cases"], strict=True))[name]
     return case
 
 
@@ -144,18 +177,33 @@ def test_the_plugins_need_neither_torch_nor_onnx(answers: dict[str, Any], major:
 
 @real_tensorrt
 def test_the_creators_are_in_tensorrts_registry(answers: dict[str, Any], major: str) -> None:
-    assert answers[major]["registered"] == sorted([name, DOMAIN, "1"] for name in PLUGINS)
+    assert answers[major]["registered"] == sorted([name, DOMAIN, "1"] for name in ROWS)
 
 
 @real_tensorrt
-@pytest.mark.requires("onnx", "torch")
-def test_the_fields_are_the_attributes_of_the_onnx_operator(answers: dict[str, Any], major: str) -> None:
-    for name, op in PLUGINS.items():
-        attributes = op.load().SIGNATURE.onnx_schema().attributes
-        assert {str(attributes[attribute].type).split(".")[-1] for attribute in attributes} == {"INT", "STRING"}
-        # plugin_namespace is for the parser
-        expected = [[attribute, "INT64"] for attribute in attributes if attribute != PLUGIN_NAMESPACE]
+def test_the_fields_are_the_attributes_in_their_order(answers: dict[str, Any], major: str) -> None:
+    for name, plugin in ROWS.items():
+        expected = [[x, "FLOAT32" if kind is float else "INT64"] for x, kind in plugin.attributes.items()]
         assert answers[major]["fields"][name] == expected
+
+
+@pytest.mark.requires("onnx", "torch")
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_what_plugins_say_of_an_operator_is_what_its_signature_says(name: str) -> None:
+    signature = OPS[name].load().SIGNATURE
+    types = {"T": "T" if OPS[name].element_types != ("int32",) else "int32"}
+    given = [(x.name, types.get(x.dtype, x.dtype), len(x.dims.split())) for x in signature.inputs]
+    for choice in OPS[name].load_trt().CHOICES:
+        assert [(x.name, x.dtype, len(x.dims)) for x in choice.tensors] == given
+        # TensorRT passes attributes by position
+        assert [*choice.attributes.items()] == [
+            (attribute.name, attribute.type if attribute.type in (int, float) else tuple)
+            for attribute in signature.attributes
+        ]
+        if isinstance(choice, Plugin):
+            assert choice.name == name
+            results = [(x.name, types.get(x.dtype, x.dtype), len(x.dims.split())) for x in signature.outputs]
+            assert [(x.name, x.dtype, len(x.dims)) for x in choice.results] == results
 
 
 @real_tensorrt
@@ -177,59 +225,49 @@ def test_what_is_wrong_is_refused(answers: dict[str, Any], major: str) -> None:
 
 
 @real_tensorrt
-@pytest.mark.parametrize("name", SERVED)
-def test_a_node_becomes_a_plugin_that_is_compiled_ahead_of_time(answers: dict[str, Any], major: str, name: str) -> None:
-    case = case_of(answers, major, name)
-    assert case.get("error") is None
-    assert case["interface"] == "_TemplateAOTPlugin"
-    # no choice of tactics: TensorRT takes its default
-    assert case["tactics"] == []
+def test_a_node_becomes_a_plugin_that_is_compiled_ahead_of_time(answers: dict[str, Any], major: str) -> None:
+    for name in CASES:
+        case = case_of(answers, major, name)
+        assert case.get("error") is None, name
+        assert case["interface"] == "_TemplateAOTPlugin"
+        # no choice of tactics: TensorRT takes its default
+        assert case["tactics"] == []
+
+
+def plain(name: str) -> list[tuple[Plugin, Any, list[list[int]]]]:
+    """The row of a case, with its sizes as plain integers, and the dimensions of its outputs."""
+    given = CASES[name]
+    plugin = ROWS[given["op"]]
+    dtypes = [next(x for x, (trt, _) in DATA_TYPES.items() if trt == dtype) for dtype, _ in given["inputs"]]
+    found = []
+    for named in given["sizes"]:
+        dims = [[named.get(dim, dim) for dim in dims] for _, dims in given["inputs"]]
+        sizes = plugin.sizes_of(dtypes, dims, given["attributes"])
+        found.append((plugin, sizes, plugin.output_dims(sizes)))
+    return found
 
 
 @real_tensorrt
-@pytest.mark.parametrize("name", SERVED)
-def test_outputs_have_the_shape_and_type_of_the_first_input(answers: dict[str, Any], major: str, name: str) -> None:
-    given, case = CASES[name], case_of(answers, major, name)
-    dtype, dims = given["inputs"][0]
-    assert case["num_outputs"] == (1 if given["op"] == "IterativePinv" else 2)
-    assert case["output_types"] == [dtype] * case["num_outputs"]
-    shapes = [[sizes.get(dim, dim) for dim in dims] for sizes in given["sizes"]]
-    assert case["output_shapes"] == [[shape] * case["num_outputs"] for shape in shapes]
+def test_outputs_have_the_shapes_types_and_formats_that_are_declared(answers: dict[str, Any], major: str) -> None:
+    for name in CASES:
+        case = case_of(answers, major, name)
+        plugin, sizes, _ = plain(name)[0]
+        types = [DATA_TYPES[sizes.T if x.dtype == "T" else x.dtype][0] for x in (*plugin.tensors, *plugin.results)]
+        assert case["output_types"] == types[len(plugin.tensors) :]
+        assert case["output_shapes"] == [dims for _, _, dims in plain(name)]
+        # dense, and of the network's types
+        assert case["combinations"] == [[dtype, "LINEAR"] for dtype in types]
 
 
 @real_tensorrt
-@pytest.mark.parametrize("name", SERVED)
-def test_the_only_format_is_dense_and_of_the_networks_type(answers: dict[str, Any], major: str, name: str) -> None:
-    dtype = CASES[name]["inputs"][0][0]
-    # two inputs and an output, or an input and two outputs
-    assert case_of(answers, major, name)["combinations"] == [[dtype, "LINEAR"]] * 3
-
-
-@real_tensorrt
-@pytest.mark.parametrize("name", [name for name in SERVED if name.startswith("pinv")])
-def test_the_iteration_is_launched_as_its_kernel_wants(answers: dict[str, Any], major: str, name: str) -> None:
-    given, case = CASES[name], case_of(answers, major, name)
-    _, dtype, size = name.split()
-    m = int(size)
-    assert case["entry"] == f"effexport_iterative_pinv_{dtype}"
-    for sizes, launch, scalars in zip(given["sizes"], case["launches"], case["scalars"], strict=True):
-        # a grid of no blocks cannot be launched
-        assert launch == launch_of(max(sizes["N"], 1), pinv.BLOCK_THREADS, pinv.shared_bytes(m))
-        assert scalars == [sizes["N"], m, given["attributes"]["iterations"]]
-
-
-@real_tensorrt
-@pytest.mark.parametrize("name", [name for name in SERVED if name.startswith("sort")])
-def test_the_sort_is_launched_as_its_kernel_wants(answers: dict[str, Any], major: str, name: str) -> None:
-    given, case = CASES[name], case_of(answers, major, name)
-    num_buckets = given["attributes"]["num_buckets"]
-    assert case["entry"] == "effexport_lsh_sort"
-    for sizes, launch, scalars in zip(given["sizes"], case["launches"], case["scalars"], strict=True):
-        rows, length = (sizes.get(dim, dim) for dim in given["inputs"][0][1])
-        # several blocks for a long row, if one pass sorts it
-        blocks = rows if num_buckets > sort.MAX_RADIX else min(rows * -(-length // sort.TILE), max(rows, 128))
-        assert launch == launch_of(max(blocks, 1), sort.BLOCK_THREADS, sort.shared_bytes(num_buckets))
-        assert scalars == [rows, length, num_buckets]
+def test_symbolic_sizes_give_the_launches_of_plain_ones(answers: dict[str, Any], major: str) -> None:
+    for name in CASES:
+        case = case_of(answers, major, name)
+        for (plugin, sizes, _), launch, scalars in zip(plain(name), case["launches"], case["scalars"], strict=True):
+            expected = plugin.launch(sizes)
+            assert case["entry"] == plugin.entry.format(T=sizes.T)
+            assert launch == launch_of(expected.grid, expected.threads, expected.shared_bytes)
+            assert scalars == list(map(int32_bits, expected.scalars))
 
 
 def launch_of(grid: int, block: int, shared_mem: int) -> dict[str, int]:
@@ -238,31 +276,33 @@ def launch_of(grid: int, block: int, shared_mem: int) -> dict[str, int]:
 
 
 @real_tensorrt
-@pytest.mark.parametrize("name", SERVED)
-def test_ptx_has_the_entry_with_the_arguments_that_tensorrt_passes(
-    answers: dict[str, Any], major: str, name: str
-) -> None:
-    case = case_of(answers, major, name)
-    entry = re.search(rf"\.visible \.entry {case['entry']}\(([^)]*)\)([^{{]*){{", case["ptx"])
-    assert entry is not None
-    assert case["scalar_types"] == ["SymInt32"] * 3
-    # pointers to the inputs, int32 scalars, pointers to the outputs
-    inputs = len(CASES[name]["inputs"])
-    assert re.findall(r"\.param \.(\w+) ", entry[1]) == ["u64"] * inputs + ["u32"] * 3 + ["u64"] * case["num_outputs"]
-    most_threads = int(re.search(r"\.maxntid (\d+)", entry[2])[1])
-    for launch in case["launches"]:
-        assert 32 <= launch["block_x"] <= most_threads <= 1024
-        assert 0 < launch["shared_mem"] <= SHARED_BYTES
-    # all shared memory is what the launch asks for
-    assert not re.search(r"^\s*\.shared", case["ptx"], re.MULTILINE)
+def test_ptx_has_the_entry_with_the_arguments_that_tensorrt_passes(answers: dict[str, Any], major: str) -> None:
+    for name in CASES:
+        case, (plugin, sizes, _) = case_of(answers, major, name), plain(name)[0]
+        ptx = answers[major]["ptx"][case["entry"]]
+        # and no other entry, which the engine would carry in vain
+        assert re.findall(r"\.entry (\w+)", ptx) == [case["entry"]]
+        entry = re.search(rf"\.visible \.entry {case['entry']}\(([^)]*)\)([^{{]*){{", ptx)
+        assert entry is not None
+        scalars = ["f32" if isinstance(x, float) else "u32" for x in plugin.launch(sizes).scalars]
+        assert case["scalar_types"] == ["SymInt32"] * len(scalars)
+        # pointers to the inputs, scalars of 32 bits, pointers to the outputs
+        pointers = [["u64"] * len(plugin.tensors), ["u64"] * len(plugin.results)]
+        assert re.findall(r"\.param \.(\w+) ", entry[1]) == [*pointers[0], *scalars, *pointers[1]]
+        most_threads = int(re.search(r"\.maxntid (\d+)", entry[2])[1])
+        for launch in case["launches"]:
+            assert 32 <= launch["block_x"] <= most_threads <= 1024
+            assert 0 <= launch["shared_mem"] <= SHARED_BYTES
+        # all shared memory is what the launch asks for
+        assert not re.search(r"^\s*\.shared", ptx, re.MULTILINE)
 
 
 @pytest.mark.requires("tensorrt")
 @pytest.mark.xdist_group("tensorrt")
-def test_nvrtc_compiles_the_kernels_without_nvcc(answers: dict[str, Any]) -> None:
+def test_nvrtc_compiles_without_nvcc_for_the_architecture_that_is_asked_for(answers: dict[str, Any]) -> None:
     assert answers["11"]["compiler"] == "NVRTC 13.0"
-    for name in ("pinv float16 64", "sort 65"):
-        text = case_of(answers, "11", name)["ptx"]
+    assert answers["11"]["target"] == "SM 75 or later, and a driver of CUDA 13.0 or later (PTX 9.0)"
+    for text in answers["11"]["ptx"].values():
         assert re.search(r"^\.version 9\.0\n\.target sm_75$", text, re.MULTILINE)
 
 
@@ -271,8 +311,8 @@ def test_nvrtc_compiles_the_kernels_without_nvcc(answers: dict[str, Any]) -> Non
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_120"])
 def test_ptxas_assembles_the_ptx_without_warnings(answers: dict[str, Any], architecture: str, tmp_path: Path) -> None:
     ptxas = find_nvcc().resolve().parent / "ptxas"
-    for number, text in enumerate({case_of(answers, "11", name)["ptx"] for name in ("pinv float32 4", "sort 65")}):
-        source = tmp_path / f"{number}.ptx"
+    for entry, text in answers["11"]["ptx"].items():
+        source = tmp_path / f"{entry}.ptx"
         source.write_text(text, encoding="utf-8")
         command = [ptxas, f"-arch={architecture}", "--warning-as-error", source, "-o", tmp_path / "kernel.cubin"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -283,11 +323,11 @@ def test_ptxas_assembles_the_ptx_without_warnings(answers: dict[str, Any], archi
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("pinv of any size", "The size of its matrices is not known"),
-        ("pinv too large", "Its matrices are 65 × 65"),
+        ("pinv of any size", "The dimension m of its inputs is not known"),
+        ("pinv too large", "The dimension m of its inputs is 65"),
         # these do not come as far as the launch
-        ("pinv bfloat16", "its inputs are BF16; expected FLOAT or HALF"),
-        ("sort of int64", "buckets are INT64; expected INT32"),
+        ("pinv of int64", "Its inputs are INT64 and INT64"),
+        ("sort of int64", "Its input buckets is INT64; the TensorRT plugin takes int32"),
     ],
 )
 def test_what_a_plugin_cannot_do_is_an_error_and_no_wrong_launch(
@@ -330,26 +370,31 @@ def test_a_member_that_the_cuda_runtime_does_not_have_is_reported(tmp_path: Path
     assert answer["missing"] == ["cudaMadeUp"]
 
 
-PINV_DIMS: list[list[int | str | None]] = [["N", 64, 64], ["N", 1, 1]]
-why_pinv = functools.partial(tensorrt_plugins.why_body, "IterativePinv")
-why_sort = functools.partial(tensorrt_plugins.why_body, "LSHSort")
+def reason(op: str, dtypes: list[str], dims: list[list[int | str | None]], attributes: dict[str, Any]) -> str | None:
+    chosen = tensorrt_plugins.choose(op, dtypes, dims, attributes)
+    return chosen if isinstance(chosen, str) else None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("m", [1, 31, 64])
 def test_the_iteration_is_a_plugin_up_to_64(dtype: str, m: int) -> None:
-    assert why_pinv([dtype] * 2, [[None, m, m], [None, 1, 1]], {"iterations": 6}) is None
+    assert reason("IterativePinv", [dtype] * 2, [[None, m, m], [None, 1, 1]], {"iterations": 6}) is None
 
 
 @pytest.mark.parametrize(
     ("dtypes", "m", "attributes", "message"),
     [
-        (["float32"] * 2, 65, {"iterations": 6}, "Its matrices are 65 × 65; .* 1 × 1 to 64 × 64."),
-        (["float32"] * 2, 0, {"iterations": 6}, "Its matrices are 0 × 0; "),
-        (["float32"] * 2, "landmarks", {"iterations": 6}, "is landmarks; the TensorRT plugin needs a fixed number."),
-        (["float32"] * 2, None, {"iterations": 6}, "is not known; the TensorRT plugin needs a fixed number."),
-        (["bfloat16"] * 2, 64, {"iterations": 6}, "Its inputs are bfloat16 and bfloat16; .* float32 or float16"),
-        (["float32", "float16"], 64, {"iterations": 6}, "Its inputs are float32 and float16; "),
+        (["float32"] * 2, 65, {"iterations": 6}, "m of its inputs is 65; .* a fixed number from 1 to 64."),
+        (["float32"] * 2, 0, {"iterations": 6}, "m of its inputs is 0; "),
+        (["float32"] * 2, "landmarks", {"iterations": 6}, "is landmarks; the TensorRT plugin needs a fixed number"),
+        (["float32"] * 2, None, {"iterations": 6}, "is not known; the TensorRT plugin needs a fixed number"),
+        (
+            ["float64"] * 2,
+            64,
+            {"iterations": 6},
+            "Its inputs are float64 and float64; .* float32 or float16 or bfloat16",
+        ),
+        (["float32", "float16"], 64, {"iterations": 6}, "Its inputs are float32 and float16; .* one type for all"),
         (["float32"] * 2, 64, {}, "has no attribute `iterations`"),
         (["float32"] * 2, 64, {"iterations": 0}, "`iterations` is 0; "),
     ],
@@ -357,20 +402,20 @@ def test_the_iteration_is_a_plugin_up_to_64(dtype: str, m: int) -> None:
 def test_the_iteration_says_why_it_runs_as_its_body(
     dtypes: list[str], m: int | str | None, attributes: dict[str, Any], message: str
 ) -> None:
-    assert re.search(message, why_pinv(dtypes, [["N", m, m], ["N", 1, 1]], attributes))
+    assert re.search(message, reason("IterativePinv", dtypes, [["N", m, m], ["N", 1, 1]], attributes) or "")
 
 
 @pytest.mark.parametrize("num_buckets", [1, 65, 353, INT32_MAX])
 def test_the_sort_is_a_plugin_for_any_number_of_buckets(num_buckets: int) -> None:
-    assert why_sort(["int32"], [["N", None]], {"num_buckets": num_buckets}) is None
-    assert why_sort(["int32"], [[96, 1 << 20]], {"num_buckets": num_buckets}) is None
+    assert reason("LSHSort", ["int32"], [["N", None]], {"num_buckets": num_buckets}) is None
+    assert reason("LSHSort", ["int32"], [[96, 1 << 20]], {"num_buckets": num_buckets}) is None
 
 
 @pytest.mark.parametrize(
     ("dtype", "dims", "attributes", "message"),
     [
-        ("int64", ["N", "n"], {"num_buckets": 4}, "Its buckets are int64; the TensorRT plugin takes int32."),
-        ("int32", [1, 1 << 31], {"num_buckets": 4}, "a dimension of 2147483648; "),
+        ("int64", ["N", "n"], {"num_buckets": 4}, "Its input buckets is int64; the TensorRT plugin takes int32."),
+        ("int32", [1, 1 << 31], {"num_buckets": 4}, "The dimension n of its inputs is 2147483648; "),
         ("int32", ["N", "n"], {"num_buckets": 1 << 31}, "`num_buckets` is 2147483648; "),
         ("int32", ["N", "n"], {"num_buckets": 0}, "`num_buckets` is 0; "),
         ("int32", ["N", "n"], {}, "has no attribute `num_buckets`"),
@@ -379,23 +424,99 @@ def test_the_sort_is_a_plugin_for_any_number_of_buckets(num_buckets: int) -> Non
 def test_the_sort_says_why_it_runs_as_its_body(
     dtype: str, dims: list[int | str | None], attributes: dict[str, Any], message: str
 ) -> None:
-    assert message in why_sort([dtype], [dims], attributes)
+    assert message in (reason("LSHSort", [dtype], [dims], attributes) or "")
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name not in PLUGINS])
-def test_an_operator_without_a_plugin_runs_as_its_body_whatever_its_inputs(name: str) -> None:
-    assert (tensorrt_plugins.why_body(name, [], [], {}) or "").startswith("it has no TensorRT plugin")
+FLOATS: list[list[int | str | None]] = [["b", 8, "n", 64]] * 3 + [["b", "n"]]
+
+
+@pytest.mark.parametrize(
+    ("op", "dtypes", "dims", "attributes", "message"),
+    [
+        (
+            "EluLinearAttention",
+            ["float32"] * 3 + ["bool"],
+            [["b", 8, "n", "d"]] * 3 + [["b", "n"]],
+            {"eps": 1e-6, "causal": 0, "chunk_length": 128},
+            "The dimension head_dim of its inputs is d; the TensorRT plugin needs a fixed number",
+        ),
+        (
+            "EluLinearAttention",
+            ["float32"] * 3 + ["bool"],
+            FLOATS,
+            {"eps": 1e-6, "chunk_length": 128},
+            "has no attribute `causal`",
+        ),
+        (
+            "AFTSimpleAttention",
+            ["float32", "float16", "float32", "bool"],
+            FLOATS,
+            {},
+            "Its inputs are float32 and float16 and float32; ",
+        ),
+        (
+            "AFTWindowAttention",
+            ["float32"] * 3 + ["bool", "float16"],
+            [*FLOATS, [8, 1, 63]],
+            {"causal": 0},
+            "Its input bias is float16; the TensorRT plugin takes float32.",
+        ),
+        (
+            "LSHHash",
+            ["float32", "float32", "bool"],
+            [["b", 8, "n", 64], [8, 64, 4, 16], ["b", "n"]],
+            {"bucket_factors": [1 << 31], "chunk_length": 64},
+            "`bucket_factors` is [2147483648]; ",
+        ),
+        *(
+            (
+                "LSHHash",
+                ["float32", "float32", "bool"],
+                [["b", 8, "n", 64], [8, 64, 4, 16], ["b", "n"]],
+                {"bucket_factors": factors, "chunk_length": 64},
+                f"`bucket_factors` is {factors}; the TensorRT plugin takes even numbers with a product below 2^31.",
+            )
+            for factors in ([], [33], [1 << 16, 1 << 15])
+        ),
+        (
+            "MaskedAttention",
+            ["float32"] * 3 + ["bool"],
+            [["b", 8, "n", 64], [8, "n", 64], ["b", 8, "n", 64], ["b", "n"]],
+            {"scale": 1.0},
+            "Its input k has 3 dimensions; the TensorRT plugin takes 4.",
+        ),
+        ("SegmentMeans", ["float32"], [["b", 8, "n", 64]], {"num_segments": 8}, "It has 1 inputs; "),
+        (
+            "LSHHash",
+            ["float32", "float32", "bool"],
+            [["b", 8, "n", 64], [8, 64, 4, 16], ["b", "n"]],
+            {"bucket_factors": [32], "chunk_length": 0},
+            "`chunk_length` is 0; ",
+        ),
+        (
+            "LSHAttention",
+            ["float32"] * 2 + ["int64", "int32", "bool"],
+            [["b", 8, "n", 64]] * 2 + [["r", "p"]] * 2 + [["b", "n"]],
+            {},
+            "Its input order is int64; the TensorRT plugin takes int32.",
+        ),
+    ],
+)
+def test_an_operator_says_why_it_runs_as_its_body(
+    op: str, dtypes: list[str], dims: list[list[int | str | None]], attributes: dict[str, Any], message: str
+) -> None:
+    assert message in (reason(op, dtypes, dims, attributes) or "")
 
 
 def test_no_operators_need_no_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    tensorrt_plugins.register_plugins([])
+    assert tensorrt_plugins.register_plugins([], 80) is None
 
 
 def test_a_missing_tensorrt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(LibraryError, match=r"TensorRT does not load .*pip install tensorrt"):
-        tensorrt_plugins.register_plugins(["LSHSort"])
+        tensorrt_plugins.register_plugins(["LSHSort"], 80)
 
 
 @pytest.mark.parametrize("version", ["8.6.1", "10.12.0.36"])
@@ -404,4 +525,4 @@ def test_an_old_tensorrt_is_refused(version: str, monkeypatch: pytest.MonkeyPatc
     module.__version__ = version
     monkeypatch.setitem(sys.modules, "tensorrt", module)
     with pytest.raises(LibraryError, match=rf"TensorRT is {version}; expected 10\.13 or later"):
-        tensorrt_plugins.register_plugins(["LSHSort"])
+        tensorrt_plugins.register_plugins(["LSHSort"], 80)

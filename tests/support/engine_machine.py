@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from effexport.runners.trt.runner import TrtRunner, TrtSettings
 from effexport.spec import BuildSpec, build_spec_from_options
 
 SEQ_LEN = 64
+Spoil = Callable[[np.ndarray], None]
 
 
 class Machine:
@@ -31,12 +33,16 @@ class Machine:
         self.spec: BuildSpec = build_spec_from_options(fields, None)
         self.module = module_from_seed(self.spec)
         self.model = model.Model("trt", self.spec, folder)
-        self.spoil: Callable[[np.ndarray], None] = lambda output: None
+        self.spoil: Spoil = lambda output: None
         self.cudas: list[FakeCuda] = []
         self.capture_fails = False
-        self.model.engine.parent.mkdir(parents=True)
-        self.model.engine.write_bytes(b"an engine")
-        write_sidecar(self.model.engine, self.info())
+        self.write_engine(self.model.engine)
+
+    def write_engine(self, engine: Path, **changed: Any) -> None:
+        """An engine and its sidecar. changed: fields of the sidecar."""
+        engine.parent.mkdir(parents=True, exist_ok=True)
+        engine.write_bytes(b"an engine")
+        write_sidecar(engine, replace(self.info(), **changed))
 
     def info(self) -> EngineInfo:
         shapes = ((1, 1), (1, SEQ_LEN), (4, SEQ_LEN))
@@ -59,18 +65,22 @@ class Machine:
             implementation={"LSHSort": "plugin"},
         )
 
-    def compute(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def compute(self, feeds: dict[str, np.ndarray], spoil: Spoil | None = None) -> dict[str, np.ndarray]:
         (output,) = run_module(self.module, self.spec, feeds).values()
         output = output.copy()
-        self.spoil(output)
+        (spoil or self.spoil)(output)
         return {"last_hidden_state": output}
 
-    def open(self, engine: Path, settings: TrtSettings | None = None) -> TrtRunner:
+    def open(self, engine: Path, settings: TrtSettings | None = None, spoil: Spoil | None = None) -> TrtRunner:
+        """A runner of any engine file. spoil: for this runner only."""
+
         def output_shapes(shapes: Any) -> dict[str, tuple[int, ...]]:
             return {"last_hidden_state": (*shapes["input_ids"], 4)}
 
         info = self.info()
-        fake = FakeModel(info.inputs, info.outputs, info.profiles, self.compute, output_shapes)
+        fake = FakeModel(
+            info.inputs, info.outputs, info.profiles, lambda feeds: self.compute(feeds, spoil), output_shapes
+        )
         self.cudas.append(FakeCuda())
         api = FakeTensorRT(fake, self.cudas[-1])
         api.capture_fails = self.capture_fails

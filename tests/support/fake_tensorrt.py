@@ -10,6 +10,7 @@ is an AssertionError here.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -187,14 +188,19 @@ class Enumeration:
 class FakeTensorRT:
     """The module, as `Api` declares it. Tests change it through the attributes.
 
+    model: what every engine computes, except for those whose file is in `models`.
     refuses_to_load, enqueue_fails, capture_fails, context_fails: what goes wrong. validity: for get_engine_validity.
+    refuses_weights: for an OnnxParserRefitter. missing_weights: for a Refitter.
     alive: how many engines and contexts there are.
     """
 
     def __init__(self, model: FakeModel, cuda: FakeCuda, version: str = "11.4.0.106") -> None:
         self.__version__ = version
         self.model, self.cuda = model, cuda
+        self.models: dict[bytes, FakeModel] = {}
         self.refuses_to_load = self.enqueue_fails = self.capture_fails = self.context_fails = False
+        self.refuses_weights = False
+        self.missing_weights: list[str] = []
         self.validity: tuple[int, int] = (0, 0)
         self.streamable_weights = 0
         self.strategies: list[Any] = []
@@ -216,6 +222,12 @@ class FakeTensorRT:
 
     def Runtime(self, logger: Any) -> FakeRuntime:
         return FakeRuntime(self, logger)
+
+    def Refitter(self, engine: FakeEngine, logger: Any) -> FakeRefitter:
+        return FakeRefitter(engine, logger)
+
+    def OnnxParserRefitter(self, refitter: FakeRefitter, logger: Any) -> FakeOnnxParserRefitter:
+        return FakeOnnxParserRefitter(refitter, logger)
 
 
 class FakeLogger:
@@ -242,17 +254,18 @@ class FakeRuntime:
         if self.api.refuses_to_load:
             self.logger.log(FakeLogger.ERROR, "IRuntime::deserializeCudaEngine: Error Code 1: the plan is of a lamp")
             return None
-        return FakeEngine(self.api, self.logger)
+        return FakeEngine(self.api, self.logger, self.api.models.get(serialized, self.api.model))
 
 
 class FakeEngine:
-    def __init__(self, api: FakeTensorRT, logger: FakeLogger) -> None:
-        self.api, self.logger, self.model = api, logger, api.model
+    def __init__(self, api: FakeTensorRT, logger: FakeLogger, model: FakeModel) -> None:
+        self.api, self.logger, self.model = api, logger, model
         self.num_io_tensors = len(self.model.tensors)
         self.num_optimization_profiles = len(self.model.profiles)
         self.device_memory_size_v2 = 512
         self.streamable_weights_size = api.streamable_weights
         self.weight_streaming_budget_v2 = api.streamable_weights
+        self.weights, self.refitted = b"", False
         api.alive["engine"] += 1
 
     def __del__(self) -> None:
@@ -271,6 +284,10 @@ class FakeEngine:
     def get_tensor_location(self, name: str) -> Any:
         return self.api.TensorLocation.DEVICE
 
+    def serialize(self) -> bytes:
+        assert self.refitted, "serialised without the new weights"
+        return b"refitted with " + self.weights
+
     def create_runtime_config(self) -> SimpleNamespace:
         return SimpleNamespace(cuda_graph_strategy=None)
 
@@ -280,6 +297,32 @@ class FakeEngine:
         self.api.strategies.append(strategy_or_config)
         managed = strategy_or_config == self.api.ExecutionContextAllocationStrategy.USER_MANAGED
         return FakeContext(self, scratch_is_ours=managed)
+
+
+class FakeRefitter:
+    def __init__(self, engine: FakeEngine, logger: FakeLogger) -> None:
+        self.engine, self.logger = engine, logger
+        self.given = b""
+
+    def get_missing_weights(self) -> list[str]:
+        return self.engine.api.missing_weights
+
+    def refit_cuda_engine(self) -> bool:
+        assert self.given, "refitted before there were weights"
+        self.engine.weights, self.engine.refitted = self.given, True
+        return True
+
+
+class FakeOnnxParserRefitter:
+    def __init__(self, refitter: FakeRefitter, logger: FakeLogger) -> None:
+        self.refitter, self.logger = refitter, logger
+
+    def refit_from_bytes(self, model: bytes, path: str) -> bool:
+        if self.refitter.engine.api.refuses_weights:
+            self.logger.log(FakeLogger.ERROR, "the weights are of a lamp")
+            return False
+        self.refitter.given = hashlib.sha256(model).digest()
+        return True
 
 
 class FakeContext:

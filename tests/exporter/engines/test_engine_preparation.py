@@ -16,12 +16,13 @@ from effexport.artifact import Artifact
 from effexport.engines.builder_log import BuildLog
 from effexport.engines.config import config_from_spec, save_timing_cache
 from effexport.engines.network import network_from_model
-from effexport.engines.preparation import prepared_model
+from effexport.engines.preparation import Prepared, prepared_model
 from effexport.engines.profile import Profile, Range
 from effexport.engines.spec import EngineSpec
-from effexport.errors import UserError
+from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import load_graph
 from effexport.plugins.building.library import LibraryError
+from effexport.plugins.building.ptx_target import PtxTarget, ptx_target
 from effexport.plugins.ops import DOMAIN
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -173,8 +174,17 @@ class Logger:
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators whose plugins were registered, without TensorRT."""
     seen: list[str] = []
-    monkeypatch.setattr("effexport.plugins.tensorrt_plugins.register_plugins", lambda ops: seen.extend(ops))
+
+    def register(ops: list[str], architecture: int) -> PtxTarget:
+        seen.extend(ops)
+        return ptx_target(architecture, (9, 0))
+
+    monkeypatch.setattr("effexport.engines.preparation.register_plugins", register)
     return seen
+
+
+def prepared_for(path: Path, spec: EngineSpec, gpu: int = 90) -> Prepared:
+    return prepared_model(load_graph(path), spec, (gpu,))
 
 
 def custom_nodes(model: onnx.ModelProto) -> set[str]:
@@ -185,7 +195,7 @@ def custom_nodes(model: onnx.ModelProto) -> set[str]:
 def test_operators_that_fit_into_a_block_stay_nodes_and_become_plugins(
     built: Built, registered: list[str], owner: str, op: str
 ) -> None:
-    prepared = prepared_model(load_graph(built(owner, "encoder", fused=False).model_path), trt())
+    prepared = prepared_for(built(owner, "encoder", fused=False).model_path, trt())
     assert prepared.implementation == {op: "plugin"}
     assert registered == [op]
     assert custom_nodes(prepared.model) == {op}
@@ -199,48 +209,71 @@ def test_tensorrt_rtx_gets_bodies_because_it_has_no_plugins(
     built: Built, registered: list[str], owner: str, op: str
 ) -> None:
     spec = EngineSpec(target="trt-rtx", profiles=PROFILES)
-    prepared = prepared_model(load_graph(built(owner, "encoder").model_path), spec)
+    prepared = prepared_for(built(owner, "encoder").model_path, spec)
     assert prepared.implementation[op] == "body"
     assert set(prepared.implementation.values()) == {"body"}
     assert registered == []
     assert custom_nodes(prepared.model) == set()
 
 
-def test_an_operator_without_a_plugin_runs_as_its_body_and_that_is_said(built: Built, registered: list[str]) -> None:
-    prepared = prepared_model(load_graph(built("aft-simple", "encoder").model_path), trt())
-    assert prepared.implementation == {"AFTSimpleAttention": "body"}
+def test_without_plugins_every_operator_is_its_body_and_no_reason_is_needed(
+    built: Built, registered: list[str]
+) -> None:
+    prepared = prepared_for(built("nystrom", "encoder", fused=False).model_path, trt(plugins="never"))
+    assert prepared.implementation == {"IterativePinv": "body"}
+    assert (prepared.remarks, prepared.ptx, registered) == ((), None, [])
     assert custom_nodes(prepared.model) == set()
-    assert registered == []
-    assert prepared.remarks == (
-        "effexport::AFTSimpleAttention runs as its function body: "
-        "it has no TensorRT plugin, and how fast TensorRT runs the body was not measured",
-    )
+
+
+def test_a_body_in_place_of_a_required_plugin_stops_the_build(built: Built, registered: list[str]) -> None:
+    artifact = built("nystrom", "attention", num_landmarks=65, seq_len=128, fused=False)
+    with pytest.raises(StageError, match="--plugins require is given, but effexport::IterativePinv runs as its"):
+        prepared_for(artifact.model_path, trt(plugins="require"))
 
 
 def test_more_landmarks_than_a_block_can_hold_run_as_the_body_and_that_is_said(
     built: Built, registered: list[str]
 ) -> None:
     artifact = built("nystrom", "attention", num_landmarks=65, seq_len=128, fused=False)
-    prepared = prepared_model(load_graph(artifact.model_path), trt())
+    prepared = prepared_for(artifact.model_path, trt())
     assert prepared.implementation == {"IterativePinv": "body"}
     assert custom_nodes(prepared.model) == set()
     (remark,) = prepared.remarks
     assert "effexport::IterativePinv runs as its function body" in remark
-    assert "65 × 65" in remark
+    assert "The dimension m of its inputs is 65" in remark
 
 
 def test_without_a_cuda_compiler_the_body_runs_and_that_is_said(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_compiler(ops: list[str]) -> None:
-        raise LibraryError("no nvcc was found; install the CUDA toolkit")
+    def no_compiler(ops: list[str], architecture: int) -> None:
+        raise LibraryError("no nvcc was found;\n  install the CUDA toolkit")
 
-    monkeypatch.setattr("effexport.plugins.tensorrt_plugins.register_plugins", no_compiler)
-    prepared = prepared_model(load_graph(built("lsh", "encoder", fused=False).model_path), trt())
+    monkeypatch.setattr("effexport.engines.preparation.register_plugins", no_compiler)
+    prepared = prepared_for(built("lsh", "encoder", fused=False).model_path, trt())
     assert prepared.implementation == {"LSHSort": "body"}
     assert prepared.remarks == (
         "effexport::LSHSort runs as its function body, which is slower: no nvcc was found; install the CUDA toolkit",
     )
 
 
+def test_a_model_that_lost_its_function_bodies_is_one_error(built: Built, registered: list[str]) -> None:
+    model = load_graph(built("lsh", "encoder").model_path)
+    del model.functions[:]
+    with pytest.raises(UserError, match=r"\(LSHAttention\) is of the domain effexport and has neither a function body"):
+        prepared_model(model, trt(), (90,))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "compatibility", "architecture"),
+    [(75, "none", 75), (80, "none", 80), (120, "none", 80), (89, "ampere+", 80), (86, "same-compute-capability", 80)],
+)
+def test_the_ptx_of_plugins_is_for_all_gpus_that_the_engine_is_for(
+    built: Built, registered: list[str], gpu: int, compatibility: str, architecture: int
+) -> None:
+    path = built("lsh", "encoder", fused=False).model_path
+    prepared = prepared_for(path, trt(hardware_compatibility=compatibility), gpu)
+    assert prepared.ptx == PtxTarget(architecture, "9.0", "13.0")
+
+
 def test_a_model_without_custom_operators_needs_no_plugins(built: Built, registered: list[str]) -> None:
-    prepared = prepared_model(load_graph(built("aft-full", "encoder").model_path), trt())
-    assert (prepared.implementation, prepared.remarks, registered) == ({}, (), [])
+    prepared = prepared_for(built("aft-full", "encoder").model_path, trt())
+    assert (prepared.implementation, prepared.remarks, registered, prepared.ptx) == ({}, (), [], None)

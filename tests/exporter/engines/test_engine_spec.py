@@ -116,6 +116,8 @@ def test_shapes_follow_the_names_of_the_dimensions() -> None:
         ({"version_compatible": True}, "--version-compatible does not apply to target trt-rtx"),
         ({"hardware_compatibility": "ampere+"}, "--hardware-compatibility does not apply to target trt-rtx"),
         ({"refittable": True}, "--refittable does not apply to target trt-rtx"),
+        ({"plugins": "never"}, "--plugins does not apply to target trt-rtx"),
+        ({"plugins": "sometimes"}, "plugins is 'sometimes'; expected one of: auto, require, never"),
         ({"target": "trt", "compute_capabilities": (89,)}, "built for the GPU of this machine"),
     ],
 )
@@ -147,6 +149,7 @@ def engines(spec: BuildSpec, **given: Any) -> tuple[EngineSpec, ...]:
         "hardware_compatibility": "none",
         "weight_streaming": False,
         "refittable": False,
+        "plugins": "auto",
     }
     assert tuple(nothing) == ENGINE_FLAGS
     return engines_from_flags(nothing | given, spec)

@@ -7,9 +7,11 @@ build, with symbolic dimensions of its own. No engine is built and no kernel run
 Reads JSON from stdin and prints JSON in the last line:
 
     {"ops": ["LSHSort"],
-     "ptx": {"LSHSort": "..."} or null to compile it here with NVRTC,
+     "ptx": PTX by operator, or null to compile it here with NVRTC,
      "cases": [{"op": "LSHSort", "attributes": {"num_buckets": 65},
                 "inputs": [["INT32", ["N", "n"]]], "sizes": [{"N": 4, "n": 100}]}]}
+
+In the answer, `ptx` is what plugins gave to TensorRT, by entry, and `whole_ptx` what the compiler made, by operator.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from effexport.plugins import tensorrt_plugins
 from effexport.plugins.building import ptx, sources
 from effexport.plugins.ops import OPS
 
+# by entry: what the plugins gave to TensorRT
+PTX: dict[str, str] = {}
 OPERATIONS: dict[Any, Callable[[int, int], int]] = {
     trt.DimensionOperation.SUM: operator.add,
     trt.DimensionOperation.SUB: operator.sub,
@@ -104,18 +108,19 @@ def description(dtype: str, dims: list[int | str], sizes: Mapping[str, int]) -> 
     return made
 
 
-def plugin_fields(attributes: Mapping[str, int]) -> Any:
-    """As the ONNX parser makes them: arrays of one."""
-    return trt.PluginFieldCollection(
-        [trt.PluginField(name, np.array([value]), trt.PluginFieldType.INT64) for name, value in attributes.items()]
-    )
+def field_data(value: float | list[int]) -> Any:
+    """As the ONNX parser makes it: an array, of one if the attribute is a number."""
+    return np.atleast_1d(np.array(value, np.float32 if isinstance(value, float) else np.int64))
 
 
 def try_case(case: dict[str, Any]) -> dict[str, Any]:
     """A plugin for one node, taken through the phases of a build."""
     creator = trt.get_plugin_registry().get_creator(case["op"], "1", "effexport")
     request = trt.QuickPluginCreationRequest.STRICT_AOT
-    fields = plugin_fields(case["attributes"])
+    # fields refer to their data, and do not keep it
+    data = {name: field_data(value) for name, value in case["attributes"].items()}
+    kinds = {np.dtype(np.float32): trt.PluginFieldType.FLOAT32, np.dtype(np.int64): trt.PluginFieldType.INT64}
+    fields = trt.PluginFieldCollection([trt.PluginField(name, x, kinds[x.dtype]) for name, x in data.items()])
     plugin = creator.create_plugin(case["op"], "effexport", fields, trt.TensorRTPhase.BUILD, request)
     builder, types, dims = Builder(), [x[0] for x in case["inputs"]], [x[1] for x in case["inputs"]]
 
@@ -124,9 +129,12 @@ def try_case(case: dict[str, Any]) -> dict[str, Any]:
     plugin.get_output_shapes(symbols, [], builder)
     shapes = [[expression._expr for expression in desc.shape_expr] for desc in plugin.output_descs]
 
-    # in every case here an output has the dimensions of the first input
-    described = [description(*x, case["sizes"][0]) for x in case["inputs"]]
-    described += [description(x.name, dims[0], case["sizes"][0]) for x in output_types]
+    sizes = case["sizes"][0]
+    described = [description(*x, sizes) for x in case["inputs"]]
+    for dtype, shape in zip(output_types, shapes, strict=True):
+        named = {str(i): dim.evaluate(sizes) for i, dim in enumerate(shape)}
+        outer = [str(i) if dim.names else dim.evaluate({}) for i, dim in enumerate(shape)]
+        described.append(description(dtype.name, outer, named))
     combinations = plugin.get_supported_format_combinations(described, len(types))
     plugin.configure_plugin(described[: len(types)], described[len(types) :])
     tactics = plugin.get_valid_tactics()
@@ -135,6 +143,8 @@ def try_case(case: dict[str, Any]) -> dict[str, Any]:
     plugin.get_launch_params(symbols, described, len(types), launch, scalars, builder)
     statics = [x.desc for x in described]
     entry, ptx = plugin.get_kernel(statics[: len(types)], statics[len(types) :])
+    entry = entry if isinstance(entry, str) else entry.decode()
+    PTX[entry] = ptx.decode()
     return {
         "interface": type(plugin).__name__,
         "num_outputs": plugin.get_num_outputs(),
@@ -142,8 +152,7 @@ def try_case(case: dict[str, Any]) -> dict[str, Any]:
         "output_shapes": [[[d.evaluate(sizes) for d in shape] for shape in shapes] for sizes in case["sizes"]],
         "combinations": [[x.type.name, x.format.name] for x in combinations],
         "tactics": tactics,
-        "entry": entry if isinstance(entry, str) else entry.decode(),
-        "ptx": ptx.decode(),
+        "entry": entry,
         "scalar_types": [scalars[i].type for i in range(scalars.nbSymExprs)],
         "scalars": [
             [scalars[i].dimension.evaluate(sizes) for i in range(scalars.nbSymExprs)] for sizes in case["sizes"]
@@ -198,14 +207,17 @@ def main() -> None:
     request = json.load(sys.stdin)
     if given := request["ptx"]:
         texts = {sources.FOLDER / OPS[name].cuda_source: text for name, text in given.items()}
-        ptx.find_ptx_compiler = lambda: ptx.PtxCompiler("given", (json.dumps(given),), texts.__getitem__, None)
+        ptx.find_ptx_compiler = lambda: ptx.PtxCompiler(
+            "given", (json.dumps(given),), lambda source, _: texts[source], None
+        )
     else:
         ptx.choose_nvcc = lambda: None  # and hence NVRTC
-    tensorrt_plugins.register_plugins(request["ops"])
-    tensorrt_plugins.register_plugins(request["ops"])
+    tensorrt_plugins.register_plugins(request["ops"], 75)
+    target = tensorrt_plugins.register_plugins(request["ops"], 75)
     record_expressions()
     registry = trt.get_plugin_registry()
-    creators = {name: registry.get_creator(name, "1", "effexport") for name in request["ops"]}
+    names = [plugin.name for plugin in tensorrt_plugins.plugins_of(request["ops"])]
+    creators = {name: registry.get_creator(name, "1", "effexport") for name in names}
     cases: list[dict[str, Any]] = []
     for case in request["cases"]:
         try:
@@ -215,12 +227,15 @@ def main() -> None:
     answer = {
         "version": trt.__version__,
         "compiler": ptx.find_ptx_compiler().name,
+        "target": str(target),
         "modules": sorted({name.split(".")[0] for name in sys.modules}),
         "registered": sorted(
             [x.name, x.plugin_namespace, x.plugin_version] for x in registry.all_creators if x.plugin_namespace
         ),
         "fields": {name: [[f.name, f.type.name] for f in x.field_names] for name, x in creators.items()},
         "cases": cases,
+        "ptx": PTX,
+        "whole_ptx": {name: ptx.ptx_from_source(OPS[name], 75) for name in request["ops"]},
         "refusals": refusals(),
     }
     print(json.dumps(answer))

@@ -1,0 +1,116 @@
+"""engine → engine: the engines of an artifact whose weights change, refitted where TensorRT can, or built again."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from effexport.engines.api import bytes_of, import_api
+from effexport.engines.builder_log import BuildLog, OnProgress, explain
+from effexport.engines.engine_from_onnx import FindGpu, compute_capabilities, engine_from_onnx, write_engine
+from effexport.engines.preparation import prepared_model
+from effexport.engines.profile import profile_from_shapes
+from effexport.engines.sidecar import EngineInfo, check_engine_file, check_runs_here, read_sidecar
+from effexport.engines.spec import EngineSpec
+from effexport.errors import StageError, UserError
+from effexport.export.onnx_graph import load_graph, model_digest
+from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.version import __version__
+
+STAGE = "TensorRT refit"
+REFITTED = "refitted with other weights, which keeps the kernels that were chosen for the first ones"
+
+
+def engine_from_engine(
+    previous: Path | None,
+    model: Path,
+    spec: EngineSpec,
+    output: Path,
+    find_gpu: FindGpu,
+    *,
+    precision: str = "fp32",
+    remarks: tuple[str, ...] = (),
+    on_progress: OnProgress = lambda phase, share: None,
+) -> EngineInfo:
+    """Write the engine of `spec` for a model, as `engine_from_onnx` does.
+
+    previous: an engine for the same graph with other weights, if there is one. If the spec is refittable it is
+    refitted, and if TensorRT cannot do that, another engine is built and a remark says why.
+    """
+    if previous is not None and previous.is_file() and spec.refittable:
+        try:
+            return refitted_engine(previous, model, spec, output, find_gpu)
+        except (StageError, UserError) as error:
+            remarks = (*remarks, f"built again, because the engine could not be refitted: {error}")
+    return engine_from_onnx(
+        model, spec, output, find_gpu, precision=precision, remarks=remarks, on_progress=on_progress
+    )
+
+
+def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path, find_gpu: FindGpu) -> EngineInfo:
+    """Write a copy of an engine with the weights of a model, and its sidecar.
+
+    Raises UserError if the engine cannot be loaded here, and StageError if TensorRT refuses the weights.
+    """
+    api, info = import_api(spec.target), read_sidecar(previous)
+    check_engine_file(previous, info)
+    check_runs_here(previous, info, api.__version__, find_gpu(ENGINE_RUNTIMES[spec.target].package.extra))
+    # registers the plugins, too
+    prepared = prepared_model(load_graph(model), spec, compute_capabilities(spec, find_gpu))
+    started = time.perf_counter()
+    log = BuildLog(api)
+    runtime = api.Runtime(log.logger)
+    if info.version_compatible:
+        runtime.engine_host_code_allowed = True  # the checksum says that it is the engine that was built
+    engine = runtime.deserialize_cuda_engine(previous.read_bytes())
+    if engine is None:
+        raise StageError(STAGE, explain(log.errors))
+    refitter = api.Refitter(engine, log.logger)
+    parser = api.OnnxParserRefitter(refitter, log.logger)
+    if not parser.refit_from_bytes(prepared.model.SerializeToString(), str(model)):
+        raise StageError(STAGE, explain(log.errors))
+    if missing := list(refitter.get_missing_weights()):
+        raise StageError(STAGE, f"the model has no weights for {', '.join(missing[:5])}")
+    if not refitter.refit_cuda_engine():
+        raise StageError(STAGE, explain(log.errors))
+    content = bytes_of(engine.serialize())
+    refitted = replace(
+        info,
+        effexport_version=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        onnx_sha256=model_digest(model),
+        onnx_bytes=model.stat().st_size,
+        engine_sha256=hashlib.sha256(content).hexdigest(),
+        engine_bytes=len(content),
+        build_seconds=round(time.perf_counter() - started, 3),
+        remarks=(*(remark for remark in info.remarks if remark != REFITTED), REFITTED),
+    )
+    write_engine(output, content, refitted)
+    return refitted
+
+
+def spec_of_engine(info: EngineInfo) -> EngineSpec:
+    """The spec that an engine was built from. A timing cache that is not on this machine is left out."""
+    options: dict[str, Any] = dict(info.options)
+    cache = options.pop("timing_cache", None)
+    return EngineSpec(
+        target=info.target,
+        profiles=tuple(profile_from_shapes(info.inputs, shapes) for shapes in info.profiles),
+        timing_cache=Path(cache) if cache and Path(cache).is_file() else None,
+        **{**options, "compute_capabilities": tuple(options.get("compute_capabilities", ()))},
+    )
+
+
+def why_not_renewed(spec: EngineSpec, find_gpu: FindGpu) -> str:
+    """Why the engine of a spec can be neither refitted nor built on this machine; "" if it can."""
+    try:
+        import_api(spec.target)
+        if spec.target == "trt":
+            find_gpu(ENGINE_RUNTIMES[spec.target].package.extra)
+    except UserError as error:
+        return str(error)
+    return ""

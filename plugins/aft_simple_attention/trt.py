@@ -1,0 +1,80 @@
+"""The TensorRT plugins of `effexport::AFTSimpleAttention`: sums of slices, their merge, and the gate."""
+
+from __future__ import annotations
+
+from effexport.plugins.trt_plugin import Launch, Plugin, Rewrite, Sizes, cdiv, minimum
+
+# as in kernel_cuda.cu; a test compares the launches
+LANES = 32
+GROUPS = 8
+BLOCK_THREADS = LANES * GROUPS
+SLICE = 256
+PARTS = 3
+MOST_BLOCKS = 65536
+
+OPERATOR = "AFTSimpleAttention"
+INPUTS = (
+    *("q: T [batch heads seq channels]", "k: T [batch heads seq channels]", "v: T [batch heads seq channels]"),
+    "keep: bool [batch seq]",
+)
+PARTIALS = f"partials: float32 [batch heads slices {PARTS} channels]"
+CONTEXTS = "contexts: float32 [batch heads channels]"
+
+
+def sums(s: Sizes) -> Launch:
+    heads = s.batch * s.heads
+    blocks = heads * s.slices * cdiv(s.channels, LANES)
+    shared_bytes = BLOCK_THREADS * PARTS * 4
+    return Launch(minimum(blocks, MOST_BLOCKS), BLOCK_THREADS, (heads, s.heads, s.seq, s.channels), shared_bytes)
+
+
+def merge(s: Sizes) -> Launch:
+    heads = s.batch * s.heads
+    blocks = cdiv(heads * s.channels, BLOCK_THREADS)
+    return Launch(minimum(blocks, MOST_BLOCKS), BLOCK_THREADS, (heads, s.slices, s.channels))
+
+
+def gate(s: Sizes) -> Launch:
+    heads = s.batch * s.heads
+    blocks = cdiv(heads * s.seq, GROUPS)
+    return Launch(minimum(blocks, MOST_BLOCKS), BLOCK_THREADS, (heads, s.seq, s.channels))
+
+
+SUMS = Plugin(
+    name="AFTSimpleAttentionSums",
+    op=OPERATOR,
+    entry="effexport_aft_simple_sums_{T}",
+    inputs=INPUTS[1:],
+    outputs=(PARTIALS,),
+    sizes=lambda s: {"slices": cdiv(s.seq, SLICE)},
+    launch=sums,
+)
+MERGE = Plugin(
+    name="AFTSimpleAttentionMerge",
+    op=OPERATOR,
+    entry="effexport_aft_simple_merge",
+    inputs=(PARTIALS,),
+    outputs=(CONTEXTS,),
+    launch=merge,
+)
+GATE = Plugin(
+    name="AFTSimpleAttentionGate",
+    op=OPERATOR,
+    entry="effexport_aft_simple_gate_{T}",
+    inputs=(INPUTS[0], CONTEXTS),
+    outputs=("out: T [batch heads seq channels]",),
+    launch=gate,
+)
+IN_STEPS = Rewrite(
+    name=OPERATOR,
+    inputs=INPUTS,
+    nodes=lambda s: (
+        """
+        partials = effexport.AFTSimpleAttentionSums (k, v, keep)
+        contexts = effexport.AFTSimpleAttentionMerge (partials)
+        out = effexport.AFTSimpleAttentionGate (q, contexts)
+    """
+    ),
+)
+PLUGINS = (SUMS, MERGE, GATE)
+CHOICES = (IN_STEPS,)

@@ -1,0 +1,100 @@
+"""The TensorRT plugins of `effexport::AFTWindowAttention`: sums of blocks, of those around each, and the outputs."""
+
+from __future__ import annotations
+
+from effexport.plugins.trt_plugin import Launch, Plugin, Rewrite, Sizes, cdiv
+
+# as in kernel_cuda.cu; a test compares the launches
+CHANNELS = 32
+BLOCK = 32
+WARP = 32
+BLOCK_THREADS = 256
+PARTS = 3
+ROWS_OF_A_WARP = 16
+COLUMNS = 2 * CHANNELS
+
+OPERATOR = "AFTWindowAttention"
+INPUTS = (
+    "q: T [batch heads seq channels]",
+    "k: T [batch heads seq key_channels]",
+    "v: T [batch heads seq channels]",
+    "keep: bool [batch seq]",
+    "bias: float32 [bias_heads positions taps]",
+)
+
+
+def sums_of_blocks(name: str) -> str:
+    return f"{name}: float32 [batch heads blocks {PARTS} channels]"
+
+
+def sums(s: Sizes) -> Launch:
+    groups = s.batch * s.heads
+    works = groups * s.blocks * cdiv(s.channels, CHANNELS)
+    return Launch(
+        cdiv(works, BLOCK_THREADS // WARP), BLOCK_THREADS, (groups, s.heads, s.seq, s.channels, s.key_channels)
+    )
+
+
+def others(s: Sizes) -> Launch:
+    groups = s.batch * s.heads
+    shared_bytes = BLOCK_THREADS * PARTS * 4
+    scalars = (groups, s.blocks, s.channels, s.forward)
+    return Launch(groups * cdiv(s.channels, CHANNELS), BLOCK_THREADS, scalars, shared_bytes)
+
+
+def attend(s: Sizes, causal: bool) -> Launch:
+    groups = s.batch * s.heads
+    warps = 2 if causal else 4
+    queries = warps * ROWS_OF_A_WARP
+    own = 2 * BLOCK * CHANNELS if causal else 0
+    # weights, columns, the largest bias of each query, the largest key of each channel, and own keys
+    shared_bytes = 4 * (queries * BLOCK + BLOCK * COLUMNS + queries + CHANNELS + own)
+    scalars = (groups, s.heads, s.seq, s.channels, s.key_channels, s.bias_heads, s.positions, s.taps)
+    return Launch(groups * cdiv(s.seq, queries) * cdiv(s.channels, CHANNELS), warps * WARP, scalars, shared_bytes)
+
+
+SUMS = Plugin(
+    name="AFTWindowAttentionSums",
+    op=OPERATOR,
+    entry="effexport_aft_window_sums_{T}",
+    inputs=INPUTS[1:4],
+    outputs=(sums_of_blocks("sums"),),
+    sizes=lambda s: {"blocks": cdiv(s.seq, BLOCK)},
+    launch=sums,
+)
+OTHERS = Plugin(
+    name="AFTWindowAttentionOthers",
+    op=OPERATOR,
+    entry="effexport_aft_window_others",
+    inputs=(sums_of_blocks("sums"),),
+    outputs=(sums_of_blocks("others"),),
+    attributes={"forward": int},
+    launch=others,
+)
+ATTEND, CAUSAL = (
+    Plugin(
+        name=f"AFTWindowAttention{name}",
+        op=OPERATOR,
+        entry=f"effexport_aft_window_{name.lower()}_{{T}}",
+        inputs=(*INPUTS, *map(sums_of_blocks, ("sums", "before", "after"))),
+        outputs=("out: T [batch heads seq channels]",),
+        launch=launch,
+    )
+    for name, launch in (("Attend", lambda s: attend(s, False)), ("Causal", lambda s: attend(s, True)))
+)
+
+
+def nodes(s: Sizes) -> str:
+    """A causal kernel reads no sums of later blocks."""
+    name, after = ("Causal", "before") if s.causal else ("Attend", "after")
+    return f"""
+        sums = effexport.AFTWindowAttentionSums (k, v, keep)
+        before = effexport.AFTWindowAttentionOthers <forward = 1> (sums)
+        {"" if s.causal else "after = effexport.AFTWindowAttentionOthers <forward = 0> (sums)"}
+        out = effexport.AFTWindowAttention{name} (q, k, v, keep, bias, sums, before, {after})
+    """
+
+
+IN_STEPS = Rewrite(name=OPERATOR, inputs=INPUTS, attributes={"causal": int}, nodes=nodes)
+PLUGINS = (SUMS, OTHERS, ATTEND, CAUSAL)
+CHOICES = (IN_STEPS,)

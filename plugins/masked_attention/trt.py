@@ -1,0 +1,96 @@
+"""The TensorRT plugins of `effexport::MaskedAttention`: one launch for few keys, otherwise slices and their merge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from effexport.plugins.ops import FLOAT_TYPES
+from effexport.plugins.trt_plugin import Launch, Plugin, Rewrite, Size, Sizes, cdiv, maximum, minimum
+
+# as in kernel_cuda.cu and native/attention.h; a test compares the launches
+QUERIES = 64
+WIDTH = 64
+SLICE_TILES = 4
+STATISTICS = 2
+WARP = 32
+ATTEND_THREADS = 128
+MERGE_THREADS = 256
+# keys of one slice for any number of queries
+KEYS_OF_A_SLICE = QUERIES * SLICE_TILES
+LONGEST_SLICE = (2**31 - 1) // QUERIES * QUERIES
+
+OPERATOR = "MaskedAttention"
+INPUTS = ("q: T [batch heads n d]", "k: T [batch heads m d]", "v: T [batch heads m e]", "keep: bool [batch m]")
+
+
+def slices(s: Sizes) -> Mapping[str, Size]:
+    """How keys are cut. row: floats of a row of partials."""
+    length = minimum(maximum(cdiv(s.n, QUERIES), 1) * KEYS_OF_A_SLICE, LONGEST_SLICE)
+    return {"slice": length, "slices": cdiv(s.m, length), "row": s.e + STATISTICS}
+
+
+def attend(s: Sizes, partial: bool) -> Launch:
+    groups = s.batch * s.heads
+    blocks = groups * s.slices * cdiv(s.n, QUERIES) * cdiv(s.e, WIDTH)
+    scalars = (groups, s.heads, s.n, s.m, s.d, s.e, s.slice, s.scale, int(partial))
+    # a tile of queries and two of keys or values, and which of two tiles of keys are hidden
+    keys = 32 if s.T == "float32" else 64
+    shared_bytes = (QUERIES + 2 * keys) * WIDTH * s.itemsize + 2 * keys * 4
+    return Launch(blocks, ATTEND_THREADS, scalars, shared_bytes)
+
+
+def merge(s: Sizes) -> Launch:
+    groups = s.batch * s.heads
+    rows = groups * s.n * cdiv(s.e, WARP)
+    scalars = (groups, s.n, s.slices, s.e)
+    return Launch(cdiv(rows, MERGE_THREADS // WARP), MERGE_THREADS, scalars)
+
+
+WHOLE = Plugin(
+    name=OPERATOR,
+    op=OPERATOR,
+    entry="effexport_masked_attention_{T}",
+    inputs=INPUTS,
+    outputs=("out: T [batch heads n e]",),
+    attributes={"scale": float},
+    # without keys there is no slice, and only a merge writes zeros
+    fixed={"m": range(1, KEYS_OF_A_SLICE + 1)},
+    sizes=slices,
+    launch=lambda s: attend(s, partial=False),
+)
+ATTEND = Plugin(
+    name="MaskedAttentionAttend",
+    op=OPERATOR,
+    entry="effexport_masked_attention_{T}",
+    inputs=INPUTS,
+    outputs=("partials: float32 [batch heads slices n row]",),
+    attributes={"scale": float},
+    sizes=slices,
+    launch=lambda s: attend(s, partial=True),
+)
+# one for each type of the results, which no input has
+MERGES = tuple(
+    Plugin(
+        name=f"MaskedAttentionMerge_{dtype}",
+        op=OPERATOR,
+        entry="effexport_masked_attention_merge_{T}",
+        inputs=("partials: float32 [batch heads slices n row]",),
+        outputs=("out: T [batch heads n e]",),
+        types=(dtype,),
+        sizes=lambda s: {"e": s.row - STATISTICS},
+        launch=merge,
+    )
+    for dtype in FLOAT_TYPES
+)
+
+
+def nodes(s: Sizes) -> str:
+    return f"""
+        partials = effexport.MaskedAttentionAttend <scale: float = @scale> (q, k, v, keep)
+        out = effexport.MaskedAttentionMerge_{s.T} (partials)
+    """
+
+
+IN_SLICES = Rewrite(name=OPERATOR, inputs=INPUTS, attributes={"scale": float}, nodes=nodes)
+PLUGINS = (WHOLE, ATTEND, *MERGES)
+CHOICES = (WHOLE, IN_SLICES)

@@ -1,0 +1,37 @@
+"""The TensorRT plugin of `effexport::SequenceConv`."""
+
+from __future__ import annotations
+
+from effexport.plugins.trt_plugin import Launch, Plugin, Sizes, cdiv
+
+# as in kernel_cuda.cu; a test compares the launches
+BLOCK_THREADS = 128
+TOKENS = 64
+WIDTH = 64
+WINDOW = 128
+BAND = WINDOW + TOKENS
+
+
+def launch(s: Sizes) -> Launch:
+    groups = s.batch * s.heads
+    # rows of x, and a tap or two for each place of the band
+    shared_bytes = WINDOW * WIDTH * s.itemsize + BAND * 4
+    scalars = (groups, s.heads, s.seq, s.channels, s.taps)
+    return Launch(groups * cdiv(s.seq, TOKENS) * cdiv(s.channels, WIDTH), BLOCK_THREADS, scalars, shared_bytes)
+
+
+CONV = Plugin(
+    name="SequenceConv",
+    op="SequenceConv",
+    entry="effexport_sequence_conv_{T}",
+    inputs=(
+        "x: T [batch heads seq channels]",
+        "weight: T [heads 1 taps 1]",
+        "keep: bool [batch seq]",
+        "residual: T [batch heads seq channels]",
+    ),
+    outputs=("out: T [batch heads seq channels]",),
+    launch=launch,
+)
+PLUGINS = (CONV,)
+CHOICES = (CONV,)

@@ -1,0 +1,247 @@
+"""Graphs as TensorRT gets them, executed without TensorRT: what its plugins compute, with the launches of their rows.
+
+Kernels run in the emulation of tests/plugins/native, which shows logic and indexing; roundings are the CPU's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.helper
+import pytest
+import safetensors.numpy
+from emulated_plugins import Call, array_of, emulated_op, execute, relative_rms
+from small_specs import spec_of
+
+from effexport.engines.preparation import prepared_model
+from effexport.engines.profile import Profile, Range
+from effexport.engines.spec import EngineSpec
+from effexport.errors import StageError
+from effexport.export.onnx_graph import load_graph
+from effexport.models.spec import ATTENTION_SPECS
+from effexport.plugins.gpu_check import Case, load_gpu_check
+from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+
+pytestmark = [pytest.mark.requires("torch", "onnx"), pytest.mark.usefixtures("registered")]
+SPEC = EngineSpec(target="trt", profiles=(Profile({"batch": Range(1, 2, 4)}),))
+GPUS = (80,)
+OPSET = 20
+PLUGINS = list(OPS)
+
+LSH_ATTRIBUTES = ("chunk_length", "chunks_before", "chunks_after", "causal", "circular", "rounded")
+# The attributes of a node for the sizes and numbers of a case, as the operator's gpu_check.py describes them.
+ATTRIBUTES: dict[str, Callable[[Case], dict[str, Any]]] = {
+    "IterativePinv": lambda case: {"iterations": case.sizes[2]},
+    "LSHSort": lambda case: {"num_buckets": case.sizes[2]},
+    "LSHHash": lambda case: {"bucket_factors": case.sizes[7:], "chunk_length": case.sizes[5]},
+    "LSHAttention": lambda case: dict(zip(LSH_ATTRIBUTES, case.sizes[6:], strict=True)),
+    "EluLinearAttention": lambda case: {"eps": case.numbers[0], "causal": case.sizes[5], "chunk_length": 128},
+    "AFTSimpleAttention": lambda case: {},
+    "AFTWindowAttention": lambda case: {"causal": case.sizes[8]},
+    "MaskedAttention": lambda case: {"scale": case.numbers[0]},
+    "SegmentMeans": lambda case: {"num_segments": case.sizes[4]},
+    "SequenceConv": lambda case: {},
+}
+# The largest error relative to the results' own size, beside the body. float32: sums in another order, and 2^x to
+# 2⁻²². The others round intermediate values, such as weights, to 11 or 8 bits, kernel and body in different places.
+LIMITS = {"float32": 1e-6, "float16": 2 * 2**-11, "bfloat16": 2 * 2**-8, "int32": 0.0}
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is registered: TensorRT is not there."""
+    monkeypatch.setattr("effexport.engines.preparation.register_plugins", lambda ops, architecture: None)
+
+
+def model_of(op: str, case: Case, dynamic: bool = False) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """A model of one node with its function body, and inputs. dynamic: no dimension is a number but those of the plugin
+    that must be."""
+    signature = OPS[op].load().SIGNATURE
+    inputs = {name: array_of(x) for name, x in load_gpu_check(OPS[op]).inputs(case, "cpu").items()}
+    if op == "LSHAttention":  # whose kernels do without `rank`
+        order, keep = inputs.pop("order"), inputs.pop("keep")
+        inputs |= {"order": order, "rank": np.argsort(order, axis=1).astype(order.dtype), "keep": keep}
+    given = dict(zip([x.name for x in signature.inputs], inputs.values(), strict=True))
+    attributes = ATTRIBUTES[op](case)
+    names = [x.name for x in signature.outputs]
+    node = onnx.helper.make_node(op, list(given), names, domain=DOMAIN, **attributes, **{PLUGIN_NAMESPACE: DOMAIN})
+    values, fixed = [], OPS[op].load_trt().CHOICES[-1].fixed
+    for parameter, (name, array) in zip(signature.inputs, given.items(), strict=True):
+        elem_type = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+        named = zip(parameter.dims.split(), array.shape, strict=True)
+        dims = [dim if dynamic and dim not in fixed and not dim.isdecimal() else size for dim, size in named]
+        values.append(onnx.helper.make_tensor_value_info(name, elem_type, dims))
+    of_t = onnx.helper.np_dtype_to_tensor_dtype(next(iter(given.values())).dtype)
+    types = {"T": of_t, "int32": onnx.TensorProto.INT32, "float32": onnx.TensorProto.FLOAT}
+    outputs = [
+        onnx.helper.make_tensor_value_info(x.name, types[x.dtype], [None] * len(x.dims.split()))
+        for x in signature.outputs
+    ]
+    graph = onnx.helper.make_graph([node], "graph", values, outputs)
+    opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, OPSET_VERSION)]
+    body = OPS[op].load().onnx_function_body([node], OPSET)
+    return onnx.helper.make_model(graph, opset_imports=opsets, functions=[body], ir_version=10), given
+
+
+def run_as_plugins(op: str, case: Case, dynamic: bool = False) -> list[Call] | None:
+    """The launches of a case, whose results are compared with those of the body and of the operator's definition.
+
+    None, and nothing is run, where plugins do not support the case.
+    """
+    model, inputs = model_of(op, case, dynamic)
+    prepared = prepared_model(model, SPEC, GPUS)
+    if prepared.implementation == {op: "body"}:
+        assert "the TensorRT plugin" in prepared.remarks[0]
+        return None
+    found = execute(prepared.model, inputs, seed=len(case.name))
+    # a NaN in a hidden token is multiplied by zero in some bodies, as their contracts say
+    visible = {name: np.where(x == x, x, x.dtype.type(0)) for name, x in inputs.items()}
+    expected = execute(prepared_model(model, replace(SPEC, target="trt-rtx"), GPUS).model, visible)
+    check = load_gpu_check(OPS[op])
+    # what a matrix amplifies, it amplifies of both
+    limit = check.limit(case).value if case.kind == "nearly equal rows" else LIMITS[case.dtype]
+    for output, value in zip(found.outputs.values(), expected.outputs.values(), strict=True):
+        assert output.dtype == value.dtype
+        assert relative_rms(output, value) <= limit, (op, case)
+    reference = check.reference(case, check.inputs(case, "cpu"))
+    for output, tensor in zip(found.outputs.values(), reference.values(), strict=True):
+        right = tensor.double().numpy()
+        largest = np.abs(right).max(initial=0.0) or 1.0
+        error = np.abs(output.astype(np.float64) - right).max(initial=0.0) / largest
+        assert error <= check.limit(case).value, (op, case)
+    return found.calls
+
+
+def cases(*fields: str) -> list[Any]:
+    return [
+        pytest.param(op, case, id=f"{op} {case.name}")
+        for op in PLUGINS
+        for name in fields
+        for case in getattr(load_gpu_check(OPS[op]), name)
+    ]
+
+
+@pytest.mark.parametrize(("op", "case"), cases("small"))
+def test_plugins_compute_what_the_body_and_the_definition_do(op: str, case: Case) -> None:
+    calls = run_as_plugins(op, case)
+    if calls is not None:
+        assert calls == calls_of_launch_cuda(op, case, calls)
+
+
+@pytest.mark.parametrize("op", PLUGINS)
+def test_every_type_has_cases_that_run_as_plugins(op: str) -> None:
+    types = {case.dtype for case in load_gpu_check(OPS[op]).small if supported(op, case)}
+    assert types == set(OPS[op].load_trt().PLUGINS[0].types) or types == {"int32"}
+
+
+def supported(op: str, case: Case) -> bool:
+    return prepared_model(model_of(op, case)[0], SPEC, GPUS).implementation == {op: "plugin"}
+
+
+@pytest.mark.parametrize(
+    ("op", "case"), [case for case in cases("small") if case.values[1].dtype in ("float32", "int32")]
+)
+def test_plugins_compute_it_where_sizes_are_not_known(op: str, case: Case) -> None:
+    run_as_plugins(op, case, dynamic=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "case"), cases("checked"))
+def test_plugins_launch_what_launch_cuda_does(op: str, case: Case) -> None:
+    if np.prod(case.sizes[:5], dtype=object) > 10**8 or not supported(op, case):
+        return  # its inputs take too long to make, or it runs as its body
+    model, inputs = model_of(op, case)
+    calls = execute(prepared_model(model, SPEC, GPUS).model, inputs, dry=True).calls
+    assert calls == calls_of_launch_cuda(op, case, calls)
+
+
+def calls_of_launch_cuda(op: str, case: Case, calls: list[Call]) -> list[Call]:
+    """What launch_cuda launches for a case. calls: those of the plugins, where they may be others."""
+    found = emulated_op(OPS[op].torch_name).calls_of_launch_cuda(case.dtype, case.sizes, case.numbers)
+    if op == "MaskedAttention" and len(calls) > len(found):
+        # one slice, of more keys than one slice has for any number of queries: launch_cuda does without the merge.
+        # No keys at all: it does without the other kernel
+        (*attend, merge), keys = calls, case.sizes[3]
+        if keys == 0:
+            return [*attend, *found]
+        assert keys > 256
+        return [replace(found[0], scalars=(*found[0].scalars[:-1], 1)), merge]
+    return found
+
+
+# Of the last hidden state, relative to its size: roundings in another order in each layer.
+MODEL_LIMIT = 2e-6
+
+
+def whole_models() -> list[str]:
+    """The variants with custom operators."""
+    specs = {variant: spec_of(variant, "encoder") for variant in ATTENTION_SPECS}
+    return [variant for variant, spec in specs.items() if spec.custom_ops]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner", whole_models())
+def test_a_model_of_plugins_computes_what_pytorch_and_the_bodies_do(built: Any, owner: str) -> None:
+    artifact = built(owner, "encoder")
+    model = load_graph(artifact.model_path)
+    prepared = prepared_model(model, SPEC, GPUS)
+    assert set(prepared.implementation.values()) == {"plugin"}, prepared.remarks
+    standard = prepared_model(model, replace(SPEC, target="trt-rtx"), GPUS).model
+    golden = safetensors.numpy.load_file(artifact.path / "reference.safetensors")
+    for name in ("padded batch", "odd length"):
+        inputs = {x.name: golden[f"{name}/inputs/{x.name}"] for x in model.graph.input}
+        found, body = execute(prepared.model, inputs), execute(standard, inputs)
+        for output, value in found.outputs.items():
+            assert relative_rms(value, body.outputs[output]) <= MODEL_LIMIT
+            assert relative_rms(value, golden[f"{name}/outputs/{output}"]) <= MODEL_LIMIT
+
+
+def test_plugins_that_are_required_and_cannot_run_are_an_error() -> None:
+    case = Case((2, 65, 6))
+    model, _ = model_of("IterativePinv", case)
+    assert prepared_model(model, SPEC, GPUS).implementation == {"IterativePinv": "body"}
+    with pytest.raises(StageError, match=r"--plugins require .*IterativePinv .*m of its inputs is 65; .* from 1 to 64"):
+        prepared_model(model, replace(SPEC, plugins="require"), GPUS)
+
+
+def shape(source: random.Random) -> tuple[int, ...]:
+    """Batch, heads, and two more sizes."""
+    return source.randint(1, 3), source.randint(1, 3), source.randint(1, 300), source.randint(1, 300)
+
+
+def attention_case(source: random.Random) -> Case:
+    """Logits are of order 1, as attention has them: larger ones amplify their own roundings."""
+    batch, heads, n, m = shape(source)
+    d = source.randint(1, 300)
+    return Case((batch, heads, n, m, d, source.randint(1, 300)), (source.random() / d**0.5,))
+
+
+def sort_case(source: random.Random) -> Case:
+    sizes = (source.randint(1, 9), source.randint(1, 9000), source.choice([1, 2, 65, 353, 1216, 1217, 5000]))
+    return Case(sizes, kind="patterns", dtype="int32")
+
+
+# Random cases of operators all of whose sizes are free. Others take those of their gpu_check.py.
+RANDOM: dict[str, Callable[[random.Random], Case]] = {
+    "IterativePinv": lambda source: Case((source.randint(1, 5), source.randint(1, 64), source.randint(1, 8))),
+    "LSHSort": sort_case,
+    "MaskedAttention": attention_case,
+    "SegmentMeans": lambda source: Case((*shape(source), source.randint(1, 99))),
+    "SequenceConv": lambda source: Case((*shape(source), 1 + 2 * source.randint(0, 50))),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(200))
+def test_random_graphs_of_plugins_compute_what_their_bodies_do(number: int) -> None:
+    source = random.Random(number)
+    op = source.choice(PLUGINS)
+    case = RANDOM[op](source) if op in RANDOM else source.choice(load_gpu_check(OPS[op]).small)
+    if op != "LSHSort":
+        case = replace(case, dtype=source.choice(OPS[op].element_types))
+    assert run_as_plugins(op, case, dynamic=source.random() < 0.5) is not None
