@@ -186,9 +186,10 @@ TORCH_OF_DEVICE: dict[str, str] = {
 ENGINE_SUFFIX = ".engine"
 
 
-def engine_name(runtime: str) -> str:
-    """Where an artifact keeps the engine for a runtime, from its root."""
-    return f"engine/{runtime}{ENGINE_SUFFIX}"
+def engine_name(runtime: str, model: str = "model.onnx") -> str:
+    """Where an artifact keeps an engine for a runtime, from its root. model: the ONNX file that it is built from."""
+    graph = model.removesuffix(".onnx")
+    return f"engine/{runtime}{'' if graph == 'model' else f'.{graph}'}{ENGINE_SUFFIX}"
 
 
 def described(runtimes: Mapping[str, Runtime]) -> str:

@@ -16,29 +16,36 @@ if TYPE_CHECKING:
     from effexport.models.decode_step import ModelWithState
 
 
-def onnx_from_decode_step(module: nn.Module, spec: BuildSpec, path: Path) -> None:
+def onnx_from_decode_step(module: nn.Module, spec: BuildSpec, path: Path, traced: Path | None = None) -> None:
     """Export the decode step of a causal module: token, position (for an encoder) and state → output and next state.
 
-    Raises StageError if the graph does not have its signature.
+    traced: as in `onnx_from_module`. Raises StageError if the graph does not have its signature.
     """
     from effexport.models.decode_step import DecodeStep
 
     token, output = (TensorInfo(t.name, t.dtype, ("batch", 1, *t.dims[2:])) for t in (spec.inputs[0], spec.outputs[0]))
-    write_with_state(DecodeStep(at_precision(module, spec.precision)), (token,), output, spec, path)  # type: ignore[arg-type]
+    model = DecodeStep(at_precision(module, spec.precision))  # type: ignore[arg-type]
+    write_with_state(model, (token,), output, spec, path, traced)
 
 
-def onnx_from_prefill(module: nn.Module, spec: BuildSpec, path: Path) -> None:
+def onnx_from_prefill(module: nn.Module, spec: BuildSpec, path: Path, traced: Path | None = None) -> None:
     """Export the prefill of a causal module: tokens, mask, position (for an encoder) and state → output and next state.
 
-    Raises StageError if the graph does not have its signature.
+    traced: as in `onnx_from_module`. Raises StageError if the graph does not have its signature.
     """
     from effexport.models.decode_step import Prefill
 
-    write_with_state(Prefill(at_precision(module, spec.precision)), spec.inputs, spec.outputs[0], spec, path)  # type: ignore[arg-type]
+    model = Prefill(at_precision(module, spec.precision))  # type: ignore[arg-type]
+    write_with_state(model, spec.inputs, spec.outputs[0], spec, path, traced)
 
 
 def write_with_state(
-    model: ModelWithState, inputs: tuple[TensorInfo, ...], output: TensorInfo, spec: BuildSpec, path: Path
+    model: ModelWithState,
+    inputs: tuple[TensorInfo, ...],
+    output: TensorInfo,
+    spec: BuildSpec,
+    path: Path,
+    traced: Path | None,
 ) -> None:
     """Export a module that takes the position and the state after its other inputs, and returns the next state."""
     import torch
@@ -55,4 +62,4 @@ def write_with_state(
     # the exporter cannot translate the strides of a view
     example = [x[:, :1].contiguous() if t.dims[1] == 1 else x for t, x in zip(inputs, whole, strict=False)]
     example += [torch.zeros(batch, dtype=torch.int64) for _ in position]
-    write_graph(model, (*example, *model.initial_state(batch)), signature, spec, path)
+    write_graph(model, (*example, *model.initial_state(batch)), signature, spec, path, traced)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,12 +10,10 @@ import numpy as np
 from effexport.dtypes import numpy_dtype
 from effexport.proof.cases import Case
 from effexport.proof.checks.arithmetic import check_arithmetic
-from effexport.proof.checks.result import METRIC, Check, Kind, judged
+from effexport.proof.checks.result import METRIC, OUTSIDE, Check, Kind, judged, not_run
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit, case_limit
-from effexport.runners.feeds import limits_from_spec
-from effexport.runners.ort.decode import DecodeRunner
-from effexport.runners.ort.settings import OrtSettings
+from effexport.runners.decode import DecodeRunner, Graph
 from effexport.spec import MASK_NAME, BuildSpec
 
 if TYPE_CHECKING:
@@ -28,17 +25,32 @@ CHECKED_TOKENS = 48
 STEPS_AFTER_PROMPT = 4
 
 
-def check_decoder(
-    step: Path, prefill: Path | None, cases: Sequence[Case], spec: BuildSpec, settings: OrtSettings | None = None
-) -> list[Check]:
-    """The checks of a decode step and, if there is one, of a prefill."""
-    with DecodeRunner(step, prefill, limits_from_spec(spec), settings) as decoder:
-        first = prefix_of(cases[0], spec)
-        checks = [check_decode_step(decoder, first, spec)]
-        if prefill is not None:
-            checks.append(check_prefill_state(decoder, first, spec))
-            checks += [check_prefill(decoder, case, spec) for case in cases]
+def check_decoder(decoder: DecodeRunner, cases: Sequence[Case], spec: BuildSpec) -> list[Check]:
+    """The checks of a decode step and, if there is one, of a prefill.
+
+    An engine is not asked for what lies outside its profiles.
+    """
+    first = prefix_of(cases[0], spec)
+    checks = [check_if_accepted(check_decode_step, (Graph.STEP,), decoder, first, spec)]
+    if decoder.has_prefill:
+        checks.append(check_if_accepted(check_prefill_state, tuple(Graph), decoder, first, spec))
+        checks += [check_if_accepted(check_prefill, tuple(Graph), decoder, case, spec) for case in cases]
     return checks
+
+
+def check_if_accepted(
+    check: Callable[[DecodeRunner, Case, BuildSpec], Check],
+    graphs: Sequence[Graph],
+    decoder: DecodeRunner,
+    case: Case,
+    spec: BuildSpec,
+) -> Check:
+    """A check that runs these graphs on a case, or one that was not run because one of them does not take the case."""
+    batch, seq_len = case.keep.shape
+    for graph in graphs:
+        if not decoder.accepts(graph, batch, seq_len):
+            return not_run(Kind.SHAPES, f"the {graph} of this case {OUTSIDE}", case.label)
+    return check(decoder, case, spec)
 
 
 def prefix_of(case: Case, spec: BuildSpec) -> Case:

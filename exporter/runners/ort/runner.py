@@ -121,14 +121,18 @@ def open_model(
     external_folder: Path | None = None,
 ) -> OrtRunner:
     """See `effexport.runners.artifact_runner`."""
-    settings = OrtSettings(
+    return OrtRunner(model, settings_from_options(runtime, options), limits=limits, external_folder=external_folder)
+
+
+def settings_from_options(runtime: Runtime, options: ModelOptions) -> OrtSettings:
+    """The settings for a runtime that is one of ONNX Runtime's providers."""
+    return OrtSettings(
         provider=runtime.provider,
         implementation=options.implementation,
         threads=options.threads,
         memory_arena=options.memory_arena,
         device_id=options.device,
     )
-    return OrtRunner(model, settings, limits=limits, external_folder=external_folder)
 
 
 def run_failure(feeds: Mapping[str, Array], error: Exception) -> RuntimeFailedError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,7 +53,7 @@ class Work:
         self._cuda = cuda
         self._main = main
         self._graphs = graphs
-        self._buffers = buffers
+        self.buffers = buffers
         self._call: Call | None = None
         self._output_shapes: dict[str, Shape] = {}
 
@@ -61,32 +61,41 @@ class Work:
         """Allocate for a run of these shapes. Raises EngineRefusalError, and EffexportError if memory runs out."""
         self._output_shapes = dict(self._main.output_shapes(profile, shapes))
         room = {**dict(shapes), **self._output_shapes}
-        self._buffers.reserve(room)
-        self._call = Call(profile, shapes, tuple((name, self._buffers.address(name)) for name in room))
+        self.buffers.reserve(room)
+        self._call = Call(profile, shapes, tuple((name, self.buffers.address(name)) for name in room))
 
     def reserve(self, shapes: Mapping[str, Shape]) -> None:
-        self._buffers.reserve(shapes)
+        self.buffers.reserve(shapes)
 
     def write(self, feeds: Mapping[str, Array]) -> None:
         """Queue copies of inputs to the device."""
         for name, array in feeds.items():
-            self._buffers.write(name, array)
+            self.buffers.write(name, array)
 
     def launch(self) -> None:
         """Queue a run. Raises EngineRefusalError and CudaError."""
         assert self._call is not None, "prepare comes first"
         self._graphs.run(self._call)
 
-    def fetch(self) -> dict[str, Array]:
-        """Wait for the queued work, and return copies of the outputs."""
-        for name, shape in self._output_shapes.items():
-            self._buffers.fetch(name, shape)
+    def fetch(self, names: Collection[str] | None = None) -> dict[str, Array]:
+        """Wait for the queued work, and return copies of the outputs, or of those that are named."""
+        shapes = self._output_shapes
+        return self.read({name: shape for name, shape in shapes.items() if names is None or name in names})
+
+    def read(self, shapes: Mapping[str, Shape]) -> dict[str, Array]:
+        """Wait for the queued work, and return copies of any tensors."""
+        for name, shape in shapes.items():
+            self.buffers.fetch(name, shape)
         self._cuda.synchronize()
-        return {name: self._buffers.read(name, shape) for name, shape in self._output_shapes.items()}
+        return {name: self.buffers.read(name, shape) for name, shape in shapes.items()}
+
+    def swap(self, first: str, second: str) -> None:
+        """Let two tensors exchange their memory, before the next `prepare`."""
+        self.buffers.swap(first, second)
 
     def close(self) -> None:
         self._graphs.close()
-        self._buffers.close()
+        self.buffers.close()
 
 
 class Execution:
@@ -98,20 +107,25 @@ class Execution:
     during a capture. It is freed when nothing is queued: when the next turn begins, or when one has failed.
     """
 
-    def __init__(self, source: Source, settings: TrtSettings) -> None:
-        """Raises UserError and EffexportError as `load_engine` does, and CudaError; everything is freed then."""
+    def __init__(self, source: Source, settings: TrtSettings, host: Execution | None = None) -> None:
+        """host: an execution on the same stream, whose lock and memory of inputs and outputs this one uses too. Close
+        this one first.
+
+        Raises UserError and EffexportError as `load_engine` does, and CudaError; everything is freed then.
+        """
         self.cuda = source.cuda
-        self._source, self._settings = source, settings
+        self._source, self._settings, self._host = source, settings, host
         self._title = ENGINE_RUNTIMES[source.info.target].label
         self.captures = settings.cuda_graph and source.info.target == "trt"
         self.abandoned: deque[Work] = deque()
         self._works: list[Work] = []
-        self._lock = threading.Lock()
+        self._lock: threading.Lock = host._lock if host else threading.Lock()
         self._closed = False
         self._scratch: DeviceMemory | None = None
         self._config: IRuntimeConfig | None = None  # must live as long as its context
         self._cleanup = ExitStack()  # frees in the reverse order
-        self._cleanup.callback(self.cuda.close)
+        if host is None:
+            self._cleanup.callback(self.cuda.close)
         try:
             with self.cuda.selected():
                 self._load()
@@ -137,8 +151,10 @@ class Execution:
         largest = largest_shapes(info)
         maxima = {t.name: nbytes_of(largest[t.name], numpy_dtype(t.dtype)) for t in tensors if t.name in largest}
         # used by `run`; `bind` makes others
-        self.shared = self.new_work(max_graphs=self._settings.max_graphs, maxima=maxima)
-        if sum(maxima.values()) <= EAGER_BYTES:
+        buffers = self._host.shared.buffers if self._host else Buffers(self.cuda)
+        buffers.add(tensors, maxima)
+        self.shared: Work = self._new_work(self._settings.max_graphs, buffers)
+        if self._host is None and sum(maxima.values()) <= EAGER_BYTES:
             self.shared.reserve(largest)
 
     def _stream_weights(self, engine: ICudaEngine) -> None:
@@ -175,11 +191,15 @@ class Execution:
             return engine.create_execution_context(config)
         return engine.create_execution_context()
 
-    def new_work(self, max_graphs: int, maxima: Mapping[str, int] | None = None) -> Work:
-        """New memory for runs, freed once it is in `abandoned`, or when this is closed. maxima: see Buffers."""
-        info = self._source.info
+    def new_work(self, max_graphs: int) -> Work:
+        """New memory for runs, freed once it is in `abandoned`, or when this is closed."""
+        buffers = Buffers(self.cuda)
+        buffers.add((*self._source.info.inputs, *self._source.info.outputs))
+        return self._new_work(max_graphs, buffers)
+
+    def _new_work(self, max_graphs: int, buffers: Buffers) -> Work:
         graphs = Graphs(self.cuda, self._main, self._new_context, max_graphs if self.captures else 0)
-        work = Work(self.cuda, self._main, graphs, Buffers(self.cuda, (*info.inputs, *info.outputs), maxima))
+        work = Work(self.cuda, self._main, graphs, buffers)
         self._works.append(work)
         return work
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,25 +39,28 @@ class Loaded:
         self.runtime = None
 
 
-def checked_source(path: Path, onnx_sha256: str | None, api: Api | None, cuda: Cuda | None) -> Source:
-    """Check what can be checked without TensorRT, cheapest first, and open the GPU.
+def checked_sources(engines: Mapping[Path, str | None], api: Api | None, cuda: Cuda | None) -> tuple[Source, ...]:
+    """Check what can be checked without TensorRT, cheapest first, and open the GPU, which all engines share.
 
-    onnx_sha256: the digest of the model that the engine should have been built from; None skips that check.
+    engines: their files, with the digest of the model that each should have been built from; None skips that check.
     Raises UserError and MissingExtraError.
     """
-    info = read_sidecar(path)
-    check_engine_file(path, info)
-    if onnx_sha256 is not None:
-        check_model(path, info, onnx_sha256)
-    api = api or import_api(info.target)
-    cuda = cuda or open_cuda(ENGINE_RUNTIMES[info.target].package.extra)
+    infos = {path: read_sidecar(path) for path in engines}
+    for path, onnx_sha256 in engines.items():
+        check_engine_file(path, infos[path])
+        if onnx_sha256 is not None:
+            check_model(path, infos[path], onnx_sha256)
+    target = next(iter(infos.values())).target
+    api = api or import_api(target)
+    cuda = cuda or open_cuda(ENGINE_RUNTIMES[target].package.extra)
     try:
-        check_runs_here(path, info, api.__version__, cuda.compute_capability)
+        for path, info in infos.items():
+            check_runs_here(path, info, api.__version__, cuda.compute_capability)
     except UserError:
         with cuda.selected():
             cuda.close()
         raise
-    return Source(path, info, api, cuda)
+    return tuple(Source(path, info, api, cuda) for path, info in infos.items())
 
 
 def load_engine(source: Source) -> Loaded:

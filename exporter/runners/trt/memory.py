@@ -32,16 +32,28 @@ class Buffer:
 
 
 class Buffers:
-    """Memory of all tensors, which grows with the largest run and never shrinks. The caller holds the lock of `cuda`.
+    """Memory of tensors, which grows with the largest run and never shrinks. The caller holds the lock of `cuda`."""
 
-    maxima: per tensor, the bytes of its largest shape, if known: memory grows by doubling up to this size.
-    """
-
-    def __init__(self, cuda: Cuda, tensors: Sequence[TensorInfo], maxima: Mapping[str, int] | None = None) -> None:
+    def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self._maxima = dict(maxima or {})
-        self._dtypes = {tensor.name: numpy_dtype(tensor.dtype) for tensor in tensors}
-        self._buffers = {tensor.name: Buffer() for tensor in tensors}
+        self._maxima: dict[str, int] = {}
+        self._dtypes: dict[str, np.dtype[np.generic]] = {}
+        self._buffers: dict[str, Buffer] = {}
+
+    def add(self, tensors: Sequence[TensorInfo], maxima: Mapping[str, int] | None = None) -> None:
+        """Tensors to keep memory for. One that is known already, from another engine, keeps its memory.
+
+        maxima: per tensor, the bytes of its largest shape, if known: memory grows by doubling up to this size.
+        """
+        for tensor in tensors:
+            self._dtypes[tensor.name] = numpy_dtype(tensor.dtype)
+            self._buffers.setdefault(tensor.name, Buffer())
+        for name, nbytes in (maxima or {}).items():
+            self._maxima[name] = max(nbytes, self._maxima.get(name, 0))
+
+    def swap(self, first: str, second: str) -> None:
+        """Let two tensors exchange their memory."""
+        self._buffers[first], self._buffers[second] = self._buffers[second], self._buffers[first]
 
     def reserve(self, shapes: Mapping[str, Shape]) -> None:
         """Allocate for these shapes. Tensors that grow get a new address and lose their contents.

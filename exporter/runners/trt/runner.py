@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.engines.api import Api
-from effexport.errors import UserError
 from effexport.runners.cuda.device import Cuda
 from effexport.runners.feeds import FeedLimits, check_bound_feeds, checked_feeds, signature_of
 from effexport.runners.runner import Closeable, runner_text
 from effexport.runners.trt.context import shapes_of
 from effexport.runners.trt.execution import Execution
 from effexport.runners.trt.execution import TrtSettings as TrtSettings
-from effexport.runners.trt.loading import checked_source
-from effexport.runners.trt.memory import dim_name, dim_ranges
+from effexport.runners.trt.loading import checked_sources
+from effexport.runners.trt.profiles import Profiles
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -44,11 +43,11 @@ class TrtRunner(Closeable):
     ) -> None:
         self.settings = settings or TrtSettings()
         self.limits = limits or FeedLimits()
-        source = checked_source(engine, onnx_sha256, api, cuda)
+        (source,) = checked_sources({engine: onnx_sha256}, api, cuda)
         self.info = source.info
         self.inputs, self.outputs = source.info.inputs, source.info.outputs
         self.implementation: dict[str, str] = dict(source.info.implementation)
-        self._covered = [dim_ranges(self.inputs, profile) for profile in source.info.profiles]
+        self._profiles = Profiles(source.info)
         self._execution = Execution(source, self.settings)
         # also frees the memory of a runner that is dropped without being closed
         self._finalizer = weakref.finalize(self, self._execution.close)
@@ -82,28 +81,7 @@ class TrtRunner(Closeable):
     def _checked(self, feeds: Mapping[str, Array]) -> tuple[int, dict[str, Array]]:
         self._execution.require_open()
         complete = checked_feeds(feeds, self.inputs, self.limits)
-        return self._profile_for(complete), complete
-
-    def _profile_for(self, feeds: Mapping[str, Array]) -> int:
-        """The first profile that covers the shapes of complete feeds. Raises UserError if none does."""
-        given = {
-            dim_name(tensor, axis): feeds[tensor.name].shape[axis]
-            for tensor in self.inputs
-            for axis, dim in enumerate(tensor.dims)
-            if isinstance(dim, str)
-        }
-        for index, ranges in enumerate(self._covered):
-            if all(low <= given[dim] <= high for dim, (low, high) in ranges.items()):
-                return index
-        sizes = ", ".join(f"{dim} {size}" for dim, size in given.items())
-        profiles = "; or ".join(
-            ", ".join(f"{dim} {low} to {high}" for dim, (low, high) in ranges.items()) for ranges in self._covered
-        )
-        flag = ",".join(f"{dim}=1:{size}:{size}" for dim, size in given.items())
-        raise UserError(
-            f"the inputs have {sizes}; this engine was built for {profiles}: build it again with a profile that covers "
-            f"them, such as --profile {flag}"
-        )
+        return self._profiles.covering(shapes_of(complete)), complete
 
     def close(self) -> None:
         """Free the engine and all its memory, including what `bind` returned. `run` fails afterwards."""

@@ -222,7 +222,8 @@ def test_memory_for_profiles_beyond_reason_comes_as_runs_need_it(make: Make) -> 
 def test_growth_ends_at_the_largest_shape_of_the_profiles() -> None:
     cuda = FakeCuda()
     with cuda.selected():
-        buffers = Buffers(cuda, (TensorInfo("x", "float32", ("n",)),), {"x": 600})
+        buffers = Buffers(cuda)
+        buffers.add((TensorInfo("x", "float32", ("n",)),), {"x": 600})
         sizes = []
         for count in (100, 101, 150):
             buffers.reserve({"x": (count,)})

@@ -1,0 +1,231 @@
+"""A causal model that reads prompts and decodes tokens, with its state carried along, in any runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from effexport.dtypes import TensorInfo
+from effexport.errors import UserError
+from effexport.runners.feeds import FeedLimits, array_of, check_array, checked_feeds
+from effexport.runners.runner import Closeable, tensors_text
+from effexport.spec import MASK_NAME, NEXT_PREFIX
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from effexport.dtypes import Array
+
+POSITION = "position"
+
+
+class Graph(StrEnum):
+    """The two graphs of a causal model with a state."""
+
+    STEP = "decode step"
+    PREFILL = "prefill"
+
+
+class GraphsWithState(Closeable, Protocol):
+    """The two graphs of a model in one runtime, and the state that each run reads and replaces.
+
+    settings: of the runtime. state: arrays by name, or {} before the first token, when all of it is zero. has_prefill:
+    artifacts of older releases have a decode step only.
+    """
+
+    state: dict[str, Array]
+
+    @property
+    def settings(self) -> Any: ...
+
+    @property
+    def has_prefill(self) -> bool: ...
+
+    def inputs(self, graph: Graph) -> tuple[TensorInfo, ...]: ...
+
+    def outputs(self, graph: Graph) -> tuple[TensorInfo, ...]: ...
+
+    def accepts(self, graph: Graph, sizes: Mapping[str, int]) -> bool:
+        """Whether a graph takes inputs of these sizes, by the names of the dimensions."""
+
+    def batch_of_state(self) -> int | None:
+        """The batch size of the state; None before the first token. Raises UserError for a damaged state."""
+
+    def run(self, graph: Graph, feeds: dict[str, Array]) -> dict[str, Array]:
+        """Run a graph on complete feeds and the state, and keep the next state. A run that fails changes nothing."""
+
+
+class DecodeRunner(Closeable):
+    """Reads prompts and decodes token by token, and carries the state from call to call.
+
+        with effexport.load_decoder("artifacts/linear") as decoder:
+            logits = decoder.prefill({"input_ids": prompt})["logits"]   # int64 [batch, seq]
+            for token in tokens:                                        # int64 [batch, 1]
+                logits = decoder.step({"input_ids": token})["logits"]
+
+    Not thread-safe, because it has a state. `state` is a dictionary of float32 arrays, empty before the first token,
+    when all of it is zero; an engine keeps it on the GPU and copies it to the host only if it is asked for. `position`,
+    int64 [batch], or [] before the first token, is the position of the next token. To fork a beam, copy both; to
+    continue from a copy, set both. Raises UserError for a state or a position that does not fit; the decoder then stays
+    as it was.
+    """
+
+    def __init__(self, graphs: GraphsWithState, limits: FeedLimits | None = None) -> None:
+        self._graphs = graphs
+        self._limits = limits or FeedLimits()
+        inputs, outputs = graphs.inputs(Graph.STEP), graphs.outputs(Graph.STEP)
+        learned = self._limits.max_seq_len if any(t.name == POSITION for t in inputs) else None
+        self._longest = learned or int(np.iinfo(np.int64).max)
+        self.states = states_of(inputs, outputs)
+        self.inputs = self._without_state(inputs)
+        self.outputs = self._without_state(outputs)
+        self.reset()
+
+    def __repr__(self) -> str:
+        signature = f"{tensors_text(self.inputs)} → {tensors_text(self.outputs)}"
+        return f"<DecodeRunner: {signature}; next positions: {self.position.tolist()}>"
+
+    @property
+    def settings(self) -> Any:
+        """Those of the runtime: OrtSettings or TrtSettings."""
+        return self._graphs.settings
+
+    @property
+    def has_prefill(self) -> bool:
+        return self._graphs.has_prefill
+
+    def reset(self) -> None:
+        """Clear the state: the next token is the first."""
+        self._graphs.state = {}
+        self._position: Array = np.zeros((), dtype=np.int64)
+
+    @property
+    def state(self) -> dict[str, Array]:
+        return self._graphs.state
+
+    @state.setter
+    def state(self, state: dict[str, Array]) -> None:
+        self._graphs.state = checked_state(state, self.states)
+
+    @property
+    def position(self) -> Array:
+        return self._position
+
+    @position.setter
+    def position(self, position: ArrayLike) -> None:
+        self._position = self._checked_position(position)
+
+    def _checked_position(self, position: ArrayLike) -> Array:
+        expected = "expected one integer, or one for each sample"
+        try:
+            array = np.asarray(position)
+        except ValueError as error:  # lists of different lengths
+            raise UserError(f"position is {position!r}; {expected}") from error
+        if array.dtype.kind not in "iu" or array.ndim > 1 or array.size == 0:
+            raise UserError(f"position is {array.dtype.name} {list(array.shape)}; {expected}, int64 [] or [batch]")
+        if array.min() < 0 or array.max() > self._longest:
+            wrong = array.min() if array.min() < 0 else array.max()
+            raise UserError(f"position is {wrong}; {expected}, from 0 to {self._longest}")
+        return array.astype(np.int64, copy=False)
+
+    def accepts(self, graph: Graph, batch: int, seq_len: int) -> bool:
+        """Whether a graph takes a batch of this size and, for a prefill, prompts of this length; engines have limits,
+        see their profiles."""
+        return self._graphs.accepts(graph, {"batch": batch, "seq": seq_len})
+
+    def step(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Decode one token for each sample: `input_ids` int64 [batch, 1] or `hidden_states` [batch, 1, dim].
+
+        Returns the model's output for these tokens. Raises UserError for feeds that do not fit; the state then stays
+        as it was.
+        """
+        complete = checked_feeds(feeds, self.inputs, replace(self._limits, max_seq_len=None))
+        return self._advance(Graph.STEP, complete, np.ones(self._batch(complete), dtype=np.int64))
+
+    def prefill(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Read a whole prompt at once: the feeds of `run`, `input_ids` int64 [batch, seq] or `hidden_states`
+        [batch, seq, dim], and an optional `attention_mask` [batch, seq].
+
+        Returns the model's output for all of these tokens. The state is then the same as after a step with each kept
+        token, so a sample goes on after its last kept token. A prompt may also follow earlier tokens.
+        Raises UserError for feeds that do not fit, and for an artifact that was built without a prefill; the state then
+        stays as it was.
+        """
+        if not self.has_prefill:
+            raise UserError(
+                "this artifact has no prefill, because an older effexport built it; build it again, or call step with "
+                "each token of the prompt"
+            )
+        # positions are checked below: a prompt may follow other tokens, and padding needs no position
+        limits = replace(self._limits, max_seq_len=None)
+        complete = checked_feeds(feeds, self._without_state(self._graphs.inputs(Graph.PREFILL)), limits)
+        # the first column after the last kept token of each sample
+        columns = np.arange(1, complete[MASK_NAME].shape[1] + 1)
+        return self._advance(Graph.PREFILL, complete, (complete[MASK_NAME] * columns).max(axis=1))
+
+    def _advance(self, graph: Graph, feeds: dict[str, Array], tokens: Array) -> dict[str, Array]:
+        """Run a graph, which keeps the next state. tokens: by how many positions each sample advances, [batch]."""
+        batch = self._batch(feeds)
+        self.position = self._position  # the array may have been written to since it was set
+        sizes = {
+            "the state": self._graphs.batch_of_state(),
+            "the position": len(self.position) if self.position.ndim else None,
+        }
+        for what, size in sizes.items():
+            if size not in (None, batch):
+                raise UserError(
+                    f"the batch size is {batch}, but {what} is of {size}; call reset() to begin new sequences"
+                )
+        following = self.position + tokens
+        if any(tensor.name == POSITION for tensor in self._graphs.inputs(graph)):
+            if following.max() > self._longest:
+                raise UserError(
+                    f"token {following.max()} is beyond the {self._longest} learned positions of this model; "
+                    "call reset() to begin new sequences, or build with a larger --seq-len"
+                )
+            feeds = {**feeds, POSITION: np.broadcast_to(self.position, batch)}
+        results = self._graphs.run(graph, feeds)
+        self._position = following
+        return results
+
+    def _batch(self, feeds: Mapping[str, Array]) -> int:
+        return len(feeds[self.inputs[0].name])
+
+    def _without_state(self, tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
+        """The inputs or outputs of a graph that are the caller's."""
+        own = {POSITION, *(t.name for t in self.states), *(NEXT_PREFIX + t.name for t in self.states)}
+        return tuple(tensor for tensor in tensors if tensor.name not in own)
+
+    def close(self) -> None:
+        self._graphs.close()
+
+
+def states_of(inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
+    """The inputs of a graph that hold the state: those with an output for the next state."""
+    names = {tensor.name for tensor in outputs}
+    return tuple(tensor for tensor in inputs if NEXT_PREFIX + tensor.name in names)
+
+
+def checked_state(state: object, states: tuple[TensorInfo, ...]) -> dict[str, Array]:
+    """A state as arrays, or {}. Raises UserError for one that does not fit."""
+    if not isinstance(state, dict):
+        raise UserError(f"the state is given as {type(state).__name__}; expected a dictionary of arrays")
+    names = [tensor.name for tensor in states]
+    if state and set(state) != set(names):
+        given = ", ".join(map(repr, state))
+        raise UserError(f"the state has {given}; expected {', '.join(names)}, or an empty dictionary")
+    sizes: dict[str, tuple[int, str]] = {}
+    arrays: dict[str, Array] = {}
+    for tensor in states if state else ():
+        arrays[tensor.name] = array_of(state[tensor.name], tensor, "state")
+        check_array(arrays[tensor.name], tensor, sizes, "state")
+    return arrays
+
+
+def zero_state(states: tuple[TensorInfo, ...], batch: int) -> dict[str, Array]:
+    """The state before the first token."""
+    return {t.name: np.zeros((batch, *map(int, t.dims[1:])), dtype=np.float32) for t in states}
