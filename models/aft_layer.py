@@ -50,7 +50,7 @@ class AFTPositionLayer(AFTLayer):
     spec: AFTPositionSpec
 
     def __init__(self, spec: AFTPositionSpec) -> None:
-        super().__init__(spec, spec.dim, heads=1, key_dim=spec.dim)
+        super().__init__(spec, spec.inner_dim, heads=1, key_dim=spec.inner_dim)
         self.position_query = nn.Parameter(torch.empty(spec.seq_len, spec.position_dim))
         self.position_key = nn.Parameter(torch.empty(spec.seq_len, spec.position_dim))
         # the paper draws them from N(0, 10⁻²)

@@ -11,6 +11,7 @@ from effexport.models.aft_simple import simple_sums
 from effexport.models.block_sums import banded_sums, causal_banded_sums, causal_block_size
 from effexport.models.exp_sums import ABSENT, ExpSums, block_count
 from effexport.models.spec import AFTLocalSpec
+from effexport.models.validation import SpecError
 from effexport.plugins.aft_window_attention.op import aft_window_attention
 
 # Block sizes: small blocks waste little of the window, large ones keep the window to a few blocks.
@@ -34,6 +35,12 @@ class AFTLocalAttention(AFTPositionLayer):
             return super().mix(projected, keep)
         query, key, value = projected
         self.check_length(keep.shape[1])
+        if self.spec.seq_len == 1 and not isinstance(keep.shape[1], int):
+            # the fused operator would take the biases of the one position for those of all
+            raise SpecError(
+                "aft-local has learned position biases for 1 token, but it is exported for any number of tokens; "
+                "export it for a fixed length of 1, or train a layer with a seq_len of 2 or more"
+            )
         fused: Tensor = aft_window_attention(
             query, key, value, keep, self.biases_by_offset(keep.shape[1]), self.spec.causal
         )

@@ -24,7 +24,7 @@ class AFTSimpleAttention(AFTLayer):
     spec: AFTSimpleSpec
 
     def __init__(self, spec: AFTSimpleSpec) -> None:
-        super().__init__(spec, spec.dim, heads=1, key_dim=spec.dim)
+        super().__init__(spec, spec.inner_dim, heads=1, key_dim=spec.inner_dim)
 
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
         if self.fused and not self.spec.causal:
@@ -38,7 +38,7 @@ class AFTSimpleAttention(AFTLayer):
 
     def initial_state(self, batch: int) -> State:
         """The state before the first token, zeros: the triple m, n, d of `exp_sums`, each float32 [batch, dim]."""
-        zeros = torch.zeros(batch, self.spec.dim, device=self.out.weight.device)
+        zeros = torch.zeros(batch, self.spec.inner_dim, device=self.out.weight.device)
         return {name: zeros.clone() for name in ExpSums._fields}
 
     def step(self, hidden_states: Tensor, state: State) -> tuple[Tensor, State]:

@@ -48,17 +48,18 @@ def fill_module(
     names: Mapping[str, tuple[str, ...]],
     ignored: Iterable[str],
     source: Path,
+    expected: str = "the tensors that its config.json describes: check the task and the sizes",
 ) -> None:
     """Copy weights into a module, all of them or none.
 
     names: parameter or buffer of the module → names it may have in the checkpoint, the first one present wins.
-    ignored: patterns of names in the checkpoint that are skipped.
+    ignored: patterns of names in the checkpoint that are skipped. expected: what to give instead, for the error.
     Raises SpecError with everything that does not fit.
     """
     import torch
 
     targets = module.state_dict(keep_vars=False)
-    missing, misshapen, infinite = [], [], []
+    missing, misshapen, infinite, complexes = [], [], [], []
     used: set[str] = set()
     chosen: dict[str, torch.Tensor] = {}
     for name, accepted in names.items():
@@ -68,7 +69,10 @@ def fill_module(
             missing.append(accepted[0])
         elif found[given].shape != targets[name].shape:
             misshapen.append(f"{given} {list(found[given].shape)}, expected {list(targets[name].shape)}")
-        elif not torch.isfinite(found[given]).all():
+        elif found[given].is_complex():
+            complexes.append(given)
+        # as the float32 that it becomes; for types of 8 bits, PyTorch has no isfinite
+        elif found[given].is_floating_point() and not torch.isfinite(found[given].float()).all():
             infinite.append(given)
         else:
             chosen[name] = found[given]
@@ -79,12 +83,12 @@ def fill_module(
         "unexpected {}": unknown,
         "{} of the wrong shape": misshapen,
         "{} with NaN or infinity": infinite,
+        "{} of complex numbers": complexes,
     }
     problems = [counted_list(kind, bad) for kind, bad in kinds.items() if bad]
     require(
         not problems,
-        f"the weights in {source} do not fit the model: {'; '.join(problems)}. Expected the tensors that its "
-        "configuration describes: check the task and the sizes",
+        f"the weights in {source} do not fit the model: {'; '.join(problems)}. Expected {expected}",
     )
     with torch.no_grad():
         for name, value in chosen.items():

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from effexport.models.model_spec import Dims, Scope, counted
-from effexport.models.validation import check_field_types, did_you_mean, require
+from effexport.models.validation import LARGEST_SIZE, check_field_types, did_you_mean, require
 
 if TYPE_CHECKING:
     from effexport.models.spec import AttentionSpec
@@ -29,8 +29,6 @@ class CheckpointSpec:
     # the proof does not hold checkpoints to causality: sorting and circular look-around let later tokens through
     is_causal: ClassVar[bool] = False
     has_decode_step: ClassVar[bool] = False
-    # where attention has a fixed length, the model pads to it
-    fixed_seq_len: ClassVar[int | None] = None
     family: ClassVar[str]  # model_type in config.json
     # task → the class that transformers loads such a checkpoint with
     TASKS: ClassVar[Mapping[str, str]]
@@ -46,8 +44,9 @@ class CheckpointSpec:
         require(self.task in self.TASKS, f"task is {self.task!r}; {self.family} has: {', '.join(self.TASKS)}")
         require(self.vocab_size >= 2, f"vocab_size is {self.vocab_size}; expected at least 2")
         require(self.num_labels >= 1, f"num_labels is {self.num_labels}; expected at least 1")
+        require(self.seq_len >= 1, f"seq_len is {self.seq_len}; expected at least 1")
         require(
-            1 <= self.seq_len <= self.max_seq_len,
+            self.max_seq_len is None or self.seq_len <= self.max_seq_len,
             f"seq_len is {self.seq_len}; this checkpoint has positions for 1 to {self.max_seq_len}",
         )
 
@@ -68,8 +67,13 @@ class CheckpointSpec:
         raise NotImplementedError
 
     @property
-    def max_seq_len(self) -> int:
+    def max_seq_len(self) -> int | None:
         raise NotImplementedError
+
+    @property
+    def fixed_seq_len(self) -> int | None:
+        """None for checkpoints: where attention has a fixed length, the model pads to it."""
+        return None
 
     @property
     def inputs(self) -> dict[str, Dims]:
@@ -124,7 +128,9 @@ class PublishedSpec(CheckpointSpec):
     def __post_init__(self) -> None:
         check_field_types(self)
         for name in self.POSITIVE:
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1")
+            value, given = getattr(self, name), self.RENAMED.get(name, name)
+            require(value >= 1, f"{given} is {value}; expected at least 1")
+            require(value <= LARGEST_SIZE, f"{given} is {value}; expected at most {LARGEST_SIZE}")
         require(self.layer_norm_eps > 0, f"layer_norm_eps is {self.layer_norm_eps}; expected a number > 0")
         self.check()
         super().__post_init__()
@@ -140,6 +146,10 @@ class PublishedSpec(CheckpointSpec):
     @property
     def layer_specs(self) -> list[AttentionSpec]:
         """The attention of every layer."""
+        raise NotImplementedError
+
+    @property
+    def max_seq_len(self) -> int:
         raise NotImplementedError
 
     @property
@@ -192,6 +202,7 @@ class PublishedSpec(CheckpointSpec):
                 f"a {cls.family} checkpoint has no option {name!r}{did_you_mean(name, cls.OPTIONS)} "
                 f"Its options: {', '.join(cls.OPTIONS)}",
             )
+        config = cls.read_fields(config)
         fields: dict[str, Any] = {"seq_len": 1, "num_labels": num_labels_from_config(config, cls.num_labels)}
         for field in dataclasses.fields(cls):
             if field.name not in (*fields, "task", *cls.NOT_READ):
@@ -205,6 +216,11 @@ class PublishedSpec(CheckpointSpec):
             spec = dataclasses.replace(spec, seq_len=min(spec.max_seq_len, cls.DEFAULT_SEQ_LEN_LIMIT))
         spec = spec.resolved()
         return spec, tuple(spec.notes(config, options))
+
+    @classmethod
+    def read_fields(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The fields of a config.json that mean anything to this model."""
+        return config
 
     @classmethod
     def special_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:

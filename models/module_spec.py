@@ -16,6 +16,8 @@ class ModuleSpec(CheckpointSpec):
     """A user's own module that is built from layers of effexport.models.
 
     attention_fields: the spec of the layer that decides how results are compared, as `AttentionSpec.to_dict` writes it.
+    input_dims, output_dims: axes by name; their length is a number if the module takes one length only.
+    longest: the most tokens that the module takes; None if no limit was found.
     """
 
     family: ClassVar[str] = "module"
@@ -29,7 +31,7 @@ class ModuleSpec(CheckpointSpec):
     unfused_op_counts: Mapping[str, int]
     input_dims: Mapping[str, Any]
     output_dims: Mapping[str, Any]
-    longest: int
+    longest: int | None
 
     @property
     def attention(self) -> AttentionSpec:
@@ -43,8 +45,21 @@ class ModuleSpec(CheckpointSpec):
         return dict(self.fused_op_counts if fused else self.unfused_op_counts)
 
     @property
-    def max_seq_len(self) -> int:
+    def max_seq_len(self) -> int | None:
         return self.longest
+
+    @property
+    def fixed_seq_len(self) -> int | None:
+        size = self.inputs["attention_mask"][1]
+        return size if isinstance(size, int) else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.fixed_seq_len is None:
+            return ()
+        tokens = f"{self.fixed_seq_len} token{'s' * (self.fixed_seq_len != 1)}"
+        remedy = "; pad shorter sequences, with an attention mask" * (self.fixed_seq_len != 1)
+        return (f"{self.module} is exported for exactly {tokens}, because it does not take every length{remedy}.",)
 
     @property
     def inputs(self) -> dict[str, Dims]:

@@ -85,6 +85,13 @@ class NystromformerSpec(PublishedSpec):
             f"hidden_act is {self.hidden_act!r}{did_you_mean(self.hidden_act, HIDDEN_ACTS)} "
             f"Supported: {', '.join(HIDDEN_ACTS)}",
         )
+        require(
+            self.hidden_size % self.heads == 0,
+            f"hidden_size {self.hidden_size} cannot be split into {self.heads} heads of equal size, so transformers "
+            "cannot run this checkpoint either; correct hidden_size or num_attention_heads in config.json",
+        )
+        # where files of our own may say 0 for no convolution, config.json says null, and transformers fails on 0
+        require(self.conv_kernel_size != 0, "conv_kernel_size is 0; expected an odd number, or null for no convolution")
         self.check_landmarks()
 
     def check_landmarks(self) -> None:

@@ -44,6 +44,10 @@ def convolution(groups: int, n: int, channels: int, taps: int | None) -> Iterato
 
 
 def banded_products(groups: int, n: int, columns: int, reach: int) -> Iterator[Product]:
-    """Weights of keys up to `reach` tokens away, times `columns` columns, in blocks; far keys have no weights."""
+    """Weights of keys up to `reach` tokens away, times `columns` columns; far keys have no weights.
+
+    As one product whose rows have no other keys: in blocks of the band, most multiplications would be with zeros if the
+    band is narrow, and a kernel that leaves them out would take less than the lower bound.
+    """
     if reach > 0:
-        yield Product(groups * math.ceil(n / BAND_BLOCK), BAND_BLOCK, min(n, BAND_BLOCK + 2 * reach), columns)
+        yield Product(groups, n, min(n, 2 * reach + 1), columns)

@@ -195,7 +195,7 @@ def weight_names(spec: ReformerSpec) -> dict[str, tuple[str, ...]]:
             names[f"position_embedding.weights.{axis}"] = f"{positions}.weights.{axis}"
     else:
         names["position_embedding.weight"] = f"{positions}.embedding.weight"
-    for layer, kind in enumerate(spec.attn_layers):
+    for layer, kind in enumerate(spec.layer_kinds):
         names |= block_weight_names(layer, kind)
     names |= both("final_norm", "encoder.layer_norm")
     # with the prefix in models with a head, without it in the base model

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from effexport.models.checkpoint_spec import PublishedSpec, config_value
 from effexport.models.spec import HF_ROUNDING, AttentionSpec, LocalSpec, LSHSpec, automatic_num_buckets
-from effexport.models.validation import require
+from effexport.models.validation import as_written, require
 
 KINDS = ("lsh", "local")
 # transformers does not wrap a shift beyond the number of chunks, and its shortest chunked sequence has two.
@@ -24,7 +24,8 @@ MAX_NEIGHBOURS = 2
 class ReformerSpec(PublishedSpec):
     """A Reformer with the head of one task. Defaults are those of transformers' ReformerConfig.
 
-    attn_layers: "lsh" or "local" for every layer. num_buckets: even count, or even factors of it (None: by the rule of
+    attn_layers: "lsh" or "local" for every layer; num_hidden_layers (None: all of them) counts the layers that there
+    are, as in transformers. num_buckets: even count, or even factors of it (None: by the rule of
     transformers, from `seq_len`). hash_seed: seed of the rotations of LSH layers, drawn once; every layer has its own
     unless `shared_rotations`, which is what a hash_seed in config.json means to transformers. is_decoder: causal.
     axial_pos_shape, axial_pos_embds_dim: position p has the digits of p in the base axial_pos_shape, and each digit a
@@ -46,6 +47,11 @@ class ReformerSpec(PublishedSpec):
         "local_chunk_length": "local_attn_chunk_length",
     }
     NOT_READ: ClassVar[tuple[str, ...]] = ("hash_seed", "shared_rotations", "mask_constants")
+    # fields that only matter to layers of one kind
+    LAYER_FIELDS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "lsh": ("lsh_attn_chunk_length", "lsh_num_chunks_before", "lsh_num_chunks_after", "num_hashes", "num_buckets"),
+        "local": ("local_attn_chunk_length", "local_num_chunks_before", "local_num_chunks_after"),
+    }
     POSITIVE: ClassVar[tuple[str, ...]] = (
         "hidden_size",
         "heads",
@@ -65,6 +71,7 @@ class ReformerSpec(PublishedSpec):
     attention_head_size: int = 64
     feed_forward_size: int = 512
     attn_layers: tuple[str, ...] = ("local", "lsh", "local", "lsh", "local", "lsh")
+    num_hidden_layers: int | None = None
     lsh_chunk_length: int = 64
     lsh_num_chunks_before: int = 1
     lsh_num_chunks_after: int = 0
@@ -95,18 +102,25 @@ class ReformerSpec(PublishedSpec):
             isinstance(self.attn_layers, tuple)
             and self.attn_layers != ()
             and all(kind in KINDS for kind in self.attn_layers),
-            f"attn_layers is {self.attn_layers!r}; expected a list with 'lsh' or 'local' for every layer",
+            f"attn_layers is {as_written(self.attn_layers)!r}; expected a list with 'lsh' or 'local' for every layer",
+        )
+        count, kinds = self.num_hidden_layers, self.attn_layers
+        require(count is None or count >= 1, f"num_hidden_layers is {count}; expected at least 1")
+        require(
+            count is None or count <= len(kinds) or len(set(kinds)) == 1,
+            f"num_hidden_layers is {count}, but attn_layers names {len(kinds)} layers of both kinds, so transformers "
+            f"cannot make layer {len(kinds) + 1}; expected a kind for each layer; correct config.json",
         )
         for name in ("axial_pos_shape", "axial_pos_embds_dim"):
             value = getattr(self, name)
             require(
                 isinstance(value, tuple) and value != () and all(type(n) is int and n >= 1 for n in value),
-                f"{name} is {value!r}; expected a list of positive integers",
+                f"{name} is {as_written(value)!r}; expected a list of positive integers",
             )
 
     def check_sizes(self) -> None:
         # every layer adds its number to the seed
-        limit = 2**63 - 1 - len(self.attn_layers)
+        limit = 2**63 - 1 - len(self.layer_kinds)
         require(0 <= self.hash_seed <= limit, f"hash_seed is {self.hash_seed}; expected 0 to {limit}")
         if self.axial_pos_embds:
             self.check_axial()
@@ -157,8 +171,15 @@ class ReformerSpec(PublishedSpec):
         )
 
     @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer that there is. transformers looks at all of `attn_layers` for the rest."""
+        count = len(self.attn_layers) if self.num_hidden_layers is None else self.num_hidden_layers
+        repeated = self.attn_layers * -(-count // len(self.attn_layers))
+        return repeated[:count]
+
+    @property
     def layer_specs(self) -> list[AttentionSpec]:
-        return [self.attention_of_kind(kind) for kind in self.attn_layers]
+        return [self.attention_of_kind(kind) for kind in self.layer_kinds]
 
     @property
     def output_width(self) -> int:
@@ -214,7 +235,7 @@ class ReformerSpec(PublishedSpec):
         return LSHSpec(
             **fields,
             num_hashes=self.num_hashes,
-            num_buckets=self.bucket_factors,
+            num_buckets=as_given(self.bucket_factors),
             hash_seed=self.hash_seed,
             mask_constants=self.mask_constants,
         )
@@ -225,8 +246,18 @@ class ReformerSpec(PublishedSpec):
 
     def attention_of_layer(self, layer: int) -> LSHSpec | LocalSpec:
         """The spec of a layer, with the seed that draws its rotations."""
-        spec = self.attention_of_kind(self.attn_layers[layer])
+        spec = self.attention_of_kind(self.layer_kinds[layer])
         return spec if self.shared_rotations else spec.of_layer(layer)
+
+    @classmethod
+    def read_fields(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Without what concerns a kind of layers that the model does not have: transformers does not read it, and its
+        own configurations say null there."""
+        kinds = config.get("attn_layers", cls.attn_layers)
+        if not isinstance(kinds, list | tuple):
+            return config  # refused later
+        unread = [name for kind, names in cls.LAYER_FIELDS.items() if kind not in kinds for name in names]
+        return {name: value for name, value in config.items() if name not in unread}
 
     @classmethod
     def special_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,17 +268,27 @@ class ReformerSpec(PublishedSpec):
 
     def resolved(self) -> Self:
         """The number of buckets of LSH layers does not follow seq_len any more."""
-        if self.num_buckets is not None or "lsh" not in self.attn_layers:
-            return self
-        factors = self.bucket_factors
-        return dataclasses.replace(self, num_buckets=factors[0] if len(factors) == 1 else factors)
+        count = None if self.num_hidden_layers == len(self.attn_layers) else self.num_hidden_layers
+        automatic = self.num_buckets is None and "lsh" in self.layer_kinds
+        num_buckets = as_given(self.bucket_factors) if automatic else self.num_buckets
+        return dataclasses.replace(self, num_hidden_layers=count, num_buckets=num_buckets)
 
     def notes(self, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
         return notes_from_config(self, config, options)
 
 
+def as_given(factors: tuple[int, ...]) -> int | tuple[int, ...]:
+    """Factors of a number of buckets as users write them: one is a plain number."""
+    return factors[0] if len(factors) == 1 else factors
+
+
 def notes_from_config(spec: ReformerSpec, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    notes = lsh_notes(spec, config) if "lsh" in spec.attn_layers else []
+    notes = lsh_notes(spec, config) if "lsh" in spec.layer_kinds else []
+    if spec.num_hidden_layers is not None:
+        notes.append(
+            f"num_hidden_layers is {spec.num_hidden_layers} and attn_layers names {len(spec.attn_layers)}: as in "
+            "transformers, num_hidden_layers counts."
+        )
     if "seq_len" not in options and spec.seq_len < spec.max_seq_len:
         notes.append(
             f"seq_len is {spec.seq_len}, the default limit; there are positions for {spec.max_seq_len} tokens: choose "

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from effexport.models.model_spec import Dims, Scope, counted
 from effexport.models.products import Product, banded_products, convolution
 from effexport.models.validation import (
+    LARGEST_SIZE,
     ShortRepr,
+    as_written,
     check_field_types,
     check_kernel_size,
     did_you_mean,
@@ -28,8 +30,6 @@ from effexport.models.validation import (
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-# Indices into a tensor of this many rows still fit into int32, which the operators count with.
-LARGEST_SIZE = 2**31 - 1
 # Exported graphs pad the numbers of buckets in float32, which is exact below this.
 MOST_BUCKETS = 2**24
 
@@ -52,7 +52,7 @@ class HostileInputs:
 class AttentionSpec(ShortRepr, ABC):
     """What all attention layers share.
 
-    dim: model width. heads × head_dim is the inner width (`head_dim=None`: dim // heads).
+    dim: model width. heads × head_dim is the inner width (`head_dim=None`: dim, in heads of equal size).
     seq_len: the length the model is exported and tuned for, in tokens. Only the variants with learned
     position biases (`aft-full`, `aft-local`) treat it as a maximum.
 
@@ -115,8 +115,8 @@ class AttentionSpec(ShortRepr, ABC):
 
     @property
     def inner_dim(self) -> int:
-        """heads × head_size, the width between the projections."""
-        return self.heads * self.head_size
+        """heads × head_size, the width between the projections. Without heads, `dim` unless head_dim is given."""
+        return self.heads * self.head_size if self.has_heads or self.head_dim is not None else self.dim
 
     def operators(self, fused: bool) -> tuple[str, ...]:
         """ONNX names of the custom operators that the layer becomes in a graph, with or without fused operators."""
@@ -127,7 +127,7 @@ class AttentionSpec(ShortRepr, ABC):
         """Heads, and channels per head of each tensor that the layer projects its input to, by name."""
         if self.has_heads:
             return self.heads, dict.fromkeys(("q", "k", "v"), self.head_size)
-        return 1, dict.fromkeys(("q", "k", "v"), self.dim)
+        return 1, dict.fromkeys(("q", "k", "v"), self.inner_dim)
 
     @abstractmethod
     def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
@@ -225,7 +225,8 @@ class AttentionSpec(ShortRepr, ABC):
 class SoftmaxSpec(AttentionSpec):
     """Softmax attention.
 
-    conv_kernel_size: taps of the depth-wise convolution over v that Nyströmformer adds (None: no convolution).
+    conv_kernel_size: taps of the depth-wise convolution over v that Nyströmformer adds (None, or 0 in a file: no
+    convolution).
     """
 
     variant: ClassVar[str] = "softmax"
@@ -239,6 +240,7 @@ class SoftmaxSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        without_convolution(self)
         check_kernel_size("conv_kernel_size", self.conv_kernel_size)
         require(
             not self.causal or self.conv_kernel_size is None,
@@ -301,6 +303,7 @@ class NystromSpec(AttentionSpec):
     convolution. False is the published behaviour and needs `segment_means_seq_len`.
     segment_means_seq_len: the fixed length that published checkpoints are tied to (None: any length). Equal to
     `num_landmarks` it selects plain softmax attention, as transformers does.
+    conv_kernel_size: taps of the depth-wise convolution over v (None, or 0 in a file: no convolution).
     """
 
     variant: ClassVar[str] = "nystrom"
@@ -321,6 +324,7 @@ class NystromSpec(AttentionSpec):
         super().__post_init__()
         require(self.num_landmarks >= 1, f"num_landmarks is {self.num_landmarks}; expected at least 1")
         require(self.pinv_iterations >= 1, f"pinv_iterations is {self.pinv_iterations}; expected at least 1")
+        without_convolution(self)
         check_kernel_size("conv_kernel_size", self.conv_kernel_size)
         segment_means = self.segment_means_seq_len
         if segment_means is None:
@@ -393,7 +397,17 @@ class NystromSpec(AttentionSpec):
 
     @property
     def why_padding_counts(self) -> str:
-        return "" if self.mask_landmarks else "mask_landmarks=False: padding is part of the input"
+        if self.mask_landmarks or (self.is_plain_softmax and self.conv_kernel_size is None):
+            return ""
+        if self.is_plain_softmax:
+            return "mask_landmarks=False: the convolution carries padding to its neighbours"
+        return "mask_landmarks=False: padding is part of the input"
+
+
+def without_convolution(spec: SoftmaxSpec | NystromSpec) -> None:
+    """Read 0 as None: TOML has no null."""
+    if spec.conv_kernel_size == 0:
+        object.__setattr__(spec, "conv_kernel_size", None)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -485,15 +499,16 @@ class LSHSpec(LookAroundSpec):
         require(self.num_hashes >= 1, f"num_hashes is {self.num_hashes}; expected at least 1")
         # `of_layer` adds the number of the layer
         require(0 <= self.hash_seed < 2**63, f"hash_seed is {self.hash_seed}; expected 0 to 2^63 - 1")
+        given = as_written(self.num_buckets)
         for factor in self.bucket_factors:
             require(
                 factor >= 2 and factor % 2 == 0,
-                f"num_buckets is {self.num_buckets}; each count must be even, because buckets are the signs of "
+                f"num_buckets is {given}; each count must be even, because buckets are the signs of "
                 f"projections; the nearest that work: {nearest_multiples(factor, 2)}",
             )
         require(
             self.total_buckets < MOST_BUCKETS,
-            f"num_buckets is {self.num_buckets}, {self.total_buckets} in all; expected fewer than {MOST_BUCKETS}",
+            f"num_buckets is {given}, {self.total_buckets} in all; expected fewer than {MOST_BUCKETS}",
         )
 
     @property
@@ -548,7 +563,10 @@ def automatic_num_buckets(seq_len: int, chunk_length: int, max_seq_len: int | No
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AFTSpec(AttentionSpec):
-    """What the attention-free transformers share: sums weighted by e^k, per channel."""
+    """What the attention-free transformers share: sums weighted by e^k, per channel.
+
+    Channels do not depend on each other, so without heads × head_dim as another width, heads make no difference.
+    """
 
     has_heads: ClassVar[bool] = False
     # where float16 gives 0 / 0, where float32 loses e^k, where it overflows
@@ -602,7 +620,7 @@ class AFTFullSpec(AFTPositionSpec):
 
     def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
         """e^w times e^k v and e^k side by side; w = u vᵀ depends on parameters alone, and need not be made again."""
-        yield Product(batch, seq_len, seq_len, 2 * self.dim)
+        yield Product(batch, seq_len, seq_len, 2 * self.inner_dim)
 
     def largest_intermediate(self, batch: int, seq_len: int) -> int:
         """e^w, which the samples of a batch share."""
@@ -632,7 +650,7 @@ class AFTLocalSpec(AFTPositionSpec):
 
     def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
         """e^w times e^k v and e^k side by side."""
-        yield from banded_products(batch, seq_len, 2 * self.dim, reach=self.window - 1)
+        yield from banded_products(batch, seq_len, 2 * self.inner_dim, reach=self.window - 1)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

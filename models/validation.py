@@ -8,6 +8,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+# Indices into a tensor of this many rows still fit into int32, which the operators count with.
+LARGEST_SIZE = 2**31 - 1
+
 
 class SpecError(ValueError):
     """A spec that cannot work. The message says what was given, what was expected and what to do."""
@@ -40,11 +43,18 @@ def nearest_divisors(value: int, total: int) -> str:
 
 def check_kernel_size(name: str, size: int | None) -> None:
     """The filter of a convolution along seq is centred, so its number of taps is odd; None for no convolution."""
+    if size is None:
+        return
+    nearest = f"{size - 1} or {size + 1}" if size >= 2 else "1"
     require(
-        size is None or (size >= 1 and size % 2 == 1),
-        f"{name} is {size}; the filter is centred, so it must be odd; "
-        f"the nearest that work: {max(1, (size or 0) - 1)} or {max(1, (size or 0) + 1)}",
+        size >= 1 and size % 2 == 1,
+        f"{name} is {size}; the filter is centred, so it must be odd; the nearest that work: {nearest}",
     )
+
+
+def as_written(value: Any) -> Any:
+    """A value as it stands in a file: specs keep lists as tuples."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def check_field_types(spec: Any) -> None:
@@ -70,7 +80,7 @@ def check_type(name: str, value: Any, declared: str) -> None:
         items = value if isinstance(value, tuple) else (value,)
         require(
             value is None or (items != () and all(type(item) is int for item in items)),
-            f"{name} is {value!r}; expected an integer or a list of integers",
+            f"{name} is {as_written(value)!r}; expected an integer or a list of integers",
         )
 
 

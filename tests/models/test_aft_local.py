@@ -9,6 +9,7 @@ from slow_cases import slow_after
 from effexport.models.aft_full import AFTFullAttention
 from effexport.models.aft_local import AFTLocalAttention
 from effexport.models.aft_simple import AFTSimpleAttention
+from effexport.models.layers import fused_operators
 from effexport.models.spec import AFTFullSpec, AFTLocalSpec, AFTSimpleSpec
 from effexport.models.validation import SpecError
 
@@ -37,6 +38,19 @@ def test_windows_other_than_the_shared_12_agree_with_the_formula(window, seq_len
 def test_a_sequence_longer_than_the_learned_positions_is_refused(aft_local):
     with pytest.raises(SpecError, match="has 65 tokens, but aft-local has learned position biases for 64"):
         aft_local.build(causal=False, seq_len=64)(torch.randn(1, 65, DIM))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_fused_operator_takes_a_single_position_for_itself_only(causal, aft_local, aft_reference):
+    layer = aft_local.build(causal=causal, seq_len=1)
+    x, keep = torch.randn(2, 1, DIM), torch.tensor([[True], [False]])
+    with torch.no_grad(), fused_operators(layer, True):
+        out = layer(x, keep.long())
+    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft_local.bias(layer, 1)), **FLOAT32)
+    any_length = ({1: torch.export.Dim.DYNAMIC}, {1: torch.export.Dim.DYNAMIC})
+    example = torch.randn(2, 8, DIM), torch.ones(2, 8, dtype=torch.int64)
+    with fused_operators(layer, True), pytest.raises(SpecError, match="export it for a fixed length of 1"):
+        torch.export.export(layer, example, dynamic_shapes=any_length)
 
 
 def test_position_biases_start_small():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -29,6 +30,18 @@ def test_agrees_with_the_sums_of_the_formula_under_a_mask(aft, seq_len, causal, 
     with torch.no_grad():
         out = layer(x, keep.long())
     torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft.bias(layer, seq_len)), **FLOAT32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_inner_width_of_its_own_is_the_same_formula(aft, causal, aft_reference):
+    spec = dataclasses.replace(aft.build(causal=causal).spec, heads=2, head_dim=DIM)
+    layer = type(aft.build(causal=causal))(spec)
+    assert layer.value.weight.shape == (2 * DIM, DIM)
+    assert layer.out.weight.shape == (DIM, 2 * DIM)
+    x, keep = torch.randn(2, 63, DIM), torch.rand(2, 63) > 0.3
+    with torch.no_grad():
+        out = layer(x, keep.long())
+    torch.testing.assert_close(out.double(), aft_reference(layer, x, keep, aft.bias(layer, 63)), **FLOAT32)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -107,6 +107,26 @@ def test_half_precision_weights_become_float32(folder: Path) -> None:
     assert {p.dtype for p in module_from_checkpoint(folder, spec).parameters()} == {torch.float32}
 
 
+def test_weights_of_8_bits_become_float32(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2, bias=False)
+    weight = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
+    fill_module(module, {"w": weight.to(torch.float8_e4m3fn)}, {"weight": ("w",)}, (), tmp_path)
+    assert torch.equal(module.weight, weight)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.full((2, 2), 1e300, dtype=torch.float64), "1 tensor with NaN or infinity: w"),
+        (torch.full((2, 2), float("nan")).to(torch.float8_e4m3fn), "1 tensor with NaN or infinity: w"),
+        (torch.ones(2, 2, dtype=torch.complex64), "1 tensor of complex numbers: w"),
+    ],
+)
+def test_numbers_that_float32_cannot_hold_are_refused(weight: Tensor, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=message):
+        fill_module(torch.nn.Linear(2, 2, bias=False), {"w": weight}, {"weight": ("w",)}, (), tmp_path)
+
+
 def an_attention_weight(tensors: dict[str, Tensor]) -> str:
     """A weight that has one name only; embeddings may be tied."""
     return next(name for name in tensors if "attention" in name)

@@ -288,6 +288,25 @@ def test_a_hash_seed_in_the_configuration_gives_the_rotations_of_transformers() 
     assert any("hash_seed is 5" in note for note in notes)
 
 
+NO_LSH = dict.fromkeys(("lsh_attn_chunk_length", "lsh_num_chunks_before", "lsh_num_chunks_after", "num_buckets"))
+
+
+@pytest.mark.requires("transformers")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attn_layers": ["local", "local"], **NO_LSH},
+        {"attn_layers": ["lsh"], "local_attn_chunk_length": None, "local_num_chunks_before": None},
+        # the number of layers wins over the list; chunks of kinds that are only in the list still count for padding
+        {"attn_layers": ["local", "lsh", "local"], "num_hidden_layers": 1, "lsh_attn_chunk_length": 16},
+        {"attn_layers": ["local", "lsh", "local"], "num_hidden_layers": 2},
+        {"attn_layers": ["lsh"], "num_hidden_layers": 3},
+    ],
+)
+def test_configurations_that_look_inconsistent_equal_transformers(change: dict[str, Any]) -> None:
+    assert error_of_config(TINY | change, [(2, 40), (1, 61), (3, 7)]) <= AGAINST_TRANSFORMERS
+
+
 def rotations_of(module: Reformer) -> list[torch.Tensor]:
     return [child.rotations for child in module.modules() if isinstance(child, LSHHash)]
 
@@ -411,7 +430,7 @@ def test_the_spec_describes_the_attention_and_the_graph() -> None:
     attention = spec.attention
     assert isinstance(attention, LSHSpec)
     assert (attention.circular, attention.causal, attention.mask_constants) == (True, True, "hf")
-    assert (attention.num_hashes, attention.num_buckets, attention.head_size) == (4, (4,), 8)
+    assert (attention.num_hashes, attention.bucket_factors, attention.head_size) == (4, (4,), 8)
     assert (spec.layers, spec.custom_ops(fused=False), spec.input_limits) == (2, {"LSHSort": 1}, {"input_ids": 50})
     assert spec.custom_ops(fused=True) == {"LSHHash": 1, "LSHSort": 1, "LSHAttention": 1}
     assert spec.outputs == {"logits": ("batch", "seq", 50)}
@@ -426,8 +445,8 @@ def test_the_spec_describes_the_attention_and_the_graph() -> None:
     ("change", "options", "message"),
     [
         ({"hidden_act": "swish"}, {}, "hidden_act is 'swish'; expected one of gelu, gelu_new, relu"),
-        ({"num_buckets": 5}, {}, "num_buckets is .*each count must be even.*4 or 6"),
-        ({"num_buckets": [4, 3]}, {}, "num_buckets is .*each count must be even"),
+        ({"num_buckets": 5}, {}, "num_buckets is 5; each count must be even.*4 or 6"),
+        ({"num_buckets": [4, 3]}, {}, r"num_buckets is \[4, 3\]; each count must be even"),
         ({"num_buckets": "many"}, {}, "num_buckets is 'many'; expected an integer or a list"),
         ({"architectures": ["ReformerModelWithLMHead"]}, {}, "is_decoder is false; the task lm-head needs a causal"),
         (DECODER | {"lsh_num_chunks_after": 1}, {}, "chunks after are .*'lsh': 1.*use the task base"),
@@ -437,7 +456,14 @@ def test_the_spec_describes_the_attention_and_the_graph() -> None:
         ({"axial_pos_shape": [256]}, {}, "must have one number for each of at least two axes"),
         ({"axial_pos_shape": [0, 16]}, {}, "axial_pos_shape is .*expected a list of positive integers"),
         ({"axial_pos_shape": 16}, {}, "axial_pos_shape is 16; expected a list of positive integers"),
-        ({"attn_layers": ["lsh", "full"]}, {}, "attn_layers is .*expected a list with 'lsh' or 'local'"),
+        (
+            {"attn_layers": ["lsh", "full"]},
+            {},
+            r"attn_layers is \['lsh', 'full'\]; expected a list with 'lsh' or 'local'",
+        ),
+        ({"num_hidden_layers": 3}, {}, "num_hidden_layers is 3, but attn_layers names 2 layers of both kinds"),
+        ({"num_hidden_layers": 0}, {}, "num_hidden_layers is 0; expected at least 1"),
+        ({"lsh_num_chunks_before": None}, {}, "lsh_num_chunks_before is None; expected int"),
         ({"attn_layers": []}, {}, "attn_layers is .*expected a list"),
         ({"attn_layers": [["lsh"]]}, {}, "attn_layers is .*expected a list"),
         (
@@ -450,7 +476,11 @@ def test_the_spec_describes_the_attention_and_the_graph() -> None:
         ({"is_decoder": 1}, {}, "is_decoder is 1; expected bool"),
         ({"hash_seed": "a"}, {}, "hash_seed is 'a'; expected int"),
         ({"feed_forward_size": 0}, {}, "feed_forward_size is 0; expected at least 1"),
-        ({"lsh_attn_chunk_length": 0}, {}, "lsh_chunk_length is 0; expected at least 1"),
+        # by the names that they have in config.json
+        ({"lsh_attn_chunk_length": 0}, {}, "^lsh_attn_chunk_length is 0; expected at least 1"),
+        ({"num_attention_heads": 0}, {}, "^num_attention_heads is 0; expected at least 1"),
+        ({"num_attention_heads": 2**31}, {}, "^num_attention_heads is 2147483648; expected at most 2147483647"),
+        ({"num_buckets": []}, {}, r"num_buckets is \[\]; expected an integer or a list"),
         ({"local_num_chunks_before": 3}, {}, "local_num_chunks_before is 3; expected 0 to 2"),
         ({"num_hashes": 0}, {}, "num_hashes is 0; expected at least 1"),
         ({"layer_norm_eps": 0.0}, {}, "layer_norm_eps is 0.0; expected a number > 0"),
@@ -475,6 +505,7 @@ def test_what_cannot_work_is_refused_with_the_reason(
     [
         ({}, {"hash_seed": 7}, "transformers draws new LSH rotations in every forward pass", "from seed 7"),
         ({"attn_layers": ["local"]}, {}, "transformers draws new LSH rotations", ""),
+        ({"num_hidden_layers": 1}, {}, "num_hidden_layers is 1 and attn_layers names 2", "num_hidden_layers counts"),
         ({"hash_seed": 5}, {"hash_seed": 7}, "hash_seed is 5 in config.json", "share the rotations"),
         ({"num_buckets": None}, {"seq_len": 64}, "num_buckets is null", "64 to [16]"),
         ({}, {}, "num_buckets is null", ""),

@@ -137,7 +137,8 @@ REFUSED: list[tuple[type[AttentionSpec], dict[str, object], str]] = [
     (SoftmaxSpec, {"conv_kernel_size": 4}, "conv_kernel_size is 4; the filter is centred"),
     (SoftmaxSpec, {"conv_kernel_size": 4}, "the nearest that work: 3 or 5"),
     (SoftmaxSpec, {"causal": True, "conv_kernel_size": 3}, "a causal layer cannot have a convolution"),
-    (NystromSpec, {"conv_kernel_size": 0}, "the nearest that work: 1 or 1"),
+    (NystromSpec, {"conv_kernel_size": 2}, "the nearest that work: 1 or 3"),
+    (NystromSpec, {"conv_kernel_size": -1}, "the nearest that work: 1"),
     (LinearSpec, {"eps": -1.0}, "eps is -1.0; expected a number >= 0"),
     (LinearSpec, {"chunk_length": 0}, "chunk_length is 0; expected at least 1"),
     (
@@ -171,10 +172,10 @@ REFUSED: list[tuple[type[AttentionSpec], dict[str, object], str]] = [
     (LSHSpec, {"num_buckets": 7}, "the nearest that work: 6 or 8"),
     (LSHSpec, {"num_buckets": 0}, "the nearest that work: 2"),
     (LSHSpec, {"num_buckets": -2}, "num_buckets is -2; each count must be even"),
-    (LSHSpec, {"num_buckets": (4, 5)}, "num_buckets is (4, 5); each count must be even"),
+    (LSHSpec, {"num_buckets": (4, 5)}, "num_buckets is [4, 5]; each count must be even"),
     (LSHSpec, {"num_buckets": (4096, 4096)}, "16777216 in all; expected fewer than 16777216"),
     (LSHSpec, {"num_buckets": (4, 5)}, "the nearest that work: 4 or 6"),
-    (LSHSpec, {"num_buckets": ()}, "num_buckets is (); expected an integer or a list of integers"),
+    (LSHSpec, {"num_buckets": ()}, "num_buckets is []; expected an integer or a list of integers"),
     (LSHSpec, {"num_buckets": (4, 2.0)}, "expected an integer or a list of integers"),
     (LSHSpec, {"num_buckets": True}, "num_buckets is True; expected an integer or a list of integers"),
     (LSHSpec, {"num_buckets": "8"}, "num_buckets is '8'; expected an integer or a list of integers"),
@@ -209,6 +210,29 @@ def test_attention_specs_say_what_is_wrong(
     spec_class: type[AttentionSpec], fields: dict[str, object], text: str
 ) -> None:
     refused(text, spec_class, **fields)
+
+
+def test_zero_stands_for_no_convolution_because_toml_has_no_null() -> None:
+    for spec_class in (NystromSpec, SoftmaxSpec):
+        assert spec_class(conv_kernel_size=0) == spec_class(conv_kernel_size=None)
+    with pytest.raises(SpecError, match="kernel_size is 0; the filter is centred"):
+        AFTConvSpec(kernel_size=0)
+
+
+def test_plain_softmax_of_nystrom_says_nothing_of_landmarks() -> None:
+    plain = {"num_landmarks": 64, "segment_means_seq_len": 64, "mask_landmarks": False, "pinv_init": "global"}
+    assert NystromSpec(**plain).why_padding_counts.endswith("the convolution carries padding to its neighbours")
+    assert NystromSpec(**plain, conv_kernel_size=None).why_not_invariant == ""
+
+
+def test_heads_times_head_dim_is_the_inner_width_of_every_variant() -> None:
+    for spec_class in ATTENTION_SPECS.values():
+        spec = spec_class(dim=32, heads=3, head_dim=16)
+        assert spec.inner_dim == 48
+        groups, channels = spec.projected
+        assert groups * channels["v"] == 48
+    for spec_class in (AFTFullSpec, AFTSimpleSpec, AFTLocalSpec):
+        assert spec_class(dim=30, heads=4).inner_dim == 30
 
 
 ENCODERS_REFUSED: list[tuple[dict[str, object], str]] = [

@@ -1,0 +1,135 @@
+"""What a look at a user's own module finds out: the lengths that it takes, and the axes of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effexport.models import attention_from_spec
+from effexport.models.families import checkpoint_from_dict
+from effexport.models.module_probe import spec_from_module
+from effexport.models.spec import AFTFullSpec, AFTLocalSpec, AttentionSpec, LinearSpec, NystromSpec
+from effexport.models.validation import SpecError
+
+LINEAR = LinearSpec(dim=32, heads=2, seq_len=64)
+FIXED = NystromSpec(
+    dim=32, heads=2, seq_len=48, num_landmarks=8, segment_means_seq_len=48, mask_landmarks=False, pinv_init="global"
+)
+
+
+class OneLayer(nn.Module):
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.layer = attention_from_spec(spec)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.layer(hidden_states, attention_mask)
+
+
+class TwoLayers(nn.Module):
+    """A layer of 48 tokens between layers of any length, whose seq_len is 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(attention_from_spec(spec) for spec in (LINEAR, FIXED))
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask)
+        return hidden_states
+
+
+class WithPositions(OneLayer):
+    def __init__(self, count: int, spec: AttentionSpec = LINEAR) -> None:
+        super().__init__(spec)
+        self.positions = nn.Embedding(count, 32)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        return super().forward(hidden_states + self.positions(torch.arange(hidden_states.shape[1])), attention_mask)
+
+
+class PaddedInside(OneLayer):
+    """Pads to the one length of its layer, and crops."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        n = hidden_states.shape[1]
+        padded = F.pad(hidden_states, (0, 0, 0, 48 - n)), F.pad(attention_mask, (0, 48 - n))
+        return super().forward(*padded)[:, :n]
+
+
+class Even(OneLayer):
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        pairs = hidden_states.unflatten(1, (-1, 2))
+        return super().forward(pairs.flatten(1, 2), attention_mask)
+
+
+def test_a_module_of_layers_of_any_length_has_no_limit() -> None:
+    spec = spec_from_module(OneLayer(LINEAR), "mine")
+    assert (spec.seq_len, spec.max_seq_len, spec.fixed_seq_len, spec.notes) == (64, None, None, ())
+    assert spec_from_module(OneLayer(LINEAR), "mine", 300).max_seq_len is None
+    assert checkpoint_from_dict(spec.to_dict()) == spec
+
+
+def test_learned_positions_limit_the_length() -> None:
+    assert spec_from_module(OneLayer(AFTFullSpec(dim=32, heads=2, seq_len=50)), "mine").max_seq_len == 50
+    # of the layer, and of the module itself
+    assert spec_from_module(WithPositions(64), "mine").max_seq_len == 64
+    assert spec_from_module(WithPositions(500), "mine").max_seq_len is None
+    with pytest.raises(SpecError, match=r"fails on 1 × 65 tokens: index .*give a length that .* with --seq-len"):
+        spec_from_module(WithPositions(64), "mine", 65)
+    # of both: the layer takes 128 tokens, the module 64
+    both = WithPositions(64, AFTFullSpec(dim=32, heads=2, seq_len=128))
+    assert spec_from_module(both, "mine", 64).max_seq_len == 64
+
+
+def test_the_limit_is_that_of_the_module_not_the_length_that_was_asked_for() -> None:
+    assert spec_from_module(WithPositions(64), "mine", 60).max_seq_len == 64
+    layer = OneLayer(AFTFullSpec(dim=32, heads=2, seq_len=50))
+    assert spec_from_module(layer, "mine", 20).max_seq_len == 50
+    with pytest.raises(SpecError, match="seq_len is 51, but a layer of mine has learned positions for a seq_len of 50"):
+        spec_from_module(layer, "mine", 51)
+
+
+def test_a_layer_of_one_length_makes_a_module_of_one_length() -> None:
+    spec = spec_from_module(OneLayer(FIXED), "mine")
+    assert (spec.seq_len, spec.max_seq_len, spec.fixed_seq_len) == (48, 48, 48)
+    assert spec.inputs == {"hidden_states": ("batch", 48, 32), "attention_mask": ("batch", 48)}
+    assert spec.outputs == {"output": ("batch", 48, 32)}
+    assert "mine is exported for exactly 48 tokens" in spec.notes[0]
+    with pytest.raises(
+        SpecError, match=r"3 × 50 tokens: .*tied to segment_means_seq_len 48.*; if it takes other lengths"
+    ):
+        spec_from_module(OneLayer(FIXED), "mine", 50)
+    assert spec_from_module(TwoLayers(), "mine").fixed_seq_len == 48
+
+
+def test_a_layer_that_has_learned_one_position_makes_a_module_of_one_token() -> None:
+    spec = spec_from_module(OneLayer(AFTLocalSpec(dim=32, heads=2, seq_len=1)), "mine")
+    assert (spec.fixed_seq_len, spec.max_seq_len, spec.outputs) == (1, 1, {"output": ("batch", 1, 32)})
+    assert spec.notes == ("mine is exported for exactly 1 token, because it does not take every length.",)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda y: y[:, ::2], lambda y: y[:, :20], lambda y: y[:, :40], lambda y: F.pad(y, (0, 0, 1, 0))],
+)
+def test_an_output_whose_size_follows_the_length_in_another_way_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+    module = OneLayer(LINEAR)
+    module.register_forward_hook(lambda _, given, result: change(result))
+    with pytest.raises(SpecError, match=r"output of mine is .* for 1 × (1|64) tokens, but .*; expected axes"):
+        spec_from_module(module, "mine")
+
+
+def test_a_module_that_pads_for_its_layer_takes_every_length_up_to_it() -> None:
+    spec = spec_from_module(PaddedInside(FIXED), "mine")
+    assert (spec.max_seq_len, spec.fixed_seq_len, spec.outputs["output"]) == (48, None, ("batch", "seq", 32))
+
+
+def test_a_module_for_some_lengths_is_exported_for_the_one_that_was_asked_for() -> None:
+    assert spec_from_module(Even(LINEAR), "mine").fixed_seq_len == 64
+    with pytest.raises(SpecError, match="mine fails on a batch of 3 × 63 tokens"):
+        spec_from_module(Even(LINEAR), "mine", 63)
