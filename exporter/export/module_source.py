@@ -69,7 +69,11 @@ def module_from_path(spec: BuildSpec, path: Path) -> nn.Module:
     # buffers, such as rotations, may be in the file; without them they come from the spec
     names = [name for name, _ in module.named_parameters()]
     names += [name for name, _ in module.named_buffers() if name in found]
-    checkpoint.fill_module(module, found, {name: (name,) for name in names}, (), path)
+    expected = (
+        f"the state_dict of the {spec.model.title} that the options describe, under the names of effexport.models: "
+        "check --scope and the sizes; a model with other names goes with --module"
+    )
+    checkpoint.fill_module(module, found, {name: (name,) for name in names}, (), path, expected)
     return module
 
 

@@ -17,8 +17,11 @@ from effexport.errors import StageError
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import GraphSignature, check_graph, check_portable
 from effexport.export.portable_graph import make_portable
+from effexport.export.specialised_length import assumed_sizes, largest_sizes
+from effexport.export.traced_graphs import SCOPES_KEY, add_traced, graph_without_weights, optimized_graph, read_traced
 from effexport.models.model_spec import shape_of
 from effexport.models.module_spec import ModuleSpec
+from effexport.models.validation import LARGEST_SIZE
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
 
@@ -30,30 +33,48 @@ if TYPE_CHECKING:
 STAGE = "export"
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
 BUCKETS_SUFFIX = "buckets"
-_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+# How torch.export begins to say that the code makes a free size a constant.
+CONFLICT = "Found the following conflicts"
 
 
-def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path) -> None:
+def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path, traced: Path | None = None) -> None:
     """Export `module`, which must be in evaluation mode and float32, to `path`.
 
     Lower precision is reached in a copy of the module. Weights go to `<path>.data` beside the file when
     they exceed EXTERNAL_DATA_THRESHOLD_BYTES or the spec asks for it.
+    traced: an archive of traced graphs. If it has that of `path`, the module is not traced; otherwise it is added.
     Raises StageError if the exporter fails or the graph does not have the signature of the spec.
     """
     signature = GraphSignature(spec.inputs, spec.outputs, spec.custom_ops)
-    write_graph(at_precision(module, spec.precision), example_inputs(spec), signature, spec, path)
+    write_graph(at_precision(module, spec.precision), example_inputs(spec), signature, spec, path, traced)
 
 
 def write_graph(
-    module: nn.Module, example: tuple[torch.Tensor, ...], signature: GraphSignature, spec: BuildSpec, path: Path
+    module: nn.Module,
+    example: tuple[torch.Tensor, ...],
+    signature: GraphSignature,
+    spec: BuildSpec,
+    path: Path,
+    traced: Path | None = None,
 ) -> None:
     """Trace `module` on `example`, complete the graph, save it and check its signature.
 
+    traced: as in `onnx_from_module`.
     A graph of our own layers must also be portable. What a module of the user computes is the user's to decide.
     """
-    model = program_from_module(module, example, signature, spec).model
+    graph = None if traced is None else read_traced(traced, path.name)
+    if graph is None:
+        program = program_from_module(module, example, signature, spec, optimize=False)
+        if isinstance(spec.model, ModuleSpec):
+            check_holds_for_all_sizes(program, module, example, signature, spec)
+        graph = graph_without_weights(program.model, module)
+        if traced is not None:
+            add_traced(traced, path.name, graph)
+    model = optimized_graph(graph, module)
     make_portable(model)
     mark_custom_nodes(model)
+    if isinstance(spec.model, ModuleSpec):
+        name_output_axes(model, signature)
     attach_function_bodies(model, spec.opset)
     strip_metadata(model)
     if spec.inline:
@@ -77,7 +98,12 @@ def at_precision(module: nn.Module, precision: str) -> nn.Module:
 
 
 def program_from_module(
-    module: nn.Module, example: tuple[torch.Tensor, ...], signature: GraphSignature, spec: BuildSpec
+    module: nn.Module,
+    example: tuple[torch.Tensor, ...],
+    signature: GraphSignature,
+    spec: BuildSpec,
+    *,
+    optimize: bool = True,
 ) -> torch.onnx.ONNXProgram:
     """The traced graph, as ONNX and as PyTorch's program, with the names and dynamic dimensions of the signature."""
     import torch
@@ -102,16 +128,48 @@ def program_from_module(
                 # torch.export treats *inputs as one nested argument
                 dynamic_shapes=(tuple(dynamic),) if takes_star_args(module) else tuple(dynamic),
                 custom_translation_table=table,
+                optimize=optimize,
                 verbose=False,
             )
         except torch.onnx.OnnxExporterError as error:
             # its own message is a page of general advice; the cause has the reason
-            cause = str(error.__cause__ or error).strip().splitlines()[0]
+            cause = first_paragraph(str(error.__cause__ or error))
+            if isinstance(spec.model, ModuleSpec) and cause.startswith(CONFLICT):
+                cause = assumed_sizes(module, example, signature.inputs) or cause
             message = f"torch.onnx could not export the module: {cause}; --debug shows the traceback"
             raise StageError(STAGE, message) from error
     if program is None:
         raise StageError(STAGE, "torch.onnx returned no program")
     return program
+
+
+def check_holds_for_all_sizes(
+    program: torch.onnx.ONNXProgram,
+    module: nn.Module,
+    example: tuple[torch.Tensor, ...],
+    signature: GraphSignature,
+    spec: BuildSpec,
+) -> None:
+    """Raise StageError if a branch of the user's code ties the graph to sizes that are smaller than the model takes.
+
+    The proof runs a few sizes, which may all be on one side of the branch.
+    """
+    assert program.exported_program is not None
+    limits = {"seq": spec.max_seq_len}
+    for axis, largest in largest_sizes(program.exported_program, signature.inputs).items():
+        limit = limits.get(axis)
+        if largest < (LARGEST_SIZE if limit is None else limit):
+            remedy = f"; if the module takes no more, build with --seq-len {largest}" * (axis == "seq")
+            reason = (
+                assumed_sizes(module, example, signature.inputs) or "torch.export does not say which line decides it"
+            )
+            raise StageError(STAGE, f"the graph may be wrong where {axis} exceeds {largest}: {reason}{remedy}")
+
+
+def first_paragraph(text: str) -> str:
+    """The lines of a message up to the first empty one, as one line."""
+    lines = text.strip().partition("\n\n")[0].splitlines()
+    return " ".join(line.strip() for line in lines).strip(" :")
 
 
 def takes_star_args(module: nn.Module) -> bool:
@@ -176,6 +234,22 @@ def register_schemas() -> None:
             onnx.defs.register_schema(op.load().SIGNATURE.onnx_schema())
 
 
+def name_output_axes(model: ir.Model, signature: GraphSignature) -> None:
+    """Name the axes of outputs that torch.onnx describes by formulas, such as Min(64, seq), as the signature does.
+
+    A slice `y[:, :n]` of a padded sequence gives such formulas. That the axes have these lengths was seen when the
+    module was run, and the proof compares the shapes of every case.
+    """
+    import onnx_ir as ir
+
+    for value, tensor in zip(model.graph.outputs, signature.outputs, strict=False):
+        if value.shape is None or len(value.shape) != len(tensor.dims):
+            continue
+        pairs = zip(value.shape, tensor.dims, strict=True)
+        dims = [name if isinstance(name, str) and isinstance(dim, ir.SymbolicDim) else dim for dim, name in pairs]
+        value.shape = ir.Shape(dims)
+
+
 def mark_custom_nodes(model: ir.Model) -> None:
     """Name custom nodes after their module, and mark them for TensorRT."""
     import onnx_ir as ir
@@ -199,7 +273,7 @@ def module_path(node: ir.Node) -> str:
     """Path of the attention module that a node came from, "" for the root: "blocks.0.attention"."""
     import ast
 
-    scopes: list[str] = ast.literal_eval(node.metadata_props.get(_SCOPES_KEY, "[]"))
+    scopes: list[str] = ast.literal_eval(node.metadata_props.get(SCOPES_KEY, "[]"))
     # the last scope is the operator itself
     return scopes[-2] if len(scopes) > 1 else ""
 
@@ -219,7 +293,7 @@ def attach_function_bodies(model: ir.Model, opset: int) -> None:
 def strip_metadata(model: ir.Model) -> None:
     """Remove the exporter's metadata, stack traces with paths of this machine, except the module path."""
     for node in model.graph.all_nodes():
-        scopes = node.metadata_props.get(_SCOPES_KEY)
+        scopes = node.metadata_props.get(SCOPES_KEY)
         path = module_path(node) if scopes else ""
         node.metadata_props.clear()
         node.doc_string = None

@@ -14,6 +14,7 @@ def make_portable(model: ir.Model) -> None:
     make_divisions_exact(model)
     select_instead_of_casting(model)
     reduce_parts_of_concatenations(model)
+    halve_the_input_of_gelu(model)
 
 
 def make_divisions_exact(model: ir.Model) -> None:
@@ -96,6 +97,47 @@ def reduce_parts_of_concatenations(model: ir.Model) -> None:
         if not source.outputs[0].uses():
             assert source.graph is not None
             source.graph.remove(source, safe=True)
+
+
+def halve_the_input_of_gelu(model: ir.Model) -> None:
+    """Replace x · (0.5 · (1 + erf(x / √2))) by (x · 0.5) · (1 + erf(x / √2)), and likewise for tanh instead of erf.
+
+    torch.onnx writes the first form before opset 20, which has Gelu; ONNX Runtime makes one kernel of the second form
+    only. Halving is exact, so both have the same bits, but for numbers so small that halves of them are rounded.
+    """
+    import onnx_ir as ir
+
+    for node in [node for node in model.graph.all_nodes() if node.domain == "" and node.op_type in ("Erf", "Tanh")]:
+        readers = _readers(node, "Add", "Mul", "Mul")
+        if not readers:
+            continue
+        addition, halving, product = readers
+        half = next((value for value in halving.inputs if value is not addition.outputs[0]), None)
+        x = next((value for value in product.inputs if value is not halving.outputs[0]), None)
+        factor = ir.convenience.get_const_tensor(half) if half is not None else None
+        if x is None or factor is None or factor.numpy().shape != () or factor.numpy() != 0.5:
+            continue
+        halved = ir.node("Mul", [x, half], name=halving.name)
+        halved.metadata_props.update(halving.metadata_props)
+        halved.outputs[0].type, halved.outputs[0].shape = x.type, x.shape
+        assert product.graph is not None
+        product.graph.insert_before(product, halved)
+        product.replace_input_with(product.inputs.index(x), halved.outputs[0])
+        product.replace_input_with(product.inputs.index(halving.outputs[0]), addition.outputs[0])
+        product.graph.remove(halving, safe=True)
+
+
+def _readers(node: ir.Node, *op_types: str) -> list[ir.Node]:
+    """The nodes of these types that read one another's result, beginning with the node's; [] if there are others."""
+    found: list[ir.Node] = []
+    for op_type in op_types:
+        (result,) = node.outputs
+        uses = [use.node for use in result.uses()]
+        if result.is_graph_output() or [(use.domain, use.op_type) for use in uses] != [("", op_type)]:
+            return []
+        node = uses[0]
+        found.append(node)
+    return found
 
 
 def _reduces_axis_of(reduction: ir.Node, concatenation: ir.Node) -> bool:

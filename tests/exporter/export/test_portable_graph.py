@@ -17,9 +17,13 @@ from effexport.plugins.function_body import traps
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 
 
-def run(model: ir.Model, feeds: Mapping[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    serialised = ir.to_proto(model).SerializeToString()
-    session = onnxruntime.InferenceSession(serialised, providers=["CPUExecutionProvider"])
+def run(
+    model: ir.Model, feeds: Mapping[str, np.ndarray[Any, Any]], *, optimized: bool = True
+) -> list[np.ndarray[Any, Any]]:
+    serialised, options = ir.to_proto(model).SerializeToString(), onnxruntime.SessionOptions()
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(serialised, options, providers=["CPUExecutionProvider"])
     return list(session.run(None, dict(feeds)))
 
 
@@ -83,3 +87,44 @@ def test_the_maximum_of_a_concatenation_is_the_maximum_of_the_maxima_of_its_part
     assert np.array_equal(high, joined.max(axis=1, keepdims=True))
     assert np.array_equal(low, joined.min(axis=1, keepdims=True))
     assert np.array_equal(other, 2 * joined.max(axis=0, keepdims=True))
+
+
+GELU = """
+    <ir_version: 10, opset_import: ["" : 18]>
+    main (float[n] x) => (float[n] y) <float root = {{1.4142135}}, float one = {{1.0}}, float half = {{{half}}}> {{
+        scaled = Div (x, root)
+        f = {f} (scaled)
+        total = Add (f, one)
+        halved = Mul (half, total)
+        {rest}
+    }}
+"""
+
+
+@pytest.mark.parametrize("f", ["Erf", "Tanh"])
+def test_gelu_halves_its_input_and_keeps_its_bits(f: str) -> None:
+    text = GELU.format(f=f, half="0.5", rest="y = Mul (x, halved)")
+    model = ir.from_onnx_text(text)
+    make_portable(model)
+    halving, product = list(model.graph)[3:]
+    assert [value.name for value in halving.inputs] == ["x", "half"]
+    assert list(product.inputs) == [halving.outputs[0], model.graph[2].outputs[0]]
+    x = np.concatenate([np.linspace(-30, 30, 1001), [0.0, 3.4e38, -3.4e38, np.inf, np.nan]]).astype(np.float32)
+    (y,), (before,) = (run(each, {"x": x}, optimized=False) for each in (model, ir.from_onnx_text(text)))
+    assert y.tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("half", "rest"),
+    [
+        ("0.25", "y = Mul (x, halved)"),
+        ("0.5", "y = Add (x, halved)"),
+        ("0.5", "first = Mul (x, halved)\n y = Add (first, halved)"),
+    ],
+    ids=["another factor", "a sum", "another reader"],
+)
+def test_what_only_resembles_gelu_stays_as_it_is(half: str, rest: str) -> None:
+    model = ir.from_onnx_text(GELU.format(f="Erf", half=half, rest=rest))
+    before = [[value.name for value in node.inputs] for node in model.graph]
+    make_portable(model)
+    assert [[value.name for value in node.inputs] for node in model.graph] == before

@@ -1,0 +1,86 @@
+"""The graphs of an artifact as PyTorch traced them, without weights, from which every export is finished.
+
+The exporter computes with weights: it transposes them, folds what depends on them alone, and keeps one of several equal
+tensors. Which initializer holds which parameter therefore depends on the values, and names do not tell. In a traced
+graph, every parameter and buffer is an input under its own name, because PyTorch traces without their values. Finished
+with other weights, it is the file that an export of these weights would write.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    from torch import nn
+
+# Exporter metadata that later steps read: the modules that a node came from.
+SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+
+
+def graph_without_weights(model: ir.Model, module: nn.Module) -> bytes:
+    """A graph that was just traced from `module`, not optimised, as a serialised model; `model` is used up.
+
+    Its weights follow the other inputs. Stack traces and other metadata of the exporter are left out.
+    """
+    import onnx_ir as ir
+
+    graph = model.graph
+    for node in graph.all_nodes():
+        scopes = node.metadata_props.get(SCOPES_KEY)
+        node.metadata_props.clear()
+        node.doc_string = None
+        if scopes:
+            node.metadata_props[SCOPES_KEY] = scopes
+    for value in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:
+        value.metadata_props.clear()
+    graph.metadata_props.clear()
+    model.metadata_props.clear()
+    weights = module.state_dict()
+    for name in [name for name in graph.initializers if name in weights]:
+        value = graph.initializers.pop(name)
+        value.const_value = None
+        graph.inputs.append(value)
+    traced: bytes = ir.to_proto(model).SerializeToString()
+    return traced
+
+
+def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
+    """A traced graph with the weights of a module as initializers, optimised as torch.onnx does.
+
+    module: of the same classes and sizes as the one that was traced, at the same precision.
+    """
+    import onnx
+    import onnx_ir as ir
+    import torch.onnx
+    from onnx_ir.tensor_adapters import TorchTensor
+
+    model = ir.from_proto(onnx.ModelProto.FromString(traced))
+    weights = module.state_dict()
+    for value in [value for value in model.graph.inputs if value.name in weights]:
+        assert value.name is not None
+        tensor = TorchTensor(weights[value.name], name=value.name)
+        assert (tensor.dtype, tensor.shape) == (value.dtype, value.shape), f"{value} is not {tensor}"
+        model.graph.inputs.remove(value)
+        value.const_value = tensor
+        model.graph.register_initializer(value)
+    program = torch.onnx.ONNXProgram(model, None)
+    program.optimize()
+    return program.model
+
+
+def read_traced(path: Path, name: str) -> bytes | None:
+    """The traced graph of the ONNX file with this name; None if the file `path` is not there or has none."""
+    if not path.is_file():
+        return None
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(name) if name in archive.namelist() else None
+
+
+def add_traced(path: Path, name: str, traced: bytes) -> None:
+    """Add the traced graph of an ONNX file to `path`, a zip archive. Equal graphs make equal archives."""
+    with zipfile.ZipFile(path, "a") as archive:
+        # an entry made from a name alone has a date of 1980
+        archive.writestr(zipfile.ZipInfo(name), traced, zipfile.ZIP_DEFLATED)

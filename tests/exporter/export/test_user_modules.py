@@ -1,0 +1,168 @@
+"""Modules of the user's own: what their code does with the length of a sequence, and what is said if it cannot work."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import effexport
+from effexport.build import Build, Stopwatch, why_sizes_fail
+from effexport.errors import StageError
+from effexport.export.onnx_from_module import first_paragraph, onnx_from_module
+from effexport.models import attention_from_spec
+from effexport.models.module_probe import spec_from_module
+from effexport.models.spec import LinearSpec
+from effexport.runners.feeds import limits_from_spec
+from effexport.runners.ort.runner import OrtRunner
+from effexport.runners.ort.settings import OrtSettings
+from effexport.spec import BuildSpec
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+
+
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = attention_from_spec(LinearSpec(dim=32, heads=2, seq_len=64))
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.layer(hidden_states, attention_mask)
+
+
+class Cropped(OneLayer):
+    """Pads to whole blocks, and crops by a slice, whose length torch.onnx calls Min(…, seq)."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        n = hidden_states.shape[1]
+        pad = (n + 7) // 8 * 8 - n
+        return super().forward(F.pad(hidden_states, (0, 0, 0, pad)), F.pad(attention_mask, (0, pad)))[:, :n]
+
+
+class TokenByToken(OneLayer):
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        rows = [hidden_states[:, i] for i in range(hidden_states.shape[1])]
+        return super().forward(torch.stack(rows, dim=1), attention_mask)
+
+
+class PadsIfNeeded(OneLayer):
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        n = hidden_states.shape[1]
+        states = hidden_states
+        if n % 8:
+            states = F.pad(states, (0, 0, 0, 8 - n % 8))
+        means = states.unflatten(1, (states.shape[1] // 8, 8)).mean(dim=2).repeat_interleave(8, dim=1)
+        return super().forward(hidden_states + means[:, :n], attention_mask)
+
+
+class PadsToABucket(OneLayer):
+    """Pads to the next of some lengths: the trace contains one of them only."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        n = hidden_states.shape[1]
+        pad = next(size for size in (128, 256, 512) if size >= n) - n
+        return super().forward(F.pad(hidden_states, (0, 0, 0, pad)), F.pad(attention_mask, (0, pad)))[:, :n]
+
+
+class OtherAboveALength(OneLayer):
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        return super().forward(hidden_states * 2 if hidden_states.shape[1] > 900 else hidden_states, attention_mask)
+
+
+class OtherAboveABatch(OneLayer):
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        return super().forward(hidden_states * 2 if hidden_states.shape[0] > 9 else hidden_states, attention_mask)
+
+
+class AtMost(OneLayer):
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        assert hidden_states.shape[1] <= 300
+        return super().forward(hidden_states, attention_mask)
+
+
+def line_of(module_class: type[nn.Module], text: str) -> int:
+    lines, first = inspect.getsourcelines(module_class)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+def test_a_length_that_the_code_makes_a_constant_is_named_with_its_line(tmp_path: Path) -> None:
+    module = TokenByToken().eval()
+    spec = BuildSpec(model=spec_from_module(module, "mine"))
+    with pytest.raises(StageError) as caught:
+        onnx_from_module(module, spec, tmp_path / "model.onnx")
+    line = line_of(TokenByToken, "range(")
+    assert f"test_user_modules.py, line {line}: Eq((seq of hidden_states), 200)" in str(caught.value)
+    assert "signature.py" not in str(caught.value)
+    assert "Write it so that it holds for every size" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("made", "limit", "text"),
+    [
+        (PadsToABucket, "seq exceeds 256", "size >= n"),
+        (OtherAboveALength, "seq exceeds 900", "> 900"),
+        (OtherAboveABatch, "batch exceeds 9", "> 9"),
+    ],
+)
+def test_a_branch_at_a_size_that_the_proof_does_not_run_is_refused(
+    made: type[OneLayer], limit: str, text: str, tmp_path: Path
+) -> None:
+    module = made().eval()
+    spec = BuildSpec(model=spec_from_module(module, "mine"))
+    with pytest.raises(StageError, match=f"the graph may be wrong where {limit}: ") as caught:
+        onnx_from_module(module, spec, tmp_path / "model.onnx")
+    assert f"test_user_modules.py, line {line_of(made, text)}: " in str(caught.value)
+
+
+def test_a_length_that_the_code_asserts_is_a_limit_once_it_is_given(tmp_path: Path) -> None:
+    module = AtMost().eval()
+    with pytest.raises(StageError, match="if the module takes no more, build with --seq-len 300"):
+        onnx_from_module(module, BuildSpec(model=spec_from_module(module, "mine")), tmp_path / "model.onnx")
+    spec = BuildSpec(model=spec_from_module(module, "mine", 300))
+    assert spec.max_seq_len == 300
+    onnx_from_module(module, spec, tmp_path / "model.onnx")
+
+
+def test_a_branch_on_the_length_is_named_where_the_export_does_not_run() -> None:
+    module = PadsIfNeeded().eval()
+    build = build_of(module, BuildSpec(model=spec_from_module(module, "mine")))
+    line = line_of(PadsIfNeeded, "if n % 8")
+    assert f"test_user_modules.py, line {line}: Eq(Mod((seq of hidden_states), 8), 0)." in why_sizes_fail(build)
+    healthy = Cropped().eval()
+    assert why_sizes_fail(build_of(healthy, BuildSpec(model=spec_from_module(healthy, "mine")))) == ""
+
+
+def build_of(module: nn.Module, spec: BuildSpec) -> Build:
+    return Build(spec, module, (), Path(), Path(), OrtSettings(), Stopwatch(lambda stage: None), None)
+
+
+@pytest.mark.slow
+def test_a_build_that_only_runs_at_some_lengths_fails_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"fails where the module does not: .*line \d+: Eq\(Mod"):
+        effexport.build(module=PadsIfNeeded(), output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_message_of_several_lines_becomes_one() -> None:
+    assert first_paragraph("The following failed:\n  - one\n  - two\n\nadvice") == "The following failed: - one - two"
+
+
+def test_a_padded_sequence_may_be_cropped_by_a_slice(tmp_path: Path) -> None:
+    module = Cropped().eval()
+    spec = BuildSpec(model=spec_from_module(module, "mine"))
+    onnx_from_module(module, spec, tmp_path / "model.onnx")
+    with OrtRunner(tmp_path / "model.onnx", limits=limits_from_spec(spec)) as runner:
+        assert runner.outputs[0].dims == ("batch", "seq", 32)
+        # shorter and longer than the example that was traced
+        for seq_len in (1, 33, 64, 300):
+            states = torch.randn(2, seq_len, 32)
+            with torch.no_grad():
+                expected = module(states, torch.ones(2, seq_len)).numpy()
+            # float32 rounding of sums in another order
+            np.testing.assert_allclose(runner.run({"hidden_states": states.numpy()})["output"], expected, atol=1e-5)
