@@ -1,6 +1,6 @@
 """effexport: efficient-attention models from PyTorch to ONNX and TensorRT, with proof that they compute the same.
 
-build, verify, inspect and report do what the commands of these names do; load and load_decoder run an artifact.
+build, verify, refit, inspect and report do what the commands of these names do; load and load_decoder run an artifact.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.version import __version__
 
 if TYPE_CHECKING:
-    from effexport.api import BuildResult, Description, build, inspect, load, load_decoder, report, verify
+    from effexport.api import BuildResult, Description, build, inspect, load, load_decoder, refit, report, verify
     from effexport.errors import UserError
     from effexport.runners.ort.settings import OrtSettings
 
@@ -27,6 +27,7 @@ __all__ = [
     "inspect",
     "load",
     "load_decoder",
+    "refit",
     "report",
     "verify",
 ]
@@ -48,7 +49,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package. Two of its modules, effexport.build and effexport.report, have the names of functions; Python sets
+    """This package. Some of its modules, such as effexport.build, have the names of functions; Python sets
     a module as an attribute of its package when it imports it, and the functions keep their names here."""
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from effexport.description import Kind
     from effexport.engines.spec import EngineSpec
     from effexport.report.model import Report
-    from effexport.runners.ort.decode import DecodeRunner
+    from effexport.runners.decode import DecodeRunner
     from effexport.runners.ort.runner import OrtRunner
     from effexport.runners.ort.settings import OrtSettings
     from effexport.runners.runner import Runner
@@ -66,6 +66,7 @@ def build(
     checkpoint: str | Path | None = None,
     module: nn.Module | str | None = None,
     weights: str | Path | None = None,
+    reference: str | Path | None = None,
     output: str | Path | None = None,
     settings: OrtSettings | None = None,
     engines: Sequence[EngineSpec] = (),
@@ -81,6 +82,7 @@ def build(
 
     Name one of variant, spec (a BuildSpec or a TOML file), checkpoint (a folder) and module (an nn.Module made of our
     layers, which stays as it is, or "package.module:factory"). weights: a safetensors file for a variant.
+    reference: a safetensors file with inputs and answers of the model that the weights come from, to compare with.
     options: the other fields of the spec, named as the flags: seq_len, causal, precision, …
     output: the folder to write; by default artifacts/ and the name of the variant, checkpoint or module.
     settings: how ONNX Runtime runs the model in the checks. on_stage: called with the name of each stage.
@@ -114,6 +116,7 @@ def build(
             engines=engines,
             notes=notes,
             settings=settings,
+            reference=optional_path("reference", reference),
             trace=trace,
             force=force,
             on_stage=on_stage,
@@ -137,6 +140,55 @@ def check_build_types(variant: object, module: object, settings: OrtSettings | N
     assert isinstance(engines, (list, tuple))
     for engine in engines:
         check_type("an item of engines", engine, EngineSpec, "an EngineSpec")
+
+
+def refit(
+    artifact: str | Path,
+    *,
+    weights: str | Path | None = None,
+    checkpoint: str | Path | None = None,
+    output: str | Path | None = None,
+    settings: OrtSettings | None = None,
+    force: bool = False,
+    on_stage: OnStage = quiet,
+) -> BuildResult:
+    """Put other weights of the same architecture into an artifact, as `effexport refit` does.
+
+        effexport.refit("artifacts/lsh", weights="epoch2.safetensors")
+
+    weights: a file for an artifact of a variant. checkpoint: a folder for an artifact of a checkpoint. output: the
+    folder to write; by default the artifact is replaced. settings, on_stage: as for `build`.
+    Raises UserError for weights that do not fit, and errors.StageError if a stage or a check fails; the old artifact
+    then stays as it is.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.build import artifact_from_spec
+    from effexport.environment import require_torch
+    from effexport.refit_request import RefitRequest
+
+    require_torch("effexport.refit")
+    check_settings(settings)
+    with user_errors():
+        request = RefitRequest(
+            open_artifact(path_of("artifact", artifact)),
+            optional_path("weights", weights),
+            optional_path("checkpoint", checkpoint),
+            optional_path("output", output),
+            force,
+        )
+        source, engines, notes = request.resolve()
+        refitted, found = artifact_from_spec(
+            request.artifact.spec,
+            request.place,
+            source=source,
+            engines=engines,
+            notes=notes,
+            settings=settings,
+            force=request.replaces,
+            previous=request.artifact,
+            on_stage=on_stage,
+        )
+    return BuildResult(refitted, found)
 
 
 def verify(
@@ -248,39 +300,37 @@ def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str 
     Raises UserError for a missing or damaged artifact, or a runtime that is not available.
     """
     from effexport.artifact import open_artifact
-    from effexport.errors import UserError
     from effexport.runners.artifact_runner import runner_from_artifact
     from effexport.runners.feeds import limits_from_spec
     from effexport.runners.ort.runner import OrtRunner
 
-    check_settings(settings)
-    if runtime is not None:
-        check_texts(runtime=runtime)
+    check_settings_or_runtime(settings, runtime)
     artifact = open_artifact(path_of("path", path))
     if runtime is not None:
-        if settings is not None:
-            raise UserError("settings and runtime were both given; settings are for ONNX Runtime, so give one of them")
         return runner_from_artifact(artifact, runtime)
     return OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
 
 
-def load_decoder(path: str | Path, settings: OrtSettings | None = None) -> DecodeRunner:
+def load_decoder(path: str | Path, settings: OrtSettings | None = None, *, runtime: str | None = None) -> DecodeRunner:
     """Open a causal `linear` or `aft-simple` artifact to read prompts and decode token by token, with a state.
 
     settings: how ONNX Runtime runs it; see `effexport.OrtSettings`.
-    Raises UserError for an artifact without a decode step.
+    runtime: instead of settings, the name of a runtime as in --runtime: "ort-cuda", or "trt-rtx" for the engines of
+    that target, which keep the state on the GPU.
+    Raises UserError for an artifact without a decode step, or a runtime that is not available.
     """
     from effexport.artifact import open_artifact
-    from effexport.errors import UserError
+    from effexport.runners.artifact_decoder import check_has_decode_step, decoder_from_artifact
     from effexport.runners.feeds import limits_from_spec
-    from effexport.runners.ort.decode import DecodeRunner
+    from effexport.runners.ort.decode import decoder_in_ort
 
-    check_settings(settings)
+    check_settings_or_runtime(settings, runtime)
     artifact = open_artifact(path_of("path", path))
-    if not artifact.spec.model.has_decode_step:
-        raise UserError(f"{path} has no decode step; only causal linear and aft-simple models have one")
+    if runtime is not None:
+        return decoder_from_artifact(artifact, runtime)
+    check_has_decode_step(artifact)
     limits = limits_from_spec(artifact.spec)
-    return DecodeRunner(artifact.decode_step_path, artifact.prefill_path, limits, settings)
+    return decoder_in_ort(artifact.decode_step_path, artifact.prefill_path, limits, settings)
 
 
 def path_of(name: str, path: str | Path) -> Path:
@@ -301,6 +351,17 @@ def check_settings(settings: OrtSettings | None) -> None:
     from effexport.runners.ort.settings import OrtSettings
 
     check_type("settings", settings, (OrtSettings, type(None)), "an effexport.OrtSettings")
+
+
+def check_settings_or_runtime(settings: OrtSettings | None, runtime: str | None) -> None:
+    """Raise UserError if both are given, or one is something else."""
+    from effexport.errors import UserError
+
+    check_settings(settings)
+    if runtime is not None:
+        check_texts(runtime=runtime)
+        if settings is not None:
+            raise UserError("settings and runtime were both given; settings are for ONNX Runtime, so give one of them")
 
 
 def check_texts(**values: str) -> None:

@@ -25,6 +25,7 @@ MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 DECODE_STEP = "decode_step.onnx"
 PREFILL = "prefill.onnx"
+TRACED = "traced.zip"
 REFERENCE = "reference.safetensors"
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
@@ -135,15 +136,25 @@ class Artifact:
         """None in an artifact with a decode step that was built before there was a prefill."""
         return self.path / PREFILL if PREFILL in self.manifest.files else None
 
-    def engine_path(self, target: str) -> Path:
-        """The engine of a target. Raises UserError when the artifact has none."""
-        targets = [engine.target for engine in self.manifest.engines]
-        if target not in targets:
-            raise UserError(
-                f"{self.path} has no {target} engine, {'only ' + ', '.join(targets) if targets else 'nor any other'}; "
-                f"build one with: effexport build … --target {target}"
-            )
-        return self.path / engine_name(target)
+    @property
+    def traced_path(self) -> Path:
+        """The graphs without weights. Artifacts of an older effexport and of a module of the user's have none."""
+        return self.path / TRACED
+
+    def has_engine(self, target: str, model: str = MODEL) -> bool:
+        """Whether there is an engine of a target, built from one of the artifact's ONNX files."""
+        return engine_name(target, model) in {engine.file for engine in self.manifest.engines}
+
+    def engine_path(self, target: str, model: str = MODEL) -> Path:
+        """The engine of a target, built from one of the artifact's ONNX files. Raises UserError if there is none."""
+        if self.has_engine(target, model):
+            return self.path / engine_name(target, model)
+        targets = list(dict.fromkeys(engine.target for engine in self.manifest.engines))
+        if target in targets:
+            missing = f"{target} engine of {model}, because an older effexport built it"
+        else:
+            missing = f"{target} engine, {'only ' + ', '.join(targets) if targets else 'nor any other'}"
+        raise UserError(f"{self.path} has no {missing}; build one with: effexport build … --target {target}")
 
     @property
     def reference_path(self) -> Path:

@@ -1,7 +1,8 @@
-"""spec → module → ONNX → engines → report → artifact: the whole of `effexport build`."""
+"""spec → module → ONNX → engines → report → artifact: the whole of `effexport build`, and of `effexport refit`."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from effexport.artifact import (
     REFERENCE,
     REPORT_HTML,
     REPORT_JSON,
+    TRACED,
     Artifact,
     EngineEntry,
     files_of_folder,
@@ -28,29 +30,35 @@ from effexport.artifact import (
 )
 from effexport.engines.api import import_api
 from effexport.engines.builder_log import OnProgress
-from effexport.engines.engine_from_onnx import engine_from_onnx
+from effexport.engines.engine_from_engine import engine_from_engine
 from effexport.engines.profile import profile_remarks
 from effexport.engines.sidecar import summary_of_engine
 from effexport.engines.spec import EngineSpec
 from effexport.environment import free_memory_bytes, require_build, versions
-from effexport.errors import EffexportError, StageError, Unavailable, is_out_of_memory
+from effexport.errors import EffexportError, RuntimeFailedError, StageError, Unavailable, is_out_of_memory
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
-from effexport.export.onnx_from_module import onnx_from_module
+from effexport.export.onnx_from_module import example_inputs, onnx_from_module
+from effexport.export.specialised_length import assumed_sizes
+from effexport.models.module_spec import ModuleSpec
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, reference_from_module
 from effexport.proof.candidates import open_in_ort
 from effexport.proof.cases import Case, load_reference, save_reference
 from effexport.proof.checks.result import Check, Kind
 from effexport.proof.module_runs import hash_modules
+from effexport.proof.references.answers_file import is_original, original_cases, with_hashes
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
 from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decoder
-from effexport.proof.verify_engine import verify_engine_if_possible
+from effexport.proof.verify_engine import verify_decode_engines_if_possible, verify_engine_if_possible
+from effexport.refit_request import refit_note
 from effexport.report.compare import Side
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.text import failure_text
 from effexport.runners.cuda.opening import current_compute_capability
+from effexport.runners.feeds import limits_from_spec
+from effexport.runners.ort.decode import decoder_in_ort
 from effexport.runners.ort.session import check_settings
 from effexport.runners.ort.settings import OrtSettings
 from effexport.runtimes import engine_name
@@ -88,7 +96,10 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Build:
-    """A build whose module exists: what every later stage needs. hashes: graph values that hold buckets."""
+    """A build whose module exists: what every later stage needs.
+
+    hashes: graph values that hold buckets. previous: the artifact that gets other weights; None for a new one.
+    """
 
     spec: BuildSpec
     module: nn.Module
@@ -97,6 +108,12 @@ class Build:
     model: Path
     settings: OrtSettings
     watch: Stopwatch
+    previous: Artifact | None
+
+    @property
+    def traced(self) -> Path | None:
+        """Where traced graphs are kept; None if the module is the user's own, which no artifact can make again."""
+        return None if isinstance(self.spec.model, ModuleSpec) else self.folder / TRACED
 
 
 def artifact_from_spec(
@@ -107,8 +124,10 @@ def artifact_from_spec(
     engines: Sequence[EngineSpec] = (),
     notes: Sequence[str] = (),
     settings: OrtSettings | None = None,
+    reference: Path | None = None,
     trace: bool = False,
     force: bool = False,
+    previous: Artifact | None = None,
     on_stage: Callable[[str], None] = lambda name: None,
     on_progress: OnProgress = lambda phase, share: None,
 ) -> tuple[Artifact, Report]:
@@ -117,9 +136,12 @@ def artifact_from_spec(
     source: where the module comes from; None draws its weights from the seed.
     engines: TensorRT engines to build as well. Without a GPU they are not checked, and the report says so.
     notes: sentences on the model that the report repeats.
+    reference: a file with answers of the original model, see `original_cases`: the model is compared with them, too.
     trace: also compare the intermediate values of the graph, for the errors of each layer in the report. A build that
     fails is always traced.
     settings: how ONNX Runtime runs the model for the parity check; the artifact does not depend on them.
+    previous: an artifact of the same spec. Its traced graphs are finished with the weights of `source`, which gives the
+    files that an export of these would, and its refittable engines are refitted.
     on_stage, on_progress: called when a stage begins, and while an engine is being built.
     Raises UserError when `output` cannot be written or TensorRT is not installed, and StageError when a stage or the
     parity check fails: then nothing is written, and the message contains the failed checks.
@@ -127,6 +149,7 @@ def artifact_from_spec(
     watch = Stopwatch(on_stage)
     settings = settings or OrtSettings()
     source = source or source_from_seed()
+    originals = original_cases(reference, spec) if reference is not None else []
     with ARTIFACT_FOLDER.new(output, force=force) as folder:
         with watch.stage("loading PyTorch and the ONNX exporter"):
             check_settings(settings)
@@ -135,17 +158,33 @@ def artifact_from_spec(
             require_build()
         with watch.stage(f"making the {spec.model.title} module"):
             module = source.make(spec)
-            build = Build(spec, module, list(hash_modules(module)), folder, folder / MODEL, settings, watch)
-        with watch.stage("exporting to ONNX"):
-            onnx_from_module(module, spec, build.model)
+            hashes, digest = list(hash_modules(module)), weights_digest(module)
+            build = Build(spec, module, hashes, folder, folder / MODEL, settings, watch, previous)
+        if previous is not None and previous.traced_path.is_file():
+            shutil.copy(previous.traced_path, folder / TRACED)
+            export = "putting the weights into the traced graphs"
+        else:
+            export = "exporting to ONNX"
+        with watch.stage(export):
+            write_graphs(build)
         with watch.stage("running the PyTorch reference"):
             answers = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET)
             check_reference(answers.checks)
-            save_reference(answers.cases, folder / REFERENCE)
+            save_reference([*answers.cases, *with_hashes(originals, module, spec)], folder / REFERENCE)
         # as written and read back: what is checked is what users get
         cases = load_reference(folder / REFERENCE)
-        verification = prove_model(build, cases)
-        entries = [prove_engine(build, engine, cases, verification, on_progress) for engine in engines]
+        try:
+            verification = prove_model(build, cases)
+        except RuntimeFailedError as error:
+            if reason := why_sizes_fail(build):
+                problem = str(error).partition(": [")[0]
+                raise StageError(
+                    "parity", f"the exported model fails where the module does not: {problem}; {reason}"
+                ) from error
+            raise
+        entries = [
+            entry for engine in engines for entry in prove_engine(build, engine, cases, verification, on_progress)
+        ]
         found = trace_model(build, verification, cases, wanted=trace)
         report = Report(
             title=spec.model.title,
@@ -155,20 +194,53 @@ def artifact_from_spec(
             environment=versions(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             runtime=settings.runtime,
-            notes=[*notes, *([f"--trace: {found.reason}"] if trace and isinstance(found, Unavailable) else [])],
+            notes=[
+                *notes,
+                *([] if previous is None else [refit_note(previous, source.origin, digest)]),
+                *([f"--trace: {found.reason}"] if trace and isinstance(found, Unavailable) else []),
+            ],
             implementation=verification.implementation,
             engines=entries,
             weights_from=source.origin,
             layers=[LayerError(**row) for row in found.layers()] if isinstance(found, Trace) else [],
         )
         if report.verdict == "failed":
-            raise StageError("parity", failure_text(report.checks, found))
+            reasons = [blame(report.checks, reference), why_sizes_fail(build)]
+            text = "\n  ".join([failure_text(report.checks, found), *filter(None, reasons)])
+            raise StageError("parity", text)
         sizes = {name: path.stat().st_size for name, path in files_of_folder(folder).items()}
         page = html_from_report(Side(output.resolve().name, report, sizes, spec.inputs, spec.outputs), ".")
         (folder / REPORT_JSON).write_text(json_from_report(report), encoding="utf-8")
         (folder / REPORT_HTML).write_text(page, encoding="utf-8")
-        write_manifest(folder, manifest_from_report(report, spec, build.hashes, weights_digest(module)))
+        write_manifest(folder, manifest_from_report(report, spec, build.hashes, digest))
     return open_artifact(output), report
+
+
+def write_graphs(build: Build) -> None:
+    """Export the model, and its decode step and prefill if it has them."""
+    module, spec = build.module, build.spec
+    onnx_from_module(module, spec, build.model, build.traced)
+    if spec.model.has_decode_step:
+        onnx_from_decode_step(module, spec, build.folder / DECODE_STEP, build.traced)
+        onnx_from_prefill(module, spec, build.folder / PREFILL, build.traced)
+
+
+def blame(checks: Sequence[Check], reference: Path | None) -> str:
+    """The end of the message about failed checks: that weights or options are wrong, if only the original differs."""
+    failed = [check for check in checks if check.status == "failed"]
+    if not all(is_original(check.case.name) for check in failed):
+        return ""
+    return (
+        "the exported model computes what its PyTorch module computes, and both differ from the answers in "
+        f"{reference}: check which tensor of the original became which, their scales, and the options of the spec"
+    )
+
+
+def why_sizes_fail(build: Build) -> str:
+    """Which lines of the user's own module may have tied the export to some sizes; "" if none did."""
+    if not isinstance(build.spec.model, ModuleSpec):
+        return ""
+    return assumed_sizes(build.module, example_inputs(build.spec), build.spec.inputs)
 
 
 def check_reference(checks: Sequence[Check]) -> None:
@@ -193,32 +265,47 @@ def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
             open_with_bodies = open_in_ort(replace(settings, implementation="body", memory_arena=False))
             result += verify_bodies(build.model, cases, spec, build.hashes, result.implementation, open_with_bodies)
     if spec.model.has_decode_step:
-        step, prefill = build.folder / DECODE_STEP, build.folder / PREFILL
-        with watch.stage("exporting the decode step and the prefill"):
-            onnx_from_decode_step(build.module, spec, step)
-            onnx_from_prefill(build.module, spec, prefill)
         with watch.stage("checking the decode step and the prefill"):
-            result += verify_decoder(step, prefill, cases, spec, settings)
+            step, prefill = build.folder / DECODE_STEP, build.folder / PREFILL
+            result += verify_decoder(
+                lambda: decoder_in_ort(step, prefill, limits_from_spec(spec), settings), cases, spec
+            )
     return result
 
 
 def prove_engine(
     build: Build, engine: EngineSpec, cases: Sequence[Case], result: Verification, on_progress: OnProgress
+) -> list[EngineEntry]:
+    """Build the engine of the model and, if it has them, of its decode step and its prefill into the artifact; check
+    them if this machine can run them, and add their checks to `result`."""
+    spec, target = build.spec, engine.target
+    remarks = tuple(profile_remarks(engine.profiles, spec))
+    entries = [build_engine(build, engine, MODEL, on_progress, remarks)]
+    if spec.model.has_decode_step:
+        entries += [build_engine(build, engine, model, on_progress) for model in (DECODE_STEP, PREFILL)]
+    with build.watch.stage(f"checking parity of the {target} engine"):
+        result += verify_engine_if_possible(build.folder / engine_name(target), build.model, cases, spec, build.hashes)
+        if spec.model.has_decode_step:
+            result += verify_decode_engines_if_possible(build.folder, target, cases, spec)
+    return entries
+
+
+def build_engine(
+    build: Build, engine: EngineSpec, model: str, on_progress: OnProgress, remarks: tuple[str, ...] = ()
 ) -> EngineEntry:
-    """Build an engine into the artifact, check it if this machine can run it, and add its checks to `result`."""
-    path = build.folder / engine_name(engine.target)
-    with build.watch.stage(f"building the {engine.target} engine"):
-        info = engine_from_onnx(
-            build.model,
+    """Build the engine of one of the artifact's ONNX files into the artifact, or refit that of the previous one."""
+    what, name = "" if model == MODEL else f" of {model}", engine_name(engine.target, model)
+    with build.watch.stage(f"building the {engine.target} engine{what}"):
+        info = engine_from_engine(
+            None if build.previous is None else build.previous.path / name,
+            build.folder / model,
             engine,
-            path,
+            build.folder / name,
             current_compute_capability,
             precision=build.spec.precision,
-            remarks=tuple(profile_remarks(engine.profiles, build.spec)),
+            remarks=remarks,
             on_progress=on_progress,
         )
-    with build.watch.stage(f"checking parity of the {engine.target} engine"):
-        result += verify_engine_if_possible(path, build.model, cases, build.spec, build.hashes)
     return msgspec.convert(summary_of_engine(info), EngineEntry)
 
 

@@ -58,8 +58,9 @@ class BuildRequest:
                 f"{' and '.join(given)} cannot be combined; the module includes its spec and weights",
             )
             module, origin = self.made_module(self.module)
-            spec = build_spec_from_module(self.flags, spec_from_module(module, origin, self.flags.get("seq_len")))
-            return spec, source_from_module(module, origin), (), origin.rpartition(":")[2]
+            model = spec_from_module(module, origin, self.flags.get("seq_len"))
+            spec = build_spec_from_module(self.flags, model)
+            return spec, source_from_module(module, origin), model.notes, origin.rpartition(":")[2]
         if isinstance(self.spec, BuildSpec):
             flags = [name for name, value in self.flags.items() if value is not None]
             require(not flags, f"{', '.join(flags)} cannot be combined with a BuildSpec, which has all fields")

@@ -252,6 +252,19 @@ def gpus_here() -> tuple[Gpu, ...]:
     return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+def driver_cuda() -> tuple[int, int] | None:
+    """The CUDA release that the NVIDIA driver of this machine is made for, such as (13, 0); None without a driver."""
+    import ctypes
+
+    version = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        failed = driver.cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else (version.value // 1000, version.value % 1000 // 10)
+
+
 def parse_gpus(text: str, visible: str | None) -> tuple[Gpu, ...]:
     """text: lines of index, uuid, compute capability. visible: CUDA_VISIBLE_DEVICES, None if not set."""
     found = []

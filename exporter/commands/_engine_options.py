@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.commands._types import OneOf
-from effexport.engines.spec import HARDWARE_COMPATIBILITIES
+from effexport.engines.spec import HARDWARE_COMPATIBILITIES, PLUGIN_CHOICES
 from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.units import bytes_from_text
 
@@ -69,13 +69,21 @@ _OPTIONS = (
         help="Keep the weights in host memory, for models that do not fit into GPU memory.",
     ),
     click.option("--refittable", is_flag=True, help="trt: allow replacing the weights without a rebuild."),
+    click.option(
+        "--plugins",
+        type=OneOf(PLUGIN_CHOICES),
+        default="auto",
+        help="trt: plugins for custom operators where possible (auto), or fail with the reason where it is not "
+        "(require), or function bodies only (never); default: auto.",
+    ),
+    click.option("--require-plugins", "plugins", flag_value="require", help="trt: the same as --plugins require."),
 )
 
 
 # The options as click names them; most are fields of EngineSpec.
 ENGINE_FLAGS = (
     *("targets", "profiles", "optimization_level", "workspace", "tf32", "compute_capabilities", "timing_cache"),
-    *("version_compatible", "hardware_compatibility", "weight_streaming", "refittable"),
+    *("version_compatible", "hardware_compatibility", "weight_streaming", "refittable", "plugins"),
 )
 
 
@@ -99,7 +107,7 @@ def engines_from_flags(flags: dict[str, Any], spec: BuildSpec) -> tuple[EngineSp
     targets = [target for target in dict.fromkeys(flags["targets"]) if target != "none"]
     for target in targets:
         check_target(target)
-    given = [name for name, value in options.items() if value not in (None, False, (), "none")]
+    given = [name for name, value in options.items() if value not in (None, False, (), "none", "auto")]
     words = ["--profile" if name == "profiles" else f"--{name.replace('_', '-')}" for name in given]
     require(
         bool(targets) or not given,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from effexport.commands._engine_options import ENGINE_FLAGS, engine_options, eng
 from effexport.commands._help import HelpfulCommand
 from effexport.commands._options import (
     common_options,
-    implementation_text,
     length_option,
     result_console,
     runtime_options,
@@ -21,6 +19,7 @@ from effexport.commands._options import (
     stage_progress,
     stderr_console,
 )
+from effexport.commands._result import print_result
 from effexport.commands._types import Named, OneOf
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.environment import require_torch
@@ -29,14 +28,9 @@ from effexport.models.families import tasks
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.runtimes import ORT_RUNTIMES
 from effexport.spec import SCOPES
-from effexport.units import megabytes, rough_duration, seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from effexport.artifact import Artifact, EngineEntry
     from effexport.report.model import Report
-
 
 SECTIONS = {
     "What to export": ("variant", "checkpoint", "task", "factory", "spec_file", "weights"),
@@ -44,7 +38,7 @@ SECTIONS = {
         *("scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "num_hashes", "pinv_init", "seed"),
     ),
     "The ONNX file": ("precision", "opset", "external_data", "fused", "inline"),
-    "The check": ("runtime", "implementation", "device", "trace"),
+    "The check": ("runtime", "implementation", "device", "reference", "trace"),
     "TensorRT engines": ENGINE_FLAGS,
 }
 EXAMPLES = (
@@ -138,6 +132,12 @@ EXAMPLES = (
     help="Folder to write; default: artifacts/ and the name of the variant or checkpoint.",
 )
 @click.option(
+    "--reference",
+    type=click.Path(path_type=Path),
+    metavar="FILE.safetensors",
+    help="Also compare with the model that the weights come from: its inputs and answers, each under its name.",
+)
+@click.option(
     "--trace", is_flag=True, help="Also compare the values inside the graph; the report then shows errors by layer."
 )
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
@@ -151,6 +151,7 @@ def command(
     implementation: str,
     device: int,
     output: Path | None,
+    reference: Path | None,
     trace: bool,
     force: bool,
     as_json: bool,
@@ -186,6 +187,7 @@ def command(
             engines=engines,
             notes=notes,
             settings=settings,
+            reference=reference,
             trace=trace,
             force=force,
             on_stage=progress,
@@ -196,46 +198,19 @@ def command(
 
         answer = {"artifact": str(output), "verdict": report.verdict, "implementation": report.implementation}
         print_json(answer | msgspec.to_builtins(artifact.manifest))
-    print_result(result_console(as_json=as_json), artifact, report)
+    console = result_console(as_json=as_json)
+    print_result(console, artifact, report)
+    if weights is not None:
+        say(console, proven_text(report, reference))
 
 
-def print_result(console: Console, artifact: Artifact, report: Report) -> None:
-    from effexport.commands._checks import print_checks
-
-    print_checks(console, report.checks)
-    for note in report.notes:
-        say(console, f"note: {note}", style="yellow")
-    for engine in report.engines:
-        print_engine(console, artifact, engine)
-    model_bytes = sum(entry.bytes for name, entry in artifact.manifest.files.items() if "model.onnx" in name)
-    say(
-        console,
-        f"{artifact.path}: {report.title}, {artifact.spec.precision}, {megabytes(model_bytes)}, "
-        f"built in {rough_duration(sum(report.seconds.values()))}{implementation_text(report.implementation)}. "
-        f"Next: {next_step(artifact, report)}, or open {artifact.path}/report.html",
-    )
-
-
-def next_step(artifact: Artifact, report: Report) -> str:
-    unproven = [
-        engine.target
-        for engine in report.engines
-        if any(check.status == "not run" and check.target == engine.target for check in report.checks)
-    ]
-    command = f"effexport verify {shlex.quote(str(artifact.path))}"
-    return f"on a machine with a GPU, {command} --runtime {unproven[0]}" if unproven else command
-
-
-def print_engine(console: Console, artifact: Artifact, engine: EngineEntry) -> None:
-    """Print the remarks on an engine, and one line about it."""
-    from effexport.report.rendering.text import sizes
-    from effexport.runtimes import RUNTIMES
-
-    for remark in engine.remarks:
-        say(console, f"note: {remark}", style="yellow")
-    say(
-        console,
-        f"{artifact.path}/{engine.file}: {RUNTIMES[engine.target].label} {engine.tensorrt_version}, "
-        f"{megabytes(engine.bytes)}, built in {seconds(engine.build_seconds)}, {sizes(engine.profiles)}"
-        f"{implementation_text(engine.implementation, 'is a')}",
+def proven_text(report: Report, reference: Path | None) -> str:
+    """What has been proven about weights that come from another model, and what has not."""
+    layer = f"the {report.title} of effexport with the weights of {report.weights_from}"
+    if reference is not None:
+        return f"proven: the file computes what {layer} computes, and what the answers in {reference} say"
+    return (
+        f"proven: the file computes what {layer} computes. NOT compared with the model that these weights were trained "
+        "in: name its inputs and answers with --reference FILE.safetensors; a model made of layers of effexport can "
+        "itself be exported with --module"
     )

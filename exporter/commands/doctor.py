@@ -65,9 +65,23 @@ def examine_tools() -> list[dict[str, str | None]]:
         ("cmake", "build the kernel library", found(require_cmake), "pip install 'effexport[kernels]'"),
         ("nvcc", "build CUDA kernels", nvcc, "install the CUDA toolkit"),
         ("GPU", "run on a GPU", gpus or None, ""),
+        ("driver", "run TensorRT plugins", *examine_driver()),
     )
     keys = ("name", "purpose", "found", "remedy")
     return [dict(zip(keys, (*row[:3], None if row[2] else row[3] or None), strict=True)) for row in rows]
+
+
+def examine_driver() -> tuple[str | None, str]:
+    """What the driver of the GPU is good for (None: there is no driver), and what TensorRT plugins need, whose PTX is
+    refused by a driver that is older than it."""
+    from effexport.environment import driver_cuda
+    from effexport.plugins.building.ptx_target import MAX_ISA, cuda_of_isa, text_of
+
+    here, needed = driver_cuda(), cuda_of_isa(MAX_ISA)
+    wanted = f"a driver of CUDA {text_of(needed)} or later"
+    if here is None:
+        return None, f"install {wanted}"
+    return f"CUDA {text_of(here)}" + ("" if here >= needed else f": too old, install {wanted}"), ""
 
 
 def examine_tensorrt() -> list[dict[str, str | None]]:

@@ -105,7 +105,7 @@ def pairs_of_engine(path: Path, info: EngineInfo) -> Iterator[tuple[str, object]
     yield "built with", f"{RUNTIMES[info.target].label} {info.tensorrt_version}, effexport {info.effexport_version}"
     yield "built", f"{info.created}, in {seconds(info.build_seconds)}"
     yield "for", info.built_for
-    yield "from", f"model.onnx with sha256 {info.onnx_sha256}, {megabytes(info.onnx_bytes)}, {info.precision}"
+    yield "from", f"{info.model} with sha256 {info.onnx_sha256}, {megabytes(info.onnx_bytes)}, {info.precision}"
     yield "size", megabytes(info.engine_bytes)
     if info.device_memory_bytes is not None:
         yield "memory to run", f"{megabytes(info.device_memory_bytes)}, besides weights, inputs and outputs"
@@ -116,10 +116,23 @@ def pairs_of_engine(path: Path, info: EngineInfo) -> Iterator[tuple[str, object]
         for name, (smallest, optimum, largest) in profile.items():
             yield "profile", f"{name}: {list(smallest)} to {list(largest)}, tuned for {list(optimum)}"
     for op, what in info.implementation.items():
-        yield "custom operator", f"effexport::{op} is a {what}"
+        yield "custom operator", f"effexport::{op} is a {what}{reason_for_bodies(info) if what == 'body' else ''}"
+    if info.ptx is not None:
+        yield "plugins need", info.ptx
     yield "options", ", ".join(f"{name}={value}" for name, value in info.options.items() if value not in (None, []))
     source = "in the engine" if info.layers_from == "engine" else "in the network that it was built from"
     yield "layers", f"{len(info.layers)} {source}: {counted(count_types(info.layers))}"
+    if info.kernels:
+        yield "kernels", f"{len(info.kernels)} as the builder lists them: {counted(count_types(info.kernels))}"
+    for output, what in info.attention.items():
+        yield "attention", f"{output}: {what}"
     yield "element types", f"{counted(count_dtypes(info.layers))}; {info.tensors_compared} compared with the model"
     for remark in info.remarks:
         yield "note", remark
+
+
+def reason_for_bodies(info: EngineInfo) -> str:
+    """Why operators of an engine are bodies, as the end of a line. What is about one operator is in a note."""
+    if info.target == "trt-rtx":
+        return ": TensorRT-RTX has no plugins"
+    return ": built with --plugins never" if info.options.get("plugins") == "never" else ", see the note"

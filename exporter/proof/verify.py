@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from effexport.spec import BuildSpec
 if TYPE_CHECKING:
     from effexport.proof.cases import Case
     from effexport.runners.artifact_runner import OpenModel
+    from effexport.runners.decode import DecodeRunner
 
 # Bodies are slow, and the kernels have passed the long cases.
 SHORT_PADDED_CASE = "padded batch"
@@ -117,11 +118,16 @@ def check_with_bodies(
 
 
 def verify_decoder(
-    step: Path, prefill: Path | None, cases: Sequence[Case], spec: BuildSpec, settings: OrtSettings
+    open_decoder: Callable[[], DecodeRunner], cases: Sequence[Case], spec: BuildSpec, target: str = ""
 ) -> Verification:
-    """Check a decode step, and a prefill if there is one, against the answers to whole sequences."""
+    """Check a decode step, and a prefill if there is one, against the answers to whole sequences.
+
+    target: of engines, as in --target. Raises UserError for engines that cannot run here.
+    """
     try:
-        return Verification(check_decoder(step, prefill, cases, spec, settings))
+        with open_decoder() as decoder:
+            checks = check_decoder(decoder, cases, spec)
+        return Verification([dataclasses.replace(check, target=target) for check in checks])
     except RuntimeUnsupportedError as error:
         return Verification([not_run_in_bfloat16(Kind.DECODE_STEP, spec, error)])
 

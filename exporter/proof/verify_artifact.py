@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from effexport.artifact import Artifact
+from effexport.artifact import DECODE_STEP, Artifact
 from effexport.environment import require_torch
 from effexport.errors import Unavailable, UserError
 from effexport.export.onnx_graph import custom_ops_of_model
@@ -27,10 +27,12 @@ from effexport.proof.verify import (
     verify_in_runtime,
 )
 from effexport.proof.verify_engine import verify_engine
+from effexport.runners.artifact_decoder import decoder_from_artifact
 from effexport.runners.artifact_runner import check_precision_of_model, model_opener
+from effexport.runners.decode import DecodeRunner
 from effexport.runners.ort.settings import OrtSettings
 from effexport.runners.runner import ModelOptions
-from effexport.runtimes import ORT_RUNTIMES, RUNTIMES
+from effexport.runtimes import ENGINE_RUNTIMES, ORT_RUNTIMES, RUNTIMES
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,21 @@ class Candidate:
             return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
         open_model = model_opener(self.runtime, self.options)
         return verify_in_runtime(self.path, cases, spec, hashes, open_model, self.options.precision_hint)
+
+    def verify_decoder(self, cases: Sequence[Case]) -> Verification:
+        """The decode step and the prefill of the artifact, or their engines."""
+        artifact, target = self.artifact, self.runtime if self.is_engine else ""
+        if self.runtime not in (*ORT_RUNTIMES, *ENGINE_RUNTIMES):
+            reason = f"a decode step runs in ONNX Runtime or as an engine, not in {self.runtime}"
+            return Verification([not_run(Kind.DECODE_STEP, reason)])
+        if self.is_engine and not artifact.has_engine(target, DECODE_STEP):
+            reason = f"the artifact has no {target} engine of its decode step; build it again with --target {target}"
+            return Verification([not_run(Kind.DECODE_STEP, reason, target=target)])
+
+        def open_decoder() -> DecodeRunner:
+            return decoder_from_artifact(artifact, self.runtime, self.options)
+
+        return verify_decoder(open_decoder, cases, artifact.spec, target)
 
     def verify_bodies(self, cases: Sequence[Case], ran: Mapping[str, str]) -> Verification:
         """What the file computes without the kernel library."""
@@ -159,13 +176,8 @@ def verify_artifact(
             result += candidate.verify(reference.cases)
             cases += reference.cases
         result.checks += reference.checks
-        if reference.kind == "golden" and candidate.path == artifact.model_path and spec.model.has_decode_step:
-            if candidate.runtime in ORT_RUNTIMES:
-                step, prefill = artifact.decode_step_path, artifact.prefill_path
-                result += verify_decoder(step, prefill, reference.cases, spec, candidate.settings)
-            else:
-                reason = f"a decode step runs in ONNX Runtime only, not in {candidate.runtime}"
-                result.checks.append(not_run(Kind.DECODE_STEP, reason))
+        if reference.kind == "golden" and candidate.model in (None, artifact.model_path) and spec.model.has_decode_step:
+            result += candidate.verify_decoder(reference.cases)
     # an engine has no function bodies: TensorRT has compiled them
     if not request.cases and not candidate.is_engine and custom_ops_of_model(candidate.path):
         on_stage("checking the function bodies of custom operators")

@@ -135,7 +135,8 @@ def _flags(changed: dict[str, Any]) -> list[str]:
 
 
 def _targets(report: Report) -> list[str]:
-    return [word for engine in report.engines for word in ("--target", engine.target)]
+    targets = dict.fromkeys(engine.target for engine in report.engines)  # causal models have several engines of each
+    return [word for target in targets for word in ("--target", target)]
 
 
 def _listed(value: Any) -> Any:

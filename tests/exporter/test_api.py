@@ -47,7 +47,7 @@ def test_a_function_keeps_its_name_when_the_module_of_that_name_is_imported(name
     assert python_inspect.isfunction(getattr(effexport, name))
 
 
-@pytest.mark.parametrize("name", ["build", "verify", "inspect", "report"])
+@pytest.mark.parametrize("name", ["build", "verify", "refit", "inspect", "report"])
 def test_arguments_have_the_defaults_of_the_command(name: str) -> None:
     command = importlib.import_module(f"effexport.commands.{name}").command
     parameters = python_inspect.signature(getattr(effexport, name)).parameters

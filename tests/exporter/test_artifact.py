@@ -43,7 +43,7 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Built = Callable[..., Artifact]
 Copied = Callable[..., Path]
 Rewrite = Callable[..., None]
-HASHED_FILES = ("model.onnx", "reference.safetensors", "report.html", "report.json")
+HASHED_FILES = ("model.onnx", "reference.safetensors", "report.html", "report.json", "traced.zip")
 FILES = ("manifest.json", *HASHED_FILES)
 
 
@@ -70,7 +70,7 @@ def quick_export(built: Built, monkeypatch: pytest.MonkeyPatch) -> BuildSpec:
     monkeypatch.setattr(
         importlib.import_module("effexport.build"),  # effexport.build itself is the function
         "onnx_from_module",
-        lambda module, spec, path: shutil.copy(artifact.model_path, path),
+        lambda module, spec, path, traced: shutil.copy(artifact.model_path, path),
     )
     return artifact.spec
 

@@ -578,12 +578,30 @@ def test_doctor_of_a_healthy_machine(cli: Cli) -> None:
     ]
     for extra in extras.keys() - {"test", "dev"}:  # cmake is named by its extra where it is missing
         assert extra == "kernels" or f" {extra} " in text
-    for tool in ("C++ compiler", "cmake", "nvcc", "GPU"):
+    for tool in ("C++ compiler", "cmake", "nvcc", "GPU", "driver"):
         assert f"\n{tool} " in text
     ways = {way["runtime"]: way for way in result.json["tensorrt"]}
     assert list(ways) == ["trt", "trt-rtx", "ort-trt", "ort-rtx"]
     for way in ways.values():
         assert (way["release"] or f"none; add the extra {way['extra']}") in text
+
+
+@pytest.mark.parametrize(
+    ("driver", "found", "remedy"),
+    [
+        (None, None, "install a driver of CUDA 13.0 or later"),
+        ((12, 9), "CUDA 12.9: too old, install a driver of CUDA 13.0 or later", None),
+        ((13, 0), "CUDA 13.0", None),
+        ((14, 1), "CUDA 14.1", None),
+    ],
+)
+def test_doctor_says_which_driver_tensorrt_plugins_need(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int] | None, found: str | None, remedy: str | None
+) -> None:
+    monkeypatch.setattr("effexport.environment.driver_cuda", lambda: driver)
+    (tool,) = [tool for tool in cli("doctor", "--json").json["tools"] if tool["name"] == "driver"]
+    assert tool == {"name": "driver", "purpose": "run TensorRT plugins", "found": found, "remedy": remedy}
+    assert (found or "none; install a driver of").split(":")[0] in cli("doctor").out
 
 
 def test_doctor_loads_no_framework_so_it_is_fast() -> None:
@@ -724,7 +742,7 @@ def test_an_interrupt_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_failed_stage_exits_1_and_leaves_nothing(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from effexport.errors import StageError
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise StageError("export", "planted")
 
     monkeypatch.setattr(importlib.import_module("effexport.build"), "onnx_from_module", fail)

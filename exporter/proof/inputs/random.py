@@ -10,6 +10,7 @@ from effexport.dtypes import numpy_dtype
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.model_spec import shape_of
+from effexport.models.module_probe import longer_length
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
         "single token": (1, 1, None),
     }
     if spec.max_seq_len is None and seq_len <= 4096:
-        shapes["longer"] = (1, seq_len + seq_len // 4 + 1, None)
+        shapes["longer"] = (1, longer_length(seq_len), None)
     if fixed is not None:
         shapes = {
             "export": (spec.batch, fixed, None),

@@ -89,7 +89,7 @@ def model_from_checkpoint(spec: CheckpointSpec, folder: Path) -> nn.Module:
     model: nn.Module = kind.from_pretrained(folder, config=config, local_files_only=True).float().eval()
     if isinstance(spec, ReformerSpec):
         # it draws the rotations of a layer anew in every pass, after seeding with this
-        hashed = [layer for layer, name in enumerate(spec.attn_layers) if name == "lsh"]
+        hashed = [layer for layer, name in enumerate(spec.layer_kinds) if name == "lsh"]
         children: list[Any] = [child for child in model.modules() if hasattr(child, "hash_seed")]
         for layer, child in zip(hashed, children, strict=True):
             attention = spec.attention_of_layer(layer)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from kept import code_of, digest_of, kept
 from slow_cases import slow_after, variants_fast_for
+from small_builds import what_decides_a_build
 
 from effexport.bench.grid import Grid, Model, spec_from_case
 from effexport.bench.measuring import candidates
@@ -50,6 +55,13 @@ def small_case(variant: str, runtime: str = "ort", seq_len: int = 100, scope: st
     return next(grid.cases())
 
 
+def exported(case: Case, export: Callable[[Case, Path], object] = onnx_from_case) -> Path:
+    """The file that a benchmark exports. Do not change it: other tests read it."""
+    decided_by = (*what_decides_a_build(), *code_of("exporter/bench"))
+    name = f"bench/{digest_of([export.__name__, repr(case)])}"
+    return kept(name, decided_by, lambda folder: export(case, folder / "model.onnx")) / "model.onnx"
+
+
 def agrees(case: Case, model: Path | None) -> None:
     feeds = inputs_of_case(case)
     candidate = candidate_from_case(case, model, threads=1)
@@ -63,17 +75,15 @@ def agrees(case: Case, model: Path | None) -> None:
 
 
 @pytest.mark.parametrize("name", variants_fast_for("softmax", "linear", "nystrom", "lsh", "aft-simple", "aft-full"))
-def test_a_core_export_agrees_with_pytorch(name: str, tmp_path: Path) -> None:
+def test_a_core_export_agrees_with_pytorch(name: str) -> None:
     case = small_case(name)
-    onnx_from_case(case, tmp_path / "model.onnx")
-    agrees(case, tmp_path / "model.onnx")
+    agrees(case, exported(case))
 
 
 @pytest.mark.parametrize("name", variants_fast_for("softmax", "linear"))
-def test_a_naive_export_has_no_operator_of_ours_and_agrees_with_pytorch(name: str, tmp_path: Path) -> None:
+def test_a_naive_export_has_no_operator_of_ours_and_agrees_with_pytorch(name: str) -> None:
     case = small_case(name, "naive")
-    path = tmp_path / "model.onnx"
-    naive_onnx_from_case(case, path)
+    path = exported(case, naive_onnx_from_case)
     model = onnx.load(str(path))
     assert {node.domain for node in all_nodes(model)} <= {"", "ai.onnx"}
     assert DOMAIN not in {entry.domain for entry in model.opset_import}
@@ -84,10 +94,9 @@ def test_a_naive_export_has_no_operator_of_ours_and_agrees_with_pytorch(name: st
 
 
 @pytest.mark.slow
-def test_a_naive_encoder_agrees_with_pytorch(tmp_path: Path) -> None:
+def test_a_naive_encoder_agrees_with_pytorch() -> None:
     case = small_case("nystrom", "naive", scope="encoder")
-    naive_onnx_from_case(case, tmp_path / "model.onnx")
-    agrees(case, tmp_path / "model.onnx")
+    agrees(case, exported(case, naive_onnx_from_case))
 
 
 def test_signatures_are_those_of_the_modules(variant: str) -> None:
@@ -203,7 +212,7 @@ def test_a_small_fault_in_a_hashed_model_gets_no_timing(
     operand: int | None, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def export(case: Case, path: Path) -> None:
-        onnx_from_case(case, path)
+        shutil.copyfile(exported(replace(case, runtime="ort")), path)
         if operand is not None:
             enlarge_operand(operand, path)
 

@@ -43,9 +43,9 @@ LSH = N * D * ROUNDS * BUCKETS // 2 + ROUNDS * (N // CHUNK) * 2 * CHUNK * 2 * CH
         (f"lsh:chunk_length={CHUNK}:num_hashes={ROUNDS}", GROUPS * LSH),
         ("aft-full", BATCH * N * N * 2 * DIM),
         ("aft-simple", 0),
-        ("aft-local:window=9", BATCH * N * (BLOCK + 2 * 8) * 2 * DIM),
+        ("aft-local:window=9", BATCH * N * (1 + 2 * 8) * 2 * DIM),
         ("aft-local:window=0", 0),
-        ("aft-conv:kernel_size=5", GROUPS * N * (BLOCK + 2 * 2) * (D + 1)),
+        ("aft-conv:kernel_size=5", GROUPS * N * 5 * (D + 1)),
     ],
 )
 def test_products_have_the_flops_of_the_formula(model: str, multiply_adds: int) -> None:

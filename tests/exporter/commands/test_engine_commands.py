@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from fake_tensorrt import FakeCuda
+from onnx_in_fake_tensorrt import fake_tensorrt
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
+from effexport.engines.sidecar import read_sidecar, write_sidecar
 from effexport.errors import UserError
+from effexport.plugins.building.ptx_target import PtxTarget
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
 SMALL = ("--dim", "32", "--heads", "2", "--layers", "1", "--seq-len", "64")
@@ -51,8 +57,6 @@ def test_a_build_puts_the_engine_into_the_artifact_and_says_that_it_was_not_run(
 
 
 def test_an_engine_is_covered_by_the_hashes_of_the_artifact(with_engine: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(with_engine, copy)
     engine = copy / "engine" / "trt-rtx.engine"
@@ -65,12 +69,30 @@ def test_inspect_describes_an_engine_and_an_artifact_with_one(cli: Callable[...,
     engine = with_engine / "engine" / "trt-rtx.engine"
     result = cli("inspect", engine)
     assert result.code == 0
-    for words in ("TensorRT-RTX", "SM 80 and later", "IterativePinv is a body", "MATRIX_MULTIPLY", "compared with the"):
-        assert words in result.out
+    why = "IterativePinv is a body: TensorRT-RTX has no plugins"
+    for words in ("TensorRT-RTX", "SM 80 and later", why, "MATRIX_MULTIPLY", "compared with the"):
+        assert words in " ".join(result.out.split())
     described = cli("inspect", engine, "--json").json["engine"]
     assert described["target"] == "trt-rtx"
     assert len(described["layers"]) > 100
     assert "engine/trt-rtx.engine" in cli("inspect", with_engine).out
+
+
+def test_inspect_says_what_the_plugins_of_an_engine_need(
+    cli: Callable[..., Any], with_engine: Path, tmp_path: Path
+) -> None:
+    engine = Path(shutil.copy(with_engine / "engine" / "trt-rtx.engine", tmp_path / "trt.engine"))
+    info = read_sidecar(with_engine / "engine" / "trt-rtx.engine")
+    assert info.ptx is None
+    assert "plugins need" not in cli("inspect", with_engine / "engine" / "trt-rtx.engine").out
+    write_sidecar(engine, replace(info, target="trt", ptx=PtxTarget(80, "9.0", "13.0")))
+    assert "SM 80 or later, and a driver of CUDA 13.0 or later (PTX 9.0)" in cli("inspect", engine).out
+    assert "IterativePinv is a body, see the note" in cli("inspect", engine).out
+    write_sidecar(engine, replace(info, target="trt", options={**info.options, "plugins": "never"}))
+    assert "IterativePinv is a body: built with --plugins never" in " ".join(cli("inspect", engine).out.split())
+    write_sidecar(engine, replace(info, target="trt", ptx=PtxTarget(80, "9.0", "13.0")))
+    described = cli("inspect", engine, "--json").json["engine"]
+    assert described["ptx"] == {"architecture": 80, "isa": "9.0", "driver": "13.0"}
 
 
 def test_an_engine_without_a_gpu_is_one_clear_error(cli: Callable[..., Any], with_engine: Path, tmp_path: Path) -> None:
@@ -125,3 +147,117 @@ def test_runtime_and_implementation_that_contradict_each_other_are_refused(
     assert "--model names an ONNX file" in message
     with pytest.raises(UserError, match="settings and runtime were both given"):
         effexport.load(with_engine, effexport.OrtSettings(), runtime="ort")  # type: ignore[call-overload]
+
+
+@pytest.fixture(scope="module")
+def that_decodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal artifact with TensorRT-RTX engines, built by the command line with two profiles."""
+    from effexport.cli import main
+
+    path = tmp_path_factory.mktemp("engines") / "linear"
+    profiles = ("--profile", "batch=1:2:2,seq=1:8:16", "--profile", "batch=1:2:2,seq=16:32:64")
+    with pytest.raises(SystemExit) as stop:
+        main(["build", "--variant", "linear", "--causal", *SMALL, "--target", "trt-rtx", *profiles, "-o", str(path)])
+    assert stop.value.code == 0
+    return path
+
+
+@pytest.mark.slow
+def test_a_causal_model_has_engines_of_its_decode_step_and_its_prefill_too(
+    cli: Callable[..., Any], that_decodes: Path, tmp_path: Path
+) -> None:
+    artifact = open_artifact(that_decodes)
+    files = ["engine/trt-rtx.engine", "engine/trt-rtx.decode_step.engine", "engine/trt-rtx.prefill.engine"]
+    assert [entry.file for entry in artifact.manifest.engines] == files
+    assert {*files, *(name.replace(".engine", ".json") for name in files)} <= artifact.manifest.files.keys()
+    # a length does not matter for single tokens, so both profiles are one
+    assert [len(entry.profiles) for entry in artifact.manifest.engines] == [2, 1, 2]
+    assert artifact.manifest.engines[1].profiles[0]["input_ids"] == ((1, 1), (2, 1), (2, 1))
+    shown = cli("inspect", that_decodes).out
+    assert all(name in shown for name in files)
+    engine = cli("inspect", that_decodes / files[1]).out
+    assert "from" in engine
+    assert "decode_step.onnx with sha256" in engine
+    report = effexport.report(that_decodes)
+    assert {check.name for check in report.checks if check.status == "not run" and check.target} == {
+        "trt-rtx: parity",
+        "trt-rtx: decode step",
+    }
+    page = (that_decodes / "report.html").read_text()
+    assert page.count("--target trt-rtx") == 1
+    assert all(name in page for name in files)
+
+
+@pytest.mark.slow
+def test_decoding_with_engines_without_a_gpu_or_without_engines_is_one_clear_error(
+    that_decodes: Path, with_engine: Path, built: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    causal = built("linear", "encoder", causal=True).path
+    for path, runtime, message in (
+        (that_decodes, "trt-rtx", "needs an NVIDIA GPU and its driver"),
+        (that_decodes, "trt", "has no trt engine, only trt-rtx; build one with"),
+        (causal, "trt-rtx", "has no trt-rtx engine, nor any other; build one with"),
+        (causal, "openvino", "--runtime openvino does not decode token by token; expected one of: ort, "),
+        (causal, "rtx", "unknown --runtime 'rtx'"),
+        (with_engine, "trt-rtx", "has no decode step; only causal linear and aft-simple models have one"),
+    ):
+        with pytest.raises(UserError, match=message):
+            effexport.load_decoder(path, runtime=runtime)
+    with pytest.raises(UserError, match="settings and runtime were both given"):
+        effexport.load_decoder(causal, effexport.OrtSettings(), runtime="ort")
+    with effexport.load_decoder(causal, runtime="ort") as decoder:
+        decoder.step({"input_ids": [[1]]})
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, that_decodes: Path) -> list[FakeCuda]:
+    """As if this machine had a GPU on which ONNX Runtime answers for TensorRT: the GPUs that were opened."""
+    opened: list[FakeCuda] = []
+
+    def import_api(target: str) -> Any:
+        api = fake_tensorrt(that_decodes)
+        opened.append(api.cuda)
+        return api
+
+    monkeypatch.setattr("effexport.runners.trt.loading.import_api", import_api)
+    monkeypatch.setattr("effexport.runners.trt.loading.open_cuda", lambda extra: opened[-1])
+    return opened
+
+
+@pytest.mark.slow
+def test_verify_proves_the_engines_of_the_decode_step_and_the_prefill(
+    cli: Callable[..., Any], that_decodes: Path, fake_gpu: list[FakeCuda]
+) -> None:
+    result = cli("verify", that_decodes, "--runtime", "trt-rtx", "--json")
+    assert result.code == 0, result.err
+    summary = result.json["summary"]
+    assert summary["trt-rtx: arithmetic"]["passed"] >= 1
+    for name in ("decode step", "prefill state"):
+        assert (summary[f"trt-rtx: {name}"]["passed"], summary[f"trt-rtx: {name}"]["failed"]) == (1, 0)
+    # the case of three samples is outside the profiles
+    assert summary["trt-rtx: prefill"]["passed"] >= 2
+    assert summary["trt-rtx: shapes"]["not run"] >= 1
+    for cuda in fake_gpu:
+        cuda.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_verify_says_that_an_artifact_of_an_older_release_has_no_engine_of_its_decode_step(
+    cli: Callable[..., Any],
+    that_decodes: Path,
+    fake_gpu: list[FakeCuda],
+    rewrite_manifest: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(that_decodes, folder)
+    for path in [*folder.glob("engine/*.decode_step.*"), *folder.glob("engine/*.prefill.*")]:
+        path.unlink()
+    engines = json.loads((folder / "manifest.json").read_text())["engines"]
+    rewrite_manifest(folder, engines=engines[:1])
+    result = cli("verify", folder, "--runtime", "trt-rtx", "--json")
+    assert result.code == 0, result.err
+    (check,) = [check for check in result.json["checks"] if check["name"] == "trt-rtx: decode step"]
+    assert (check["status"], "no trt-rtx engine of its decode step" in check["reason"]) == ("not run", True)
+    with pytest.raises(UserError, match=r"no trt-rtx engine of decode_step\.onnx, because an older effexport built it"):
+        effexport.load_decoder(folder, runtime="trt-rtx")

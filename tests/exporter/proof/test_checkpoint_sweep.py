@@ -24,6 +24,86 @@ LIMIT = 1e-4
 SEEDS = [*slow_after(2, range(8)), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 40))]
 
 
+# The configurations of transformers 4.57.1's own model testers.
+REFORMER_TESTER: dict[str, Any] = {
+    "vocab_size": 32,
+    "attention_head_size": 16,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "local_attn_chunk_length": 4,
+    "local_num_chunks_before": 1,
+    "local_num_chunks_after": 0,
+    "num_buckets": None,
+    "num_hashes": 1,
+    "lsh_attn_chunk_length": None,
+    "lsh_num_chunks_before": None,
+    "lsh_num_chunks_after": None,
+    "feed_forward_size": 32,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "axial_pos_embds": True,
+    "axial_pos_shape": [4, 8],
+    "axial_pos_embds_dim": [16, 16],
+    "attn_layers": ["local", "local"],
+    "num_hidden_layers": 2,
+    "is_decoder": True,
+    "hash_seed": 0,
+}
+NYSTROM_TESTER: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "type_vocab_size": 16,
+    "segment_means_seq_len": 64,
+    "num_landmarks": 64,
+}
+REFORMER_LSH_TESTER: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_buckets": 2,
+    "num_hashes": 4,
+    "lsh_attn_chunk_length": 4,
+    "lsh_num_chunks_before": 1,
+    "lsh_num_chunks_after": 0,
+    "hidden_act": "relu",
+    "axial_pos_embds_dim": [16, 48],
+    "attn_layers": ["lsh"],
+    "num_hidden_layers": 1,
+}
+REFORMER_HEADS = {
+    "ReformerModel": {},
+    "ReformerModelWithLMHead": {},
+    "ReformerForMaskedLM": {"is_decoder": False},
+    "ReformerForSequenceClassification": {},
+    "ReformerForQuestionAnswering": {},
+}
+TESTERS = [
+    *(
+        pytest.param(
+            kind, layers | head, marks=pytest.mark.slow if (kind, layers) == ("ReformerModel", {}) else pytest.mark.soak
+        )
+        for layers in ({}, REFORMER_LSH_TESTER)
+        for kind, head in REFORMER_HEADS.items()
+    ),
+    # as create_and_check_reformer_model_with_attn_mask and get_pipeline_config change them
+    pytest.param("ReformerModel", {"axial_pos_embds": False, "is_decoder": False}, marks=pytest.mark.soak),
+    pytest.param("ReformerModel", {"max_position_embeddings": 100, "axial_pos_shape": [4, 25]}, marks=pytest.mark.soak),
+    *(
+        pytest.param(f"Nystromformer{kind}", {"num_labels": 3} if "Class" in kind else {}, marks=pytest.mark.soak)
+        for kind in (
+            "Model",
+            "ForMaskedLM",
+            "ForQuestionAnswering",
+            "ForSequenceClassification",
+            "ForTokenClassification",
+        )
+    ),
+]
+
+
 def exported(folder: Path, seq_len: int | None = None) -> tuple[BuildSpec, nn.Module, Path]:
     spec, _ = build_spec_from_checkpoint({"seq_len": seq_len}, folder)
     module = source_from_path(folder).make(spec)
@@ -104,6 +184,7 @@ def check_reformer(folder: Path, kind: str, config: dict[str, Any], lengths: tup
     with OrtRunner(path, limits=limits_from_spec(spec)) as runner:
         for seq_len, (batch, padded) in zip(lengths, ((1, False), (4, True), (4, False)), strict=True):
             ids, mask = inputs(batch, seq_len, 0, padded=padded)
+            ids = ids % config["vocab_size"]
             with torch.no_grad(), same_rotations(module):
                 expected = model(input_ids=ids, attention_mask=mask)
             for name, output in runner.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()}).items():
@@ -118,6 +199,14 @@ def test_random_nystromformer_configurations(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_reformer_configurations(tmp_path: Path, seed: int) -> None:
     check_reformer(tmp_path, *random_reformer(seed), (96, 61, 40))
+
+
+@pytest.mark.parametrize(("kind", "fields"), TESTERS)
+def test_the_configurations_of_the_testers_of_transformers(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    if kind.startswith("Nystrom"):
+        check_nystromformer(tmp_path, kind, NYSTROM_TESTER | fields, (64, 33, 7))
+    else:
+        check_reformer(tmp_path, kind, REFORMER_TESTER | fields, (32, 13, 7))
 
 
 def test_the_configuration_of_nystromformer_512_at_one_layer(tmp_path: Path) -> None:

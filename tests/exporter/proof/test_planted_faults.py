@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import onnx
@@ -63,13 +64,18 @@ def places() -> Iterator[tuple[str, str]]:
 
 
 def planted(*, no_ops: bool) -> Iterator[object]:
-    """Every fault in every place where it can occur; all but the first place of a fault in a variant are slow tests."""
+    """Every fault in every place where it can occur. The first place of a fault in a variant is a fast test; of the
+    others of a fault, in all variants together, every third is slow and the rest is for soak tests."""
+    others: Counter[str] = Counter()
     for name, configuration in places():
         for fault in ALL_FAULTS:
             if fault.applies(name, configuration) and (name in fault.no_ops) == no_ops:
                 first = next(other for other in CONFIGURATIONS if fault.applies(name, other))
                 label = f"{name}-{configuration}-{fault.name.replace(' ', '-')}"
-                marks = () if configuration == first else pytest.mark.slow
+                marks: Collection[pytest.MarkDecorator] = ()
+                if configuration != first:
+                    marks = (pytest.mark.soak if others[fault.name] % 3 else pytest.mark.slow,)
+                    others[fault.name] += 1
                 yield pytest.param(name, configuration, fault, id=label, marks=marks)
 
 

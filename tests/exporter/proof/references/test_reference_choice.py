@@ -273,11 +273,12 @@ def test_a_golden_file_from_elsewhere(cli: Cli, built: Built, tmp_path: Path) ->
     assert result.code == 0, result.err
     assert f"equal to {file}" in result.err
     file.write_bytes(b"nothing")
-    expected = f"{file} holds no stored answers, or is damaged; expected the reference.safetensors of an artifact"
+    expected = f"{file} is not a safetensors file, or is damaged; expected the inputs that the original was given ("
     assert expected in cli("verify", artifact.path, "--reference", file).error()
     save_file({"weight": torch.zeros(2)}, file)
-    expected = f"{file} holds no stored answers; expected the reference.safetensors of an artifact; weights go with"
-    assert expected in cli("verify", artifact.path, "--reference", file).error()
+    message = cli("verify", artifact.path, "--reference", file).error()
+    assert f"{file} holds no answers; expected the inputs that the original was given (" in message
+    assert message.endswith("each under its name; weights go with --weights")
 
 
 def test_only_the_named_cases_run(cli: Cli, built: Built) -> None:

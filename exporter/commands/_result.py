@@ -1,0 +1,59 @@
+"""What `effexport build` and `effexport refit` print about the artifact that they have written."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from effexport.commands._options import implementation_text, say
+from effexport.units import megabytes, rough_duration, seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from effexport.artifact import Artifact, EngineEntry
+    from effexport.report.model import Report
+
+
+def print_result(console: Console, artifact: Artifact, report: Report, verb: str = "built") -> None:
+    """Print the checks, the notes, the engines, and one line about the artifact. verb: what was done to it."""
+    from effexport.artifact import MODEL
+    from effexport.commands._checks import print_checks
+
+    print_checks(console, report.checks)
+    for note in report.notes:
+        say(console, f"note: {note}", style="yellow")
+    for engine in report.engines:
+        print_engine(console, artifact, engine)
+    model_bytes = sum(entry.bytes for name, entry in artifact.manifest.files.items() if name.startswith(MODEL))
+    say(
+        console,
+        f"{artifact.path}: {report.title}, {artifact.spec.precision}, {megabytes(model_bytes)}, "
+        f"{verb} in {rough_duration(sum(report.seconds.values()))}{implementation_text(report.implementation)}. "
+        f"Next: {next_step(artifact, report)}, or open {artifact.path}/report.html",
+    )
+
+
+def next_step(artifact: Artifact, report: Report) -> str:
+    unproven = [
+        engine.target
+        for engine in report.engines
+        if any(check.status == "not run" and check.target == engine.target for check in report.checks)
+    ]
+    command = f"effexport verify {shlex.quote(str(artifact.path))}"
+    return f"on a machine with a GPU, {command} --runtime {unproven[0]}" if unproven else command
+
+
+def print_engine(console: Console, artifact: Artifact, engine: EngineEntry) -> None:
+    """Print the remarks on an engine, and one line about it."""
+    from effexport.report.rendering.text import sizes
+    from effexport.runtimes import RUNTIMES
+
+    for remark in engine.remarks:
+        say(console, f"note: {remark}", style="yellow")
+    say(
+        console,
+        f"{artifact.path}/{engine.file}: {RUNTIMES[engine.target].label} {engine.tensorrt_version}, "
+        f"{megabytes(engine.bytes)}, built in {seconds(engine.build_seconds)}, {sizes(engine.profiles)}"
+        f"{implementation_text(engine.implementation, 'is a')}",
+    )

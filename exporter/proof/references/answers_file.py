@@ -1,0 +1,114 @@
+"""Answers of a model that is not ours: a safetensors file of inputs and outputs, as its owner has computed them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.dtypes import numpy_dtype
+from effexport.errors import UserError
+from effexport.models.model_spec import shape_of
+from effexport.proof.answers import answered_case, with_hash_noise
+from effexport.proof.cases import Case, load_reference
+from effexport.proof.repeated_runs import RepeatedRuns
+from effexport.runners.feeds import checked_feeds, limits_from_spec
+from effexport.runners.runner import tensors_text
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from effexport.dtypes import Array
+
+# The name of a case whose answers are those of the original.
+ORIGINAL = "original"
+
+
+def load_answers(path: Path, spec: BuildSpec) -> list[Case]:
+    """The cases of a golden file, or of a file with one tensor for each input and output of the model, named alike.
+
+    Several cases have names of their own before a slash: `short/hidden_states`. A missing mask keeps all tokens.
+    Raises UserError for a file that is none, and for tensors of other names, types or shapes than the model has.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            if "noise" in (file.metadata() or {}):
+                return load_reference(path)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - safe_open is not a mapping
+    except FileNotFoundError:
+        raise UserError(f"no reference file at {path}") from None
+    except (OSError, SafetensorError, TypeError) as error:
+        raise UserError(f"{path} is not a safetensors file, or is damaged; {expected_tensors(spec)}") from error
+    named: dict[str, dict[str, Array]] = {}
+    for key, tensor in tensors.items():
+        owner, _, name = key.rpartition("/")
+        named.setdefault(owner, {})[name] = tensor
+    known = {tensor.name for tensor in (*spec.inputs, *spec.outputs)}
+    if not any(known & set(arrays) for arrays in named.values()):
+        raise UserError(f"{path} holds no answers; {expected_tensors(spec)}; weights go with --weights")
+    return [case_from_tensors(path, owner, arrays, spec) for owner, arrays in named.items()]
+
+
+def original_cases(path: Path, spec: BuildSpec) -> list[Case]:
+    """The cases of a file for the golden file of an artifact, under names that show whose answers they are."""
+    cases = load_answers(path, spec)
+    return [c if is_original(c.name) else dataclasses.replace(c, name=f"{ORIGINAL} {c.name}") for c in cases]
+
+
+def expected_tensors(spec: BuildSpec) -> str:
+    return (
+        f"expected the inputs that the original was given ({tensors_text(spec.inputs)}) and its answers "
+        f"({tensors_text(spec.outputs)}), each under its name"
+    )
+
+
+def case_from_tensors(path: Path, owner: str, tensors: dict[str, Array], spec: BuildSpec) -> Case:
+    """One case. owner: its name in the file, or ""."""
+    outputs = {tensor.name: tensors.pop(tensor.name, None) for tensor in spec.outputs}
+    if "hidden_states" in tensors and tensors["hidden_states"].dtype.kind == "f":
+        # the original need not compute in the precision of the model
+        tensors["hidden_states"] = tensors["hidden_states"].astype(numpy_dtype(spec.dtype))
+    try:
+        inputs = checked_feeds(tensors, spec.inputs, limits_from_spec(spec))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    sizes = {
+        dim: size
+        for tensor in spec.inputs
+        for dim, size in zip(tensor.dims, inputs[tensor.name].shape, strict=True)
+        if isinstance(dim, str)
+    }
+    answers: dict[str, Array] = {}
+    for tensor in spec.outputs:
+        array, shape = outputs[tensor.name], shape_of(tensor.dims, sizes)
+        if array is None:
+            raise UserError(f"{path} has no {tensor.name}; {expected_tensors(spec)}")
+        if array.shape != shape or array.dtype.kind != "f":
+            raise UserError(
+                f"{path}: {tensor.name} is {array.dtype} {list(array.shape)}; expected floats {list(shape)}"
+            )
+        answers[tensor.name] = np.asarray(array, np.float32)
+    name = f"{ORIGINAL} {owner.replace('/', ' ')}" if owner else ORIGINAL
+    return Case(name, inputs, answers)
+
+
+def with_hashes(cases: list[Case], module: nn.Module, spec: BuildSpec) -> list[Case]:
+    """The cases with the buckets and the noise of a module of ours that hashes: files of answers have none."""
+    if not spec.attention.is_hashed:
+        return cases
+    runs = RepeatedRuns("PyTorch")
+    hashed = []
+    for case in cases:
+        ours = with_hash_noise(answered_case(case, module, spec, runs), module, module, spec, runs)
+        hashed.append(dataclasses.replace(ours, outputs=case.outputs))
+    return hashed
+
+
+def is_original(name: str) -> bool:
+    """Whether the answers of a case are those of the original, by its name."""
+    return name.split(" ", 1)[0] == ORIGINAL

@@ -1,0 +1,155 @@
+"""Which artifact gets which weights, as flags or arguments name them: what `effexport refit` gives to a build."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from effexport.artifact import ARTIFACT_FOLDER, Artifact
+from effexport.engines.engine_from_engine import spec_of_engine, why_not_renewed
+from effexport.engines.sidecar import read_sidecar
+from effexport.engines.spec import EngineSpec
+from effexport.errors import UserError
+from effexport.export.module_source import ModuleSource, source_from_path, weights_digest
+from effexport.models.checkpoint_spec import CheckpointSpec, PublishedSpec
+from effexport.models.families import check_weights_file, spec_from_checkpoint
+from effexport.models.module_spec import ModuleSpec
+from effexport.runners.cuda.opening import current_compute_capability
+from effexport.runtimes import engine_name
+from effexport.spec import BuildSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# How notes begin that are about one build and not about the model.
+REFITTED = "refitted from"
+LEFT_OUT = "left out:"
+OF_ONE_BUILD = (REFITTED, LEFT_OUT, "--trace:")
+
+
+@dataclass(frozen=True)
+class RefitRequest:
+    """An artifact and where its new weights come from; one of `weights` and `checkpoint` is given.
+
+    output: the folder to write; None replaces the artifact. force: whether another artifact at `output` is replaced.
+    """
+
+    artifact: Artifact
+    weights: Path | None = None
+    checkpoint: Path | None = None
+    output: Path | None = None
+    force: bool = False
+
+    @property
+    def place(self) -> Path:
+        """The folder to write."""
+        return self.artifact.path if self.output is None else self.output
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a folder that is there may be replaced."""
+        return self.force or self.output is None
+
+    def resolve(self) -> tuple[ModuleSource, list[EngineSpec], list[str]]:
+        """Where the module comes from, the engines that are made again, and notes for the report.
+
+        An engine that cannot be made again on this machine is left out, and a note says so.
+        Raises UserError and SpecError for weights that cannot fit and folders that may not be written.
+        """
+        self.check_output()
+        source = source_for_artifact(self.artifact, self.weights, self.checkpoint)
+        given = self.weights or self.checkpoint
+        assert given is not None
+        if given.resolve().is_relative_to(self.place.resolve()):
+            raise UserError(f"{given} lies in {self.place}, which is to be replaced; move it out, or choose another -o")
+        engines, left_out = engines_of_artifact(self.artifact)
+        kept = [note for note in self.artifact.manifest.notes if not note.startswith(OF_ONE_BUILD)]
+        return source, engines, [*kept, *left_out]
+
+    def check_output(self) -> None:
+        """Refuse, before any work, a folder that may not be written or that lies in the artifact. Raises UserError."""
+        place, old = self.place.resolve(), self.artifact.path.resolve()
+        if place != old and place.is_relative_to(old):
+            raise UserError(f"{self.place} would change the artifact {old}; choose a folder outside it with -o")
+        ARTIFACT_FOLDER.check(self.place, force=self.replaces)
+
+
+def refit_note(previous: Artifact, origin: str, weights_sha256: str) -> str:
+    """The sentence by which a report says where its graphs are from. origin: of the new weights."""
+    name, old = previous.path.resolve().name, previous.manifest.weights_sha256
+    return f"{REFITTED} {name} (weights sha256 {old[:12]}…) with {origin}, weights sha256 {weights_sha256}"
+
+
+def source_for_artifact(artifact: Artifact, weights: Path | None, checkpoint: Path | None) -> ModuleSource:
+    """Where the module with the new weights comes from. Raises UserError and SpecError for what cannot fit."""
+    model = artifact.spec.model
+    if isinstance(model, ModuleSpec):
+        raise UserError(
+            f"{artifact.path} came from {artifact.manifest.weights_from}, code that an artifact does not hold; build "
+            "it again with --module"
+        )
+    if (weights is None) == (checkpoint is None):
+        raise UserError("expected new weights as either --weights FILE or --checkpoint DIR")
+    if isinstance(model, CheckpointSpec):
+        if checkpoint is None:
+            raise UserError(
+                f"{artifact.path} was built from the checkpoint {artifact.manifest.weights_from}, whose config.json "
+                "belongs to its weights; give the folder of another one with --checkpoint"
+            )
+        check_architecture(artifact, checkpoint)
+        return other_than_before(artifact, checkpoint)
+    if weights is None:
+        raise UserError(
+            f"{artifact.path} was built from a variant, {artifact.spec.variant}, not from a checkpoint; give a file "
+            "with weights for it with --weights"
+        )
+    check_weights_file(weights)
+    return other_than_before(artifact, weights)
+
+
+def check_architecture(artifact: Artifact, checkpoint: Path) -> None:
+    """Raise UserError unless config.json of a checkpoint, with the options of the build, describes the artifact."""
+    spec = artifact.spec
+    assert isinstance(spec.model, PublishedSpec)
+    options = {name: getattr(spec.model, name) for name in spec.model.OPTIONS}
+    found, _ = spec_from_checkpoint(checkpoint, options)
+    if found == spec.model:
+        return
+    if type(found) is not type(spec.model):
+        raise UserError(f"{checkpoint} is a {found.family}; {artifact.path} was built from a {spec.model.family}")
+    old, new = asdict(spec.model), asdict(found)
+    names = [name for name in old if old[name] != new[name]]
+    differ = ", ".join(f"{name} is {new[name]!r}, not {old[name]!r}" for name in names)
+    raise UserError(
+        f"{checkpoint} is of another architecture than {artifact.path}: {differ}; export it with: effexport build "
+        f"--checkpoint {checkpoint}"
+    )
+
+
+def other_than_before(artifact: Artifact, path: Path) -> ModuleSource:
+    """The source of a file or folder of weights, which refuses those that the artifact has already."""
+    source = source_from_path(path)
+
+    def make(spec: BuildSpec) -> nn.Module:
+        module = source.make(spec)
+        if weights_digest(module) == artifact.manifest.weights_sha256:
+            raise UserError(f"{path} holds the weights that {artifact.path} has already; expected other ones")
+        return module
+
+    return replace(source, make=make)
+
+
+def engines_of_artifact(artifact: Artifact) -> tuple[list[EngineSpec], list[str]]:
+    """The engines that can be made again on this machine, and a sentence on each of the others."""
+    specs, left_out = [], []
+    for target in dict.fromkeys(engine.target for engine in artifact.manifest.engines):
+        # the engines of a decode step and a prefill have the spec of the model's
+        spec = spec_of_engine(read_sidecar(artifact.engine_path(target)))
+        reason = why_not_renewed(spec, current_compute_capability)
+        if reason:
+            name = engine_name(target)
+            left_out.append(f"{LEFT_OUT} {name}: it has the old weights and cannot be made again here: {reason}")
+        else:
+            specs.append(spec)
+    return specs, left_out
