@@ -51,8 +51,9 @@ and threads are those of the real launches. Waiting is not predicted: for memory
 multiprocessor has few warps. Such kernels take longer, small ones above all; expect ± 40 % otherwise.
 
 Roofline: inputs and outputs at 4.3 TB/s, or the definition's floating-point operations at 790 TFLOP/s in half types and
-67 TFLOP/s in float32, whichever takes longer. The columns of dense attention (PyTorch's flash or cuDNN kernels) and of
-PyTorch are estimates too.
+67 TFLOP/s in float32, whichever takes longer. IterativePinv up to m = 64 may take less: it multiplies float32 numbers
+as halves on tensor cores. A block of it waits for chains of products, which the prediction leaves out. The columns of
+dense attention (PyTorch's flash or cuDNN kernels) and of PyTorch are estimates too.
 
 ## Operators on one H200
 

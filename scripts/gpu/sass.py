@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+import networkx  # PyTorch needs it too
+
 from effexport.plugins.gpu_check import LOADED
 
 # Besides opcodes, a Cost counts these: all instructions, bytes LOADED from and stored to global memory, multiply-adds.
@@ -95,7 +97,7 @@ class Code:
         whole = self.executed(lambda depth, cost: 1, Preferred(products), loops)
         marker = self.products if products else LOADED
         holding = [loop for loop in loops if loop.cost[marker] * 2 >= whole[marker] > 0]
-        return max(holding, key=lambda loop: loop.depth).cost if holding else Cost()
+        return max(holding, key=lambda loop: (loop.depth, loop.cost[marker])).cost if holding else Cost()
 
 
 def parse_graphs(text: str) -> dict[str, Code]:
@@ -166,29 +168,10 @@ class _Walk:
 
 def _in_order(follow: dict[str, list[str]], first: str) -> list[list[str]]:
     """Blocks that can be reached from the first one, in groups that can reach each other, in the order of the ways."""
-    index: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    groups: list[list[str]] = []
-    work = [(first, iter(follow[first]))]
-    index[first] = lowest[first] = 0
-    stack.append(first)
-    while work:
-        node, rest = work[-1]
-        for to in rest:
-            if to not in index:
-                index[to] = lowest[to] = len(index)
-                stack.append(to)
-                work.append((to, iter(follow[to])))
-                break
-            if to in stack:
-                lowest[node] = min(lowest[node], index[to])
-        else:
-            work.pop()
-            if work:
-                lowest[work[-1][0]] = min(lowest[work[-1][0]], lowest[node])
-            if lowest[node] == index[node]:
-                start = stack.index(node)
-                groups.append(stack[start:])
-                del stack[start:]
-    return groups[::-1]
+    graph = networkx.DiGraph(follow)
+    place = {node: i for i, node in enumerate(networkx.dfs_preorder_nodes(graph, first))}
+    groups = networkx.condensation(graph.subgraph(place))
+    members = {group: sorted(groups.nodes[group]["members"], key=place.__getitem__) for group in groups}
+    # ties in a fixed order, so that every run counts the same
+    in_order = networkx.lexicographical_topological_sort(groups, key=lambda group: place[members[group][0]])
+    return [members[group] for group in in_order]

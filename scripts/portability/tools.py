@@ -65,7 +65,9 @@ INLINE = Conversion("effexport inline", MAIN, "effexport")
 AS_IT_IS = "Give it the file as it is."
 INLINE_FIRST = "Give it the file of `effexport build --inline` or `effexport inline`."
 OWN_HALVES = (
-    "For float16 use `effexport build --precision fp16`, which keeps in float32 what overflows or cancels there."
+    "For float16 use `effexport build --precision fp16`, which keeps in float32 what overflows or cancels there. "
+    "An inlined file is refused by ONNX Runtime after this tool, which leaves the casts of bodies to float32 as they "
+    "are but declares their results float16: convert the file as it is."
 )
 QUANTISED = "The file loads and runs, and its results are finite; how much accuracy is lost is for you to measure."
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from effexport.plugins.gpu_check import FasterThan, load_gpu_check
+from effexport.plugins.gpu_check import ROUNDING, FasterThan, load_gpu_check
 from effexport.plugins.ops import OPS, Op
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
@@ -71,3 +72,26 @@ def test_some_operator_is_checked_with_more_elements_than_int32_counts() -> None
         for case in check.huge:
             assert max(torch.Size(output.shape).numel() for output in check.outputs(case).values()) > HUGE
     assert any(load_gpu_check(op).huge for op in OPS.values())
+
+
+def test_pseudo_inverses_are_held_to_what_their_contract_says() -> None:
+    contract = (PLUGINS / "iterative_pinv" / "README.md").read_text(encoding="utf-8")
+    stated = {
+        bool(above): float(value)
+        for above, value in re.findall(
+            r"^\| CUDA kernel (?:up to|(above)) m = 64.*\| (\de-\d) [^|]*\|$", contract, re.M
+        )
+    }
+    check = load_gpu_check(OPS["IterativePinv"])
+    cases = [case for case in (*check.small, *check.checked) if case.kind != "softmax" and case.dtype == "float32"]
+    assert {case.sizes[1] > 64 for case in cases} == {False, True}
+    for case in cases:
+        assert check.limit(case).value <= stated[case.sizes[1] > 64] + ROUNDING["float32"], case.name
+
+
+@every_operator
+def test_every_contract_says_what_the_namespace_of_its_nodes_is_for(op: Op) -> None:
+    contract = (PLUGINS / op.torch_name / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| attribute \| `plugin_namespace` \|.*$", contract, re.MULTILINE)
+    assert op.load_trt().PLUGINS
+    assert row.endswith("tells TensorRT to prefer a plugin |")

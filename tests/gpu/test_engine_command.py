@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def some_results() -> Any:
     results.leave_out("trt", "", "target", "MissingExtraError: TensorRT is not installed")
     results.run("trt-rtx", "lsh fp16", "latency", lambda: records.Outcome({"rows": [row], "nan": math.nan}))
     soaked = {"samples": series(lambda run: run * 50_000), "runs": 2000, "shapes": 24, "runs_that_differ": 0}
+    soaked["runs_wanted"] = 10_000
     soaked["left_after_close_bytes"] = 7
     results.run("trt-rtx", "lsh fp16", "soak", lambda: fresh.judge_soak(soaked))
     return results
@@ -36,7 +38,7 @@ def test_markdown_has_every_step_the_latencies_and_the_memory() -> None:
     assert "| trt |  | target | left out | 0.0 | MissingExtraError: TensorRT is not installed |" in text
     times = "20.0 (19.0 to 22.0) | – | 50.0 (49.0 to 52.0) | 2.50 | – | 5.0 (memory) |"
     assert f"| trt-rtx | lsh fp16 | 512 | {times}" in text
-    assert "| trt-rtx | lsh fp16 | soak | 2000 | 24 | 50000 | 2420 | 7 |" in text
+    assert "| trt-rtx | lsh fp16 | soak | 2000 of 10000, when the time was up | 24 | 50000 | 2420 | 7 |" in text
 
 
 def test_json_holds_every_step_and_is_strict() -> None:
@@ -49,8 +51,13 @@ def test_json_holds_every_step_and_is_strict() -> None:
     assert value["steps"][1]["data"]["rows"][0]["seq"] == 512
 
 
-def fail(model: Any) -> Any:
+def fail(*given: Any) -> Any:
     raise RuntimeError("the lamp | is\noff")
+
+
+def soaked(model: Any, engine: Path, wanted: fresh.Soak) -> records.Outcome:
+    assert wanted.seconds == math.inf
+    return records.Outcome({"engine": str(engine), "runs": wanted.runs, "graphs": wanted.graphs})
 
 
 def test_a_step_that_fails_is_recorded_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
@@ -60,10 +67,11 @@ def test_a_step_that_fails_is_recorded_and_the_others_go_on(monkeypatch: pytest.
     monkeypatch.setattr(command, "build_separately", lambda model: records.Outcome())
     for name in ("run_in_fresh_process", "check_parity", "time_artifact", "time_long_sequences"):
         monkeypatch.setattr(command, name, fail)
-    monkeypatch.setattr(
-        command, "soak_in_fresh_process", lambda model, runs, graphs: records.Outcome({"graphs": graphs})
-    )
-    command.check_model(results, machine.model, command.parse_options([]))
+    for name in ("build_with_bodies", "compare_with_bodies", "compare_second_runner"):
+        monkeypatch.setattr(command, name, lambda *given: records.Outcome())
+    monkeypatch.setattr(command, "why_no_second_runner", lambda model: "")
+    monkeypatch.setattr(command, "soak_in_fresh_process", soaked)
+    command.check_model(results, machine.model, command.Call())
     found = {step.name: (step.status, step.text) for step in results.steps}
     failed = ("failed", "RuntimeError: the lamp | is\noff")
     assert found == {
@@ -71,12 +79,24 @@ def test_a_step_that_fails_is_recorded_and_the_others_go_on(monkeypatch: pytest.
         "build without parity of the engine": ("passed", ""),
         "fresh process": failed,
         "parity": failed,
+        "second runner": ("passed", ""),
         "latency": failed,
         "latency of long sequences": failed,
         "soak": ("passed", ""),
         "soak with graphs": ("passed", ""),
+        "engine with bodies": ("passed", ""),
+        "parity with bodies": failed,
+        "plugins beside bodies": ("passed", ""),
+        "second runner with bodies": ("passed", ""),
+        "soak with bodies": ("passed", ""),
     }
-    assert saved == list(range(1, 9))
+    soaks = [(step.name, step.data) for step in results.steps if step.name.startswith("soak")]
+    assert soaks == [
+        ("soak", {"engine": str(machine.model.engine), "runs": 10_000, "graphs": False}),
+        ("soak with graphs", {"engine": str(machine.model.engine), "runs": 10_000, "graphs": True}),
+        ("soak with bodies", {"engine": str(machine.model.body_engine), "runs": 10_000, "graphs": False}),
+    ]
+    assert saved == list(range(1, 15))
     assert results.exit_status == 1
     assert "| RuntimeError: the lamp \\| is off |" in page.markdown_from_results(results)
 
@@ -85,17 +105,57 @@ def test_without_an_engine_the_rest_is_left_out_by_name(monkeypatch: pytest.Monk
     results = records.Results({})
     for name in ("build_artifact", "build_separately"):
         monkeypatch.setattr(command, name, fail)
-    command.check_model(results, machine.model, command.parse_options([]))
-    assert [step.status for step in results.steps] == ["failed"] * 2 + ["left out"] * 6
+    command.check_model(results, machine.model, command.Call())
+    assert [step.status for step in results.steps] == ["failed"] * 2 + ["left out"] * 8
     assert {step.text for step in results.steps[2:]} == {"the engine was not built"}
+
+
+def everything_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("build_artifact", "run_in_fresh_process", "check_parity", "time_artifact", "time_long_sequences")
+    names += ("build_with_bodies", "compare_with_bodies", "compare_second_runner", "soak_in_fresh_process")
+    for name in (*names, "check_decoding"):
+        monkeypatch.setattr(command, name, lambda *given: records.Outcome())
+
+
+def test_without_plugins_or_polygraphy_the_steps_that_need_them_are_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine
+) -> None:
+    everything_passes(monkeypatch)
+    machine.write_engine(machine.model.engine, implementation={"LSHSort": "body"})
+    monkeypatch.setattr(command, "why_no_second_runner", lambda model: "not run: polygraphy is not installed")
+    results = records.Results({})
+    command.check_model(results, machine.model, command.Call())
+    assert {step.name: step.text for step in results.steps if step.status == "left out"} == {
+        "second runner": "not run: polygraphy is not installed",
+        "engine with bodies": "the engine has no plugins",
+    }
+
+
+def test_after_the_last_minute_no_step_begins(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    everything_passes(monkeypatch)
+    results = records.Results({})
+    command.check_model(results, machine.model, command.Call(deadline=time.monotonic() - 1))
+    assert {(step.status, step.text) for step in results.steps[:2]} == {("left out", "no time was left")}
+    assert {step.status for step in results.steps} == {"left out"}
+
+
+def test_a_causal_model_is_decoded(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    everything_passes(monkeypatch)
+    specs = command.specs_from_options(command.parse_options(["--precisions", "fp16"]))
+    causal = [spec for spec in specs if spec.attention.causal]
+    assert [spec.variant for spec in causal] == ["linear", "aft-simple"]
+    assert all(spec.model.has_decode_step for spec in causal)
+    results = records.Results({})
+    command.check_model(results, model.Model("trt", causal[0], machine.model.folder), command.Call())
+    assert [(step.model, step.name) for step in results.steps] == [
+        ("linear causal fp16", name) for name in ("build", "parity", "decoding")
+    ]
 
 
 def test_without_timing_latencies_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     results = records.Results({})
-    for name in ("build_artifact", "run_in_fresh_process", "check_parity"):
-        monkeypatch.setattr(command, name, lambda model: records.Outcome())
-    monkeypatch.setattr(command, "soak_in_fresh_process", lambda model, runs, graphs: records.Outcome())
-    command.check_model(results, machine.model, command.parse_options(["--no-timing"]))
+    everything_passes(monkeypatch)
+    command.check_model(results, machine.model, command.Call(timed=False))
     assert [step.name for step in results.steps if step.text == "--no-timing was given"] == [
         "latency",
         "latency of long sequences",
@@ -169,7 +229,9 @@ def test_an_engine_is_built_and_what_needs_a_gpu_fails_in_its_own_words(
     wanted = command.parse_options(["--variants", "nystrom", "--precisions", "fp16", "--no-timing"])
     assert model.why_left_out("trt-rtx") == ""
     (spec,) = command.specs_from_options(wanted)
-    command.check_model(results, model.Model("trt-rtx", spec, tmp_path / "model"), wanted)
+    command.check_model(
+        results, model.Model("trt-rtx", spec, tmp_path / "model"), command.Call(timed=False, soak_runs=600)
+    )
     steps = {step.name: step for step in results.steps}
     assert steps["build"].status == "passed"
     assert steps["build"].data["implementation"]["IterativePinv"] == "body"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -94,6 +95,18 @@ def test_a_soak_runs_many_shapes_and_samples_memory(machine: Machine, graphs: bo
     assert outcome.problem == ""
     assert outcome.data["fit"]["limit_bytes_per_run"] == pytest.approx(1.5 * (2 << 20) / 300)
     machine.cudas[0].assert_nothing_left()
+
+
+def test_a_soak_ends_when_its_time_is_up_and_says_how_far_it_came(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(fresh_process.time, "monotonic", lambda: next(clock))
+    with machine.open(machine.model.engine) as runner:
+        found = fresh_process.soak(runner, FakeCuda(), 2000, 258, seconds=7)
+    assert (found["runs"], found["runs_wanted"]) == (600, 2000)
+    assert found["samples"][-1][0] == 600
+    assert fresh.judge_soak(found).problem == ""
 
 
 def test_a_soak_that_leaks_fails(machine: Machine) -> None:

@@ -1,8 +1,10 @@
 """`scripts/gpu --engines`: builds, runs, compares, times and soaks TensorRT engines on this machine's GPU.
 
 For each target, variant and precision: build an artifact with an engine, run the engine in a fresh process that
-registers none of our plugins, compare it with its reference, time it next to PyTorch, and run it on changing shapes
-while watching the GPU's memory. If a step fails, its error is recorded and the other steps go on.
+registers none of our plugins, compare it with its reference, time it next to PyTorch, run it in Polygraphy too, if that
+is installed, and run it on changing shapes while watching the GPU's memory. An engine with plugins is compared with one
+that has function bodies instead. Causal models that can decode token by token do so, and are compared with the CPU.
+If a step fails, its error is recorded and the other steps go on.
 """
 
 from __future__ import annotations
@@ -13,19 +15,25 @@ import datetime
 import importlib.metadata
 import importlib.util
 import itertools
+import math
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpu.device import Device, SetupError
-from gpu.engines.fresh import run_in_fresh_process, soak_in_fresh_process
+from gpu.engines.bodies import build_with_bodies, compare_with_bodies, why_not_compared
+from gpu.engines.decoding import check_decoding
+from gpu.engines.fresh import Soak, compare_second_runner, run_in_fresh_process, soak_in_fresh_process
 from gpu.engines.latency import time_artifact, time_long_sequences
 from gpu.engines.model import Model, build_artifact, build_separately, check_parity, why_left_out
 from gpu.engines.page import markdown_from_results
 from gpu.engines.records import Outcome, Results, json_from_results
+from gpu.engines.second_runner import why_no_second_runner
 from gpu.wheels import install_wheels
 
 if TYPE_CHECKING:
@@ -44,9 +52,11 @@ split files that are too large to transfer at once,
   (cd wheels && for wheel in tensorrt_rtx_cu13_libs-*.whl; do split -b 48M $wheel $wheel.part && rm $wheel; done)
 copy all files, in several steps if necessary, into one folder of that machine, and there
   python3 scripts/gpu --engines --wheels wheels -o results
-Eight variants in two precisions take long; --variants softmax,lsh --precisions fp16 runs a part of them.
+Polygraphy, the second runner, is optional: pip download --no-deps -d wheels polygraphy, or pip install polygraphy.
+Eight variants in two precisions take long; --variants softmax,lsh --precisions fp16 runs a part of them, and --minutes
+limits the time.
 """
-PACKAGES = (*TENSORRT_PACKAGES, "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy")
+PACKAGES = (*TENSORRT_PACKAGES, "polygraphy", "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -60,7 +70,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", metavar="NAME,…", help="attention variants; default: all")
     parser.add_argument("--precisions", default="fp32,fp16", metavar="NAME,…", help="default: %(default)s")
     parser.add_argument("--no-timing", action="store_true", help="only compare results")
-    parser.add_argument("--soak-runs", type=int, default=2000, metavar="N", help="default: %(default)s")
+    parser.add_argument("--soak-runs", type=int, default=10_000, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, metavar="N", help="stop soaks and begin no step after this time"
+    )
     parser.add_argument(
         "--wheels", type=Path, metavar="FOLDER", help="install the wheels in this folder first, for this run only"
     )
@@ -77,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 install_wheels(options.wheels, Path(folder))
             require_packages()
             results = Results(describe_machine(), lambda found: save(found, options.output))
-            run_targets(results, specs_from_options(options), Path(folder), options)
+            call = Call(not options.no_timing, options.soak_runs, time.monotonic() + 60 * options.minutes)
+            run_targets(results, specs_from_options(options), Path(folder), call)
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -88,50 +102,90 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return results.exit_status
 
 
-def run_targets(results: Results, specs: Sequence[BuildSpec], folder: Path, options: argparse.Namespace) -> None:
+def run_targets(results: Results, specs: Sequence[BuildSpec], folder: Path, call: Call) -> None:
     for target in TARGETS:
         reason = why_left_out(target)
         if reason:
             results.leave_out(target, "", "target", reason)
             continue
-        for spec in specs:
-            model = Model(target, spec, folder / f"{target}-{spec.variant}-{spec.precision}")
-            check_model(results, model, options)
+        for number, spec in enumerate(specs):
+            model = Model(target, spec, folder / f"{target}-{number}")
+            check_model(results, model, call)
             shutil.rmtree(model.folder, ignore_errors=True)
 
 
-def check_model(results: Results, model: Model, options: argparse.Namespace) -> None:
-    def step(name: str, function: Callable[[Model], Outcome]) -> bool:
-        return results.run(model.target, model.name, name, lambda: function(model))
+Work = Callable[[Model], Outcome]
 
-    with_engine: dict[str, Callable[[Model], Outcome]] = {
-        "fresh process": run_in_fresh_process,
-        "parity": check_parity,
-        "latency": time_artifact,
-        "latency of long sequences": time_long_sequences,
-        "soak": lambda m: soak_in_fresh_process(m, options.soak_runs, graphs=False),
-        "soak with graphs": lambda m: soak_in_fresh_process(m, options.soak_runs, graphs=True),
-    }
+
+def check_model(results: Results, model: Model, call: Call) -> None:
+    """Build a model and run its steps; a step that is left out says why."""
+
+    def step(name: str, work: Work, reason: str = "") -> bool:
+        reason = reason or ("no time was left" if call.seconds_left <= 0 else "")
+        if reason:
+            results.leave_out(model.target, model.name, name, reason)
+            return False
+        return results.run(model.target, model.name, name, lambda: work(model))
+
     built = step("build", build_artifact) or step("build without parity of the engine", build_separately)
-    for name, function in with_engine.items():
-        if not built:
-            results.leave_out(model.target, model.name, name, "the engine was not built")
-        elif options.no_timing and name.startswith("latency"):
-            results.leave_out(model.target, model.name, name, "--no-timing was given")
-        else:
-            step(name, function)
+    missing = "" if built else "the engine was not built"
+    untimed = "" if call.timed else "--no-timing was given"
+    if model.spec.attention.causal:
+        step("parity", check_parity, missing)
+        step("decoding", check_decoding, missing)
+        return
+    step("fresh process", run_in_fresh_process, missing)
+    step("parity", check_parity, missing)
+    step("second runner", lambda m: compare_second_runner(m, m.engine), missing or why_no_second_runner(model))
+    step("latency", time_artifact, missing or untimed)
+    step("latency of long sequences", time_long_sequences, missing or untimed)
+    step("soak", lambda m: soak_in_fresh_process(m, m.engine, call.soak()), missing)
+    step("soak with graphs", lambda m: soak_in_fresh_process(m, m.engine, call.soak(graphs=True)), missing)
+
+    unfit = missing or why_not_compared(model)
+    if unfit:
+        step("engine with bodies", build_with_bodies, unfit)
+        return
+    missing = "" if step("engine with bodies", build_with_bodies) else "the engine with bodies was not built"
+    step("parity with bodies", lambda m: check_parity(m, m.body_engine), missing)
+    step("plugins beside bodies", lambda m: compare_with_bodies(m, call.timed), missing)
+    reason = missing or why_no_second_runner(model)
+    step("second runner with bodies", lambda m: compare_second_runner(m, m.body_engine), reason)
+    step("soak with bodies", lambda m: soak_in_fresh_process(m, m.body_engine, call.soak()), missing)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the steps of a call need to know. deadline: when no further step begins, by time.monotonic()."""
+
+    timed: bool = True
+    soak_runs: int = 10_000
+    deadline: float = math.inf
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def soak(self, graphs: bool = False) -> Soak:
+        return Soak(self.soak_runs, self.seconds_left, graphs)
 
 
 def specs_from_options(options: argparse.Namespace) -> list[BuildSpec]:
-    """The specs to build. Raises SetupError for an unknown variant or precision."""
+    """The specs to build: all variants, and the causal ones that decode. Raises SetupError for an unknown name."""
     from effexport.models.spec import ATTENTION_SPECS
     from effexport.models.validation import SpecError
     from effexport.spec import build_spec_from_options
 
     variants = options.variants.split(",") if options.variants else list(ATTENTION_SPECS)
-    pairs = itertools.product(variants, options.precisions.split(","))
+    pairs = list(itertools.product(variants, options.precisions.split(",")))
     try:
-        return [build_spec_from_options({"variant": v, "precision": p, **SIZE}, None) for v, p in pairs]
+        whole = [build_spec_from_options({"variant": v, "precision": p, **SIZE}, None) for v, p in pairs]
+        decoding = [
+            build_spec_from_options({"variant": v, "precision": p, "causal": True, **SIZE}, None)
+            for v, p in pairs
+            if ATTENTION_SPECS[v].causal_state_is_constant
+        ]
+        return whole + decoding
     except SpecError as error:
         raise SetupError(f"--variants or --precisions is wrong: {error}") from error
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,14 +95,32 @@ def start_fresh(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     return value
 
 
-def soak_in_fresh_process(model: Model, runs: int, graphs: bool) -> Outcome:
+@dataclass(frozen=True)
+class Soak:
+    """How often an engine is to run, and for how many seconds at most."""
+
+    runs: int
+    seconds: float
+    graphs: bool = False
+
+
+def soak_in_fresh_process(model: Model, engine: Path, wanted: Soak) -> Outcome:
     """Soak in a process of its own, where no other library allocates memory and no plugin is registered."""
+    arguments = ["soak", str(engine), *index_limit_of(model), "--runs", str(wanted.runs)]
+    arguments += ["--seconds", str(wanted.seconds)] if math.isfinite(wanted.seconds) else []
+    return judge_soak(start_fresh([*arguments, "--graphs"] if wanted.graphs else arguments, model.folder))
+
+
+def index_limit_of(model: Model) -> list[str]:
     from effexport.runners.feeds import limits_from_spec
 
-    limit = max(limits_from_spec(model.spec).indices.values(), default=1)
-    arguments = ["soak", str(model.engine), "--runs", str(runs), "--index-limit", str(limit)]
-    found = start_fresh([*arguments, "--graphs"] if graphs else arguments, model.folder)
-    return judge_soak(found)
+    return ["--index-limit", str(max(limits_from_spec(model.spec).indices.values(), default=1))]
+
+
+def compare_second_runner(model: Model, engine: Path) -> Outcome:
+    """Run an engine in Polygraphy as well, in a process of its own, because Polygraphy chooses its TensorRT once."""
+    found = start_fresh(["second-runner", str(engine), *index_limit_of(model)], model.folder)
+    return Outcome(found, "; ".join(found["different"]))
 
 
 def judge_soak(found: dict[str, Any]) -> Outcome:

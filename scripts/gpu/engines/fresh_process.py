@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gpu.engines.feeds import open_runner, random_feeds, random_sizes
 from gpu.engines.leaks import SAMPLE_EVERY
 from gpu.engines.records import exact
+from gpu.engines.second_runner import compare_runners
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,19 +40,22 @@ def fresh_main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, dest="command")
     run = commands.add_parser("run", help="run the inputs of a reference.safetensors and write the outputs")
     soak = commands.add_parser("soak", help="run random inputs of changing shapes and sample the memory in use")
-    for command in (run, soak):
+    second = commands.add_parser("second-runner", help="run random inputs in Polygraphy too, and compare the bits")
+    for command in (run, soak, second):
         command.add_argument("engine", type=Path)
     run.add_argument("reference", type=Path)
     run.add_argument("output", type=Path)
     run.add_argument("--case", action="append", required=True, dest="cases")
+    for command in (soak, second):
+        command.add_argument("--index-limit", type=int, required=True, help="token numbers are below this one")
     soak.add_argument("--runs", type=int, required=True)
-    soak.add_argument("--index-limit", type=int, required=True, help="token numbers are below this one")
+    soak.add_argument("--seconds", type=float, default=math.inf, help="stop after this time; default: never")
     soak.add_argument("--graphs", action="store_true")
     options = parser.parse_args(arguments)
     try:
         import_target(options.engine)
         require_no_plugins(sys.modules)
-        report = run_cases(options) if options.command == "run" else run_soak(options)
+        report = {"run": run_cases, "soak": run_soak, "second-runner": run_second}[options.command](options)
         require_no_registrar(sys.modules)
     except Exception as error:  # the parent records it
         print(exact(error), file=sys.stderr)
@@ -106,6 +112,12 @@ def run_cases(options: argparse.Namespace) -> dict[str, Any]:
     return {"cases": len(options.cases), "implementation": implementation}
 
 
+def run_second(options: argparse.Namespace) -> dict[str, Any]:
+    from effexport.engines.sidecar import read_sidecar
+
+    return compare_runners(options.engine, read_sidecar(options.engine).target, options.index_limit)
+
+
 def run_soak(options: argparse.Namespace) -> dict[str, Any]:
     from effexport.engines.sidecar import read_sidecar
     from effexport.errors import GraphWarning
@@ -118,7 +130,7 @@ def run_soak(options: argparse.Namespace) -> dict[str, Any]:
     cuda = open_cuda(RUNTIMES[read_sidecar(options.engine).target].package.extra)
     before = used_bytes(cuda)
     with open_runner(options.engine, TrtSettings(cuda_graph=options.graphs)) as runner:
-        found = soak(runner, cuda, options.runs, options.index_limit)
+        found = soak(runner, cuda, options.runs, options.index_limit, options.seconds)
     gc.collect()
     return {**found, "left_after_close_bytes": used_bytes(cuda) - before}
 
@@ -130,8 +142,10 @@ def used_bytes(cuda: Cuda) -> int:
     return total - free
 
 
-def soak(runner: TrtRunner, cuda: Cuda, runs: int, index_limit: int) -> dict[str, Any]:
+def soak(runner: TrtRunner, cuda: Cuda, runs: int, index_limit: int, seconds: float = math.inf) -> dict[str, Any]:
     """Run all shapes twice, then shapes at random. samples: (runs so far, bytes of the GPU in use).
+
+    It ends after `runs` runs, or at the first sample after `seconds`.
 
     Every shape always has the same input, so its outputs must have the same bits every time.
     """
@@ -140,16 +154,20 @@ def soak(runner: TrtRunner, cuda: Cuda, runs: int, index_limit: int) -> dict[str
     rng = np.random.default_rng(0)
     feeds = [random_feeds(runner, sizes, index_limit, rng) for sizes in random_sizes(runner, SHAPES, rng)]
     first: dict[int, Arrays] = {}
-    samples, changed = [], 0
+    samples, changed, done = [], 0, runs
+    started = time.monotonic()
     for index in range(runs):
         if index % SAMPLE_EVERY == 0:
+            if time.monotonic() - started >= seconds:
+                done = index
+                break
             samples.append((index, used_bytes(cuda)))
         shape = index % len(feeds) if index < 2 * len(feeds) else int(rng.integers(len(feeds)))
         outputs = runner.run(feeds[shape])
         expected = first.setdefault(shape, outputs)
         changed += any(expected[name].tobytes() != outputs[name].tobytes() for name in expected)
-    samples.append((runs, used_bytes(cuda)))
-    return {"runs": runs, "shapes": len(feeds), "samples": samples, "runs_that_differ": changed}
+    samples.append((done, used_bytes(cuda)))
+    return {"runs": done, "runs_wanted": runs, "shapes": len(feeds), "samples": samples, "runs_that_differ": changed}
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def time_length(
         problem = f"with a CUDA graph: {exact(error)}"
     times = interleaved_latencies(calls)
     (output,) = bound.outputs().values()
-    difference = difference_of(output, eager(), spec, feeds)
+    difference = difference_of(output, eager().float().cpu().numpy(), spec, feeds)
     row = {"seq": length, **times, **difference}
     if not difference["difference"] <= difference["difference_limit"]:
         problem = f"{problem} the engine differs from PyTorch: {difference}".strip()
@@ -125,7 +125,12 @@ def time_length(
 
 
 def interleaved_latencies(calls: Mapping[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
-    """Median and quartiles of each call in microseconds, by the host's clock: every call waits for its result.
+    """Median and quartiles of each call in microseconds."""
+    return {name: spread_of(times) for name, times in interleaved_samples(calls).items()}
+
+
+def interleaved_samples(calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Microseconds of each call in each round, by the host's clock: every call waits for its result.
 
     They take turns, so that a changing clock of the GPU affects all.
     """
@@ -136,7 +141,7 @@ def interleaved_latencies(calls: Mapping[str, Callable[[], object]]) -> dict[str
             call()
             if turn >= WARM_UP_ROUNDS:
                 samples[name].append(1e6 * (time.perf_counter() - started))
-    return {name: spread_of(times) for name, times in samples.items()}
+    return samples
 
 
 def spread_of(times: Sequence[float]) -> dict[str, float]:
@@ -154,7 +159,7 @@ def difference_of(output: Any, expected: Any, spec: BuildSpec, feeds: Mapping[st
     from effexport.spec import MASK_NAME
 
     keep = feeds[MASK_NAME][0] != 0
-    actual, wanted = output[0][keep].astype("float32"), expected[0].float().cpu().numpy()[keep]
+    actual, wanted = output[0][keep].astype("float32"), expected[0][keep].astype("float32")
     if spec.attention.is_hashed:
         return {"difference": rms(actual - wanted) / rms(wanted), "difference_limit": 1.0}
     error, _ = relative_error(actual, wanted)

@@ -24,7 +24,8 @@ class Model:
 
     @property
     def name(self) -> str:
-        return f"{self.spec.variant} {self.spec.precision}"
+        causal = " causal" if self.spec.attention.causal else ""
+        return f"{self.spec.variant}{causal} {self.spec.precision}"
 
     @property
     def artifact(self) -> Path:
@@ -35,6 +36,11 @@ class Model:
         from effexport.runtimes import engine_name
 
         return self.artifact / engine_name(self.target)
+
+    @property
+    def body_engine(self) -> Path:
+        """The engine of the same model with function bodies in place of plugins."""
+        return self.folder / "bodies" / self.engine.name
 
     @property
     def long_engine(self) -> Path:
@@ -75,18 +81,16 @@ def build_artifact(model: Model) -> Outcome:
 
 def build_separately(model: Model) -> Outcome:
     """Build the engine without its parity check: an engine that fails it is still a result."""
+    from effexport.artifact import DECODE_STEP, MODEL, PREFILL
     from effexport.build import artifact_from_spec
     from effexport.engines.engine_from_onnx import engine_from_onnx
     from effexport.runners.cuda.opening import current_compute_capability
+    from effexport.runtimes import engine_name
 
-    artifact, _ = artifact_from_spec(model.spec, model.artifact)
-    engine_from_onnx(
-        artifact.model_path,
-        engine_spec(model),
-        model.engine,
-        current_compute_capability,
-        precision=model.spec.precision,
-    )
+    artifact_from_spec(model.spec, model.artifact)
+    for name in (MODEL, DECODE_STEP, PREFILL) if model.spec.model.has_decode_step else (MODEL,):
+        source, output = model.artifact / name, model.artifact / engine_name(model.target, name)
+        engine_from_onnx(source, engine_spec(model), output, current_compute_capability, precision=model.spec.precision)
     return Outcome(engine_data(model.engine))
 
 
@@ -117,7 +121,8 @@ def engine_data(engine: Path) -> dict[str, Any]:
     }
 
 
-def check_parity(model: Model) -> Outcome:
+def check_parity(model: Model, engine: Path | None = None) -> Outcome:
+    """Check an engine of the model, by default that of the artifact, against the reference."""
     from effexport.artifact import MODEL, REFERENCE
     from effexport.proof.cases import load_reference
     from effexport.proof.checks.result import summary
@@ -125,7 +130,9 @@ def check_parity(model: Model) -> Outcome:
 
     cases = load_reference(model.artifact / REFERENCE)
     manifest = json.loads((model.artifact / "manifest.json").read_text(encoding="utf-8"))
-    verification = verify_engine(model.engine, model.artifact / MODEL, cases, model.spec, manifest["hash_values"])
+    verification = verify_engine(
+        engine or model.engine, model.artifact / MODEL, cases, model.spec, manifest["hash_values"]
+    )
     data = {"summary": summary(verification.checks), "implementation": verification.implementation}
     return Outcome(data, problem_of_checks(verification.checks))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gpu.engines.bodies import BODIES, PLUGINS
 from gpu.engines.latency import ROUNDS
 from gpu.engines.leaks import GRANULE_BYTES
 from gpu.engines.records import Results, Step
@@ -19,7 +20,7 @@ def markdown_from_results(results: Results) -> str:
     for step in results.steps:
         text = cell(step.text or remark_of(step))
         lines.append(f"| {step.target} | {step.model} | {step.name} | {step.status} | {step.seconds:.1f} | {text} |")
-    return "\n".join([*lines, "", *latency_lines(results), *soak_lines(results)])
+    return "\n".join([*lines, "", *latency_lines(results), *comparison_lines(results), *soak_lines(results)])
 
 
 def cell(text: str) -> str:
@@ -42,7 +43,18 @@ def remark_of(step: Step) -> str:
             for name, entry in data["summary"].items()
             if entry["worst"] is not None
         ]
-        return f"worst: {', '.join(worst)}"
+        on_cpu = [entry["difference"] for entry in data.get("decoder_on_cpu", {}).values()]
+        compared = f"; from the decoder on the CPU: {max(on_cpu):.2g}" if on_cpu else ""
+        return f"worst: {', '.join(worst)}{compared}"
+    if "runs_of_polygraphy" in data:
+        return f"{data['runs_of_polygraphy']} runs of {data['shapes']} shapes with the same bits as in Polygraphy"
+    if "compared" in data:
+        worst_row = max(data["compared"], key=lambda row: row["difference"], default=None)
+        return (
+            f"outputs differ by {worst_row['difference']:.2g} of {worst_row['difference_limit']:.2g}"
+            if worst_row
+            else ""
+        )
     return ""
 
 
@@ -74,6 +86,37 @@ def spread_text(spread: Mapping[str, float] | None) -> str:
     return f"{spread['median_us']:.1f} ({spread['quartile_1_us']:.1f} to {spread['quartile_3_us']:.1f})"
 
 
+def comparison_lines(results: Results) -> list[str]:
+    """Engines with plugins beside engines with bodies."""
+    rows = [(step, row) for step in results.steps for row in step.data.get("compared", ()) if BODIES in row]
+    if not rows:
+        return []
+    lines = [
+        "Plugins beside function bodies, as above. The ratio is bodies / plugins of each round: above 1, plugins are "
+        "faster. Layers are those that the engine lists; each takes one launch or several.",
+        "",
+        "| target | model | tokens | plugins (µs) | bodies (µs) | ratio | plugins, graph (µs) | bodies, graph (µs) "
+        "| ratio, graph | layers, tactics with plugins | with bodies | plugins of |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for step, row in rows:
+        cells = []
+        for suffix in ("", " graph"):
+            cells += [spread_text(row.get(name + suffix)) for name in (PLUGINS, BODIES)]
+            cells.append(ratio_text(row.get(f"ratio{suffix}")))
+        counts = [f"{step.data[name]['layers']}, {step.data[name]['tactics']}" for name in (PLUGINS, BODIES)]
+        plugins = [op for op, what in step.data[PLUGINS]["implementation"].items() if what == "plugin"]
+        words = [step.target, step.model, str(row["seq"]), *cells, *counts, ", ".join(plugins)]
+        lines.append(f"| {' | '.join(words)} |")
+    return [*lines, ""]
+
+
+def ratio_text(spread: Mapping[str, float] | None) -> str:
+    if spread is None:
+        return "–"
+    return f"{spread['median']:.2f} ({spread['quartile_1']:.2f} to {spread['quartile_3']:.2f})"
+
+
 def soak_lines(results: Results) -> list[str]:
     soaks = [step for step in results.steps if "fit" in step.data]
     if not soaks:
@@ -89,7 +132,12 @@ def soak_lines(results: Results) -> list[str]:
     for step in soaks:
         data, fit = step.data, step.data["fit"]
         lines.append(
-            f"| {step.target} | {step.model} | {step.name} | {data['runs']} | {data['shapes']} "
+            f"| {step.target} | {step.model} | {step.name} | {runs_text(data)} | {data['shapes']} "
             f"| {fit['bytes_per_run']:.0f} | {fit['visible_bytes_per_run']:.0f} | {data['left_after_close_bytes']} |"
         )
     return [*lines, ""]
+
+
+def runs_text(soaked: Mapping[str, int]) -> str:
+    wanted = soaked["runs_wanted"]
+    return str(wanted) if soaked["runs"] == wanted else f"{soaked['runs']} of {wanted}, when the time was up"
