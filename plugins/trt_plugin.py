@@ -23,8 +23,6 @@ Sizes = Any
 INT32_MAX = 2**31 - 1
 # Kernels count in int32, up to a tile beyond the end of a dimension.
 LARGEST_DIM = 2**31 - 2**16
-# The most blocks of a launch.
-MOST_BLOCKS = INT32_MAX
 
 
 def cdiv(whole: Size, part: Size) -> Size:
@@ -89,7 +87,7 @@ class Launch:
     @property
     def grid(self) -> Size:
         """A grid of no blocks cannot be launched, and kernels are right with any other."""
-        return minimum(maximum(self.blocks, 1), MOST_BLOCKS)
+        return minimum(maximum(self.blocks, 1), INT32_MAX)
 
 
 def int32_bits(scalar: Size) -> Size:
@@ -103,8 +101,9 @@ class Node:
 
     inputs: such as "q: T [batch heads n d]". attributes: their names in the order of TensorRT's fields, with int,
     float, or tuple for ints; a node must carry all of them. at_least: the smallest value of an integer attribute, by
-    default 0. fixed: dimensions that must be known when the engine is built, with their range. types: what T may be.
-    further: of attributes that pass these checks, what else is wrong with them, as `why_not` says it.
+    default 0. fixed: dimensions that must be known when the engine is built, with their range, which has a step of 2
+    for odd numbers. types: what T may be. further: what else is wrong with dimensions (by name, as `bound` returns
+    them) and attributes that pass these checks, as `why_not` says it.
     """
 
     name: str
@@ -113,7 +112,7 @@ class Node:
     at_least: Mapping[str, int] = field(default_factory=dict)
     fixed: Mapping[str, range] = field(default_factory=dict)
     types: tuple[str, ...] = FLOAT_TYPES
-    further: Callable[[Mapping[str, Any]], str | None] = lambda attributes: None
+    further: Callable[[Mapping[str, int | str | None], Mapping[str, Any]], str | None] = lambda sizes, attributes: None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -128,7 +127,7 @@ class Node:
             or self.why_not_types(dtypes)
             or self._why_not_sizes(self.bound(dims))
             or self._why_not_attributes(attributes)
-            or self.further(attributes)
+            or self.further(self.bound(dims), attributes)
         )
 
     def type_of_t(self, dtypes: Sequence[str]) -> str:
@@ -168,7 +167,8 @@ class Node:
     def _why_not_sizes(self, sizes: Mapping[str, int | str | None]) -> str | None:
         for name, allowed in self.fixed.items():
             size = sizes.get(name)
-            wanted = f"the TensorRT plugin needs a fixed number from {allowed.start} to {allowed.stop - 1}."
+            number = "odd number" if allowed.step == 2 else "number"
+            wanted = f"the TensorRT plugin needs a fixed {number} from {allowed[0]} to {allowed[-1]}."
             if not isinstance(size, int):
                 return f"The dimension {name} of its inputs is {size or 'not known'}; {wanted}"
             if size not in allowed:

@@ -82,7 +82,8 @@ def choose_implementations(
 
     All nodes of an operator run as plugins, or none.
     """
-    nodes = {name: [node for node in _nodes(model) if node.op_type == name] for name in sorted(_used(model))}
+    used = sorted({node.op_type for node in _nodes(model)})
+    nodes = {op: [node for node in _nodes(model) if node.op_type == op] for op in used}
     if spec.target == "trt-rtx" or spec.plugins == "never":
         return dict.fromkeys(nodes), (), None
     tensors = value_types(model)
@@ -151,7 +152,3 @@ def node_facts(
 
 def _nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     return [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in OPS]
-
-
-def _used(model: onnx.ModelProto) -> set[str]:
-    return {node.op_type for node in _nodes(model)}

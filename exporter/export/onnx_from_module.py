@@ -155,10 +155,9 @@ def check_holds_for_all_sizes(
     The proof runs a few sizes, which may all be on one side of the branch.
     """
     assert program.exported_program is not None
-    limits = {"seq": spec.max_seq_len}
     for axis, largest in largest_sizes(program.exported_program, signature.inputs).items():
-        limit = limits.get(axis)
-        if largest < (LARGEST_SIZE if limit is None else limit):
+        limit = spec.max_seq_len if axis == "seq" else None
+        if largest < (limit or LARGEST_SIZE):
             remedy = f"; if the module takes no more, build with --seq-len {largest}" * (axis == "seq")
             reason = (
                 assumed_sizes(module, example, signature.inputs) or "torch.export does not say which line decides it"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from effexport.plugins.trt_plugin import Launch, Plugin, Rewrite, Sizes, cdiv
+from collections.abc import Mapping
+from typing import Any
+
+from effexport.plugins.trt_plugin import LARGEST_DIM, Launch, Plugin, Rewrite, Sizes, cdiv
 
 # as in kernel_cuda.cu; a test compares the launches
 CHANNELS = 32
@@ -95,6 +98,22 @@ def nodes(s: Sizes) -> str:
     """
 
 
-IN_STEPS = Rewrite(name=OPERATOR, inputs=INPUTS, attributes={"causal": int}, nodes=nodes)
+def why_not_taps(sizes: Mapping[str, int | str | None], attributes: Mapping[str, Any]) -> str | None:
+    """Taps lie around a query evenly if it also sees what follows."""
+    taps = sizes["taps"]
+    assert isinstance(taps, int)
+    if attributes["causal"] or taps % 2:
+        return None
+    return f"The dimension taps of its inputs is {taps}, and `causal` is 0; the TensorRT plugin takes odd numbers."
+
+
+IN_STEPS = Rewrite(
+    name=OPERATOR,
+    inputs=INPUTS,
+    attributes={"causal": int},
+    fixed={"taps": range(1, LARGEST_DIM)},
+    further=why_not_taps,
+    nodes=nodes,
+)
 PLUGINS = (SUMS, OTHERS, ATTEND, CAUSAL)
 CHOICES = (IN_STEPS,)

@@ -91,7 +91,7 @@ def ptx_from_source(op: Op, architecture: int) -> str:
         cached = folder / f"{key}.ptx"
         if (ptx := _read(cached)) is None:
             compiled = compiler.compile(sources.FOLDER / op.cuda_source, architecture)
-            ptx = with_isa_at_most(MAX_ISA, compiled.rstrip() + "\n", compiler)
+            ptx = with_isa_at_most(MAX_ISA, compiled.rstrip() + "\n", compiler, architecture)
             digest = hashlib.sha256(ptx.encode()).hexdigest()
             write_whole(cached, f"{ptx}{CHECK_LINE}{digest}\n")
     except OSError as error:
@@ -135,7 +135,7 @@ def kernel_sources(op: Op) -> dict[str, bytes]:
     return dict(sorted(found.items()))
 
 
-def with_isa_at_most(isa: Version, ptx: str, compiler: PtxCompiler) -> str:
+def with_isa_at_most(isa: Version, ptx: str, compiler: PtxCompiler, architecture: int) -> str:
     """The PTX, declared for an older instruction set where the compiler's own is newer than `isa`.
 
     A compiler writes down its own version, whatever the code needs. ptxas knows when each instruction came and refuses
@@ -153,9 +153,7 @@ def with_isa_at_most(isa: Version, ptx: str, compiler: PtxCompiler) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(lowered, encoding="utf-8")
-        target = re.search(r"^\.target\s+(sm_\d+)", ptx, re.MULTILINE)
-        arch = f"-arch={target[1]}" if target else "-arch=native"
-        command = [str(compiler.ptxas), arch, str(source), "-o", f"{folder}/kernel.cubin"]
+        command = [str(compiler.ptxas), f"-arch=sm_{architecture}", str(source), "-o", f"{folder}/kernel.cubin"]
         run = run_program(*command, timeout_s=TIMEOUT_S)
     if run.problem:
         raise LibraryError(f"{problem}, and it cannot be declared so:\n{_messages(run)}\n{remedy}")

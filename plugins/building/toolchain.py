@@ -46,21 +46,21 @@ class Nvcc:
     @property
     def code_options(self) -> tuple[str, ...]:
         """nvcc's options for machine code of each, and for PTX of the newest."""
-        newest = ptx_architecture(self.architectures[-1])
+        newest = assembled_from(self.architectures[-1])
         return (
             *machine_code_options(self.architectures),
             f"--generate-code=arch=compute_{newest},code=compute_{newest}",
         )
 
 
-def ptx_architecture(architecture: int) -> int:
-    """The architecture whose PTX is assembled for this one."""
+def assembled_from(architecture: int) -> int:
+    """The architecture whose PTX becomes this one's machine code in the kernel library."""
     return max(number for number in PTX_ARCHITECTURES if number <= architecture)
 
 
 def machine_code_options(architectures: Iterable[int]) -> tuple[str, ...]:
     """nvcc's options for machine code of these architectures. PTX that several share is compiled once."""
-    return tuple(f"--generate-code=arch=compute_{ptx_architecture(sm)},code=sm_{sm}" for sm in architectures)
+    return tuple(f"--generate-code=arch=compute_{assembled_from(sm)},code=sm_{sm}" for sm in architectures)
 
 
 def find_compiler() -> tuple[str, ...] | None:

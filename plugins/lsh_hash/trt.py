@@ -28,7 +28,7 @@ def as_int32(bits: int) -> int:
     return (bits + 2**31) % 2**32 - 2**31
 
 
-def why_not_factors(attributes: Mapping[str, Any]) -> str | None:
+def why_not_factors(sizes: Mapping[str, int | str | None], attributes: Mapping[str, Any]) -> str | None:
     factors = list(attributes["bucket_factors"])
     if factors and all(factor % 2 == 0 for factor in factors) and math.prod(factors) <= INT32_MAX:
         return None

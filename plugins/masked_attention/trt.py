@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from effexport.plugins.ops import FLOAT_TYPES
-from effexport.plugins.trt_plugin import Launch, Plugin, Rewrite, Size, Sizes, cdiv, maximum, minimum
+from effexport.plugins.trt_plugin import INT32_MAX, Launch, Plugin, Rewrite, Size, Sizes, cdiv, maximum, minimum
 
 # as in kernel_cuda.cu and native/attention.h; a test compares the launches
 QUERIES = 64
@@ -17,7 +17,7 @@ ATTEND_THREADS = 128
 MERGE_THREADS = 256
 # keys of one slice for any number of queries
 KEYS_OF_A_SLICE = QUERIES * SLICE_TILES
-LONGEST_SLICE = (2**31 - 1) // QUERIES * QUERIES
+LONGEST_SLICE = INT32_MAX // QUERIES * QUERIES
 
 OPERATOR = "MaskedAttention"
 INPUTS = ("q: T [batch heads n d]", "k: T [batch heads m d]", "v: T [batch heads m e]", "keep: bool [batch m]")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effexport.plugins.trt_plugin import Launch, Plugin, Sizes, cdiv
+from effexport.plugins.trt_plugin import LARGEST_DIM, Launch, Plugin, Sizes, cdiv
 
 # as in kernel_cuda.cu; a test compares the launches
 BLOCK_THREADS = 128
@@ -31,6 +31,7 @@ CONV = Plugin(
         "residual: T [batch heads seq channels]",
     ),
     outputs=("out: T [batch heads seq channels]",),
+    fixed={"taps": range(1, LARGEST_DIM, 2)},
     launch=launch,
 )
 PLUGINS = (CONV,)

@@ -48,7 +48,7 @@ def sample_sizes(plugin: Plugin, dynamic: bool) -> list[dict[str, int]]:
     """Sizes for the names of a plugin's dimensions, all zeros last if none must be fixed."""
     source = random.Random(plugin.name)
     names = sorted({name for x in plugin.tensors for name in x.dims if not name.isdecimal()})
-    fixed = {name: source.choice(allowed) for name, allowed in plugin.fixed.items()}
+    fixed = {name: source.choice([size for size in SIZES if size in allowed]) for name, allowed in plugin.fixed.items()}
     drawn = [{name: source.choice(SIZES) for name in names} | fixed for _ in range(4)]
     return [*drawn, dict.fromkeys(names, 0) | fixed] if dynamic else drawn[:1]
 
@@ -460,6 +460,20 @@ FLOATS: list[list[int | str | None]] = [["b", 8, "n", 64]] * 3 + [["b", "n"]]
             [*FLOATS, [8, 1, 63]],
             {"causal": 0},
             "Its input bias is float16; the TensorRT plugin takes float32.",
+        ),
+        (
+            "AFTWindowAttention",
+            ["float32"] * 3 + ["bool", "float32"],
+            [*FLOATS, [8, 1, 62]],
+            {"causal": 0},
+            "taps of its inputs is 62, and `causal` is 0; the TensorRT plugin takes odd numbers.",
+        ),
+        (
+            "SequenceConv",
+            ["float32"] * 2 + ["bool", "float32"],
+            [["b", 8, "n", 64], [8, 1, 64, 1], ["b", "n"], ["b", 8, "n", 64]],
+            {},
+            "taps of its inputs is 64; the TensorRT plugin needs a fixed odd number from 1 to ",
         ),
         (
             "LSHHash",

@@ -117,18 +117,18 @@ def test_a_cache_that_cannot_be_written_is_named(
 @pytest.mark.parametrize("version", ["6.3", "8.0", "9.0"])
 def test_ptx_that_is_old_enough_stays_as_it_is(version: str) -> None:
     text = SOME_PTX.replace("8.0", version)
-    assert ptx.with_isa_at_most((9, 0), text, Compiler()()) == text
+    assert ptx.with_isa_at_most((9, 0), text, Compiler()(), 75) == text
 
 
 def test_ptx_that_is_too_new_is_refused_where_nothing_can_check_an_older_version() -> None:
     newer = SOME_PTX.replace("8.0", "9.3")
     with pytest.raises(LibraryError, match=r"a compiler makes PTX 9\.3; expected 9\.0 or older.*no ptxas.*13\.0"):
-        ptx.with_isa_at_most((9, 0), newer, Compiler()())
+        ptx.with_isa_at_most((9, 0), newer, Compiler()(), 75)
 
 
 def test_ptx_without_a_version_is_refused() -> None:
     with pytest.raises(LibraryError, match=r"PTX without a \.version"):
-        ptx.with_isa_at_most((9, 0), ".target sm_75\n", Compiler()())
+        ptx.with_isa_at_most((9, 0), ".target sm_75\n", Compiler()(), 75)
 
 
 def test_without_nvcc_and_nvrtc_both_are_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,4 +217,4 @@ def test_the_isa_is_not_lowered_where_the_code_needs_a_newer_one(cache: Path) ->
     text = compiler.compile(ptx.sources.FOLDER / OP.cuda_source, 75)
     # sm_75 came with 6.3
     with pytest.raises(LibraryError, match=r"(?s)expected 6\.2 or older.*it cannot be declared so:.*sm_75"):
-        ptx.with_isa_at_most((6, 2), text, compiler)
+        ptx.with_isa_at_most((6, 2), text, compiler, 75)
