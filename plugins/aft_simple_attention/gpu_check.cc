@@ -16,9 +16,10 @@ aft_simple_attention::CudaShape shape_of(const std::int64_t* sizes) {
 EFFEXPORT_GPU_CHECK(aft_simple_attention) {
   return gpu_check::for_type(dtype, [&](auto element) {
     using T = typename decltype(element)::Type;
-    return aft_simple_attention::launch_cuda(
-        gpu_check::array<const T>(arrays, 0), gpu_check::array<const T>(arrays, 1), gpu_check::array<const T>(arrays, 2),
-        gpu_check::array<const bool>(arrays, 3), shape_of(sizes), scratch, gpu_check::array<T>(arrays, 4), stream);
+    return aft_simple_attention::launch_cuda(gpu_check::array<const T>(arrays, 0), gpu_check::array<const T>(arrays, 1),
+                                             gpu_check::array<const T>(arrays, 2),
+                                             gpu_check::array<const bool>(arrays, 3), shape_of(sizes), scratch,
+                                             gpu_check::array<T>(arrays, 4), stream);
   });
 }
 

@@ -70,9 +70,9 @@ std::size_t cpu_workspace_bytes(const Problem& problem);
 // instead, so that tests reach all of them; returns whether the machine has them. Not between the steps of a call.
 bool select_cpu_instructions(const char* name);
 
-// The whole operator on a stream (a cudaStream_t) of the current device. All pointers are to device memory; `scratch` has
-// cuda_scratch_bytes(problem) bytes. Returns a cudaError_t, 0 for success; cudaErrorInvalidValue for more than 2³¹ − 1
-// of anything.
+// The whole operator on a stream (a cudaStream_t) of the current device. All pointers are to device memory; `scratch`
+// has cuda_scratch_bytes(problem) bytes. Returns a cudaError_t, 0 for success; cudaErrorInvalidValue for more than
+// 2³¹ − 1 of anything.
 template <class T>
 int launch_cuda(const Problem& problem, const Arrays<T>& arrays, void* scratch, void* stream);
 std::size_t cuda_scratch_bytes(const Problem& problem);

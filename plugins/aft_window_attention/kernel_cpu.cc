@@ -1,5 +1,5 @@
-// effexport::AFTWindowAttention on the CPU. A query has biases for near keys only: those take a banded product of e^bias
-// and e^k v, everything else is sums over blocks of tokens, which all queries of a unit share.
+// effexport::AFTWindowAttention on the CPU. A query has biases for near keys only: those take a banded product of
+// e^bias and e^k v, everything else is sums over blocks of tokens, which all queries of a unit share.
 // The instructions are chosen at run time; the file itself is compiled for the plainest processor.
 
 #include <algorithm>
@@ -23,8 +23,8 @@ constexpr float kFloor = -1e29f;
 
 std::int64_t blocks_before(std::int64_t token) { return (std::max<std::int64_t>(token, 0)) / kBlock; }
 
-// What the vector code needs to know of a Problem. Rows of sums: the maximum of the keys (key_width floats), n (width) and
-// d (key_width), where a shared channel of keys takes key_width copies.
+// What the vector code needs to know of a Problem. Rows of sums: the maximum of the keys (key_width floats), n (width)
+// and d (key_width), where a shared channel of keys takes key_width copies.
 struct Shape {
   explicit Shape(const Problem& p)
       : seq(p.seq),
@@ -173,7 +173,8 @@ void attend_cpu(const Problem& problem, const Arrays<T>& arrays, const float* fa
     unit.out = arrays.out + row * shape.channels;
     unit.keep = arrays.keep + group / problem.heads * shape.seq;
     const std::int64_t head = problem.bias_heads == 1 ? 0 : group % problem.heads;
-    unit.bias = arrays.bias + (head * problem.positions + (shared ? 0 : unit.first)) * problem.taps + problem.first_tap();
+    unit.bias =
+        arrays.bias + (head * problem.positions + (shared ? 0 : unit.first)) * problem.taps + problem.first_tap();
     unit.weight_stride = shared ? 0 : round_up(shape.taps, kRowStep);
     unit.far = far + i * shape.sum_floats();
     std::get<StepsOf<T>>(dispatch().selected().of_types).attend_unit(shape, unit, space);

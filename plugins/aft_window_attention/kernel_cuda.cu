@@ -1,6 +1,7 @@
-// CUDA kernels of effexport::AFTWindowAttention, in three steps. The first reads k and v once and writes maximum and sums
-// of every block of 32 tokens; the second, a launch for each direction, makes of them the sums of all blocks before and
-// after each; the third multiplies e^bias with e^k v of the keys near a few queries, and adds the sums of all others.
+// CUDA kernels of effexport::AFTWindowAttention, in three steps. The first reads k and v once and writes maximum and
+// sums of every block of 32 tokens; the second, a launch for each direction, makes of them the sums of all blocks
+// before and after each; the third multiplies e^bias with e^k v of the keys near a few queries, and adds the sums of
+// all others.
 //
 // Everything is float32, and products are fused multiply-adds: e^k spans more than float16 can hold. Keys and biases
 // are in base 2. The kernels compile to PTX as they are. Their arguments are inputs, int32 scalars, outputs.
@@ -90,8 +91,8 @@ __device__ void sum_blocks(const T* k, const T* v, const bool* keep, int groups,
   }
 }
 
-// 2. A block of threads takes 32 channels of a group, a warp a part of all blocks, `forward` or backward: `others` of a block
-// become the sums of all blocks before it, or after it.
+// 2. A block of threads takes 32 channels of a group, a warp a part of all blocks, `forward` or backward: `others` of a
+// block become the sums of all blocks before it, or after it.
 __device__ void sum_others(const float* sums, int groups, int blocks, int channels, bool forward, float* others) {
   Sums* const all_parts = reinterpret_cast<Sums*>(tile_memory);  // [kWarps, kChannels]
   const int tiles = parts_of(channels, kChannels), each = parts_of(blocks, kWarps);
@@ -190,7 +191,8 @@ struct Attention {
   }
   __device__ Sums sums_of(const float* sums, int block, int lane) const {
     if (channel + lane >= x.channels || block < 0 || block >= blocks) return {};
-    return read(sums + static_cast<std::int64_t>(group) * blocks * kParts * x.channels + channel + lane, block, x.channels);
+    return read(sums + static_cast<std::int64_t>(group) * blocks * kParts * x.channels + channel + lane, block,
+                x.channels);
   }
   // The sums over the keys that do not go into products.
   __device__ Sums far(int lane) const {

@@ -103,7 +103,9 @@ inline void sum_others(const Shape& s, const float* blocks, float* far) {
   const std::int64_t each = s.sum_floats();
   for (std::int64_t c = 0; c < s.width; c += kLanes) {
     Floats top = Floats{} + kFloor;
-    for (std::int64_t block = 0; block < s.blocks; ++block) top = maximum(triple_of(s, blocks + block * each, c).top, top);
+    for (std::int64_t block = 0; block < s.blocks; ++block) {
+      top = maximum(triple_of(s, blocks + block * each, c).top, top);
+    }
     Triple all{top, Floats{}, Floats{}};
     const auto add_block = [&](std::int64_t block) {
       const Triple own = triple_of(s, blocks + block * each, c);
@@ -149,8 +151,8 @@ struct Columns {
   std::int64_t key(std::int64_t c) const { return c % keys; }
 };
 
-// near[i] = Σ_j weights[i][j] x[i + j] for kRows tokens and kRegisters registers of columns, which stay in registers. The
-// order of each sum is that of j, whatever kRows is.
+// near[i] = Σ_j weights[i][j] x[i + j] for kRows tokens and kRegisters registers of columns, which stay in registers.
+// The order of each sum is that of j, whatever kRows is.
 template <int kRows, int kRegisters>
 inline void near_tile(const float* weights, std::int64_t weight_stride, std::int64_t taps, const float* x,
                       std::int64_t stride, float* near) {
@@ -353,7 +355,8 @@ struct UnitTile {
         const Floats small = exponential(query < 0.0f ? query : -query);
         const Floats gate = query < 0.0f ? small : Floats{} + 1.0f;
         const Floats divisor = d == 0.0f ? Floats{} + 1.0f : d;
-        write(gate * n / (divisor * (1.0f + small)), unit.out + token * shape.channels, columns.first + c, shape.channels);
+        write(gate * n / (divisor * (1.0f + small)), unit.out + token * shape.channels, columns.first + c,
+              shape.channels);
       }
     }
   }
@@ -363,7 +366,8 @@ template <class T>
 void attend_unit(const Shape& shape, const Unit<T>& unit, const Workspace& space) {
   const std::int64_t rows = unit.weight_stride == 0 ? 1 : unit.last - unit.first;
   for (std::int64_t i = 0; i < rows; ++i) {
-    space.far_weights[i] = weights_of(unit.bias + i * shape.bias_stride, shape.taps, space.weights + i * unit.weight_stride);
+    space.far_weights[i] =
+        weights_of(unit.bias + i * shape.bias_stride, shape.taps, space.weights + i * unit.weight_stride);
   }
   for (std::int64_t first = 0; first < shape.width; first += kTile) {
     const std::int64_t values = std::min(kTile, shape.width - first);

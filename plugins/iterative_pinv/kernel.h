@@ -1,7 +1,7 @@
 // Kernels of effexport::IterativePinv; the contract is in README.md beside this file.
 // Pointers, sizes and a stream: no framework types. Arrays are dense and row-major; T is float, Half or BFloat16.
-// The CPU kernel iterates Z in float64 and rounds the last product in float32; the CUDA kernel computes in float32, up to
-// m = 64 with factors of 22 bits.
+// The CPU kernel iterates Z in float64 and rounds the last product in float32; the CUDA kernel computes in float32, up
+// to m = 64 with factors of 22 bits.
 #pragma once
 
 #include <cstddef>

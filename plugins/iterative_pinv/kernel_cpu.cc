@@ -1,13 +1,13 @@
 // effexport::IterativePinv on the CPU: one matrix at a time, within the caches, products by register tiles.
 // The instructions are chosen at run time; the file itself is compiled for the plainest processor.
 //
-// What is rounded off Z along a singular vector of A whose singular value is small grows by 13/4 per step, a thousandfold
-// in six: computed as it is written, in float32, a nearly uniform matrix comes out with errors of 7e-4 of the largest
-// element. These measures keep them below 1e-5:
-// * Z is float64, and so is the product that renews it, but for the last one, whose rounding grows no more. The rounding
-//   of P is multiplied by Z before it counts. So a fifth of the products runs at half the speed.
-// * The polynomial is multiplied out, 13I − (15P − P (7P − P P)): nothing is rounded beside a 7, 13 or 15 on a diagonal.
-//   Neither is the last product, (13Z − Z (15P − …)) / 4.
+// What is rounded off Z along a singular vector of A whose singular value is small grows by 13/4 per step, a
+// thousandfold in six: computed as it is written, in float32, a nearly uniform matrix comes out with errors of 7e-4 of
+// the largest element. These measures keep them below 1e-5:
+// * Z is float64, and so is the product that renews it, but for the last one, whose rounding grows no more. The
+//   rounding of P is multiplied by Z before it counts. So a fifth of the products runs at half the speed.
+// * The polynomial is multiplied out, 13I − (15P − P (7P − P P)): nothing is rounded beside a 7, 13 or 15 on a
+//   diagonal. Neither is the last product, (13Z − Z (15P − …)) / 4.
 // * Sums are made of blocks, see kSumBlock.
 
 #include <cstring>

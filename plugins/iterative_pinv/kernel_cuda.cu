@@ -1,13 +1,13 @@
 // CUDA kernels of effexport::IterativePinv: their entries and their launch.
 //
 // One block computes one matrix at a time with all its iterations, in one launch: on tensor cores up to m = 64
-// (tensor_cores.h), and in global scratch memory above (scratch.h). Global memory is thus read and written about once per
-// matrix, and the 8 · m³ · iterations operations bound the time.
+// (tensor_cores.h), and in global scratch memory above (scratch.h). Global memory is thus read and written about once
+// per matrix, and the 8 · m³ · iterations operations bound the time.
 //
 // The kernels compile to PTX as they are. Their arguments are inputs, int32 scalars, outputs; any grid is right.
 //
-// EFFEXPORT_FOR_TENSORRT leaves out what its plugin cannot use, which is scratch memory, and host code, which NVRTC does
-// not compile.
+// EFFEXPORT_FOR_TENSORRT leaves out what its plugin cannot use, which is scratch memory, and host code, which NVRTC
+// does not compile.
 #include "iterative_pinv/kernel.h"
 #include "iterative_pinv/tensor_cores.h"
 #ifndef EFFEXPORT_FOR_TENSORRT

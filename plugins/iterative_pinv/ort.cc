@@ -52,7 +52,8 @@ Ort::Status iterate_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x
 template <class T>
 Ort::Status iterate_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x, std::int64_t iterations) {
   const Scratch scratch(context, cuda_scratch_bytes(x.count, x.m));
-  const int error = launch_cuda(x.a, x.scale, x.count, x.m, iterations, scratch.get(), x.z, context.GetGPUComputeStream());
+  const int error =
+      launch_cuda(x.a, x.scale, x.count, x.m, iterations, scratch.get(), x.z, context.GetGPUComputeStream());
   return cuda_status("IterativePinv", error);
 }
 
@@ -79,7 +80,8 @@ class Kernel : public KernelDefaults {
       return invalid("IterativePinv: scale has shape ", shape_text(scale_shape), "; expected ",
                      shape_text({shape[0], 1, 1}), ", one for each matrix of A ", shape_text(shape));
     }
-    const Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), output<T>(context, 0, shape), shape[0], shape[1]};
+    const Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), output<T>(context, 0, shape), shape[0],
+                           shape[1]};
     if (arrays.count == 0 || arrays.m == 0) return Ort::Status{nullptr};
     if constexpr (kOn == Device::kCuda) return iterate_on_cuda(context, arrays, iterations_);
     return iterate_on_cpu(context, arrays, iterations_);

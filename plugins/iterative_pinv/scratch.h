@@ -143,7 +143,8 @@ inline __device__ void add_halves(float4 (&sums)[kTile][2]) {
   }
 }
 
-// One product of buffers: result = diagonal · I + factor · left · right, and `copy` = left · right unless it is negative.
+// One product of buffers: result = diagonal · I + factor · left · right, and `copy` = left · right unless it is
+// negative.
 struct Product {
   int left;
   int right;

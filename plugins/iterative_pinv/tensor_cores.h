@@ -2,13 +2,14 @@
 //
 // Z · q(A Z) = q(Z A) · Z for every polynomial q, so a step is P = Z A, X = 7 I − P, X = 15 I − X P and
 // Z = (13 Z − X P Z) / 4: each product's left factor is the result of the one before, or Z. A warp has 16 rows of Z and
-// of X as sums (see native/tile.h), which never leave its registers. Only the right factors are in shared memory: A, and
-// P or Z.
+// of X as sums (see native/tile.h), which never leave its registers. Only the right factors are in shared memory: A,
+// and P or Z.
 //
 // A number is the sum of two halves, of 22 bits together, and a product of numbers is three products of halves:
 // high · high + high · low + low · high. Rows of right factors are scaled by powers of two, and so are the columns of
-// the left factors that meet them and then their rows, so that neither large nor small numbers leave the range of halves.
-// Tensor cores may round sums towards zero. So they add up 16 products at a time, and the rest is added in float32.
+// the left factors that meet them and then their rows, so that neither large nor small numbers leave the range of
+// halves. Tensor cores may round sums towards zero. So they add up 16 products at a time, and the rest is added in
+// float32.
 #pragma once
 
 #include "native/tile.h"
@@ -18,8 +19,8 @@ namespace effexport::iterative_pinv::tensor_cores {
 constexpr int kMaxSide = 64;  // of a matrix; it is padded with zeros to this or to half of it
 constexpr int kWarps = kMaxSide / tile::kRows;
 constexpr int kThreads = kWarps * tile::kWarpSize;
-// At least so many at a time on a multiprocessor; 0: any number. Without a number the compiler aims at three and spills a
-// few bytes for it, except for SM 75, where it spills with one.
+// At least so many at a time on a multiprocessor; 0: any number. Without a number the compiler aims at three and spills
+// a few bytes for it, except for SM 75, where it spills with one.
 constexpr int kBlocks = ptx::kArchitecture >= 800 ? 2 : 0;
 
 // A right factor in shared memory: element (k, j) is scales()[k] · (high(k, j) + low(k, j)).
@@ -155,7 +156,8 @@ __device__ void subtract_from_diagonal(float diagonal, tile::Sums (&rows)[kTiles
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       // rows sums_row() + 8 (i / 2) of the warp, and columns sums_column() + i % 2 of the tile
-      const bool on_diagonal = i / 2 == j % 2 && tile::warp() == j / 2 && tile::sums_row() == tile::sums_column() + i % 2;
+      const bool on_diagonal =
+          i / 2 == j % 2 && tile::warp() == j / 2 && tile::sums_row() == tile::sums_column() + i % 2;
       rows[j].values[i] = (on_diagonal ? diagonal : 0.0f) - rows[j].values[i];
     }
   }
@@ -194,7 +196,8 @@ struct Staged {
   }
 };
 
-// One step: z is replaced. All threads of the block call it; a warp that is not active has no rows of the padded matrix.
+// One step: z is replaced. All threads of the block call it; a warp that is not active has no rows of the padded
+// matrix.
 template <int kTiles>
 __device__ void step(tile::Sums (&z)[kTiles], Factor a, Factor other, bool active) {
   tile::Sums x[kTiles];

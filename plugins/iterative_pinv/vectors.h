@@ -10,8 +10,8 @@
 using Doubles = Register<double>;
 using HalfFloats = VectorOf<float, REGISTER_BYTES / 2>::type;  // as many floats as Doubles has elements
 
-// Terms that are added up before they join the sum. The terms of a nearly uniform matrix are alike and round in the same
-// direction, so in one long sum their errors add up, too: to 2e-5 of 400 terms.
+// Terms that are added up before they join the sum. The terms of a nearly uniform matrix are alike and round in the
+// same direction, so in one long sum their errors add up, too: to 2e-5 of 400 terms.
 constexpr std::int64_t kSumBlock = 64;
 
 // Adds a product to a sum. Not inlined, so that the sums of the block have the registers to themselves.

@@ -167,8 +167,8 @@ __device__ void hide_columns(Chunk<T>& chunk, int columns) {
   for (int i = 0; i < Chunk<T>::kCount; ++i) chunk.values[i] = first + i < columns ? chunk.values[i] : kNone;
 }
 
-// Keys, whose products are summed over rows: one exponent for the tile, which is returned. What is not kept becomes zero,
-// and if kHide, so do all columns after the first `columns`.
+// Keys, whose products are summed over rows: one exponent for the tile, which is returned. What is not kept becomes
+// zero, and if kHide, so do all columns after the first `columns`.
 template <bool kHide, class T>
 __device__ int map_keys(const Tile<T, kSide>& tile, unsigned kept, int columns, float* maxima) {
   const OwnChunks<T> own = {tile};

@@ -10,7 +10,8 @@
 
 namespace effexport::linear_attention {
 
-// q, k [batch, heads, seq, head_dim]; v, out [batch, heads, seq, value_dim]; keep [batch, seq], 0 for a masked position.
+// q, k [batch, heads, seq, head_dim]; v, out [batch, heads, seq, value_dim]; keep [batch, seq], 0 for a masked
+// position.
 template <class T>
 struct Arrays {
   const T* q;

@@ -1,5 +1,5 @@
-// effexport::EluLinearAttention on the CPU: blocks of positions within the caches, products by register tiles. Feature maps
-// are never written to memory: every input is read once, and k and v twice where a causal head is cut into slices.
+// effexport::EluLinearAttention on the CPU: blocks of positions within the caches, products by register tiles. Feature
+// maps are never written to memory: every input is read once, and k and v twice where a causal head is cut into slices.
 // The instructions are chosen at run time; the file itself is compiled for the plainest processor.
 //
 // Sums over the sequence are taken in three steps, in a block, over the blocks of a slice and over the slices: rounding
@@ -160,7 +160,9 @@ class Head {
     steps_.outputs(query_features_, rows, x_.head_dim, x_.value_dim, state, x_.eps, weights, values.first,
                    values.stride, to, width);
     if (static_cast<void*>(to) == static_cast<void*>(out)) return;
-    for (std::int64_t i = 0; i < rows; ++i) conversions_.narrow(results_ + i * width, x_.value_dim, out + i * x_.value_dim);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      conversions_.narrow(results_ + i * width, x_.value_dim, out + i * x_.value_dim);
+    }
   }
 
   // Rows as they lie, or as float32 in a buffer where registers would not fit.

@@ -2,11 +2,11 @@
 //
 //   states    S and z of every slice of every head
 //   combine   their sum over the slices of a head, or where causal, the sum of those before each slice
-//   outputs   of a slice, from S and z; where causal, tile by tile: a tile of 64 positions sees the sums before it and its
-//             own keys, and is then added to the sums
+//   outputs   of a slice, from S and z; where causal, tile by tile: a tile of 64 positions sees the sums before it and
+//             its own keys, and is then added to the sums
 //
-// Products are tiles of 64 × 64 (native/tile.h), a warp computes 16 rows. Features never leave shared memory, rounded to
-// T. Sums are float32, never TF32, in an order that depends on `seq` and `head_dim` alone. Any grid is right.
+// Products are tiles of 64 × 64 (native/tile.h), a warp computes 16 rows. Features never leave shared memory, rounded
+// to T. Sums are float32, never TF32, in an order that depends on `seq` and `head_dim` alone. Any grid is right.
 #include "linear_attention/features.h"
 #include "linear_attention/kernel.h"
 
@@ -37,8 +37,8 @@ struct Sizes {
   __device__ int value_blocks() const { return parts_of(value_dim, kSide); }
 };
 
-// Shared memory: tiles, of which the last two may lie where the first two are; a column of 64, an exponent for each of 64
-// rows, and two places for maxima of all warps.
+// Shared memory: tiles, of which the last two may lie where the first two are; a column of 64, an exponent for each of
+// 64 rows, and two places for maxima of all warps.
 template <class T, bool kFour>
 struct Shared {
   Square<T> a = {reinterpret_cast<T*>(tile_memory)};
@@ -47,7 +47,8 @@ struct Shared {
   Square<T> d = {kFour ? c.elements + kSide * kSide : a.elements};
   T* column = (kFour ? d : b).elements + kSide * kSide;
   int* exponents = reinterpret_cast<int*>(column + kSide);
-  float* maxima[2] = {reinterpret_cast<float*>(exponents + kSide), reinterpret_cast<float*>(exponents + kSide) + kWarps};
+  float* maxima[2] = {reinterpret_cast<float*>(exponents + kSide),
+                      reinterpret_cast<float*>(exponents + kSide) + kWarps};
 
   static constexpr std::size_t kBytes = (kFour ? 4 : 2) * Square<T>::bytes(kSide) + kSide * (sizeof(T) + sizeof(int)) +
                                         2 * kWarps * sizeof(float);
@@ -88,8 +89,8 @@ inline __device__ float4 as_quad(const Sums& sums) {
 }
 inline __device__ Sums as_sums(const float4& quad) { return {{quad.x, quad.y, quad.z, quad.w}}; }
 
-// values[1] of the last quad, which no sum needs, is the largest absolute value of the lane's sums, so that sums of such
-// quads have a bound of theirs there.
+// values[1] of the last quad, which no sum needs, is the largest absolute value of the lane's sums, so that sums of
+// such quads have a bound of theirs there.
 inline __device__ void store_state(const Rows& rows, float* state) {
   float4* const quads = reinterpret_cast<float4*>(state);
 #pragma unroll
@@ -271,7 +272,8 @@ __device__ void write_outputs(const T* q, const float* states, const Sizes& size
   const std::int64_t all = static_cast<std::int64_t>(sizes.count) * sizes.slices() * value_blocks;
   for (std::int64_t i = blockIdx.x; i < all; i += gridDim.x) {
     const Item item(i, value_blocks, sizes);
-    const float* const state = states + (item.head * sizes.slices() * key_blocks * value_blocks + item.part) * kStateFloats;
+    const float* const state =
+        states + (item.head * sizes.slices() * key_blocks * value_blocks + item.part) * kStateFloats;
     const Columns<T> to(out, item.head, sizes.seq, sizes.value_dim, item.part * kSide);
     const auto stage = [&](int block) {
       const StoredState stored(state + static_cast<std::int64_t>(block) * value_blocks * kStateFloats);
@@ -410,7 +412,8 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
         of_keys = slice.add_block(block, first, state, of_state, rows, of_rows, weights, of_weights);
       }
       slice.load_values(first);
-      const Exponents most = {of_rows.upper + kMostLift - of_weights.upper, of_rows.lower + kMostLift - of_weights.lower};
+      const Exponents most = {of_rows.upper + kMostLift - of_weights.upper,
+                              of_rows.lower + kMostLift - of_weights.lower};
       const Exponents next = of_weights + mask_weights<T>(weights, most);
       change<T>(rows, of_rows, next);
       multiply_weights(rows.sums, weights.sums, slice.shared.d, 0, RowSums<T>{rows.total});
@@ -429,13 +432,13 @@ __device__ void write_causal_outputs(const T* q, const T* k, const T* v, const s
 }  // namespace
 
 #define EFFEXPORT_LINEAR_ATTENTION(dtype, T)                                                                           \
-  extern "C" __global__ void __launch_bounds__(kThreads, 4) effexport_linear_attention_states_##dtype(                    \
+  extern "C" __global__ void __launch_bounds__(kThreads, 4) effexport_linear_attention_states_##dtype(                 \
       const T* __restrict__ k, const T* __restrict__ v, const std::uint8_t* __restrict__ keep, std::int32_t count,     \
       std::int32_t heads, std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice,         \
       float* __restrict__ states) {                                                                                    \
     write_states(k, v, keep, {count, heads, seq, head_dim, value_dim, slice}, states);                                 \
   }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(kThreads, 3) effexport_linear_attention_outputs_##dtype(                   \
+  extern "C" __global__ void __launch_bounds__(kThreads, 3) effexport_linear_attention_outputs_##dtype(                \
       const T* __restrict__ q, const float* __restrict__ states, std::int32_t count, std::int32_t heads,               \
       std::int32_t seq, std::int32_t head_dim, std::int32_t value_dim, std::int32_t slice, float eps,                  \
       T* __restrict__ out) {                                                                                           \
@@ -454,9 +457,9 @@ EFFEXPORT_LINEAR_ATTENTION(float16, Half)
 EFFEXPORT_LINEAR_ATTENTION(bfloat16, BFloat16)
 #undef EFFEXPORT_LINEAR_ATTENTION
 
-// states and sums [count, slices, quads]: where causal, the sum of those before each slice; otherwise the first sum of a
-// head is that of all, and the others are not written. A thread has a quad of all slices of a head. Both may be the same
-// array, so they are not restricted.
+// states and sums [count, slices, quads]: where causal, the sum of those before each slice; otherwise the first sum of
+// a head is that of all, and the others are not written. A thread has a quad of all slices of a head. Both may be the
+// same array, so they are not restricted.
 extern "C" __global__ void __launch_bounds__(kCombineThreads)
     effexport_linear_attention_combine(const float4* states, std::int32_t count, std::int32_t slices,
                                        std::int32_t quads, std::int32_t causal, float4* sums) {
@@ -490,12 +493,13 @@ std::int64_t state_blocks(std::int64_t head_dim, std::int64_t value_dim) {
 }
 
 template <class T>
-int launch_states(const Arrays<T>& x, const Sizes& sizes, std::int64_t slices, bool causal, float* states, void* stream) {
+int launch_states(const Arrays<T>& x, const Sizes& sizes, std::int64_t slices, bool causal, float* states,
+                  void* stream) {
   const std::int64_t blocks = state_blocks(x.head_dim, x.value_dim);
   const cudaLaunchConfig_t first = launch_of(sizes.count * slices * blocks, kThreads, Shared<T, false>::kBytes, stream);
-  const auto error = cudaLaunchKernelEx(&first, EFFEXPORT_KERNEL(T, effexport_linear_attention_states), x.k, x.v, x.keep,
-                                        sizes.count, sizes.heads, sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice,
-                                        states);
+  const auto error =
+      cudaLaunchKernelEx(&first, EFFEXPORT_KERNEL(T, effexport_linear_attention_states), x.k, x.v, x.keep, sizes.count,
+                         sizes.heads, sizes.seq, sizes.head_dim, sizes.value_dim, sizes.slice, states);
   if (error != cudaSuccess) return error;
   const std::int64_t quads = blocks * kStateQuads;
   const cudaLaunchConfig_t second = launch_of(parts(sizes.count * quads, kCombineThreads), kCombineThreads, 0, stream);
@@ -534,9 +538,9 @@ int launch_cuda(const Arrays<T>& x, bool causal, void* scratch, void* stream) {
   const auto launch = [=](std::size_t bytes) { return launch_of(blocks, kThreads, bytes, stream); };
   if (causal && x.head_dim > 0) {
     const cudaLaunchConfig_t last = launch(Shared<T, kFourTiles<T>>::kBytes);
-    return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_causal_outputs), x.q, x.k, x.v, x.keep,
-                              static_cast<const float*>(states), sizes.count, sizes.heads, sizes.seq, sizes.head_dim,
-                              sizes.value_dim, sizes.slice, x.eps, x.out);
+    return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_causal_outputs), x.q, x.k, x.v,
+                              x.keep, static_cast<const float*>(states), sizes.count, sizes.heads, sizes.seq,
+                              sizes.head_dim, sizes.value_dim, sizes.slice, x.eps, x.out);
   }
   const cudaLaunchConfig_t last = launch(Shared<T, false>::kBytes);
   return cudaLaunchKernelEx(&last, EFFEXPORT_KERNEL(T, effexport_linear_attention_outputs), x.q,

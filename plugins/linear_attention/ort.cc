@@ -110,7 +110,9 @@ class Kernel : public KernelDefaults {
     if (q.size() != 4) {
       return invalid("EluLinearAttention: q has shape ", shape_text(q), "; expected [batch, heads, seq, head_dim]");
     }
-    if (k != q) return invalid("EluLinearAttention: k has shape ", shape_text(k), "; expected that of q, ", shape_text(q));
+    if (k != q) {
+      return invalid("EluLinearAttention: k has shape ", shape_text(k), "; expected that of q, ", shape_text(q));
+    }
     if (v.size() != 4 || !std::equal(q.begin(), q.end() - 1, v.begin())) {
       return invalid("EluLinearAttention: v has shape ", shape_text(v), "; expected that of q, ", shape_text(q),
                      ", but for the last dimension");

@@ -81,8 +81,8 @@ inline void add_to_states(const float* f, const float* v, std::int64_t v_stride,
   }
 }
 
-// out = φ(q) S / (φ(q) z + eps) for the rows of a block, whole tiles of them; `weights` [rows, kBlock] join the sums with
-// the values of the block, if they are not null.
+// out = φ(q) S / (φ(q) z + eps) for the rows of a block, whole tiles of them; `weights` [rows, kBlock] join the sums
+// with the values of the block, if they are not null.
 inline void outputs(const float* q, std::int64_t rows, std::int64_t head_dim, std::int64_t value_dim,
                     const float* state, float eps, const float* weights, const float* v, std::int64_t v_stride,
                     float* __restrict out, std::int64_t out_stride) {
@@ -130,7 +130,8 @@ inline void transpose(const float* __restrict f, std::int64_t head_dim, float* _
   }
 }
 
-// weights[i, j] = φ(q_i)·φ(k_j) for j ≤ i, 0 for the rest of what `outputs` reads. keys is transposed, [head_dim, kBlock].
+// weights[i, j] = φ(q_i)·φ(k_j) for j ≤ i, 0 for the rest of what `outputs` reads. keys is transposed,
+// [head_dim, kBlock].
 inline void causal_weights(const float* q, std::int64_t rows, std::int64_t head_dim, const float* keys,
                            float* __restrict weights) {
   const std::int64_t q_stride = padded(head_dim);
@@ -139,7 +140,8 @@ inline void causal_weights(const float* q, std::int64_t rows, std::int64_t head_
     for_each_panel<float>((seen + kLanes - 1) / kLanes * kLanes, [&](auto registers, std::int64_t j) {
       ProductTile<float, registers> tile;
       tile.add(q + i * q_stride, q_stride, 1, keys + j, kBlock, head_dim);
-      tile.for_each([&](int row, std::int64_t column, Floats sum) { store(weights + (i + row) * kBlock + j + column, sum); });
+      tile.for_each(
+          [&](int row, std::int64_t column, Floats sum) { store(weights + (i + row) * kBlock + j + column, sum); });
     });
     for (std::int64_t row = i; row < i + kTileRows; ++row) {
       for (std::int64_t j = row + 1; j < (seen + kLanes - 1) / kLanes * kLanes; ++j) weights[row * kBlock + j] = 0.0f;

@@ -30,9 +30,10 @@ struct Problem {
   std::int64_t window() const { return chunks_before + 1 + chunks_after; }
 };
 
-// Arrays of the first step. qk [groups, seq, head_dim]; v [groups, seq, value_dim]; order [groups, rounds, padded], each
-// row a permutation of [0, padded); kept [groups]: how many tokens of each group's sample are not padding.
-// contexts [groups, rounds, seq, value_dim] and lses [groups, rounds, seq]: what each round gives a token, and its weight.
+// Arrays of the first step. qk [groups, seq, head_dim]; v [groups, seq, value_dim]; order [groups, rounds, padded],
+// each row a permutation of [0, padded); kept [groups]: how many tokens of each group's sample are not padding.
+// contexts [groups, rounds, seq, value_dim] and lses [groups, rounds, seq]: what each round gives a token, and its
+// weight.
 template <class T>
 struct Arrays {
   const T* qk;
@@ -66,9 +67,9 @@ void combine_cpu(const Problem& problem, const float* contexts, const float* lse
 bool select_cpu_instructions(const char* name);
 
 // On the GPU: enqueues three launches on `stream` (a cudaStream_t) and returns at once. All pointers are to device
-// memory; keep [batch, seq], bytes that are 0 or 1; `scratch` has cuda_scratch_bytes<T>(problem) bytes at an address that
-// is a multiple of 16. A token of `order` that does not exist is taken for padding: a check would have to stop the device.
-// Returns a cudaError_t, 0 for success.
+// memory; keep [batch, seq], bytes that are 0 or 1; `scratch` has cuda_scratch_bytes<T>(problem) bytes at an address
+// that is a multiple of 16. A token of `order` that does not exist is taken for padding: a check would have to stop the
+// device. Returns a cudaError_t, 0 for success.
 template <class T>
 int launch_cuda(const Problem& problem, const T* qk, const T* v, const std::int32_t* order, const bool* keep,
                 void* scratch, T* out, void* stream);

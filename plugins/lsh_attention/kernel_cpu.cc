@@ -1,9 +1,9 @@
 // effexport::LSHAttention on the CPU: one chunk at a time over its window, everything between within the caches.
 // The instructions are chosen at run time; the file itself is compiled for the plainest processor.
 //
-// A unit of work walks along neighbouring chunks. Each chunk is gathered once, into a ring of as many chunks as a window
-// has: its queries, its keys (transposed, so that a product runs along keys) and its values. What a round gives a token
-// is written to that token's own row, which undoes the sort; a second step combines the rounds.
+// A unit of work walks along neighbouring chunks. Each chunk is gathered once, into a ring of as many chunks as a
+// window has: its queries, its keys (transposed, so that a product runs along keys) and its values. What a round gives
+// a token is written to that token's own row, which undoes the sort; a second step combines the rounds.
 
 #include <algorithm>
 #include <cmath>
@@ -145,7 +145,8 @@ class Unit {
     w.next = source_.order + wrapped(chunk + p_.chunks_after + 1) * p_.chunk_length;
     w.next_queries = {source_.qk, p_.head_dim * static_cast<std::int64_t>(sizeof(T))};
     w.next_values = {source_.v, p_.value_dim * static_cast<std::int64_t>(sizeof(T))};
-    w.contexts = {a_.contexts + first_row(chunk) * p_.value_dim, p_.value_dim * static_cast<std::int64_t>(sizeof(float))};
+    w.contexts = {a_.contexts + first_row(chunk) * p_.value_dim,
+                  p_.value_dim * static_cast<std::int64_t>(sizeof(float))};
   }
 
   // Writes a chunk's rows where their tokens stand.
@@ -227,7 +228,9 @@ void combine_cpu(const Problem& p, const float* contexts, const float* lses, std
       const float* context = contexts + (start + r * p.seq) * p.value_dim;
       for (std::int64_t c = 0; c < p.value_dim; ++c) sum[static_cast<std::size_t>(c)] += weight * context[c];
     }
-    for (std::int64_t c = 0; c < p.value_dim; ++c) out[row * p.value_dim + c] = from_float<T>(sum[static_cast<std::size_t>(c)]);
+    for (std::int64_t c = 0; c < p.value_dim; ++c) {
+      out[row * p.value_dim + c] = from_float<T>(sum[static_cast<std::size_t>(c)]);
+    }
   }
 }
 

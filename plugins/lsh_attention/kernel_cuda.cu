@@ -4,8 +4,8 @@
 //    logits, because a key has length one.
 // 2. What each round gives a token. A block takes 64 queries of a chunk and 64 columns of the values, and
 //    native/attention.h runs over their window. Keys lie in sorted order, so a window is one stretch of the row (or of
-//    the ring), and tiles need not care for chunks. Vectors are gathered through `order`; results go to the rows of their
-//    tokens, which undoes the sort, and are rounded to T.
+//    the ring), and tiles need not care for chunks. Vectors are gathered through `order`; results go to the rows of
+//    their tokens, which undoes the sort, and are rounded to T.
 // 3. The rounds combined; a thread per 16 bytes of the output.
 //
 // Memory traffic of the second kernel: each block reads its window's keys and values once, mostly from the L2 cache, as
@@ -381,8 +381,8 @@ EFFEXPORT_LSH_ATTENTION(bfloat16, BFloat16)
 #ifndef EFFEXPORT_FOR_TENSORRT
 namespace {
 
-// Whether the kernels can count it, in int32: each size, the places of a group's rounds, those of a window, the pieces of
-// a group's output, and the blocks.
+// Whether the kernels can count it, in int32: each size, the places of a group's rounds, those of a window, the pieces
+// of a group's output, and the blocks.
 bool countable(const Problem& p) {
   if (!fit_int32({p.groups, p.heads, p.seq, p.padded, p.rounds, p.head_dim, p.value_dim, p.chunk_length,
                   p.chunks_before, p.chunks_after}) ||

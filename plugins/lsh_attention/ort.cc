@@ -18,7 +18,8 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& prob
   }
   std::vector<std::int64_t> kept;  // of every group
   for (std::int64_t first = 0; first < problem.groups / problem.heads * problem.seq; first += problem.seq) {
-    kept.insert(kept.end(), static_cast<std::size_t>(problem.heads), std::count(keep + first, keep + first + problem.seq, true));
+    kept.insert(kept.end(), static_cast<std::size_t>(problem.heads),
+                std::count(keep + first, keep + first + problem.seq, true));
   }
   Problem part = problem;
   part.groups = cpu_groups_at_once(problem);

@@ -1,7 +1,8 @@
 // The arithmetic of one chunk over its window.
 // Compiled once for every instruction set (see native/instruction_sets.h), hence without an include guard.
 //
-// Rows of all matrices are multiples of 16 floats and begin on cache lines; the number of rows is a multiple of kTileRows.
+// Rows of all matrices are multiples of 16 floats and begin on cache lines; the number of rows is a multiple of
+// kTileRows.
 
 #include "native/products.h"
 
@@ -26,7 +27,8 @@ inline void multiply(const Product& p, std::int64_t rows, std::int64_t columns) 
         tile.add(p.x + row * p.x_stride + segment * p.segment_stride, p.x_stride, 1, p.y[segment] + column, p.y_stride,
                  p.depth);
       }
-      tile.for_each([&](int i, std::int64_t j, Floats sum) { store(p.out + (row + i) * p.out_stride + column + j, sum); });
+      tile.for_each(
+          [&](int i, std::int64_t j, Floats sum) { store(p.out + (row + i) * p.out_stride + column + j, sum); });
     }
   });
 }
@@ -74,8 +76,9 @@ inline void attend(const Problem& p, const Strides& s, const Window& w) {
   const auto seen = static_cast<std::int64_t>(w.keys.size());
   const std::int64_t size = seen * s.key;
   for (std::int64_t i = 0; i < seen; ++i) {
-    multiply({w.queries, s.query, 0, &w.keys[static_cast<std::size_t>(i)], s.key, 1, p.head_dim, w.logits + i * s.key, size},
-             s.rows, s.key);
+    multiply(
+        {w.queries, s.query, 0, &w.keys[static_cast<std::size_t>(i)], s.key, 1, p.head_dim, w.logits + i * s.key, size},
+        s.rows, s.key);
   }
   for (std::int64_t i = 0; i < p.chunk_length; ++i) {
     if (w.next[i] < p.seq) {
@@ -87,5 +90,6 @@ inline void attend(const Problem& p, const Strides& s, const Window& w) {
     w.lse[i] = row.lse;
     w.total[i] = row.total;
   }
-  multiply({w.logits, size, s.key, w.values.data(), s.value, seen, p.chunk_length, w.context, s.value}, s.rows, s.value);
+  multiply({w.logits, size, s.key, w.values.data(), s.value, seen, p.chunk_length, w.context, s.value}, s.rows,
+           s.value);
 }

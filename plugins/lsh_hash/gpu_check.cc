@@ -13,7 +13,8 @@ EFFEXPORT_GPU_CHECK(lsh_hash) {
     width += halves.of[halves.count];
   }
   const std::int64_t padded = (sizes[2] + sizes[5] - 1) / sizes[5] * sizes[5];
-  const lsh_hash::Problem problem = {sizes[0] * sizes[1], sizes[1], sizes[2], padded, sizes[3], sizes[4], width, halves};
+  const lsh_hash::Problem problem = {
+      sizes[0] * sizes[1], sizes[1], sizes[2], padded, sizes[3], sizes[4], width, halves};
   return gpu_check::for_type(dtype, [&](auto element) {
     using T = typename decltype(element)::Type;
     const lsh_hash::Arrays<T> x = {gpu_check::array<T>(arrays, 0), gpu_check::array<float>(arrays, 1),

@@ -25,8 +25,8 @@ struct Halves {
     return product;
   }
 
-  // All of them in one number, as the CUDA kernel takes them. The first is lowest; of each, n zeros, a one, and the n bits
-  // after its highest one: 59 bits at most, because buckets are int32. 0 after the last.
+  // All of them in one number, as the CUDA kernel takes them. The first is lowest; of each, n zeros, a one, and the n
+  // bits after its highest one: 59 bits at most, because buckets are int32. 0 after the last.
   std::uint64_t code() const {
     std::uint64_t code = 0;
     for (int i = count - 1; i >= 0; --i) {
@@ -39,8 +39,8 @@ struct Halves {
   }
 };
 
-// Sizes of one call. groups: batch · heads; padded: at least seq; width: the sum of the halves. groups, padded, rounds and
-// width are not zero.
+// Sizes of one call. groups: batch · heads; padded: at least seq; width: the sum of the halves. groups, padded, rounds
+// and width are not zero.
 struct Problem {
   std::int64_t groups;
   std::int64_t heads;

@@ -1,5 +1,5 @@
-// effexport::LSHHash on the CPU: blocks of tokens are projected by tiles of a matrix product, and every tile is searched
-// for its largest and smallest projections while it is in registers. Projections are never stored.
+// effexport::LSHHash on the CPU: blocks of tokens are projected by tiles of a matrix product, and every tile is
+// searched for its largest and smallest projections while it is in registers. Projections are never stored.
 // The instructions are chosen at run time; the file itself is compiled for the plainest processor.
 
 #include "lsh_hash/kernel.h"

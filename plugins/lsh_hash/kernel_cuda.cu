@@ -8,8 +8,8 @@
 // Every sum is in the order of the channels, by fused multiply-adds, as on a CPU with AVX2 or AVX-512: no tensor cores,
 // whose TF32 would move tokens to other buckets.
 //
-// The arguments of the kernel are inputs, int32 scalars, outputs; any grid is right. The halves of the bucket factors are
-// the last two scalars, because TensorRT passes no struct.
+// The arguments of the kernel are inputs, int32 scalars, outputs; any grid is right. The halves of the bucket factors
+// are the last two scalars, because TensorRT passes no struct.
 #include "lsh_hash/kernel.h"
 #include "native/tile.h"
 
@@ -41,7 +41,8 @@ inline __device__ void load_four(const float* from, float* to) {
   to[3] = four.w;
 }
 
-// Channels [first, first + depth) of this thread's token as a column of `tokens` [kSlice, kTokens]. row: nullptr for zeros.
+// Channels [first, first + depth) of this thread's token as a column of `tokens` [kSlice, kTokens]. row: nullptr for
+// zeros.
 template <class T>
 __device__ void load_token(const T* row, int first, int depth, int head_dim, bool aligned, float* tokens) {
   using Chunk = tile::Chunk<T>;
@@ -217,10 +218,10 @@ __device__ void hash_groups(const T* qk, const float* rotations, const bool* kee
 
 #define EFFEXPORT_LSH_HASH(dtype, T)                                                                                   \
   extern "C" __global__ void __launch_bounds__(kThreads) effexport_lsh_hash_##dtype(                                   \
-      const T* __restrict__ qk, const float* __restrict__ rotations, const bool* __restrict__ keep, std::int32_t groups, \
-      std::int32_t heads, std::int32_t seq, std::int32_t padded, std::int32_t head_dim, std::int32_t rounds,           \
-      std::int32_t width, std::int32_t hidden, std::uint32_t halves_low, std::uint32_t halves_high,                    \
-      std::int32_t* __restrict__ buckets) {                                                                            \
+      const T* __restrict__ qk, const float* __restrict__ rotations, const bool* __restrict__ keep,                    \
+      std::int32_t groups, std::int32_t heads, std::int32_t seq, std::int32_t padded, std::int32_t head_dim,           \
+      std::int32_t rounds, std::int32_t width, std::int32_t hidden, std::uint32_t halves_low,                          \
+      std::uint32_t halves_high, std::int32_t* __restrict__ buckets) {                                                 \
     hash_groups(qk, rotations, keep, groups, heads, {seq, padded, head_dim, rounds, width}, hidden,                    \
                 static_cast<std::uint64_t>(halves_high) << 32 | halves_low, buckets);                                  \
   }
@@ -243,9 +244,9 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
   if (!fit_int32({2 * items, (p.head_dim + kSlice) * (directions + kDirections)})) return cudaErrorInvalidValue;
   const std::uint64_t halves = p.halves.code();
   const cudaLaunchConfig_t launch = launch_of(items, kThreads, kSharedBytes, stream);
-  return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_lsh_hash), a.qk, a.rotations, a.keep, int32(p.groups),
-                            int32(p.heads), int32(p.seq), int32(p.padded), int32(p.head_dim), int32(p.rounds),
-                            int32(p.width), p.halves.buckets(), static_cast<std::uint32_t>(halves),
+  return cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_lsh_hash), a.qk, a.rotations, a.keep,
+                            int32(p.groups), int32(p.heads), int32(p.seq), int32(p.padded), int32(p.head_dim),
+                            int32(p.rounds), int32(p.width), p.halves.buckets(), static_cast<std::uint32_t>(halves),
                             static_cast<std::uint32_t>(halves >> 32), a.buckets);
 }
 

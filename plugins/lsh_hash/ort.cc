@@ -59,7 +59,9 @@ class Kernel : public KernelDefaults {
     const Arrays<T> arrays{input<T>(context, 0), input<float>(context, 1), input<bool>(context, 2),
                            output<std::int32_t>(context, 0, {problem.groups * problem.rounds, padded})};
     if (problem.groups == 0 || problem.rounds == 0 || padded == 0) return Ort::Status{nullptr};
-    if constexpr (kOn == Device::kCuda) return cuda_status(kName, launch_cuda(problem, arrays, context.GetGPUComputeStream()));
+    if constexpr (kOn == Device::kCuda) {
+      return cuda_status(kName, launch_cuda(problem, arrays, context.GetGPUComputeStream()));
+    }
     parallel_ranges(context, cpu_units(problem), [&](std::int64_t first, std::int64_t last) {
       const AlignedBlock workspace = aligned_block(cpu_workspace_bytes(problem));
       hash_cpu(problem, arrays, first, last, workspace.get());

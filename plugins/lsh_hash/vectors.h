@@ -3,8 +3,8 @@
 
 #include "native/products.h"
 
-// Searches the projections of kRegisters registers of tokens, which come direction by direction: round by round, factor by
-// factor. NaN is passed over.
+// Searches the projections of kRegisters registers of tokens, which come direction by direction: round by round, factor
+// by factor. NaN is passed over.
 template <int kRegisters>
 struct Search {
   Floats highest[kRegisters], lowest[kRegisters];

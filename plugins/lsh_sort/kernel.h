@@ -7,8 +7,8 @@
 
 namespace effexport::lsh_sort {
 
-// On the CPU, one row: buckets [n] → order [n], and rank [n] unless that is null. One thread; rows are independent, so callers may share them
-// out among threads, each with `cpu_workspace_bytes(num_buckets)` bytes.
+// On the CPU, one row: buckets [n] → order [n], and rank [n] unless that is null. One thread; rows are independent, so
+// callers may share them out among threads, each with `cpu_workspace_bytes(num_buckets)` bytes.
 // Returns the position of the first bucket outside [0, num_buckets), and then order and rank are undefined; or -1.
 std::int64_t sort_row_cpu(const std::int32_t* buckets, std::int64_t n, std::int64_t num_buckets, void* workspace,
                           std::int32_t* order, std::int32_t* rank);

@@ -69,8 +69,8 @@ __host__ __device__ constexpr unsigned parts_of(int rows, unsigned n, const Digi
   return wanted < tiles_of(n) ? wanted : tiles_of(n);
 }
 
-// One pass over one row: its tokens in the order of `source`, or 0 … n − 1 if that is null. Positions are unsigned: n may
-// be so large that the end of a tile is beyond 2³¹.
+// One pass over one row: its tokens in the order of `source`, or 0 … n − 1 if that is null. Positions are unsigned: n
+// may be so large that the end of a tile is beyond 2³¹.
 struct Pass {
   const std::int32_t* buckets;
   unsigned n;
@@ -202,8 +202,8 @@ __device__ void places_in_tile(const Shared& shared, int radix) {
   }
 }
 
-// Those of these lanes whose digit is the same as this one's. Ballots, because __match_any_sync takes a time that depends
-// on the digits.
+// Those of these lanes whose digit is the same as this one's. Ballots, because __match_any_sync takes a time that
+// depends on the digits.
 __device__ unsigned lanes_with(unsigned digit, unsigned lanes) {
   unsigned peers = lanes;
 #pragma unroll

@@ -36,9 +36,9 @@ struct Arrays {
 // On the CPU the work is cut into units, which are independent: callers may share them out among threads, each with
 // cpu_workspace_bytes(problem) bytes at an address that is a multiple of 64.
 //
-// Few queries of many keys are cut along the keys too. Then attend_cpu leaves `out` alone and fills `partials`, of which
-// merge_cpu makes rows [first, last) of out [groups · queries, value_dim]; cpu_partial_floats is zero otherwise. How the
-// work is cut depends on the sizes of one group alone.
+// Few queries of many keys are cut along the keys too. Then attend_cpu leaves `out` alone and fills `partials`, of
+// which merge_cpu makes rows [first, last) of out [groups · queries, value_dim]; cpu_partial_floats is zero otherwise.
+// How the work is cut depends on the sizes of one group alone.
 std::int64_t cpu_units(const Problem& problem);
 std::size_t cpu_workspace_bytes(const Problem& problem);
 std::int64_t cpu_partial_floats(const Problem& problem);
@@ -55,7 +55,8 @@ void merge_cpu(const Problem& problem, const float* partials, std::int64_t first
 bool select_cpu_instructions(const char* name);
 
 // The whole operator, in one or two launches on a stream of the current device; keys may be none. `partials` has
-// cuda_partial_floats(problem) floats there. Returns a cudaError_t: cudaErrorInvalidValue for more than 2³¹ − 1 of anything.
+// cuda_partial_floats(problem) floats there. Returns a cudaError_t: cudaErrorInvalidValue for more than 2³¹ − 1 of
+// anything.
 template <class T>
 int launch_cuda(const Problem& problem, const Arrays<T>& arrays, void* stream);
 

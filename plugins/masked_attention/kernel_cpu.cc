@@ -1,9 +1,9 @@
-// effexport::MaskedAttention on the CPU: tiles of queries over tiles of keys, with the softmax's maximum and sum carried
-// along from one tile of keys to the next (M. Milakov and N. Gimelshein, 2018; T. Dao et al., 2022). The instructions are
-// chosen at run time; the file itself is compiled for the plainest processor.
+// effexport::MaskedAttention on the CPU: tiles of queries over tiles of keys, with the softmax's maximum and sum
+// carried along from one tile of keys to the next (M. Milakov and N. Gimelshein, 2018; T. Dao et al., 2022). The
+// instructions are chosen at run time; the file itself is compiled for the plainest processor.
 //
-// A unit of work takes some tiles of queries through the keys, so that a tile of keys is transposed (a product runs along
-// keys) once for all of them. All its arrays stay in the second-level cache.
+// A unit of work takes some tiles of queries through the keys, so that a tile of keys is transposed (a product runs
+// along keys) once for all of them. All its arrays stay in the second-level cache.
 
 #include <algorithm>
 #include <cmath>
@@ -31,8 +31,8 @@ struct KeyMask {
   alignas(64) float logit[kTileKeys];
 };
 
-// A tile of queries over a tile of keys. Rows of queries, logits and context are multiples of 16 floats and begin on cache
-// lines; the number of rows is a multiple of kTileRows.
+// A tile of queries over a tile of keys. Rows of queries, logits and context are multiples of 16 floats and begin on
+// cache lines; the number of rows is a multiple of kTileRows.
 struct Tile {
   const float* queries;          // [rows, query_stride]
   std::int64_t rows;
@@ -108,7 +108,8 @@ class Unit {
  public:
   Unit(const Problem& p, const Arrays<T>& arrays, std::int64_t group, void* memory)
       : p_(p), a_(arrays), group_(group), keep_(arrays.keep + group / p.heads * p.keys),
-        sees_(std::find(keep_, keep_ + p.keys, true) != keep_ + p.keys), functions_(dispatch().selected()), w_(p, memory) {}
+        sees_(std::find(keep_, keep_ + p.keys, true) != keep_ + p.keys), functions_(dispatch().selected()),
+        w_(p, memory) {}
 
   // Queries [first, last) over keys [first_key, last_key).
   void run(std::int64_t first, std::int64_t last, std::int64_t first_key, std::int64_t last_key) {
@@ -163,8 +164,8 @@ class Unit {
     const float* values = value_rows(key, keys);
     for (std::int64_t at = 0; at < queries; at += kTileQueries) {
       const std::int64_t rows = round_up(std::min(kTileQueries, queries - at), kTileRows);
-      functions_.attend({w_.queries + at * w_.query_stride, rows, w_.query_stride, w_.transposed_keys, p_.head_dim, values,
-                         w_.value_stride, keys, all_visible ? nullptr : &w_.mask, w_.logits,
+      functions_.attend({w_.queries + at * w_.query_stride, rows, w_.query_stride, w_.transposed_keys, p_.head_dim,
+                         values, w_.value_stride, keys, all_visible ? nullptr : &w_.mask, w_.logits,
                          w_.context + at * w_.value_stride, w_.top + at, w_.sum + at, first});
     }
   }

@@ -2,7 +2,8 @@
 //
 // A block takes 64 queries of one head, 64 columns of the values and a slice of the keys through the core in
 // native/attention.h. Where keys are more than four times the queries they are cut into several slices, so that few
-// queries of many keys fill a GPU; a second launch merges what the slices give. How keys are cut depends on n and m alone.
+// queries of many keys fill a GPU; a second launch merges what the slices give. How keys are cut depends on n and m
+// alone.
 //
 // The arguments are inputs, scalars, outputs; any grid is right.
 #include "masked_attention/kernel.h"
@@ -92,8 +93,8 @@ class Source {
     highest_logits(tile)[i] = key >= keys_ ? -INFINITY : keep_[key] ? INFINITY : attention::kLowest;
   }
 
-  // fminf takes the number where the other one is NaN: so NaN stays out of sight where a key is hidden, and is infinite,
-  // which makes NaN of the softmax, where it is visible.
+  // fminf takes the number where the other one is NaN: so NaN stays out of sight where a key is hidden, and is
+  // infinite, which makes NaN of the softmax, where it is visible.
   __device__ float logit(float product, int, int tile, int i) const {
     return fminf(product * factor_, highest_logits(tile)[i]);
   }
@@ -225,7 +226,7 @@ __device__ void merge(const float* partials, const Sizes& s, T* out) {
 }  // namespace
 
 #define EFFEXPORT_MASKED_ATTENTION(dtype, T)                                                                           \
-  extern "C" __global__ void __launch_bounds__(attention::kThreads, kBlocks<T>) effexport_masked_attention_##dtype(             \
+  extern "C" __global__ void __launch_bounds__(attention::kThreads, kBlocks<T>) effexport_masked_attention_##dtype(    \
       const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const bool* __restrict__ keep,        \
       std::int32_t groups, std::int32_t heads, std::int32_t n, std::int32_t m, std::int32_t d, std::int32_t e,         \
       std::int32_t slice, float scale, std::int32_t partial, void* __restrict__ out) {                                 \
@@ -282,9 +283,9 @@ int launch_cuda(const Problem& p, const Arrays<T>& a, void* stream) {
   if (s.slices() > 0) {
     const cudaLaunchConfig_t launch = launch_of(s.jobs(), attention::kThreads, kSharedBytes<T>, stream);
     const bool partial = s.slices() > 1;
-    const cudaError_t error = cudaLaunchKernelEx(&launch, EFFEXPORT_KERNEL(T, effexport_masked_attention), a.q, a.k, a.v,
-                                                 a.keep, s.groups, s.heads, s.n, s.m, s.d, s.e, s.slice, p.scale,
-                                                 std::int32_t{partial}, partial ? static_cast<void*>(a.partials) : a.out);
+    const cudaError_t error = cudaLaunchKernelEx(
+        &launch, EFFEXPORT_KERNEL(T, effexport_masked_attention), a.q, a.k, a.v, a.keep, s.groups, s.heads, s.n, s.m,
+        s.d, s.e, s.slice, p.scale, std::int32_t{partial}, partial ? static_cast<void*>(a.partials) : a.out);
     if (error != cudaSuccess || s.slices() == 1) return error;
   }
   const cudaLaunchConfig_t launch =

@@ -41,8 +41,8 @@ class Kernel : public KernelDefaults {
     const auto [q, k, v, keep] = shapes_of<4>(context);
     if (q.size() != 4 || k.size() != 4 || v.size() != 4 || k != Shape{q[0], q[1], k[2], q[3]} ||
         v != Shape{q[0], q[1], k[2], v[3]}) {
-      return invalid("MaskedAttention: q, k and v have shapes ", shape_text(q), ", ", shape_text(k), " and ", shape_text(v),
-                     "; expected [batch, heads, n, d], [batch, heads, m, d] and [batch, heads, m, e]");
+      return invalid("MaskedAttention: q, k and v have shapes ", shape_text(q), ", ", shape_text(k), " and ",
+                     shape_text(v), "; expected [batch, heads, n, d], [batch, heads, m, d] and [batch, heads, m, e]");
     }
     if (keep != Shape{q[0], k[2]}) {
       return invalid("MaskedAttention: keep has shape ", shape_text(keep), "; expected ", shape_text({q[0], k[2]}));
@@ -51,7 +51,8 @@ class Kernel : public KernelDefaults {
     T* out = output<T>(context, 0, Shape{q[0], q[1], q[2], v[3]});
     const std::int64_t size = problem.groups * problem.queries * problem.value_dim;
     if (size == 0) return Ort::Status{nullptr};
-    Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), input<T>(context, 2), input<bool>(context, 3), out, nullptr};
+    Arrays<T> arrays{
+        input<T>(context, 0), input<T>(context, 1), input<T>(context, 2), input<bool>(context, 3), out, nullptr};
     if constexpr (kOn == Device::kCuda) {
       const Scratch partials(context, sizeof(float) * static_cast<std::size_t>(cuda_partial_floats(problem)));
       arrays.partials = static_cast<float*>(partials.get());

@@ -102,6 +102,7 @@ inline void attend(const Tile& t) {
   for (std::int64_t i = 0; i < t.rows; ++i) {
     factors[i] = weigh(t.logits + i * kTileKeys, padded, t.mask, t.top[i], t.sum[i]);
   }
-  multiply({t.logits, kTileKeys, t.values, t.value_stride, t.keys, t.context, t.value_stride, t.first ? nullptr : factors},
-           t.rows, t.value_stride);
+  multiply(
+      {t.logits, kTileKeys, t.values, t.value_stride, t.keys, t.context, t.value_stride, t.first ? nullptr : factors},
+      t.rows, t.value_stride);
 }

@@ -1,9 +1,9 @@
-// The core of every softmax attention on a GPU: a block of 128 threads computes up to 64 queries over any number of keys
-// with an online softmax. Scores and weights stay in registers.
+// The core of every softmax attention on a GPU: a block of 128 threads computes up to 64 queries over any number of
+// keys with an online softmax. Scores and weights stay in registers.
 //
-// Each of 4 warps has 16 queries. Keys and values come in tiles, one of each in shared memory: while scores are computed,
-// the values of the tile arrive, and while values are summed up, the next keys do. Queries and keys wider than 64 channels
-// come in slices of 64; values wider than 64 columns are shared out among blocks.
+// Each of 4 warps has 16 queries. Keys and values come in tiles, one of each in shared memory: while scores are
+// computed, the values of the tile arrive, and while values are summed up, the next keys do. Queries and keys wider
+// than 64 channels come in slices of 64; values wider than 64 columns are shared out among blocks.
 //
 // What differs between operators is a Source, one per block and job:
 //
@@ -11,8 +11,8 @@
 //   int queries() const;                          // at most kQueries
 //   int keys() const;                             // at least 1, the same for all threads
 //   int channels() const;                         // of queries and keys
-//   int columns() const;                          // of the values, from this block's first one; at most kWidth are used
-//   bool aligned() const;                         // whether all rows of queries, keys and values begin at multiples of 16
+//   int columns() const;                          // of the values, from this block's first one; at most kWidth used
+//   bool aligned() const;                         // whether all rows of queries, keys, values begin at multiples of 16
 //   const T* query(int row) const;                // where a query lies
 //   void prepare(int tile) const;                 // all threads: what the next three need, in shared memory
 //   tile::Row<T> key(int tile, int i) const;      // of key i < kKeys<T> of this tile of keys; or const T*
@@ -50,8 +50,8 @@ constexpr float kLowest = -3.402823466e38f;
 
 // The softmax of rows row_of(0) and row_of(1) of a block, after all keys.
 //   highest: of the logits, in base 2; kLowest if all are lower. total: Σ 2^(logit − highest).
-//   context: Σ 2^(logit − highest) · value. values[2 i] and [2 i + 1] of tile j are of row_of(i), columns column_of(j) and
-//   the next.
+//   context: Σ 2^(logit − highest) · value. values[2 i] and [2 i + 1] of tile j are of row_of(i), columns column_of(j)
+//   and the next.
 struct Softmax {
   float highest[2];
   float total[2];
@@ -91,7 +91,8 @@ __device__ void load_keys(const Source& source, const Tiles<T>& tiles, int tile,
 template <class T, int kTiles>
 __device__ void add_scores(const Tiles<T>& tiles, int channels, tile::Sums (&scores)[kTiles]) {
   // on tensor cores, a loop without end conditions is worth more than zeros that are not multiplied
-  const int depth = tile::kTensorCores<T> ? kWidth : (min(kWidth, channels) + tile::kDepth - 1) / tile::kDepth * tile::kDepth;
+  const int depth =
+      tile::kTensorCores<T> ? kWidth : (min(kWidth, channels) + tile::kDepth - 1) / tile::kDepth * tile::kDepth;
   tile::multiply_transposed(scores, tiles.queries, tile::warp() * tile::kRows, tiles.keys, 0, depth);
 }
 

@@ -1,5 +1,5 @@
-// What the CUDA kernels share: conversions of elements, and launches. EFFEXPORT_FOR_TENSORRT leaves out all host code, here
-// and at the end of every kernel_cuda.cu: NVRTC compiles none.
+// What the CUDA kernels share: conversions of elements, and launches. EFFEXPORT_FOR_TENSORRT leaves out all host code,
+// here and at the end of every kernel_cuda.cu: NVRTC compiles none.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,7 +22,8 @@ inline __device__ void narrow(float value, BFloat16& result) {
   result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 
-// How many parts of some length make up the whole, the last one perhaps shorter. parts_of is for kernels, and for any int.
+// How many parts of some length make up the whole, the last one perhaps shorter. parts_of is for kernels, and for any
+// int.
 constexpr std::int64_t parts(std::int64_t whole, std::int64_t length) { return (whole + length - 1) / length; }
 __host__ __device__ constexpr int parts_of(int whole, int length) { return whole / length + (whole % length != 0); }
 

@@ -1,6 +1,6 @@
 // Includes the file EFFEXPORT_PER_INSTRUCTION_SET once for every instruction set, in the namespaces baseline, avx2 and
-// avx512 within the current one. It sees the macros REGISTER_BYTES (size of a vector register) and REGISTERS (registers in
-// a row of a tile of a product). No include guard, because several kernels of one file may use it.
+// avx512 within the current one. It sees the macros REGISTER_BYTES (size of a vector register) and REGISTERS (registers
+// in a row of a tile of a product). No include guard, because several kernels of one file may use it.
 //
 // The rest of the file is compiled for the oldest processors; cpu_dispatch.h chooses among the sets at run time.
 

@@ -45,10 +45,11 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
   const OrtApi* api = base->GetApi(ORT_API_VERSION);
   if (api == nullptr) {
     // CreateStatus never moves within the table of the first version
-    const std::string message = std::string("the effexport kernel library was compiled for the API of ONNX Runtime 1.") +
-                                std::to_string(ORT_API_VERSION) + " and later, but this is " + base->GetVersionString() +
-                                "; upgrade onnxruntime, or build the library again with older headers "
-                                "(EFFEXPORT_ORT_INCLUDE_DIR)";
+    const std::string message =
+        std::string("the effexport kernel library was compiled for the API of ONNX Runtime 1.") +
+        std::to_string(ORT_API_VERSION) + " and later, but this is " + base->GetVersionString() +
+        "; upgrade onnxruntime, or build the library again with older headers "
+        "(EFFEXPORT_ORT_INCLUDE_DIR)";
     return base->GetApi(1)->CreateStatus(ORT_FAIL, message.c_str());
   }
   Ort::InitApi(api);

@@ -1,5 +1,5 @@
-// Shared by the operators' ort.cc: custom operators whose exceptions become statuses, shape inference, scratch memory, and
-// the distribution of work among ONNX Runtime's threads.
+// Shared by the operators' ort.cc: custom operators whose exceptions become statuses, shape inference, scratch memory,
+// and the distribution of work among ONNX Runtime's threads.
 #pragma once
 
 #include <algorithm>
@@ -33,10 +33,11 @@ namespace effexport {
 enum class Device { kCpu, kCuda };
 
 template <class T>
-constexpr ONNXTensorElementDataType kElementType = std::is_same_v<T, float>      ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
-                                                   : std::is_same_v<T, Half>     ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
-                                                   : std::is_same_v<T, BFloat16> ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16
-                                                                                 : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+constexpr ONNXTensorElementDataType kElementType =
+    std::is_same_v<T, float>      ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
+    : std::is_same_v<T, Half>     ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
+    : std::is_same_v<T, BFloat16> ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16
+                                  : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 
 // A status that says what was given and what was expected.
 template <class... Parts>
@@ -70,7 +71,8 @@ inline std::int64_t integer_attribute(const Ort::ConstKernelInfo& info, const ch
 }
 
 // A list of integers that a node must carry.
-inline std::vector<std::int64_t> integers_attribute(const Ort::ConstKernelInfo& info, const char* op, const char* name) {
+inline std::vector<std::int64_t> integers_attribute(const Ort::ConstKernelInfo& info, const char* op,
+                                                    const char* name) {
   const OrtApi& api = Ort::GetApi();
   std::size_t count = 0;
   if (!Ort::Status(api.KernelInfoGetAttributeArray_int64(info, name, nullptr, &count)).IsOK()) {
@@ -146,7 +148,9 @@ struct AttributeDim {
 inline std::int64_t inferred_attribute(OrtShapeInferContext* context, const char* name) {
   const OrtApi& api = Ort::GetApi();
   const OrtOpAttr* attribute = nullptr;  // stays the property of the context
-  if (!Ort::Status(api.ShapeInferContext_GetAttribute(context, name, &attribute)).IsOK() || attribute == nullptr) return -1;
+  if (!Ort::Status(api.ShapeInferContext_GetAttribute(context, name, &attribute)).IsOK() || attribute == nullptr) {
+    return -1;
+  }
   std::int64_t value = 0;
   std::size_t length = 0;
   return Ort::Status(api.ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof value, &length)).IsOK() ? value : -1;
@@ -246,7 +250,8 @@ class Lowest {
 };
 
 // Memory for the length of one call, on the device of the first input and there ordered by the stream of the context;
-// null for no bytes. It comes from the runtime's arena: fresh memory from the system would cost a page fault every 4 KiB.
+// null for no bytes. It comes from the runtime's arena: fresh memory from the system would cost a page fault every
+// 4 KiB.
 class Scratch {
  public:
   Scratch(const Ort::KernelContext& context, std::size_t bytes) {
@@ -300,9 +305,10 @@ inline Ort::Status cuda_status(const char* op, int error) {
 constexpr ONNXTensorElementDataType kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
 constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 
-// What most kernels have in common, as constants that a kernel may redefine: one output, required, with the shape of input 0.
-// kShapeOf is the input whose shape the outputs have, but for a last dimension from input kLastDimOf (kShapeOf if it is
-// kSame), and for one that an attribute gives. kInfersShapes: false if outputs have other shapes, known only in a run.
+// What most kernels have in common, as constants that a kernel may redefine: one output, required, with the shape of
+// input 0. kShapeOf is the input whose shape the outputs have, but for a last dimension from input kLastDimOf (kShapeOf
+// if it is kSame), and for one that an attribute gives. kInfersShapes: false if outputs have other shapes, known only
+// in a run.
 struct KernelDefaults {
   static constexpr std::size_t kSame = std::numeric_limits<std::size_t>::max();
   static constexpr std::size_t kOutputs = 1;
@@ -315,9 +321,9 @@ struct KernelDefaults {
 
 // A custom operator whose outputs have the type kElementType<Element>.
 //
-// Kernel derives from KernelDefaults and has the constants kName, kDevice and kInputTypes, an array of the inputs' element
-// types, and the type Element. It is constructible from Ort::ConstKernelInfo and throws Ort::Exception for bad attributes;
-// Ort::Status compute(Ort::KernelContext) runs it.
+// Kernel derives from KernelDefaults and has the constants kName, kDevice and kInputTypes, an array of the inputs'
+// element types, and the type Element. It is constructible from Ort::ConstKernelInfo and throws Ort::Exception for bad
+// attributes; Ort::Status compute(Ort::KernelContext) runs it.
 template <class Kernel>
 struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithStatus=*/true> {
   CustomOp() {
@@ -326,8 +332,8 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
         if (!Kernel::kInfersShapes) return Ort::Status{nullptr};
         for (std::size_t i = 0; i < Kernel::kOutputs; ++i) {
           constexpr bool kAllOfOne = Kernel::kLastDimOf == Kernel::kSame;
-          pass_shape_on(context, Kernel::kShapeOf, kAllOfOne ? Kernel::kShapeOf : Kernel::kLastDimOf, Kernel::kAttributeDim,
-                        i);
+          pass_shape_on(context, Kernel::kShapeOf, kAllOfOne ? Kernel::kShapeOf : Kernel::kLastDimOf,
+                        Kernel::kAttributeDim, i);
         }
         return Ort::Status{nullptr};
       });

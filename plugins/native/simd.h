@@ -1,5 +1,5 @@
-// Vectors of floats for the CPU kernels. Compiled once for every instruction set (see instruction_sets.h), hence without
-// an include guard. The including file has <algorithm>, <cstdint> and <cstring>.
+// Vectors of floats for the CPU kernels. Compiled once for every instruction set (see instruction_sets.h), hence
+// without an include guard. The including file has <algorithm>, <cstdint> and <cstring>.
 
 template <class Scalar, int kBytes = REGISTER_BYTES>
 struct VectorOf {

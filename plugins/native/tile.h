@@ -116,12 +116,13 @@ struct Row {
 
   // Where an element lies. Not pointer arithmetic, which nullptr does not have.
   __device__ const T* at(int index) const {
-    return reinterpret_cast<const T*>(reinterpret_cast<std::uintptr_t>(elements) + sizeof(T) * static_cast<unsigned>(index));
+    return reinterpret_cast<const T*>(reinterpret_cast<std::uintptr_t>(elements) +
+                                      sizeof(T) * static_cast<unsigned>(index));
   }
 };
 
-// Starts to fill rows [0, rows) of a tile. row_of(i): where `columns` elements of row i are in global memory, a Row or a
-// pointer. All kThreads of the block call it.
+// Starts to fill rows [0, rows) of a tile. row_of(i): where `columns` elements of row i are in global memory, a Row or
+// a pointer. All kThreads of the block call it.
 template <int kThreads, class T, int kWidth, class RowOf>
 __device__ void load_tile(const Tile<T, kWidth>& to, int rows, int columns, bool aligned, const RowOf& row_of) {
   using Target = Tile<T, kWidth>;
@@ -287,7 +288,8 @@ struct Pairs {
 
   // Of columns [8 j, 8 j + 8) of row first + i, where first is a multiple of 8 and i less than that.
   __device__ void load(int first, int i, int j, float (&values)[2]) const {
-    const T* const elements = own[i & kLow] + first * kWidth + i * kWidth + (j * kChunksOfTile ^ (i & ~kLow)) * kPerChunk;
+    const T* const elements =
+        own[i & kLow] + first * kWidth + i * kWidth + (j * kChunksOfTile ^ (i & ~kLow)) * kPerChunk;
     values[0] = widen(elements[0]);
     values[1] = widen(elements[1]);
   }
@@ -300,8 +302,8 @@ inline __device__ void add_products(Sums& sums, const float (&left)[2], const fl
   sums.values[3] = fmaf(left[1], right[1], sums.values[3]);
 }
 
-// Left rows [row, row + 16) · right rows [right_row, right_row + 8 kTiles), transposed; over columns [0, depth) of both,
-// where depth is a multiple of 16. As queries · keysᵀ.
+// Left rows [row, row + 16) · right rows [right_row, right_row + 8 kTiles), transposed; over columns [0, depth) of
+// both, where depth is a multiple of 16. As queries · keysᵀ.
 template <int kTiles, class T, int kLeftWidth, int kRightWidth>
 __device__ void multiply_transposed(Sums (&sums)[kTiles], const Tile<T, kLeftWidth>& left, int row,
                                     const Tile<T, kRightWidth>& right, int right_row, int depth) {
@@ -334,8 +336,8 @@ __device__ void multiply_transposed(Sums (&sums)[kTiles], const Tile<T, kLeftWid
   }
 }
 
-// Left rows [row, row + 16) · right rows [right_row, right_row + depth), over columns [0, depth) of left, where depth is
-// a multiple of 16, and right_row of 8; columns [0, 8 kTiles) of right.
+// Left rows [row, row + 16) · right rows [right_row, right_row + depth), over columns [0, depth) of left, where depth
+// is a multiple of 16, and right_row of 8; columns [0, 8 kTiles) of right.
 template <int kTiles, class T, int kLeftWidth, int kRightWidth, class Also = Nothing>
 __device__ void multiply(Sums (&sums)[kTiles], const Tile<T, kLeftWidth>& left, int row,
                          const Tile<T, kRightWidth>& right, int right_row, int depth, Also&& also = {}) {
@@ -421,8 +423,8 @@ __device__ void multiply_left_transposed(Sums (&sums)[kTiles], const Tile<T, kLe
   }
 }
 
-// Weights [16, 8 kWeights], sums of an earlier product, · right rows [right_row, right_row + 8 kWeights), where right_row
-// is a multiple of 8; columns [0, 8 kTiles). On tensor cores the weights are rounded to T.
+// Weights [16, 8 kWeights], sums of an earlier product, · right rows [right_row, right_row + 8 kWeights), where
+// right_row is a multiple of 8; columns [0, 8 kTiles). On tensor cores the weights are rounded to T.
 template <int kTiles, class T, int kWeights, int kRightWidth, class Also = Nothing>
 __device__ void multiply_weights(Sums (&sums)[kTiles], const Sums (&weights)[kWeights],
                                  const Tile<T, kRightWidth>& right, int right_row, Also&& also = {}) {

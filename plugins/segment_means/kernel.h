@@ -26,7 +26,8 @@ struct Arrays {
   T* means;
 };
 
-// On the CPU a unit of work is one segment of one group. Units are independent: callers may share them out among threads.
+// On the CPU a unit of work is one segment of one group. Units are independent: callers may share them out among
+// threads.
 std::int64_t cpu_units(const Problem& problem);
 
 template <class T>

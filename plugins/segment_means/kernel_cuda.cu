@@ -144,11 +144,11 @@ __device__ void means_of_segments(const T* x, const bool* keep, int groups, int 
 
 }  // namespace
 
-#define EFFEXPORT_SEGMENT_MEANS(dtype, T)                                                                             \
-  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) effexport_segment_means_##dtype(                    \
-      const T* __restrict__ x, const bool* __restrict__ keep, std::int32_t groups, std::int32_t heads, std::int32_t seq, \
-      std::int32_t channels, std::int32_t segments, T* __restrict__ means) {                                          \
-    means_of_segments(x, keep, groups, heads, seq, channels, segments, means);                                        \
+#define EFFEXPORT_SEGMENT_MEANS(dtype, T)                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) effexport_segment_means_##dtype(                     \
+      const T* __restrict__ x, const bool* __restrict__ keep, std::int32_t groups, std::int32_t heads,                 \
+      std::int32_t seq, std::int32_t channels, std::int32_t segments, T* __restrict__ means) {                         \
+    means_of_segments(x, keep, groups, heads, seq, channels, segments, means);                                         \
   }
 
 EFFEXPORT_SEGMENT_MEANS(float32, float)

@@ -32,7 +32,9 @@ class Kernel : public KernelDefaults {
     const Arrays<T> arrays{input<T>(context, 0), input<bool>(context, 1),
                            output<T>(context, 0, {x[0], x[1], segments_, x[3]})};
     if (problem.groups == 0 || problem.channels == 0) return Ort::Status{nullptr};
-    if constexpr (kOn == Device::kCuda) return cuda_status(kName, launch_cuda(problem, arrays, context.GetGPUComputeStream()));
+    if constexpr (kOn == Device::kCuda) {
+      return cuda_status(kName, launch_cuda(problem, arrays, context.GetGPUComputeStream()));
+    }
     parallel_ranges(context, cpu_units(problem), [&](std::int64_t first, std::int64_t last) {
       means_cpu(problem, arrays, first, last);
     });

@@ -1,8 +1,8 @@
 // effexport::SequenceConv on the CPU: for every tile of tokens and channels, kept in registers, all taps are summed up.
 // The instructions are chosen at run time; the file itself is compiled for the plainest processor.
 //
-// A unit of work is a run of neighbouring tokens. Rows of x are reached through a table of pointers: a row of zeros stands
-// for hidden tokens and for those beyond the ends, so that nothing is copied to be masked or padded.
+// A unit of work is a run of neighbouring tokens. Rows of x are reached through a table of pointers: a row of zeros
+// stands for hidden tokens and for those beyond the ends, so that nothing is copied to be masked or padded.
 
 #include <algorithm>
 #include <type_traits>
@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::int64_t kUnitTokens = 252;  // a multiple of the tokens of a tile
 
-// out[t, c] = Σ_j weight[j] rows[t + j][c] for t < tokens. Rows are `stride` floats, a multiple of 16; those of out begin
-// on cache lines.
+// out[t, c] = Σ_j weight[j] rows[t + j][c] for t < tokens. Rows are `stride` floats, a multiple of 16; those of out
+// begin on cache lines.
 struct Sums {
   const float* const* rows;
   const float* weight;

@@ -196,8 +196,8 @@ __device__ void convolve(const T* x, const T* weight, const bool* keep, const T*
 #define EFFEXPORT_SEQUENCE_CONV(dtype, T)                                                                              \
   extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) effexport_sequence_conv_##dtype(                     \
       const T* __restrict__ x, const T* __restrict__ weight, const bool* __restrict__ keep,                            \
-      const T* __restrict__ residual, std::int32_t groups, std::int32_t heads, std::int32_t seq, std::int32_t channels, \
-      std::int32_t taps, T* __restrict__ out) {                                                                        \
+      const T* __restrict__ residual, std::int32_t groups, std::int32_t heads, std::int32_t seq,                       \
+      std::int32_t channels, std::int32_t taps, T* __restrict__ out) {                                                 \
     convolve(x, weight, keep, residual, groups, heads, seq, channels, taps, out);                                      \
   }
 

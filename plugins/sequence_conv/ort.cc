@@ -43,7 +43,9 @@ class Kernel : public KernelDefaults {
     const Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), input<bool>(context, 2), input<T>(context, 3),
                            output<T>(context, 0, x)};
     if (problem.groups == 0 || problem.seq == 0 || problem.channels == 0) return Ort::Status{nullptr};
-    if constexpr (kOn == Device::kCuda) return cuda_status(kName, launch_cuda(problem, arrays, context.GetGPUComputeStream()));
+    if constexpr (kOn == Device::kCuda) {
+      return cuda_status(kName, launch_cuda(problem, arrays, context.GetGPUComputeStream()));
+    }
     return convolve_on_cpu(context, problem, arrays);
   }
 };

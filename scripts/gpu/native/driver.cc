@@ -2,11 +2,11 @@
 //
 //   driver LIBRARY CALLS [MOST_BLOCKS]
 //
-// CALLS, in the byte order of this machine, is a sequence of calls as gpu/calls.py writes them: int64 length and text of
-// the operator's name; the same of the case's; int64 dtype; int64 count and int64 sizes; int64 count and double numbers;
-// int64 count of inputs, each int64 bytes and content; int64 count of outputs, each int64 bytes. Every array has memory
-// of its own, of its exact size, and outputs and scratch memory are left as they were allocated. Every call is printed
-// before it runs. MOST_BLOCKS: larger grids are cut down to it. Exits with 1 and one line after a failure.
+// CALLS, in the byte order of this machine, is a sequence of calls as gpu/calls.py writes them: int64 length and text
+// of the operator's name; the same of the case's; int64 dtype; int64 count and int64 sizes; int64 count and double
+// numbers; int64 count of inputs, each int64 bytes and content; int64 count of outputs, each int64 bytes. Every array
+// has memory of its own, of its exact size, and outputs and scratch memory are left as they were allocated. Every call
+// is printed before it runs. MOST_BLOCKS: larger grids are cut down to it. Exits with 1 and one line after a failure.
 #include <dlfcn.h>
 
 #include <cstdint>

@@ -7,7 +7,8 @@
 // copies poison their target and arrive when their thread waits for them, and no sooner. Products of matrices are exact
 // sums, rounded once; a GPU rounds more often, and with `truncate` so does the emulation.
 //
-// EFFEXPORT_EMULATED is the architecture to emulate, as __CUDA_ARCH__ counts: 800 unless the compiler is told otherwise.
+// EFFEXPORT_EMULATED is the architecture to emulate, as __CUDA_ARCH__ counts: 800 unless the compiler is told
+// otherwise.
 //
 // What a passing test shows: the logic and the indexing; that all threads of a block reach the same barriers, and all
 // lanes the same warp operations; that the barriers suffice under the schedules that were tried, which change
@@ -464,9 +465,9 @@ inline void load_transposed(std::uint32_t (&result)[4], const void* row, int lin
   for (int i = 0; i < 4; ++i) result[i] = element(rows, i, first, group) | element(rows, i, first + 1, group) << 16;
 }
 
-// sum + products. Tensor cores align all of them to the largest, cut off what lies below its bits, and cut the result to
-// float32: at least 24 bits, of 4, 8 or 16 products at a time (Fasi et al., "Numerical behavior of NVIDIA tensor cores",
-// 2021). This takes the least of each.
+// sum + products. Tensor cores align all of them to the largest, cut off what lies below its bits, and cut the result
+// to float32: at least 24 bits, of 4, 8 or 16 products at a time (Fasi et al., "Numerical behavior of NVIDIA tensor
+// cores", 2021). This takes the least of each.
 inline float truncated_sum(double sum, const double (&products)[16]) {
   constexpr int kAtATime = 4, kBits = 24;
   for (int first = 0; first < 16; first += kAtATime) {

@@ -71,8 +71,8 @@ void check_aft(const char* instructions, std::size_t rows, std::size_t channels,
       const double expected = (d > 0 ? n / d : 0.0) / (1 + std::exp(-at(inputs.q, row)));
       const double error = std::abs(at(out, row) - expected);
       if (!(error <= tolerance * largest)) {
-        return fail("aft %s rows=%zu channels=%zu: error %g at row %zu, channel %zu", instructions, rows, channels, error,
-                    row, channel);
+        return fail("aft %s rows=%zu channels=%zu: error %g at row %zu, channel %zu", instructions, rows, channels,
+                    error, row, channel);
       }
     }
   }
@@ -132,7 +132,10 @@ void check_aft_rounding(const char* instructions) {
     const bool nan = std::isnan(contexts[i]);
     const bool right = nan ? std::isnan(effexport::to_float(out[i]))
                            : out[i].bits == effexport::from_float<T>(contexts[i]).bits;
-    if (!right) return fail("aft %s: %g is rounded to bits %04x", instructions, static_cast<double>(contexts[i]), unsigned{out[i].bits});
+    if (!right) {
+      return fail("aft %s: %g is rounded to bits %04x", instructions, static_cast<double>(contexts[i]),
+                  unsigned{out[i].bits});
+    }
   }
 }
 

@@ -6,7 +6,8 @@ namespace {
 
 using namespace effexport::aft_window_attention;
 
-// Random inputs of one call. A third of the tokens is padding that holds NaN; with several samples, all of the last one.
+// Random inputs of one call. A third of the tokens is padding that holds NaN; with several samples, all of the last
+// one.
 template <class T>
 struct WindowInputs {
   Problem problem;

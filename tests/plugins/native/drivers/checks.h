@@ -52,7 +52,8 @@ inline std::unique_ptr<bool[]> random_mask(std::int64_t samples, std::int64_t co
 
 template <class T>
 std::vector<T> poisoned(std::int64_t count) {
-  return std::vector<T>(static_cast<std::size_t>(count), effexport::from_float<T>(std::numeric_limits<float>::quiet_NaN()));
+  return std::vector<T>(static_cast<std::size_t>(count),
+                        effexport::from_float<T>(std::numeric_limits<float>::quiet_NaN()));
 }
 
 // Calls body(instructions) with each of the instruction sets that this machine has, and prints which.

@@ -19,11 +19,14 @@ void check_rounding(const char* type, std::uint16_t infinity) {
                        back(middle) == (bits % 2 ? next : bits) &&
                        back(std::nextafter(middle, 0.0f)) == bits &&
                        back(std::nextafter(middle, std::numeric_limits<float>::infinity())) == next;
-    if (!right) return fail("%s: %g (bits %04x) is not rounded to nearest even", type, static_cast<double>(value), bits);
+    if (!right) {
+      return fail("%s: %g (bits %04x) is not rounded to nearest even", type, static_cast<double>(value), bits);
+    }
   }
   const float huge = std::numeric_limits<float>::infinity();
-  const bool special = back(huge) == infinity && effexport::to_float(T{infinity}) == huge &&
-                       std::isnan(effexport::to_float(effexport::from_float<T>(std::numeric_limits<float>::quiet_NaN())));
+  const bool special =
+      back(huge) == infinity && effexport::to_float(T{infinity}) == huge &&
+      std::isnan(effexport::to_float(effexport::from_float<T>(std::numeric_limits<float>::quiet_NaN())));
   if (!special) fail("%s: infinity or NaN does not survive", type);
 }
 

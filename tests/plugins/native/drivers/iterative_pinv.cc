@@ -88,12 +88,13 @@ void check_same_bits() {
 
 void check_iterative_pinv() {
   check_same_bits();
-  with_each_instruction_set("iterative_pinv", effexport::iterative_pinv::select_cpu_instructions, [](const char* instructions) {
-    for (std::size_t m : {1, 2, 3, 4, 5, 15, 16, 17, 31, 47, 48, 49, 63, 64, 65, 100, 128, 129, 200}) {
-      check_pinv<float>(instructions, m, 1e-5);
-      // results are rounded to 11 and 8 bits of an element that is at most the largest
-      check_pinv<effexport::Half>(instructions, m, 1.0 / 2048 + 1e-5);
-      check_pinv<effexport::BFloat16>(instructions, m, 1.0 / 256 + 1e-5);
-    }
-  });
+  with_each_instruction_set(
+      "iterative_pinv", effexport::iterative_pinv::select_cpu_instructions, [](const char* instructions) {
+        for (std::size_t m : {1, 2, 3, 4, 5, 15, 16, 17, 31, 47, 48, 49, 63, 64, 65, 100, 128, 129, 200}) {
+          check_pinv<float>(instructions, m, 1e-5);
+          // results are rounded to 11 and 8 bits of an element that is at most the largest
+          check_pinv<effexport::Half>(instructions, m, 1.0 / 2048 + 1e-5);
+          check_pinv<effexport::BFloat16>(instructions, m, 1.0 / 256 + 1e-5);
+        }
+      });
 }

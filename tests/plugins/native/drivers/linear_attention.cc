@@ -33,7 +33,8 @@ struct AttentionCase {
 
   effexport::linear_attention::Arrays<T> arrays() {
     const auto size = [](std::size_t value) { return static_cast<std::int64_t>(value); };
-    return {q.data(), k.data(), v.data(), keep.data(), out.data(), 2, 2, size(seq), size(head_dim), size(value_dim), 1e-6f};
+    return {q.data(), k.data(),  v.data(),       keep.data(),     out.data(), 2,
+            2,        size(seq), size(head_dim), size(value_dim), 1e-6f};
   }
 
   // Largest difference from the formula in double, as a share of the largest value; NaN wins.
@@ -138,10 +139,13 @@ void check_attention_reads_every_half(const char* instructions) {
   using namespace effexport::linear_attention;
   constexpr std::int64_t count = 0x7c00;
   std::vector<effexport::Half> zero(2 * count), v(2 * count), out(2 * count);
-  for (std::size_t i = 0; i < v.size(); ++i) v[i].bits = static_cast<std::uint16_t>(i < count ? i : 0x8000u + i - count);
+  for (std::size_t i = 0; i < v.size(); ++i) {
+    v[i].bits = static_cast<std::uint16_t>(i < count ? i : 0x8000u + i - count);
+  }
   std::vector<std::uint8_t> keep(v.size(), 1);
   // φ(0) = 1: a head of one position returns its value
-  const Arrays<effexport::Half> x{zero.data(), zero.data(), v.data(), keep.data(), out.data(), 2 * count, 1, 1, 1, 1, 0.0f};
+  const Arrays<effexport::Half> x{zero.data(), zero.data(), v.data(), keep.data(), out.data(), 2 * count,
+                                  1,           1,           1,        1,           0.0f};
   const auto workspace = aligned_block(cpu_workspace_bytes(1, 1));
   for (std::int64_t head = 0; head < 2 * count; ++head) {
     causal_head_cpu(x, head, workspace.get());

@@ -60,7 +60,8 @@ std::vector<double> attend(const Problem& p, const AttentionInputs& x) {
       }
     }
     for (std::int64_t i = 0; i < p.seq * p.value_dim; ++i) {
-      out[static_cast<std::size_t>(group * p.seq * p.value_dim + i)] /= total[static_cast<std::size_t>(i / p.value_dim)];
+      out[static_cast<std::size_t>(group * p.seq * p.value_dim + i)] /=
+          total[static_cast<std::size_t>(i / p.value_dim)];
     }
   }
   return out;

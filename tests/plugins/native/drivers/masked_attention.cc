@@ -5,7 +5,8 @@
 namespace {
 
 template <class T>
-void check_attention(const char* instructions, std::int64_t n, std::int64_t m, std::int64_t d, std::int64_t e, double tolerance) {
+void check_attention(const char* instructions, std::int64_t n, std::int64_t m, std::int64_t d, std::int64_t e,
+                     double tolerance) {
   namespace op = effexport::masked_attention;
   constexpr std::int64_t samples = 2, heads = 2, groups = samples * heads;
   const op::Problem problem{groups, heads, n, m, d, e, 0.37f};
@@ -34,7 +35,9 @@ void check_attention(const char* instructions, std::int64_t n, std::int64_t m, s
     double top = -std::numeric_limits<double>::infinity(), total = 0;
     for (std::int64_t j = 0; j < m; ++j) {
       double& logit = logits[static_cast<std::size_t>(j)];
-      for (std::int64_t c = 0; c < d && !nothing; ++c) logit += 0.37 * at(q, row * d + c) * at(k, (group * m + j) * d + c);
+      for (std::int64_t c = 0; c < d && !nothing; ++c) {
+        logit += 0.37 * at(q, row * d + c) * at(k, (group * m + j) * d + c);
+      }
       if (!seen[j] && !nothing) logit = -std::numeric_limits<double>::infinity();
       top = std::max(top, logit);
     }

@@ -1,5 +1,5 @@
-// What the libraries of emulated kernels share: every operator's CUDA kernels, compiled for the CPU (see cuda_on_cpu.h),
-// are a library of their own with the functions that the tests call.
+// What the libraries of emulated kernels share: every operator's CUDA kernels, compiled for the CPU (see
+// cuda_on_cpu.h), are a library of their own with the functions that the tests call.
 #pragma once
 
 #include "cuda_on_cpu.h"

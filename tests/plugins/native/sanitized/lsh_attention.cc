@@ -19,7 +19,8 @@ void attend(std::int64_t seq, std::int64_t chunk_length, std::int64_t head_dim, 
   }
   const auto keep = std::make_unique<bool[]>(static_cast<std::size_t>(batch * seq));
   for (std::int64_t i = 0; i < batch * seq; ++i) keep[static_cast<std::size_t>(i)] = i % seq < seq - seq / 4;
-  std::vector<unsigned char> scratch(effexport::lsh_attention::cuda_scratch_bytes<T>(attention_problem(sizes)), kPoison);
+  std::vector<unsigned char> scratch(effexport::lsh_attention::cuda_scratch_bytes<T>(attention_problem(sizes)),
+                                     kPoison);
   std::memset(static_cast<void*>(out.data()), kPoison, out.size() * sizeof(T));
   const int error =
       run_lsh_attention<T>(sizes, qk.data(), v.data(), order.data(), keep.get(), scratch.data(), out.data());

@@ -1,5 +1,5 @@
-// Programs for AddressSanitizer and UndefinedBehaviorSanitizer: the emulated kernels of one operator on arrays of exactly
-// the size they may touch. They only have to end without a complaint; the tests compare results elsewhere.
+// Programs for AddressSanitizer and UndefinedBehaviorSanitizer: the emulated kernels of one operator on arrays of
+// exactly the size they may touch. They only have to end without a complaint; the tests compare results elsewhere.
 #pragma once
 
 #include <cstdint>
