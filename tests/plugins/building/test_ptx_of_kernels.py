@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from cuda_kernels import ENTRIES, assert_products_are_exact
+from cuda_kernels import ENTRIES, assert_arithmetic_is_exact
 from kernel_ptx import assembled, bodies_of, entries_of, ptx_by_nvcc, ptx_by_nvrtc
 
+from effexport.plugins.building import ptx, sources
 from effexport.plugins.building.ptx_target import ARCHITECTURES, MAX_ISA, isa_of, ptx_architecture
 from effexport.plugins.ops import OPS, Op
 
@@ -38,9 +39,36 @@ def test_every_entry_takes_pointers_and_words_of_32_bits(op: Op, architecture: i
     assert isa_of(text) <= MAX_ISA
     assert entries_of(text) == entries_expected(op)
     assert {parameter for types in entries_of(text).values() for parameter in types} <= {"u64", "u32", "f32"}
-    assert_products_are_exact(text)
+    assert_arithmetic_is_exact(text)
     # SM 90 alone has wgmma, and TensorRT does not support cooperative or cluster launches
     assert not re.search(r"\b(wgmma|cluster|grid)\b", text)
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "div.full.f32",
+        "div.approx.ftz.f32",
+        "mul.ftz.f32",
+        "fma.rn.ftz.f32",
+        "rsqrt.approx.f32",
+        "ex2.approx.f32",
+        "cvt.rna.tf32.f32",
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32",
+    ],
+)
+def test_an_instruction_that_rounds_more_is_found(instruction: str) -> None:
+    exact = "ex2.approx.ftz.f32 %f2, %f1; div.rn.f32 %f3, %f1, %f2; fma.rn.f32 %f4, %f1, %f2, %f3;"
+    assert_arithmetic_is_exact(exact)
+    with pytest.raises(AssertionError, match=re.escape(instruction)):
+        assert_arithmetic_is_exact(f"{exact}\n\t{instruction} %f5, %f1, %f2;")
+
+
+def test_a_kernel_that_is_compiled_with_fast_math_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-use_fast_math")
+    compiler = ptx.find_ptx_compiler()
+    with pytest.raises(AssertionError, match=r"div\.approx\.ftz\.f32"):
+        assert_arithmetic_is_exact(compiler.compile(sources.FOLDER / OPS["SegmentMeans"].cuda_source, 80))
 
 
 @every_op
