@@ -162,7 +162,7 @@ def refit(
     then stays as it is.
     """
     from effexport.artifact import open_artifact
-    from effexport.build import artifact_from_spec
+    from effexport.build import artifact_from_refit
     from effexport.environment import require_torch
     from effexport.refit_request import RefitRequest
 
@@ -176,18 +176,7 @@ def refit(
             optional_path("output", output),
             force,
         )
-        source, engines, notes = request.resolve()
-        refitted, found = artifact_from_spec(
-            request.artifact.spec,
-            request.place,
-            source=source,
-            engines=engines,
-            notes=notes,
-            settings=settings,
-            force=request.replaces,
-            previous=request.artifact,
-            on_stage=on_stage,
-        )
+        refitted, found = artifact_from_refit(request, settings=settings, on_stage=on_stage)
     return BuildResult(refitted, found)
 
 

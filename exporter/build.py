@@ -51,7 +51,7 @@ from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
 from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decoder
 from effexport.proof.verify_engine import verify_decode_engines_if_possible, verify_engine_if_possible
-from effexport.refit_request import refit_note
+from effexport.refit_request import RefitRequest, refit_note
 from effexport.report.compare import Side
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
 from effexport.report.rendering.html import html_from_report
@@ -214,6 +214,32 @@ def artifact_from_spec(
         (folder / REPORT_HTML).write_text(page, encoding="utf-8")
         write_manifest(folder, manifest_from_report(report, spec, build.hashes, digest))
     return open_artifact(output), report
+
+
+def artifact_from_refit(
+    request: RefitRequest,
+    *,
+    settings: OrtSettings | None = None,
+    on_stage: Callable[[str], None] = lambda name: None,
+    on_progress: OnProgress = lambda phase, share: None,
+) -> tuple[Artifact, Report]:
+    """Put other weights into an artifact, with the checks of a build; its folder changes only if all have passed.
+
+    Arguments, results and errors as for `artifact_from_spec`; also raises as `RefitRequest.resolve`.
+    """
+    source, engines, notes = request.resolve()
+    return artifact_from_spec(
+        request.artifact.spec,
+        request.place,
+        source=source,
+        engines=engines,
+        notes=notes,
+        settings=settings,
+        force=request.replaces,
+        previous=request.artifact,
+        on_stage=on_stage,
+        on_progress=on_progress,
+    )
 
 
 def write_graphs(build: Build) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -9,7 +11,9 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,12 +87,30 @@ def kernel_library_version() -> str | None:
 
 def require_build() -> None:
     """Raise UserError unless everything that a build needs is installed and can be imported."""
-    for package in PACKAGES:
-        if package.extra in ("", TORCH.extra):
-            found = examine(package)
-            if found["problem"]:
-                what = f"{package.module}, needed to {package.purpose}: {found['problem']}"
-                raise UserError(f"{what}; {'repeat' if found['version'] else 'add'} it with: {found['remedy']}")
+    with without_garbage_collection():
+        examined = [(p, examine(p)) for p in PACKAGES if p.extra in ("", TORCH.extra)]
+    for package, found in examined:
+        if found["problem"]:
+            what = f"{package.module}, needed to {package.purpose}: {found['problem']}"
+            raise UserError(f"{what}; {'repeat' if found['version'] else 'add'} it with: {found['remedy']}")
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Import PyTorch in the block without searching for garbage, in it and, among what it imported, later.
+
+    There is none, and searching a million objects several times takes a fourth of the import. A program that has
+    loaded PyTorch already decides about its garbage itself.
+    """
+    if TORCH.module in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def require_torch(what: str) -> None:

@@ -107,6 +107,15 @@ class AttentionLayer(nn.Module):
         self.spec = spec
         self.out = nn.Linear(inner_dim, spec.dim, bias=spec.bias)
 
+    @property
+    def calls_operators(self) -> bool:
+        """Whether `mix` calls also those operators of `effexport.plugins` that are a part of the unfused formulas.
+
+        They become nodes of a graph, have kernels, or gradients of their own. Where none of this matters, the same
+        code is called directly: the first operator that a process calls has PyTorch load its compiler, for a second.
+        """
+        return self.fused or torch.compiler.is_compiling() or torch.is_grad_enabled()
+
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """hidden_states [batch, seq, dim]; attention_mask [batch, seq], 1 = keep. Returns [batch, seq, dim]."""
         keep = keep_from_mask(hidden_states, attention_mask)

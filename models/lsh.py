@@ -15,7 +15,7 @@ from effexport.models.look_around import chunk_count, look_around, window_attent
 from effexport.models.spec import LSHSpec
 from effexport.plugins.lsh_attention.op import lsh_attention
 from effexport.plugins.lsh_hash.op import lsh_hash
-from effexport.plugins.lsh_sort.op import lsh_sort
+from effexport.plugins.lsh_sort.op import lsh_sort, sorted_rows
 
 
 class LSHAttention(AttentionLayer):
@@ -50,7 +50,8 @@ class LSHAttention(AttentionLayer):
         padded_len = chunks * spec.chunk_length
         pad = padded_len - seq_len
         rounded = spec.mask_constants == "hf"
-        order, rank = lsh_sort(self.hash(qk, keep, self.fused), spec.total_buckets + 1)
+        sort = lsh_sort if self.calls_operators else sorted_rows
+        order, rank = sort(self.hash(qk, keep, self.fused), spec.total_buckets + 1)
         if self.fused:
             around = (spec.num_chunks_before, spec.num_chunks_after)
             fused: Tensor = lsh_attention(

@@ -17,6 +17,7 @@ from effexport.models.softmax import softmax_attention
 from effexport.models.spec import NystromSpec
 from effexport.models.validation import SpecError
 from effexport.plugins.iterative_pinv.op import iterative_pinv
+from effexport.plugins.iterative_pinv.op import reference as plain_iterative_pinv
 from effexport.plugins.masked_attention.op import masked_attention
 from effexport.plugins.segment_means.op import segment_means
 from effexport.plugins.sequence_conv.op import sequence_conv
@@ -105,7 +106,8 @@ class NystromAttention(MultiHeadAttention):
         # a sample without any kept token has A = 0: keep 0 / 0 out of it
         scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
         matrices = kernel_a.reshape(batch * heads, landmarks, landmarks)
-        inverse = iterative_pinv(matrices, scale.reshape(batch * heads, 1, 1), self.spec.pinv_iterations)
+        inverted = iterative_pinv if self.calls_operators else plain_iterative_pinv
+        inverse = inverted(matrices, scale.reshape(batch * heads, 1, 1), self.spec.pinv_iterations)
         return torch.reshape(inverse, (batch, heads, landmarks, landmarks))
 
     def fixed_segment_means(self, x: Tensor) -> Tensor:

@@ -71,25 +71,12 @@ def command(
     require_torch("effexport refit")
     settings = settings_from_options(runtime, implementation, device)
     from effexport.artifact import open_artifact
+    from effexport.build import artifact_from_refit
     from effexport.refit_request import RefitRequest
 
     request = RefitRequest(open_artifact(artifact), weights, checkpoint, output, force)
-    source, engines, notes = request.resolve()
-    from effexport.build import artifact_from_spec
-
     with stage_progress(stderr_console()) as progress:
-        refitted, report = artifact_from_spec(
-            request.artifact.spec,
-            request.place,
-            source=source,
-            engines=engines,
-            notes=notes,
-            settings=settings,
-            force=request.replaces,
-            previous=request.artifact,
-            on_stage=progress,
-            on_progress=progress.step,
-        )
+        refitted, report = artifact_from_refit(request, settings=settings, on_stage=progress, on_progress=progress.step)
     if as_json:
         import msgspec
 

@@ -65,9 +65,17 @@ class ModelCandidate(RunnerCandidate):
     def __init__(self, path: Path, hashes: Sequence[str], limits: FeedLimits, open_model: OpenModel) -> None:
         load_graph(path)
         runner = open_model(path, limits, None)
-        values = hash_values(path, hashes)
-        given = open_model(with_given_buckets(path, values), limits, path.parent.resolve()) if values else None
-        super().__init__(runner, given, hashes, values)
+        super().__init__(runner, *opened_with_buckets(path, hashes, limits, open_model))
+
+
+def opened_with_buckets(
+    path: Path, hashes: Sequence[str], limits: FeedLimits, open_model: OpenModel
+) -> tuple[Runner | None, Sequence[str], Sequence[str]]:
+    """The runner of a model file that reads its buckets as inputs, None if it does not hash; `hashes`; and their names
+    in the model."""
+    values = hash_values(path, hashes)
+    given = open_model(with_given_buckets(path, values), limits, path.parent.resolve()) if values else None
+    return given, hashes, values
 
 
 def open_in_ort(settings: OrtSettings | None) -> OpenModel:

@@ -94,7 +94,16 @@ class Float64Module:
         )
 
 
-class PeakMemory(TorchDispatchMode):
+class Observer(TorchDispatchMode):
+    """Sees every operator that PyTorch computes in a `with` block."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # PyTorch would load its compiler, for a second, to keep it out of code that is not compiled anyway
+        return False
+
+
+class PeakMemory(Observer):
     """Measures the largest total size of the tensors that live at the same time, of those made in a `with` block."""
 
     def __init__(self) -> None:
@@ -114,7 +123,7 @@ class PeakMemory(TorchDispatchMode):
         return result
 
 
-class RoundingOperators(TorchDispatchMode):
+class RoundingOperators(Observer):
     """Collects the operators that compute floating-point numbers in less than float64 in a `with` block."""
 
     def __init__(self) -> None:

@@ -40,8 +40,7 @@ def reference(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
     return order.to(torch.int32), rank.to(torch.int32)
 
 
-@torch.library.custom_op("effexport::lsh_sort", mutates_args=())
-def lsh_sort(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
+def sorted_rows(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
     """Stable counting sort of every row.
 
     buckets: int32 [N, n] with values in [0, num_buckets). Returns (order, rank), both int32 [N, n].
@@ -54,6 +53,9 @@ def lsh_sort(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
             raise ValueError(f"lsh_sort: buckets run from {low} to {high}; expected 0 to {num_buckets - 1}")
     # sort keeps the strides of its input, and the results are declared contiguous
     return reference(buckets.contiguous(), num_buckets)
+
+
+lsh_sort = torch.library.custom_op("effexport::lsh_sort", sorted_rows, mutates_args=())
 
 
 @lsh_sort.register_fake

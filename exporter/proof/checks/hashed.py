@@ -9,7 +9,6 @@ import numpy as np
 
 from effexport.proof.cases import Case
 from effexport.proof.checks.arithmetic import check_arithmetic, check_overall
-from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import RMS_METRIC, Check, Kind, judged
 from effexport.proof.metrics import rms_change
 from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit, overall_limit
@@ -17,22 +16,23 @@ from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+    from effexport.proof.checks.candidate import Arrays
 
 
 def check_hashed(
-    candidate: Candidate, case: Case, free_outputs: Mapping[str, Array], spec: BuildSpec
+    case: Case, free_outputs: Mapping[str, Array], given: tuple[Arrays, Arrays] | None, spec: BuildSpec
 ) -> Iterator[Check]:
     """A hash-based model: arithmetic with the reference's buckets, agreement of the buckets, and the free run.
 
+    given: outputs with the reference's buckets, and the buckets that the candidate would have chosen itself.
     One flipped bucket moves the borders of chunks and changes a third of all outputs a little, so a free-running
     output is never compared element by element.
     """
-    if candidate.run_with_buckets is None:
+    if given is None:
         # the buckets are out of sight: ask for plain agreement, which holds as long as no bucket flips
         yield check_arithmetic(case, free_outputs, case_limit(spec, case.own_error), Kind.HIDDEN_BUCKETS)
     else:
-        outputs, own_buckets = candidate.run_with_buckets(case.inputs, case.buckets)
-        yield from check_given_buckets(case, outputs, own_buckets, spec)
+        yield from check_given_buckets(case, *given, spec)
     yield check_free_run(case, free_outputs, spec)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_specs as spec_module
 import torch
 from faulty_torch import FUNCTIONS, KINDS, WrongFunction, WrongOperator
 from small_specs import spec_of
@@ -276,6 +278,26 @@ def test_thirty_fresh_builds_of_long_lsh_attention_pass_with_the_same_golden_fil
             golden.add((tmp_path / "out" / "reference.safetensors").read_bytes())
     assert verdicts == ["passed"] * 30
     assert len(golden) == 1
+
+
+ANSWERS = """
+import sys, torch
+from small_specs import spec_of
+from effexport.export.module_source import module_from_seed
+from effexport.proof.answers import reference_from_module
+
+for variant in ("lsh", "nystrom"):
+    spec = spec_of(variant, "attention")
+    assert all(check.status == "passed" for check in reference_from_module(module_from_seed(spec), spec, 7).checks)
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_reference_does_not_load_pytorchs_compiler() -> None:
+    """It takes a second, and compiles nothing here."""
+    environment = os.environ | {"PYTHONPATH": str(Path(spec_module.__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", ANSWERS], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "False"
 
 
 LABEL = CaseLabel("c", (1, 4))
