@@ -35,11 +35,13 @@ tested_extras() {
   printf '%s\n' "$extras"
 }
 
-# has_kernels: whether the library of the present sources is built.
+# has_kernels [cuda]: whether the library of the present sources is built, with CUDA kernels if that is asked for.
 has_kernels() {
-  "$VENV/bin/python" -c "from effexport.plugins.building.library import find_library
+  "$VENV/bin/python" -c "import sys
+from effexport.plugins.building.library import find_library
 library = find_library()
-raise SystemExit(library is None or library.outdated)" 2>/dev/null
+has_cuda = library and library.info and library.info.has_cuda
+raise SystemExit(library is None or library.outdated or 'cuda' in sys.argv and not has_cuda)" "$@" 2>/dev/null
 }
 
 # required_parts fast|all: the parts that tests must find, see tests/conftest.py: EFFEXPORT_REQUIRE, or by default all
@@ -84,7 +86,9 @@ ensure_tests() {
     has_kernels || ensure_kernels --no-cuda || missing_part fast native "the kernel library"
     return
   fi
-  ensure_kernels || missing_part all native "the kernel library"
+  # one GPU is enough for tests of the library; others compile the CUDA kernels for all of them
+  has_kernels cuda || EFFEXPORT_CUDA_ARCHITECTURES="${EFFEXPORT_CUDA_ARCHITECTURES:-90}" ensure_kernels ||
+    missing_part all native "the kernel library"
   ensure_conformance || missing_part all tensorrt "the environment with TensorRT's Python packages"
   ensure_triton || missing_part all triton "the environment with tritonserver"
   has_node || install_packages nodejs npm

@@ -22,6 +22,7 @@ CUDA_ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 # newer optimiser from 10.0 on. Later GPUs run the last PTX itself.
 PTX_ARCHITECTURES = (75, 80, 100)
 NVCC_VARIABLES = ("EFFEXPORT_NVCC", "CUDACXX")
+ARCHITECTURES_VARIABLE = "EFFEXPORT_CUDA_ARCHITECTURES"
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 TIMEOUT_S = 60
 UNKNOWN_VERSION = "unknown version"
@@ -37,7 +38,7 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Nvcc:
-    """The CUDA compiler, and which of CUDA_ARCHITECTURES it knows."""
+    """The CUDA compiler, and the architectures to compile for."""
 
     path: Path
     version: str
@@ -123,14 +124,29 @@ def examine_nvcc() -> Nvcc | None:
         known = set(re.findall(r"^sm_(\d+)\s*$", _ask(str(path), "--list-gpu-code"), re.MULTILINE))
     except LibraryError as error:
         raise LibraryError(f"{error}. To build for the CPU alone: effexport plugins build --no-cuda") from error
-    architectures = tuple(number for number in CUDA_ARCHITECTURES if str(number) in known)
+    wanted = wanted_architectures()
+    architectures = tuple(number for number in wanted if str(number) in known)
     if not architectures:
         raise LibraryError(
-            f"{path} does not compile for any of sm_{', sm_'.join(map(str, CUDA_ARCHITECTURES))}; expected CUDA 11 "
+            f"{path} does not compile for any of sm_{', sm_'.join(map(str, wanted))}; expected CUDA 11 "
             f"or later. Name another with EFFEXPORT_NVCC, or build for the CPU alone: effexport plugins build --no-cuda"
         )
     release = re.search(r"^.*release.*$", version, re.MULTILINE)
     return Nvcc(path, release[0].strip() if release else first_line(version, UNKNOWN_VERSION), architectures)
+
+
+def wanted_architectures() -> tuple[int, ...]:
+    """Those of EFFEXPORT_CUDA_ARCHITECTURES, such as "80,90", else all. Raises LibraryError if it names others."""
+    given = os.environ.get(ARCHITECTURES_VARIABLE)
+    if not given:
+        return CUDA_ARCHITECTURES
+    names = [name.strip() for name in given.split(",")]
+    if set(names) - {str(number) for number in CUDA_ARCHITECTURES}:
+        raise LibraryError(
+            f"{ARCHITECTURES_VARIABLE} is {given!r}; expected some of {','.join(map(str, CUDA_ARCHITECTURES))}, "
+            f"separated by commas. Correct it, or unset it to compile for all of them"
+        )
+    return tuple(number for number in CUDA_ARCHITECTURES if str(number) in names)
 
 
 def require_cmake() -> Path:

@@ -38,9 +38,15 @@ def bare_environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
+# one operator of one launch, one of several, and one with scratch memory; the soak run rehearses all ten
 @pytest.mark.slow
-def test_the_rehearsal_runs_every_stage(bare_environment: dict[str, str]) -> None:
-    command = [sys.executable, SCRIPT, "--rehearse"]
+@pytest.mark.parametrize(
+    "only",
+    [["--ops", "segment_means,lsh_sort,masked_attention"], pytest.param([], marks=pytest.mark.soak)],
+    ids=["three", "all"],
+)
+def test_the_rehearsal_runs_every_stage(only: list[str], bare_environment: dict[str, str]) -> None:
+    command = [sys.executable, SCRIPT, "--rehearse", *only]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=bare_environment)
     assert done.returncode == 0, done.stdout + done.stderr
     for stage in STAGES:

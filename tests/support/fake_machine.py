@@ -17,6 +17,7 @@ import pytest
 
 from effexport.plugins.building import sources
 from effexport.plugins.building.build import FLAG_VARIABLES
+from effexport.plugins.building.toolchain import ARCHITECTURES_VARIABLE, NVCC_VARIABLES
 
 CMAKE = """
 import json, os, pathlib, shutil, sys, time
@@ -127,7 +128,7 @@ def machine(tmp_path: Path, tiny_library: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", str(machine.bin))
     monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(machine.cache))
     monkeypatch.setenv("EFFEXPORT_ORT_INCLUDE_DIR", str(machine.write_headers(machine.folder / "include", 21)))
-    for name in ("EFFEXPORT_LIBRARY", "EFFEXPORT_NVCC", "CUDACXX", "CXX", *FLAG_VARIABLES):
+    for name in ("EFFEXPORT_LIBRARY", ARCHITECTURES_VARIABLE, *NVCC_VARIABLES, "CXX", *FLAG_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return machine
 

@@ -16,7 +16,8 @@ from effexport.bench.rendering.curves import crossovers, curves
 from effexport.bench.rendering.headline import disturbance, headlines
 from effexport.bench.results import BenchResults, results_from_json
 
-pytestmark = [pytest.mark.slow, pytest.mark.requires("torch", "onnx", "ort")]
+# measures three times, and wants a machine for itself
+pytestmark = [pytest.mark.soak, pytest.mark.requires("torch", "onnx", "ort")]
 # At these lengths, one model is clearly faster in both runtimes, so that no conclusion hangs on chance.
 GRID = ["--variants", "softmax,linear", "--seq-lens", "512,2048", "--runtimes", "torch,ort"]
 QUICK = ["--rounds", "5", "--max-seconds", "5", "--no-memory"]

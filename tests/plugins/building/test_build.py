@@ -100,6 +100,18 @@ def test_cmake_is_told_what_to_build(machine: Machine, nvcc: Path) -> None:
     assert library.info.has_cuda
 
 
+def test_cuda_code_is_compiled_for_the_gpus_of_the_variable_only(
+    machine: Machine, nvcc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EFFEXPORT_CUDA_ARCHITECTURES", "90, 75")
+    library = build_library()
+    assert library.info is not None
+    assert library.info.cuda_architectures == (75, 90)
+    monkeypatch.setenv("EFFEXPORT_CUDA_ARCHITECTURES", "sm_90")
+    with pytest.raises(LibraryError, match="is 'sm_90'; expected some of 75,80"):
+        build_library()
+
+
 def test_a_compiler_behind_another_program_is_passed_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.program("ccache", "print('c++ behind ccache')")
     monkeypatch.setenv("CXX", "ccache c++")
