@@ -17,6 +17,9 @@
 // compiler for the device makes of the source (roundings of fused multiply-adds among it); limits on registers.
 #pragma once
 
+// glibc's checked longjmp takes a jump to another stack for an error
+#undef _FORTIFY_SOURCE
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -142,8 +145,13 @@ struct Copy {
   const void* from;
 };
 
+// A thread of the block. swapcontext calls the operating system twice, which takes longer than most of what happens
+// between two switches. So a fiber only begins with its context, and is left and entered by jumps. AddressSanitizer does
+// not follow these: there it is swapcontext.
 struct Fiber {
   ucontext_t context;
+  jmp_buf place;  // where it goes on
+  bool begun = false;
   std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStackBytes);
   bool done = false;
   std::vector<std::vector<Copy>> copies;  // that have not arrived, by group; the last group is still open
@@ -261,7 +269,7 @@ class Block {
 
   void prepare(int thread) {
     Fiber& fiber = *fibers_[static_cast<std::size_t>(thread)];
-    fiber.done = false;
+    fiber.done = fiber.begun = false;
     fiber.copies.assign(1, {});
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
@@ -279,10 +287,12 @@ class Block {
 #if defined(__SANITIZE_ADDRESS__)
     void* fake_stack;
     __sanitizer_start_switch_fiber(&fake_stack, current_->stack.get(), kStackBytes);
-#endif
     swapcontext(&scheduler_, &current_->context);
-#if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+#else
+    if (_setjmp(place_)) return;
+    if (std::exchange(current_->begun, true)) _longjmp(current_->place, 1);
+    setcontext(&current_->context);
 #endif
   }
 
@@ -292,10 +302,10 @@ class Block {
 #if defined(__SANITIZE_ADDRESS__)
     void* fake_stack;
     __sanitizer_start_switch_fiber(fiber.done ? nullptr : &fake_stack, scheduler_stack_, scheduler_stack_bytes_);
-#endif
     swapcontext(&fiber.context, &scheduler_);
-#if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+#else
+    if (!_setjmp(fiber.place)) _longjmp(place_, 1);
 #endif
   }
 
@@ -309,7 +319,8 @@ class Block {
   std::vector<Warp> warps_;
   Meeting barrier_;
   Fiber* current_ = nullptr;
-  ucontext_t scheduler_;
+  [[maybe_unused]] ucontext_t scheduler_;
+  [[maybe_unused]] jmp_buf place_;  // where the scheduler goes on
   const void* scheduler_stack_ = nullptr;
   std::size_t scheduler_stack_bytes_ = 0;
   const char* failure_ = nullptr;
