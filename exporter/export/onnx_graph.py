@@ -134,7 +134,9 @@ def value_types(model: onnx.ModelProto) -> dict[str, ValueType]:
     except onnx.shape_inference.InferenceError:
         # shapes contradict each other: what the file itself declares is known all the same
         graph = model.graph
-    values = {}
+    values: dict[str, ValueType] = {}
+    for weight in graph.initializer:  # which not every exporter lists among the values
+        values[weight.name] = (onnx.helper.tensor_dtype_to_np_dtype(weight.data_type).name, tuple(weight.dims))
     for value in (*graph.value_info, *graph.input, *graph.output):
         tensor = value.type.tensor_type
         if not tensor.elem_type:

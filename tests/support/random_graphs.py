@@ -1,0 +1,342 @@
+"""Random graphs of custom operators with standard ones between them, as models have them, from a seed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.helper
+from emulated_plugins import NUMPY_TYPES
+
+from effexport.plugins.ops import DOMAIN, FLOAT_TYPES, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+
+OPSET = 20
+# A batch, a sequence, or a number.
+Dim = str | int
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a graph. dims: names are keys of the graph's `sizes`."""
+
+    name: str
+    dtype: str
+    dims: tuple[Dim, ...]
+
+
+@dataclass
+class RandomGraph:
+    """A graph under construction, and inputs for it. sizes: of the dimensions that have names.
+
+    attributes: those of every operator's nodes, which share one function body and hence must agree.
+    """
+
+    random: random.Random
+    numbers: np.random.Generator
+    sizes: dict[str, int]
+    attributes: dict[str, dict[str, Any]]
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    inputs: dict[Value, np.ndarray] = field(default_factory=dict)
+    constants: list[onnx.TensorProto] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+
+    def shape(self, dims: Sequence[Dim]) -> tuple[int, ...]:
+        return tuple(self.sizes[dim] if isinstance(dim, str) else dim for dim in dims)
+
+    def input(self, array: np.ndarray, dtype: str, *dims: Dim) -> Value:
+        value = Value(f"input{len(self.inputs)}", dtype, dims)
+        self.inputs[value] = array.reshape(self.shape(dims)).astype(NUMPY_TYPES[dtype])
+        return value
+
+    def normal(self, dtype: str, *dims: Dim) -> Value:
+        return self.input(self.numbers.standard_normal(self.shape(dims)), dtype, *dims)
+
+    def keep(self, *dims: Dim) -> Value:
+        """A tenth of the tokens is hidden, and the end of the last sample; all of it in a few graphs of several."""
+        keep = self.numbers.random(self.shape(dims)) < 0.9
+        batch, seq = keep.shape
+        keep[-1, seq - seq // 4 if batch == 1 or self.random.random() < 0.9 else 0 :] = False
+        return self.input(keep, "bool", *dims)
+
+    def constant(self, array: np.ndarray, dtype: str) -> Value:
+        name = f"constant{len(self.constants)}"
+        self.constants.append(onnx.numpy_helper.from_array(array.astype(NUMPY_TYPES.get(dtype, dtype)), name))
+        return Value(name, dtype, array.shape)
+
+    def weight(self, dtype: str, *shape: int) -> Value:
+        """Normal numbers that keep the size of what they multiply. The dimension before the last is summed up."""
+        return self.constant(self.numbers.standard_normal(shape) / shape[-2] ** 0.5, dtype)
+
+    def node(self, op_type: str, *inputs: Value | None, like: Value | None = None, **attributes: Any) -> Value:
+        """The output of a standard operator. like: what has its type and dimensions, by default the first input."""
+        like = like or inputs[0]
+        assert like is not None
+        value = Value(f"value{len(self.values)}", like.dtype, like.dims)
+        self.values.append(value)
+        names = [x.name if x else "" for x in inputs]
+        self.nodes.append(onnx.helper.make_node(op_type, names, [value.name], **attributes))
+        return value
+
+    def custom(self, op: str, *inputs: Value, sizes: dict[str, Dim] | None = None, **attributes: Any) -> list[Value]:
+        """The outputs of a custom operator, which are outputs of the graph too.
+
+        sizes: dimensions of outputs that no input and no attribute has.
+        """
+        signature = OPS[op].load().SIGNATURE
+        attributes = {**self.attributes[op], **attributes}
+        known: dict[str, Dim] = {**attributes, **(sizes or {})}
+        for parameter, value in zip(signature.inputs, inputs, strict=True):
+            known.update(zip(parameter.dims.split(), value.dims, strict=True))
+        outputs = []
+        for parameter in signature.outputs:
+            dtype = inputs[0].dtype if parameter.dtype == "T" else parameter.dtype
+            value = Value(f"value{len(self.values)}", dtype, tuple(known[dim] for dim in parameter.dims.split()))
+            self.values.append(value)
+            outputs.append(value)
+        self.outputs += outputs
+        names = [[x.name for x in values] for values in (inputs, outputs)]
+        attributes[PLUGIN_NAMESPACE] = DOMAIN
+        self.nodes.append(onnx.helper.make_node(op, *names, domain=DOMAIN, **attributes))
+        return outputs
+
+    def cast(self, x: Value, dtype: str) -> Value:
+        to = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(NUMPY_TYPES[dtype]))
+        return self.node("Cast", x, like=Value("", dtype, x.dims), to=to)
+
+    def reshaped(self, x: Value, to: Sequence[int], dims: tuple[Dim, ...]) -> Value:
+        """x with other dimensions. to: as Reshape takes them; 0 copies one, and −1 is computed."""
+        return self.node("Reshape", x, self.constant(np.array(to), "int64"), like=Value("", x.dtype, dims))
+
+    def size(self, size: int) -> str:
+        """A name for a dimension of this size."""
+        name = f"size{len(self.sizes)}"
+        self.sizes[name] = size
+        return name
+
+    def width(self) -> int:
+        """A number of channels."""
+        return self.random.randint(1, 64)
+
+    def values_of(self, x: Value) -> Value:
+        """x with another number of channels."""
+        return self.projected(x, self.width())
+
+    def projected(self, x: Value, width: int) -> Value:
+        """x [..., channels] with another number of channels."""
+        weight = self.weight(x.dtype, int(x.dims[-1]), width)
+        return self.node("MatMul", x, weight, like=Value("", x.dtype, (*x.dims[:-1], width)))
+
+    def transposed(self, x: Value, *perm: int) -> Value:
+        return self.node("Transpose", x, like=Value("", x.dtype, tuple(x.dims[i] for i in perm)), perm=perm)
+
+    def with_heads(self, x: Value) -> Value:
+        """Some heads of x [batch, seq, channels]: [batch, heads, seq, channels / heads]."""
+        batch, seq, channels = x.dims
+        count = self.random.choice([count for count in range(1, 7) if int(channels) % count == 0])
+        each = int(channels) // count
+        return self.transposed(self.reshaped(x, [0, 0, count, each], (batch, seq, count, each)), 0, 2, 1, 3)
+
+    def without_heads(self, x: Value) -> Value:
+        batch, heads, seq, each = x.dims
+        channels = int(heads) * int(each)
+        return self.reshaped(self.transposed(x, 0, 2, 1, 3), [0, 0, channels], (batch, seq, channels))
+
+    def normalised(self, x: Value) -> Value:
+        """LayerNormalization, in float32 as exporters have it."""
+        ones = self.constant(np.ones(int(x.dims[-1])), "float32")
+        return self.cast(self.node("LayerNormalization", self.cast(x, "float32"), ones), x.dtype)
+
+    def model(self, dynamic: bool) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+        """The graph with its function bodies, and its inputs. dynamic: dimensions with names are not numbers."""
+
+        def info(value: Value) -> onnx.ValueInfoProto:
+            dims = value.dims if dynamic else self.shape(value.dims)
+            return onnx.helper.make_tensor_value_info(
+                value.name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(NUMPY_TYPES[value.dtype])), dims
+            )
+
+        between = [info(value) for value in self.values if value not in self.outputs]
+        sides = [list(map(info, values)) for values in (self.inputs, self.outputs)]
+        graph = onnx.helper.make_graph(self.nodes, "graph", *sides, self.constants, value_info=between)
+        used = {node.op_type for node in self.nodes if node.domain == DOMAIN}
+        bodies = [
+            OPS[op].load().onnx_function_body([node for node in self.nodes if node.op_type == op], OPSET) for op in used
+        ]
+        opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, OPSET_VERSION)]
+        model = onnx.helper.make_model(graph, opset_imports=opsets, functions=bodies, ir_version=10)
+        return model, {value.name: array for value, array in self.inputs.items()}
+
+
+def attributes_of(source: random.Random) -> dict[str, dict[str, Any]]:
+    chunk_length = source.randint(1, 20)
+    flags = {name: source.randint(0, 1) for name in ("causal", "circular", "rounded")}
+    around = {"chunks_before": source.randint(0, 2), "chunks_after": source.randint(0, 1)}
+    factors = [2 * source.randint(1, 8) for _ in range(source.randint(1, 3))]
+    return {
+        "IterativePinv": {"iterations": source.randint(1, 8)},
+        "EluLinearAttention": {"eps": source.choice([1e-6, 0.1]), "causal": source.randint(0, 1), "chunk_length": 128},
+        "LSHSort": {},
+        "LSHAttention": {"chunk_length": chunk_length, **around, **flags},
+        "AFTSimpleAttention": {},
+        "MaskedAttention": {"scale": source.uniform(0.01, 0.2)},
+        "SegmentMeans": {"num_segments": source.randint(1, 30)},
+        "SequenceConv": {},
+        "LSHHash": {"bucket_factors": factors, "chunk_length": chunk_length},
+        "AFTWindowAttention": {"causal": source.randint(0, 1)},
+    }
+
+
+def iterative_pinv(g: RandomGraph, x: Value, keep: Value) -> Value:
+    """x · Z, where Z inverts I + softmax(xᵀ x): matrices of channels. The identity keeps them well conditioned."""
+    x = g.projected(x, g.width())
+    batch, heads, _, m = x.dims
+    square = Value("", x.dtype, (batch, heads, m, m))
+    products = g.node("MatMul", g.transposed(x, 0, 1, 3, 2), x, like=square)
+    scaled = g.node("Mul", products, g.constant(np.array(1 / g.sizes["seq"]), x.dtype))
+    a = g.node("Add", g.node("Softmax", scaled), g.constant(np.eye(m), x.dtype))
+    g.sizes["matrices"] = math.prod(g.shape((batch, heads)))
+    matrices = g.reshaped(a, [-1, m, m], ("matrices", m, m))
+    columns = g.node(
+        "ReduceSum", matrices, g.constant(np.array([1]), "int64"), like=Value("", x.dtype, ("matrices", 1, m))
+    )
+    largest = g.node(
+        "ReduceMax", columns, g.constant(np.array([2]), "int64"), like=Value("", x.dtype, ("matrices", 1, 1))
+    )
+    scale = g.node("Mul", largest, g.constant(np.array(2.0), x.dtype))  # to which each row adds up
+    (inverse,) = g.custom("IterativePinv", matrices, scale)
+    return g.node("MatMul", x, g.reshaped(inverse, [-1, heads, m, m], square.dims), like=x)
+
+
+def linear_attention(g: RandomGraph, x: Value, keep: Value) -> Value:
+    head_dim = g.width()
+    (out,) = g.custom("EluLinearAttention", g.projected(x, head_dim), g.projected(x, head_dim), g.values_of(x), keep)
+    return out
+
+
+def lsh_sort(g: RandomGraph, x: Value, keep: Value) -> Value:
+    """Sorts integers of its own; x is returned."""
+    num_buckets = g.random.choice([1, 2, 65, 353, 1216, 1217, 3000])
+    dims = (g.size(g.random.randint(1, 5)), g.size(g.random.randint(1, 600)))
+    buckets = g.input(g.numbers.integers(num_buckets, size=g.shape(dims)), "int32", *dims)
+    order, _ = g.custom("LSHSort", buckets, num_buckets=num_buckets)
+    g.outputs.append(g.node("GatherElements", buckets, order, axis=1))
+    return x
+
+
+def order_and_rank(g: RandomGraph, x: Value, keep: Value) -> list[Value]:
+    """The tokens sorted by buckets of vectors of integers, whose projections are exact: no bucket is a near-tie.
+
+    Between input and hash, the vectors change their type and the order of their dimensions.
+    """
+    batch, heads, seq, _ = x.dims
+    width, factors = g.width(), g.attributes["LSHHash"]["bucket_factors"]
+    integers = g.numbers.integers(-15, 16, size=g.shape((batch, seq, heads, width)))
+    vectors = g.transposed(g.cast(g.input(integers, "float32", batch, seq, heads, width), x.dtype), 0, 2, 1, 3)
+    rounds, chunk_length = g.random.randint(1, 3), g.attributes["LSHHash"]["chunk_length"]
+    rotations = g.constant(g.numbers.integers(-255, 256, size=(heads, width, rounds, sum(factors) // 2)), "float32")
+    rows = g.size(math.prod(g.shape((batch, heads, rounds))))
+    padded = g.size(-(-g.sizes[seq] // chunk_length) * chunk_length)
+    (buckets,) = g.custom("LSHHash", vectors, rotations, keep, sizes={"rows": rows, "padded": padded})
+    return g.custom("LSHSort", buckets, num_buckets=math.prod(factors) + 1)
+
+
+def lsh_hash(g: RandomGraph, x: Value, keep: Value) -> Value:
+    """Hashes and sorts vectors of its own; x is returned."""
+    order_and_rank(g, x, keep)
+    return x
+
+
+def lsh_attention(g: RandomGraph, x: Value, keep: Value) -> Value:
+    (out,) = g.custom("LSHAttention", g.projected(x, g.width()), g.values_of(x), *order_and_rank(g, x, keep), keep)
+    return out
+
+
+def aft_simple_attention(g: RandomGraph, x: Value, keep: Value) -> Value:
+    channels = g.width()
+    (out,) = g.custom("AFTSimpleAttention", *(g.projected(x, channels) for _ in range(3)), keep)
+    return out
+
+
+def aft_window_attention(g: RandomGraph, x: Value, keep: Value) -> Value:
+    _, heads, seq, _ = x.dims
+    channels, reach = g.width(), g.random.randint(0, 20)
+    taps = reach + 1 if g.attributes["AFTWindowAttention"]["causal"] else 2 * reach + 1
+    q, k, v = (g.projected(x, width) for width in (channels, g.random.choice([1, channels]), channels))
+    positions = g.random.choice([1, g.sizes[seq] + g.random.randint(0, 9)])
+    bias = g.constant(g.numbers.standard_normal((g.random.choice([1, heads]), positions, taps)), "float32")
+    (out,) = g.custom("AFTWindowAttention", q, k, v, keep, bias)
+    return out
+
+
+def masked_attention(g: RandomGraph, x: Value, keep: Value) -> Value:
+    """Of the tokens, or of another sequence."""
+    memory, visible, width = x, keep, g.width()
+    if g.random.random() < 0.5:
+        other = g.size(g.random.randint(1, 300))
+        memory = g.normal(x.dtype, x.dims[0], x.dims[1], other, g.width())
+        visible = g.keep(x.dims[0], other)
+    (out,) = g.custom(
+        "MaskedAttention", g.projected(x, width), g.projected(memory, width), g.values_of(memory), visible
+    )
+    return out
+
+
+def segment_means(g: RandomGraph, x: Value, keep: Value) -> Value:
+    """The attention of all tokens to the means."""
+    (means,) = g.custom("SegmentMeans", x, keep)
+    logits = Value("", x.dtype, (*x.dims[:3], means.dims[2]))
+    products = g.node("MatMul", x, g.transposed(means, 0, 1, 3, 2), like=logits)
+    scaled = g.node("Mul", products, g.constant(np.array(int(x.dims[3]) ** -0.5), x.dtype))
+    return g.node("MatMul", g.node("Softmax", scaled), means, like=x)
+
+
+def sequence_conv(g: RandomGraph, x: Value, keep: Value) -> Value:
+    taps = 1 + 2 * g.random.randint(0, 30)
+    weight = g.constant(g.numbers.standard_normal((x.dims[1], 1, taps, 1)) / taps**0.5, x.dtype)
+    (out,) = g.custom("SequenceConv", x, weight, keep, g.projected(x, int(x.dims[3])))
+    return out
+
+
+# What makes x [batch, heads, seq, channels] of such a tensor, with nodes of an operator and with others.
+STEPS: dict[str, Callable[[RandomGraph, Value, Value], Value]] = {
+    "IterativePinv": iterative_pinv,
+    "EluLinearAttention": linear_attention,
+    "LSHSort": lsh_sort,
+    "LSHAttention": lsh_attention,
+    "AFTSimpleAttention": aft_simple_attention,
+    "MaskedAttention": masked_attention,
+    "SegmentMeans": segment_means,
+    "SequenceConv": sequence_conv,
+    "LSHHash": lsh_hash,
+    "AFTWindowAttention": aft_window_attention,
+}
+LARGEST_SEQ = 200
+
+
+def random_graph(seed: int) -> RandomGraph:
+    """A chain of two to five steps, of one to three operators, each with a residual connection and a normalisation.
+
+    Operator number `seed` is among them. Heads, channels and the element type change between steps.
+    """
+    source = random.Random(seed)
+    sizes = {"batch": source.randint(1, 2), "seq": source.randint(1, LARGEST_SEQ)}
+    g = RandomGraph(source, np.random.default_rng(seed), sizes, attributes_of(source))
+    names = list(STEPS)
+    first = names[seed % len(names)]
+    choices = [first, *source.sample(names, source.randint(0, 2))]
+    steps = [first, *source.choices(choices, k=source.randint(1, 4))]
+    types = ["float32"] if source.random() < 0.5 else source.sample(FLOAT_TYPES, source.randint(1, 3))
+    x, keep = g.normal(types[0], "batch", "seq", source.randint(8, 128)), g.keep("batch", "seq")
+    for step in steps:
+        x = g.cast(x, source.choice(types))
+        heads = g.with_heads(x)
+        added = g.projected(STEPS[step](g, heads, keep), int(heads.dims[3]))
+        x = g.normalised(g.node("Add", x, g.without_heads(added)))
+        g.outputs.append(x)
+    return g
