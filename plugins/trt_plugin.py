@@ -102,8 +102,9 @@ class Node:
     inputs: such as "q: T [batch heads n d]". attributes: their names in the order of TensorRT's fields, with int,
     float, or tuple for ints; a node must carry all of them. at_least: the smallest value of an integer attribute, by
     default 0. fixed: dimensions that must be known when the engine is built, with their range, which has a step of 2
-    for odd numbers. types: what T may be. further: what else is wrong with dimensions (by name, as `bound` returns
-    them) and attributes that pass these checks, as `why_not` says it.
+    for odd numbers, and more for multiples. types: what T may be. further: what else is wrong with dimensions (by name,
+    as `bound` returns them) and attributes that pass these checks, as `why_not` says it. title: what takes the node, in
+    these sentences.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Node:
     fixed: Mapping[str, range] = field(default_factory=dict)
     types: tuple[str, ...] = FLOAT_TYPES
     further: Callable[[Mapping[str, int | str | None], Mapping[str, Any]], str | None] = lambda sizes, attributes: None
+    title: str = "the TensorRT plugin"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -125,6 +127,7 @@ class Node:
         return (
             self._why_not_ranks(dims)
             or self.why_not_types(dtypes)
+            or self._why_not_equal(dims)
             or self._why_not_sizes(self.bound(dims))
             or self._why_not_attributes(attributes)
             or self.further(self.bound(dims), attributes)
@@ -149,33 +152,41 @@ class Node:
         of_t = [dtype for tensor, dtype in zip(self.tensors, dtypes, strict=True) if tensor.dtype == "T"]
         if set(of_t) - set(self.types) or len(set(of_t)) > 1:
             several = f", one type for all of {len(of_t)}" if len(of_t) > 1 else ""
-            return f"Its inputs are {' and '.join(of_t)}; the TensorRT plugin takes {' or '.join(self.types)}{several}."
+            return f"Its inputs are {' and '.join(of_t)}; {self.title} takes {' or '.join(self.types)}{several}."
         for tensor, dtype in zip(self.tensors, dtypes, strict=True):
             if tensor.dtype not in ("T", dtype):
-                return f"Its input {tensor.name} is {dtype}; the TensorRT plugin takes {tensor.dtype}."
+                return f"Its input {tensor.name} is {dtype}; {self.title} takes {tensor.dtype}."
         return None
 
     def _why_not_ranks(self, dims: Sequence[Sequence[int | str | None]]) -> str | None:
         if len(dims) != len(self.tensors):
-            return f"It has {len(dims)} inputs; the TensorRT plugin takes {len(self.tensors)}."
+            return f"It has {len(dims)} inputs; {self.title} takes {len(self.tensors)}."
         for tensor, given in zip(self.tensors, dims, strict=True):
             if given and len(given) != len(tensor.dims):
-                expected = f"the TensorRT plugin takes {len(tensor.dims)}."
+                expected = f"{self.title} takes {len(tensor.dims)}."
                 return f"Its input {tensor.name} has {len(given)} dimensions; {expected}"
+        return None
+
+    def _why_not_equal(self, dims: Sequence[Sequence[int | str | None]]) -> str | None:
+        numbers: dict[str, int] = {}
+        for tensor, given in zip(self.tensors, dims, strict=True):
+            for name, dim in zip(tensor.dims, given, strict=len(given) > 0):
+                if isinstance(dim, int) and not name.isdecimal() and numbers.setdefault(name, dim) != dim:
+                    return f"The dimension {name} of its inputs is {numbers[name]} and {dim}; {self.title} takes one."
         return None
 
     def _why_not_sizes(self, sizes: Mapping[str, int | str | None]) -> str | None:
         for name, allowed in self.fixed.items():
             size = sizes.get(name)
-            number = "odd number" if allowed.step == 2 else "number"
-            wanted = f"the TensorRT plugin needs a fixed {number} from {allowed[0]} to {allowed[-1]}."
+            number = {1: "number", 2: "odd number"}.get(allowed.step, f"multiple of {allowed.step}")
+            wanted = f"{self.title} needs a fixed {number} from {allowed[0]} to {allowed[-1]}."
             if not isinstance(size, int):
                 return f"The dimension {name} of its inputs is {size or 'not known'}; {wanted}"
             if size not in allowed:
                 return f"The dimension {name} of its inputs is {size}; {wanted}"
         for name, size in sizes.items():
             if isinstance(size, int) and size > LARGEST_DIM:
-                return f"The dimension {name} of its inputs is {size}; the TensorRT plugin takes at most {LARGEST_DIM}."
+                return f"The dimension {name} of its inputs is {size}; {self.title} takes at most {LARGEST_DIM}."
         return None
 
     def _why_not_attributes(self, attributes: Mapping[str, Any]) -> str | None:
@@ -185,7 +196,7 @@ class Node:
             values = attributes[name] if kind is tuple else [attributes[name]]
             least = self.at_least.get(name, 0)
             if kind is not float and any(not least <= value <= INT32_MAX for value in values):
-                return f"`{name}` is {attributes[name]}; the TensorRT plugin takes {least} to {INT32_MAX}."
+                return f"`{name}` is {attributes[name]}; {self.title} takes {least} to {INT32_MAX}."
         return None
 
 

@@ -73,8 +73,9 @@ _OPTIONS = (
         "--plugins",
         type=OneOf(PLUGIN_CHOICES),
         default="auto",
-        help="trt: plugins for custom operators where possible (auto), or fail with the reason where it is not "
-        "(require), or function bodies only (never); default: auto.",
+        help="trt: plugins for custom operators where possible, and Attention where TensorRT fuses it (auto), or "
+        "plugins only, failing with the reason where there is none (require), or function bodies only (never); "
+        "default: auto.",
     ),
     click.option("--require-plugins", "plugins", flag_value="require", help="trt: the same as --plugins require."),
 )

@@ -116,7 +116,10 @@ def pairs_of_engine(path: Path, info: EngineInfo) -> Iterator[tuple[str, object]
         for name, (smallest, optimum, largest) in profile.items():
             yield "profile", f"{name}: {list(smallest)} to {list(largest)}, tuned for {list(optimum)}"
     for op, what in info.implementation.items():
-        yield "custom operator", f"effexport::{op} is a {what}{reason_for_bodies(info) if what == 'body' else ''}"
+        words = "the standard operator Attention" if what == "Attention" else f"a {what}"
+        yield "custom operator", f"effexport::{op} is {words}{reason_for_bodies(info) if what == 'body' else ''}"
+    if info.attention_form is not None:
+        yield "MaskedAttention", f"{info.attention_form.form}: {info.attention_form.reason}"
     if info.ptx is not None:
         yield "plugins need", info.ptx
     yield "options", ", ".join(f"{name}={value}" for name, value in info.options.items() if value not in (None, []))

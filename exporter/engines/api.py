@@ -136,6 +136,22 @@ class ILayer(Protocol):
     def get_output(self, index: int) -> ITensor: ...
 
 
+class LayerTypeValues(Protocol):
+    ATTENTION_INPUT: Any
+
+
+class IAttention(Protocol):
+    """decomposable: whether the builder may take it apart if it has no kernel for all of it."""
+
+    decomposable: bool
+
+
+class IAttentionInputLayer(Protocol):
+    """The first layer of an attention; see `network.keep_attention_whole`."""
+
+    attention: IAttention
+
+
 class INetworkDefinition(Protocol):
     num_outputs: int
     num_layers: int
@@ -292,6 +308,8 @@ class Api(Protocol):
     MemoryPoolType: MemoryPoolTypeValues
     ProfilingVerbosity: ProfilingVerbosityValues
     LayerInformationFormat: LayerInformationFormatValues
+    LayerType: LayerTypeValues
+    IAttentionInputLayer: type
     TensorIOMode: TensorIOModeValues
     DataType: DataTypeValues
     TensorLocation: TensorLocationValues

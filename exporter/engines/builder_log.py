@@ -115,6 +115,11 @@ _PATTERNS = (
         "leave 75 out of --compute-capabilities; parts of every model stay in float32, whatever its precision",
     ),
     _Pattern(
+        r"Attention operation was not supported by a dedicated kernel",
+        "it has no kernel for all of the operator Attention in these types and sizes",
+        "use the function body or a plugin of ours, or build the model with an --opset before 23",
+    ),
+    _Pattern(
         r"(?P<layer>\w+Layer) (?P<node>[^\s:]+): (?:[^\s:]+: )?(?P<why>[^\n]*?)\s*In \w+ at",
         "{layer} at node {node}: {why}",
         "build an artifact with effexport, or report this graph",

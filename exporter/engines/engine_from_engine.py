@@ -11,6 +11,7 @@ from typing import Any
 
 from effexport.engines.api import bytes_of, import_api
 from effexport.engines.builder_log import BuildLog, OnProgress, explain
+from effexport.engines.custom_nodes import ATTENTION
 from effexport.engines.engine_from_onnx import FindGpu, compute_capabilities, engine_from_onnx, write_engine
 from effexport.engines.preparation import prepared_model
 from effexport.engines.profile import profile_from_shapes
@@ -60,7 +61,9 @@ def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path,
     check_engine_file(previous, info)
     check_runs_here(previous, info, api.__version__, find_gpu(ENGINE_RUNTIMES[spec.target].package.extra))
     # registers the plugins, too
-    prepared = prepared_model(load_graph(model), spec, compute_capabilities(spec, find_gpu))
+    capabilities = compute_capabilities(spec, find_gpu)
+    use_attention = ATTENTION in info.implementation.values()
+    prepared = prepared_model(load_graph(model), spec, capabilities, use_attention=use_attention)
     started = time.perf_counter()
     log = BuildLog(api)
     runtime = api.Runtime(log.logger)

@@ -7,23 +7,31 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from effexport.disk import ANOTHER_FOLDER, write_error
 from effexport.engines.api import Api, Builder, IBuilderConfig, bytes_of, import_api
+from effexport.engines.attention_form import attention_form
 from effexport.engines.builder_log import BuildLog, OnProgress, explain, make_monitor
 from effexport.engines.config import config_from_spec, save_timing_cache
+from effexport.engines.custom_nodes import ATTENTION
 from effexport.engines.kernels import attention_kernels, kernels_from_log
 from effexport.engines.layers import check_dtypes, check_precision, layers_of_engine, layers_of_network
-from effexport.engines.network import Network, network_from_model
+from effexport.engines.network import Network, keep_attention_whole, network_from_model
 from effexport.engines.preparation import STAGE, prepared_model
-from effexport.engines.sidecar import EngineInfo, ShapeRange, write_sidecar
+from effexport.engines.sidecar import AttentionForm, EngineInfo, ShapeRange, write_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError, UserError
 from effexport.export.onnx_graph import graph_tensors, load_graph, model_digest, value_types
 from effexport.files import replacing
+from effexport.plugins.masked_attention.trt import OPERATOR
 from effexport.runtimes import ENGINE_RUNTIMES
 from effexport.version import __version__
+
+if TYPE_CHECKING:
+    import onnx
 
 # Takes the optional part of effexport that runs engines, and returns the compute capability of the GPU of this machine,
 # such as 90. Raises UserError without a GPU.
@@ -49,14 +57,41 @@ def engine_from_onnx(
     profile that does not fit, and StageError if the parser, the builder or the check of element types fails.
     """
     api = import_api(spec.target)
+    graph = load_graph(model)
+    form = attention_form(graph, spec, api.__version__)
+    build = partial(_engine_in_form, api, graph, model, spec, output, find_gpu, precision, remarks, on_progress)
+    try:
+        return build(form)
+    except StageError as error:
+        if form is None or form.form != ATTENTION:
+            raise
+        return build(attention_form(graph, spec, api.__version__, refusal=str(error)))
+
+
+def _engine_in_form(
+    api: Api,
+    graph: onnx.ModelProto,
+    model: Path,
+    spec: EngineSpec,
+    output: Path,
+    find_gpu: FindGpu,
+    precision: str,
+    remarks: tuple[str, ...],
+    on_progress: OnProgress,
+    attention: AttentionForm | None,
+) -> EngineInfo:
+    """`engine_from_onnx` of a graph that has been read, with MaskedAttention in one form."""
     built_for = compute_capabilities(spec, find_gpu)
-    prepared = prepared_model(load_graph(model), spec, built_for)
+    use_attention = attention is not None and attention.form == ATTENTION
+    prepared = prepared_model(graph, spec, built_for, use_attention=use_attention)
     inputs, outputs = graph_tensors(prepared.model.graph.input), graph_tensors(prepared.model.graph.output)
     shapes = distinct([profile.shapes(inputs) for profile in spec.profiles])
 
     log = BuildLog(api)
     builder = make_builder(api, log, spec)
     network = network_from_model(api, builder, log, spec.target, prepared.model.SerializeToString(), model)
+    if use_attention:
+        keep_attention_whole(api, network.definition)
     layers = list(layers_of_network(network.definition))
     dtypes = {name: dtype for name, (dtype, _) in value_types(prepared.model).items()}
     compared = check_dtypes(layers, dtypes)
@@ -90,6 +125,8 @@ def engine_from_onnx(
         layers=tuple(layers),
         kernels=kernels,
         attention=attention_kernels(prepared.model, dtypes, kernels),
+        # a body where no plugin is possible
+        attention_form=attention and replace(attention, form=prepared.implementation[OPERATOR]),
         tensors_compared=compared,
         remarks=(*remarks, *prepared.remarks),
         model=model.name,

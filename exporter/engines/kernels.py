@@ -1,8 +1,7 @@
 """The kernels of an engine, which the builder lists in its log: they show, without a GPU, what TensorRT has fused.
 
-Attention matters most. Fused, it needs no memory for the weights, of which there are as many as queries times keys. We
-leave it in the form of its function body, because TensorRT-RTX 1.7.1 fuses that wherever it fuses the standard operator
-Attention (measured, see docs/tensorrt.md), and only the body keeps our semantics and builds in every other case too.
+Attention matters most. Fused, it needs no memory for the weights, of which there are as many as queries times keys.
+`attention_form` chooses what it is built from.
 """
 
 from __future__ import annotations

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 
 from effexport.dtypes import DTYPES
 from effexport.errors import UserError
-from effexport.export.onnx_graph import FORBIDDEN_OPS, all_nodes
+from effexport.export.onnx_graph import FORBIDDEN_OPS, STANDARD_DOMAINS, all_nodes
 from effexport.plugins.ops import DOMAIN
 
 if TYPE_CHECKING:
     import onnx
 
-STANDARD_DOMAINS = ("", "ai.onnx")
 # TensorRT 11 documents 9 to 25. Measured: beyond, RTX parses and builds what it does not know, without a warning.
 PARSER_OPSETS = range(9, 26)
 # Element types of ONNX that TensorRT supports: ours, and those that only models of others use.

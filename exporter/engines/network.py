@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
-from effexport.engines.api import Api, Builder, INetworkDefinition, OnnxParser
+from effexport.engines.api import Api, Builder, IAttentionInputLayer, INetworkDefinition, OnnxParser
 from effexport.engines.builder_log import BuildLog, explain, plain
 from effexport.errors import StageError
 
@@ -33,6 +34,15 @@ def network_from_model(api: Api, builder: Builder, log: BuildLog, target: str, m
     if not parser.parse(model, str(path)):
         raise StageError(STAGE, parse_failure(parser, log))
     return Network(definition, parser)
+
+
+def keep_attention_whole(api: Api, definition: INetworkDefinition) -> None:
+    """Forbid the builder to take Attention apart, so that it makes one kernel of each or refuses to build."""
+    for layer in map(definition.get_layer, range(definition.num_layers)):
+        if layer.type == api.LayerType.ATTENTION_INPUT:
+            whole: Any = layer
+            whole.__class__ = api.IAttentionInputLayer  # get_layer returns the base class
+            cast(IAttentionInputLayer, whole).attention.decomposable = False
 
 
 def parse_failure(parser: OnnxParser, log: BuildLog) -> str:

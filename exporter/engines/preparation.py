@@ -1,26 +1,27 @@
-"""Prepares a model for TensorRT's parser: chooses plugins or bodies, and checks the limits of the parser."""
+"""Prepares a model for TensorRT's parser: plugins, Attention or bodies, and the limits of the parser."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from effexport.engines.custom_nodes import ATTENTION, ATTENTION_OPSET, node_facts, nodes_of
 from effexport.engines.limits import check_limits
+from effexport.engines.opset import declare_opset
 from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError
 from effexport.export.onnx_graph import value_types
 from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.ptx_target import PtxTarget, ptx_architecture
 from effexport.plugins.function_body import with_nodes
-from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
+from effexport.plugins.masked_attention.trt import AS_ATTENTION, OPERATOR
+from effexport.plugins.ops import DOMAIN
 from effexport.plugins.tensorrt_plugins import choose, plugins_of, register_plugins
 from effexport.plugins.trt_plugin import Plugin, Rewrite
 
 if TYPE_CHECKING:
     import onnx
-
-    from effexport.export.onnx_graph import ValueType
 
 
 STAGE = "TensorRT build"
@@ -28,8 +29,9 @@ STAGE = "TensorRT build"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model for the parser. implementation: per custom operator, "plugin" or "body". remarks: reasons for bodies.
+    """A model for the parser.
 
+    implementation: per custom operator, "plugin", "body" or "Attention". remarks: reasons for bodies.
     ptx: what the plugins' PTX needs to run; None without plugins.
     """
 
@@ -39,12 +41,15 @@ class Prepared:
     ptx: PtxTarget | None
 
 
-def prepared_model(model: onnx.ModelProto, spec: EngineSpec, compute_capabilities: tuple[int, ...]) -> Prepared:
+def prepared_model(
+    model: onnx.ModelProto, spec: EngineSpec, compute_capabilities: tuple[int, ...], *, use_attention: bool = False
+) -> Prepared:
     """The graph for the parser: function bodies are inlined, except for operators that plugins run.
 
     A node that several plugins run is replaced by them, and by the standard operators between them. The parser accepts
     functions too, but values in their second and later uses then have no names.
     compute_capabilities: the GPUs that the engine is for, which decide what the plugins' PTX may use.
+    use_attention: run MaskedAttention as the standard operator Attention; see `attention_form`.
     Raises UserError for a graph beyond the limits of TensorRT, and StageError if a body were used although
     plugins are required.
     """
@@ -52,7 +57,7 @@ def prepared_model(model: onnx.ModelProto, spec: EngineSpec, compute_capabilitie
 
     # compatible engines run on Ampere and everything later
     targets = (80,) if spec.hardware_compatibility == "ampere+" else compute_capabilities
-    choices, remarks, ptx = choose_implementations(model, spec, targets)
+    choices, remarks, ptx = choose_implementations(model, spec, targets, use_attention)
     if remarks and spec.plugins == "require":
         reasons = "; ".join(remarks)
         raise StageError(
@@ -60,7 +65,10 @@ def prepared_model(model: onnx.ModelProto, spec: EngineSpec, compute_capabilitie
             f"--plugins require is given, but {reasons} Leave it out to build with function bodies",
         )
     rewritten = with_rewrites(model, choices)
-    plugins = {op for op, chosen in choices.items() if chosen is not None}
+    implementation = {op: _name_of(chosen) for op, chosen in choices.items()}
+    plugins = {op for op, name in implementation.items() if name == "plugin"}
+    if ATTENTION in implementation.values():
+        declare_opset(rewritten, ATTENTION_OPSET)
     inlined = onnx.inliner.inline_selected_functions(
         rewritten, [(f.domain, f.name) for f in rewritten.functions if f.domain != DOMAIN or f.name not in plugins]
     )
@@ -68,22 +76,27 @@ def prepared_model(model: onnx.ModelProto, spec: EngineSpec, compute_capabilitie
         if not any(node.op_type == function.name for node in inlined.graph.node):
             inlined.functions.remove(function)
     check_limits(inlined, [plugin.name for plugin in plugins_of(plugins)])
-    return Prepared(inlined, {op: "plugin" if op in plugins else "body" for op in choices}, remarks, ptx)
+    return Prepared(inlined, implementation, remarks, ptx)
 
 
 # Per custom operator of a model: what runs each of its nodes, in their order, or None for its function body.
 Choices = Mapping[str, "tuple[Plugin | Rewrite, ...] | None"]
 
 
+def _name_of(chosen: tuple[Plugin | Rewrite, ...] | None) -> str:
+    if chosen is None:
+        return "body"
+    return ATTENTION if AS_ATTENTION in chosen else "plugin"
+
+
 def choose_implementations(
-    model: onnx.ModelProto, spec: EngineSpec, targets: tuple[int, ...]
+    model: onnx.ModelProto, spec: EngineSpec, targets: tuple[int, ...], use_attention: bool
 ) -> tuple[Choices, tuple[str, ...], PtxTarget | None]:
     """What runs each custom operator, the reasons for bodies instead of plugins, and what the plugins' PTX needs.
 
     All nodes of an operator run as plugins, or none.
     """
-    used = sorted({node.op_type for node in _nodes(model)})
-    nodes = {op: [node for node in _nodes(model) if node.op_type == op] for op in used}
+    nodes = {name: nodes_of(model, name) for name in sorted({node.op_type for node in nodes_of(model)})}
     if spec.target == "trt-rtx" or spec.plugins == "never":
         return dict.fromkeys(nodes), (), None
     tensors = value_types(model)
@@ -92,6 +105,9 @@ def choose_implementations(
     reasons: list[str] = []
     ptx = None
     for op, its_nodes in nodes.items():
+        if op == OPERATOR and use_attention:
+            choices[op] = (AS_ATTENTION,) * len(its_nodes)
+            continue
         found = [choose(op, *node_facts(node, tensors)) for node in its_nodes]
         fit = tuple(choice for choice in found if not isinstance(choice, str))
         choices[op] = fit if len(fit) == len(found) else None
@@ -113,7 +129,7 @@ def choose_implementations(
 
 
 def with_rewrites(model: onnx.ModelProto, choices: Choices) -> onnx.ModelProto:
-    """A copy in which nodes that several plugins run call functions of them, one for each text."""
+    """A copy in which nodes that are rewritten call functions of what replaces them, one for each text."""
     import onnx
 
     if not any(isinstance(choice, Rewrite) for chosen in choices.values() if chosen for choice in chosen):
@@ -124,7 +140,7 @@ def with_rewrites(model: onnx.ModelProto, choices: Choices) -> onnx.ModelProto:
     standard = {(f.domain, f.name): f for f in model.functions}
     names: dict[tuple[str, str], str] = {}
     remaining = {op: iter(chosen) for op, chosen in choices.items() if chosen is not None}
-    for node in _nodes(result):
+    for node in nodes_of(result):
         if node.op_type not in remaining:
             continue
         choice = next(remaining[node.op_type])
@@ -132,23 +148,8 @@ def with_rewrites(model: onnx.ModelProto, choices: Choices) -> onnx.ModelProto:
             continue
         text = choice.body(*node_facts(node, tensors))
         if (node.op_type, text) not in names:
-            name = f"{node.op_type}AsPlugins{len(names)}"
+            name = f"{node.op_type}Rewritten{len(names)}"
             result.functions.append(with_nodes(standard[DOMAIN, node.op_type], name, text))
             names[node.op_type, text] = name
         node.op_type = names[node.op_type, text]
     return result
-
-
-def node_facts(
-    node: onnx.NodeProto, tensors: Mapping[str, ValueType]
-) -> tuple[list[str], list[tuple[int | str | None, ...]], dict[str, Any]]:
-    """Types and dimensions of the inputs of a node, as far as known, and its attributes."""
-    import onnx
-
-    known = [tensors.get(name, ("unknown", ())) for name in node.input]
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute if a.name != PLUGIN_NAMESPACE}
-    return [dtype for dtype, _ in known], [dims for _, dims in known], attributes
-
-
-def _nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    return [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in OPS]

@@ -27,13 +27,22 @@ Shape = tuple[int, ...]
 ShapeRange = tuple[Shape, Shape, Shape]
 
 
+@dataclass(frozen=True)
+class AttentionForm:
+    """form: what computes every MaskedAttention of an engine, "Attention", "plugin" or "body". reason: why it does."""
+
+    form: str
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
     """A built engine.
 
     compute_capabilities: the GPUs it was built for, such as 89; empty for the default of TensorRT-RTX.
     profiles: the shapes of every input, [minimum, optimum, maximum], one entry per optimisation profile.
-    implementation: per custom operator, "plugin" or "body"; `remarks` gives the reason for a body instead of a plugin.
+    implementation: per custom operator, "plugin", "body" or "Attention"; `remarks` gives the reason for a body instead
+    of a plugin. attention_form: that of MaskedAttention, with its reason; None without one, and in older sidecars.
     ptx: what the PTX of its plugins needs to run; None without plugins.
     layers: name, type, and dtypes of the outputs. layers_from: "engine" if a GPU could load the engine to list them,
     else "network": those of the network it was built from, whose types a strongly typed engine keeps.
@@ -68,6 +77,7 @@ class EngineInfo:
     layers_from: Literal["engine", "network"] = "network"
     kernels: tuple[Mapping[str, Any], ...] = ()
     attention: Mapping[str, str] = field(default_factory=dict)
+    attention_form: AttentionForm | None = None
     tensors_compared: int = 0
     remarks: tuple[str, ...] = ()
     model: str = "model.onnx"

@@ -29,8 +29,9 @@ class EngineSpec:
     version_compatible, hardware_compatibility: trt only: make an engine for later releases, for other GPUs.
     weight_streaming: keep weights in host memory and stream them, for models larger than the GPU's memory.
     refittable: trt only: allow weights to be replaced without another build.
-    plugins: trt only: what runs custom operators. "auto": plugins where there are any, and function bodies elsewhere;
-    "require": fail where a body would be used; "never": bodies only, for comparisons.
+    plugins: trt only: what runs custom operators. "auto": plugins where there are any, and function bodies elsewhere,
+    and the standard operator Attention where TensorRT makes one kernel of it (`attention_form`); "require": plugins
+    only, fail where a body would be used; "never": bodies only, for comparisons.
     """
 
     target: str

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import onnx
 
 STAGE = "graph check"
+STANDARD_DOMAINS = ("", "ai.onnx")
 # Nodes that no exported graph may contain, each with its reason.
 FORBIDDEN_OPS: dict[str, str] = {
     "RandomNormal": "two runs would differ, and TensorRT ignores the seed",
@@ -255,7 +256,7 @@ def graph_summary(model: onnx.ModelProto, path: Path, *, has_kernels: bool) -> d
     return {
         "inputs": plain(model.graph.input),
         "outputs": plain(model.graph.output),
-        "opset": next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), None),
+        "opset": next((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), None),
         "ops": {(f"{domain}::" if domain else "") + op: count for (domain, op), count in counts.most_common()},
         "custom_ops": {
             op: {

@@ -51,7 +51,7 @@ class ModelOptions:
 class Runner(Closeable, Protocol):
     """An open model. Thread-safe. `run` maps input names to arrays, and returns output names with arrays.
 
-    implementation: per custom operator of the model, what runs it: "body", "kernel" or "plugin".
+    implementation: per custom operator of the model, what runs it: "body", "kernel", "plugin" or "Attention".
     """
 
     @property

@@ -1,4 +1,5 @@
-"""The TensorRT plugins of `effexport::MaskedAttention`: one launch for few keys, otherwise slices and their merge."""
+"""What runs `effexport::MaskedAttention` in TensorRT: one plugin for few keys, otherwise slices and their merge, or the
+standard operator Attention."""
 
 from __future__ import annotations
 
@@ -94,3 +95,42 @@ def nodes(s: Sizes) -> str:
 IN_SLICES = Rewrite(name=OPERATOR, inputs=INPUTS, attributes={"scale": float}, nodes=nodes)
 PLUGINS = (WHOLE, ATTEND, *MERGES)
 CHOICES = (WHOLE, IN_SLICES)
+
+
+def attention(s: Sizes) -> str:
+    """The standard operator, between nodes that keep our semantics.
+
+    What Attention returns for a sample without any visible key depends on the runtime. Such a sample therefore sees all
+    of its keys, and its queries become zeros, so that their weights are equal. Queries are multiplied by `scale` as in
+    the function body; the factor of Attention itself would round queries and keys, each by its root.
+    """
+    return f"""
+        scale = {s.scale:.9e}
+        axes12 = [1, 2]
+        last = [-1]
+        kept = Cast <to = 6> (keep)
+        most_kept = ReduceMax (kept, last)
+        any_kept = Cast <to = 9> (most_kept)
+        none_kept = Not (any_kept)
+        keep_or_all = Or (keep, none_kept)
+        visible = Unsqueeze (keep_or_all, axes12)
+        sees_any = Unsqueeze (any_kept, axes12)
+        q_float = Cast <to = 1> (q)
+        scaled_float = Mul (q_float, scale)
+        scaled = CastLike (scaled_float, q)
+        zero_if_none = CastLike (sees_any, q)
+        queries = Where (sees_any, scaled, zero_if_none)
+        out = Attention <scale = 1.0> (queries, k, v, visible)
+    """
+
+
+# NVIDIA documents fused kernels for these types and head dimensions; q, k and v must have the same.
+AS_ATTENTION = Rewrite(
+    name=OPERATOR,
+    inputs=("q: T [batch heads n d]", "k: T [batch heads m d]", "v: T [batch heads m d]", "keep: bool [batch m]"),
+    attributes={"scale": float},
+    fixed={"d": range(16, 257, 8)},
+    types=("float16", "bfloat16"),
+    title="TensorRT's fused attention",
+    nodes=attention,
+)

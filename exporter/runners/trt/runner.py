@@ -26,7 +26,7 @@ class TrtRunner(Closeable):
 
     engine: path of the file, whose sidecar lies beside it. onnx_sha256: digest of the model.onnx that it should have
     been built from; None skips that check. cuda, api: other implementations; the runner closes `cuda`.
-    implementation: per custom operator of the model, what runs it: "plugin" or "body".
+    implementation: per custom operator of the model, what runs it: "plugin", "body" or "Attention".
     Raises UserError for an engine that is missing, damaged, of another model, or not for this release or GPU, and
     without a GPU; MissingExtraError without TensorRT or cuda-python; EffexportError if TensorRT does not load it.
     """

@@ -105,7 +105,8 @@ def comparison_lines(results: Results) -> list[str]:
             cells += [spread_text(row.get(name + suffix)) for name in (PLUGINS, BODIES)]
             cells.append(ratio_text(row.get(f"ratio{suffix}")))
         counts = [f"{step.data[name]['layers']}, {step.data[name]['tactics']}" for name in (PLUGINS, BODIES)]
-        plugins = [op for op, what in step.data[PLUGINS]["implementation"].items() if what == "plugin"]
+        chosen = step.data[PLUGINS]["implementation"]
+        plugins = [op if what == "plugin" else f"{op} as {what}" for op, what in chosen.items() if what != "body"]
         words = [step.target, step.model, str(row["seq"]), *cells, *counts, ", ".join(plugins)]
         lines.append(f"| {' | '.join(words)} |")
     return [*lines, ""]
