@@ -88,6 +88,7 @@ def test_a_nystromformer_checkpoint_computes_what_transformers_computes(
                 assert worst_error(output, wanted, mask) <= LIMIT, name
 
 
+@pytest.mark.slow
 def test_multiple_choice_scores_every_choice(cli: Callable[..., Any], tmp_path: Path) -> None:
     model = saved(tmp_path / "checkpoint", "NystromformerForMultipleChoice", NYSTROM)
     result = cli("build", "--checkpoint", tmp_path / "checkpoint", "-o", tmp_path / "out", "--json")
@@ -99,6 +100,7 @@ def test_multiple_choice_scores_every_choice(cli: Callable[..., Any], tmp_path: 
     assert worst_error(given, expected, torch.ones(2, 5)) <= LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", slow_after(1, ["fp16", "bf16"]))
 @pytest.mark.parametrize(
     ("kind", "config"), slow_after(1, [("NystromformerForMaskedLM", NYSTROM), ("ReformerModel", REFORMER)])
@@ -144,6 +146,7 @@ def test_a_reformer_checkpoint_computes_what_transformers_computes_with_its_rota
                 assert worst_error(output, expected[name], mask) <= LIMIT, (name, batch, seq_len)
 
 
+@pytest.mark.slow
 def test_a_reformer_may_run_with_more_hashes_than_it_was_trained_with(cli: Callable[..., Any], tmp_path: Path) -> None:
     saved(tmp_path / "checkpoint", "ReformerModel", REFORMER)
     result = cli(
@@ -164,6 +167,7 @@ def test_the_seed_of_a_build_draws_rotations_and_leaves_other_families_alone(tmp
         assert getattr(spec.model, "hash_seed", 7) == 7
 
 
+@pytest.mark.slow
 def test_verify_needs_the_checkpoint_for_new_inputs(cli: Callable[..., Any], tmp_path: Path) -> None:
     saved(tmp_path / "checkpoint", "NystromformerModel", NYSTROM)
     assert cli("build", "--checkpoint", tmp_path / "checkpoint", "-o", tmp_path / "out").code == 0

@@ -325,7 +325,7 @@ def test_a_runtime_or_implementation_that_is_not_there(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("factor", [1.01, float("nan")])
+@pytest.mark.parametrize("factor", [1.01, pytest.param(float("nan"), marks=pytest.mark.slow)])
 def test_verify_of_a_damaged_model_exits_1(cli: Cli, built: Built, tmp_path: Path, factor: float) -> None:
     artifact = built("softmax", "attention")
     model = onnx.load(str(artifact.model_path))

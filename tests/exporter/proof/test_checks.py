@@ -99,7 +99,7 @@ def test_padding_that_a_published_model_averages_over_is_not_asked_about() -> No
     assert (check.status, check.reason) == ("not run", "mask_landmarks=False: padding is part of the input")
 
 
-@pytest.mark.parametrize("name", ["softmax", "linear", "aft-simple", pytest.param("aft-conv", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", ["softmax", "linear", pytest.param("aft-conv", marks=pytest.mark.soak)])
 def test_causal_models_pass_the_prefix_check_and_others_are_not_asked(built: Built, name: str) -> None:
     assert names_of(built(name, "encoder", causal=True))["causal prefix"] == "passed"
     assert "causal prefix" not in names_of(built(name, "encoder"))

@@ -64,8 +64,10 @@ def places() -> Iterator[tuple[str, str]]:
 
 
 def planted(*, no_ops: bool) -> Iterator[object]:
-    """Every fault in every place where it can occur. The first place of a fault in a variant is a fast test; of the
-    others of a fault, in all variants together, every third is slow and the rest is for soak tests."""
+    """Every fault in every place where it can occur. The first place of a fault in a variant is fast in every second
+    variant and slow in the others. Of the other places of a fault, in all variants together, every sixth is slow and
+    the rest is for soak tests."""
+    firsts: Counter[str] = Counter()
     others: Counter[str] = Counter()
     for name, configuration in places():
         for fault in ALL_FAULTS:
@@ -73,8 +75,11 @@ def planted(*, no_ops: bool) -> Iterator[object]:
                 first = next(other for other in CONFIGURATIONS if fault.applies(name, other))
                 label = f"{name}-{configuration}-{fault.name.replace(' ', '-')}"
                 marks: Collection[pytest.MarkDecorator] = ()
-                if configuration != first:
-                    marks = (pytest.mark.soak if others[fault.name] % 3 else pytest.mark.slow,)
+                if configuration == first:
+                    marks = (pytest.mark.slow,) if firsts[fault.name] % 2 else ()
+                    firsts[fault.name] += 1
+                else:
+                    marks = (pytest.mark.soak if others[fault.name] % 6 else pytest.mark.slow,)
                     others[fault.name] += 1
                 yield pytest.param(name, configuration, fault, id=label, marks=marks)
 
