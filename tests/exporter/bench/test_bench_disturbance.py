@@ -135,7 +135,7 @@ def test_a_row_far_below_its_floor_is_not_quoted(
     monkeypatch.setattr(Row, "times_floor", times_floor)
     for one in small(machine):
         assert one.is_quotable == is_quotable
-        assert ("less than 0.2 of its floor" in one.reason) == (not is_quotable)
+        assert ("less than 0.3 of its floor" in one.reason) == (not is_quotable)
 
 
 # ---- what is said
