@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.export.module_source import (
+    OF_OPTIONS,
     ModuleSource,
     module_from_factory,
     source_from_module,
@@ -64,7 +65,7 @@ class BuildRequest:
         if isinstance(self.spec, BuildSpec):
             flags = [name for name, value in self.flags.items() if value is not None]
             require(not flags, f"{', '.join(flags)} cannot be combined with a BuildSpec, which has all fields")
-            return self.spec, source_from_path(self.weights), (), self.spec.variant
+            return self.spec, source_from_path(self.weights, OF_OPTIONS), (), self.spec.variant
         require(self.flags.get("task") is None, "--task only works with --checkpoint")
         if self.weights is not None:
             check_weights_file(self.weights)
@@ -73,7 +74,7 @@ class BuildRequest:
             applies = attention is None or name in field_names(attention) or self.flags.get(name) is None
             require(applies, f"--{name.replace('_', '-')} does not apply to {self.flags.get('variant')}")
         spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec)
-        return spec, source_from_path(self.weights), (), spec.variant
+        return spec, source_from_path(self.weights, OF_OPTIONS), (), spec.variant
 
     @staticmethod
     def made_module(module: nn.Module | str) -> tuple[nn.Module, str]:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import click
 
 from effexport.disk import ANOTHER_TEMPORARY, is_disk_full
-from effexport.errors import DiskFullError, EffexportError, KernelWarning, UserError
+from effexport.errors import DiskFullError, EffexportError, EngineWarning, KernelWarning, UserError
 from effexport.files import json_text
 from effexport.version import __version__
 
@@ -191,7 +191,7 @@ def show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
     """Print a warning of effexport as one line, any other warning with its place in the code."""
-    if issubclass(category, KernelWarning):
+    if issubclass(category, (EngineWarning, KernelWarning)):
         click.echo(f"effexport: warning: {message}", err=True)
     else:
         click.echo(warnings.formatwarning(message, category, filename, lineno, line), err=True, nl=False)

@@ -15,6 +15,10 @@ class KernelWarning(UserWarning):
     """Custom operators run as function bodies, or as outdated kernels, which is slower but not an error."""
 
 
+class EngineWarning(UserWarning):
+    """A refitted artifact has no engine any more, because none can be made on this machine."""
+
+
 class GraphWarning(UserWarning):
     """A CUDA graph could not be captured, so kernels are launched one by one, which is slower but equally correct."""
 

@@ -7,11 +7,13 @@ import csv
 import glob
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import shutil
 import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +33,10 @@ else:
     Figure = int | float | Literal["nan", "inf", "-inf"]
 
 Record = TypeVar("Record")
+_CALLS = itertools.count()
+# The temporary folders that threads of this process use at the moment; one of them at a time replaces its output.
+_IN_USE: set[Path] = set()
+_PUBLISHING = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -39,13 +45,29 @@ def replacing(path: Path) -> Iterator[Path]:
 
     After a failure `path` is unchanged and the sibling is removed. Raises OSError.
     """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = path.with_name(f".{path.name}.partial-{_owner()}")
     try:
         yield partial
         partial.replace(path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def _owner() -> str:
+    """The end of a temporary name: the process, and a number that no other call in it has."""
+    return f"{os.getpid()}-{next(_CALLS)}"
+
+
+@contextlib.contextmanager
+def _in_use(folder: Path) -> Iterator[None]:
+    """Keep `abandoned` from listing a temporary folder of this process."""
+    folder = folder.absolute()
+    _IN_USE.add(folder)
+    try:
+        yield
+    finally:
+        _IN_USE.discard(folder)
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -95,22 +117,24 @@ class FolderKind:
         """
         self.check(output, force=force)
         place = output.resolve() if output.is_symlink() else output
-        building = place.parent / f".{place.name}.building-{os.getpid()}"
+        building = place.parent / f".{place.name}.building-{_owner()}"
         try:
             with contextlib.ExitStack() as stack:
                 try:
                     stack.enter_context(created_folder(place.parent))
+                    stack.enter_context(_in_use(building))
                     self._recover(place)
                     building.mkdir()
                 except OSError as error:
                     raise write_error(output, error, ANOTHER_FOLDER) from error
                 stack.callback(shutil.rmtree, building, ignore_errors=True)
                 yield building
-                self.check(output, force=force)
-                try:
-                    _replace_folder(building, place)
-                except OSError as error:
-                    raise write_error(output, error, ANOTHER_FOLDER) from error
+                with _PUBLISHING:
+                    self.check(output, force=force)
+                    try:
+                        _replace_folder(building, place)
+                    except OSError as error:
+                        raise write_error(output, error, ANOTHER_FOLDER) from error
         except Exception as error:
             # libraries wrap what the system says in errors of their own
             if is_disk_full(error):
@@ -139,16 +163,17 @@ def check_creatable(output: Path) -> None:
 
 
 def _replace_folder(building: Path, output: Path) -> None:
-    old = output.parent / f".{output.name}.replaced-{os.getpid()}"
-    if output.exists():
-        output.rename(old)
-    try:
-        building.rename(output)
-    except OSError:
-        if old.exists():
-            old.rename(output)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    old = output.parent / f".{output.name}.replaced-{_owner()}"
+    with _in_use(old):
+        if output.exists():
+            output.rename(old)
+        try:
+            building.rename(output)
+        except OSError:
+            if old.exists():
+                old.rename(output)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -167,12 +192,13 @@ def created_folder(folder: Path) -> Iterator[None]:
 def abandoned(folder: Path, prefix: str) -> list[Path]:
     """Entries named PREFIX + process id, optionally with more after a hyphen, whose process does not run any more.
 
-    This process's own id counts as ended: an earlier process had the same id.
+    This process's own id counts as ended, because an earlier process had the same id, except for what its threads use
+    at the moment.
     """
     found = []
     for path in folder.glob(f"{glob.escape(prefix)}*"):
         owner = path.name.removeprefix(prefix).partition("-")[0]
-        if owner.isdigit() and not _is_running(int(owner)):
+        if owner.isdigit() and not _is_running(int(owner)) and path.absolute() not in _IN_USE:
             found.append(path)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from effexport.artifact import ARTIFACT_FOLDER, Artifact
 from effexport.engines.engine_from_engine import spec_of_engine, why_not_renewed
 from effexport.engines.sidecar import read_sidecar
 from effexport.engines.spec import EngineSpec
-from effexport.errors import UserError
+from effexport.errors import EngineWarning, UserError
 from effexport.export.module_source import ModuleSource, source_from_path, weights_digest
 from effexport.models.checkpoint_spec import CheckpointSpec, PublishedSpec
 from effexport.models.families import check_weights_file, spec_from_checkpoint
@@ -54,7 +55,7 @@ class RefitRequest:
     def resolve(self) -> tuple[ModuleSource, list[EngineSpec], list[str]]:
         """Where the module comes from, the engines that are made again, and notes for the report.
 
-        An engine that cannot be made again on this machine is left out, and a note says so.
+        An engine that cannot be made again on this machine is left out: a note says so, and an EngineWarning.
         Raises UserError and SpecError for weights that cannot fit and folders that may not be written.
         """
         self.check_output()
@@ -64,6 +65,8 @@ class RefitRequest:
         if given.resolve().is_relative_to(self.place.resolve()):
             raise UserError(f"{given} lies in {self.place}, which is to be replaced; move it out, or choose another -o")
         engines, left_out = engines_of_artifact(self.artifact)
+        for note in left_out:
+            warnings.warn(note, EngineWarning, stacklevel=2)
         kept = [note for note in self.artifact.manifest.notes if not note.startswith(OF_ONE_BUILD)]
         return source, engines, [*kept, *left_out]
 

@@ -23,7 +23,8 @@ _OPTIONS = (
         "targets",
         type=OneOf((*ENGINE_RUNTIMES, "none")),
         multiple=True,
-        help="Also build a TensorRT engine; trt-rtx needs no GPU; default: none. Repeatable.",
+        help="Also build a TensorRT engine; trt-rtx needs no GPU; default: none. Repeatable: an option that only one "
+        "target has is for that one.",
     ),
     click.option(
         "--profile",
@@ -98,10 +99,11 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 def engines_from_flags(flags: dict[str, Any], spec: BuildSpec) -> tuple[EngineSpec, ...]:
     """One engine for each target. flags: the values of ENGINE_FLAGS.
 
+    With several targets, an option that only one of them has is for that one.
     Raises SpecError for what cannot be built, and for options without a target.
     """
     from effexport.engines.profile import profiles_from_texts
-    from effexport.engines.spec import EngineSpec, check_target
+    from effexport.engines.spec import EngineSpec, check_target, options_of_others
     from effexport.models.validation import require
 
     options = {name: value for name, value in flags.items() if name != "targets"}
@@ -120,7 +122,12 @@ def engines_from_flags(flags: dict[str, Any], spec: BuildSpec) -> tuple[EngineSp
     workspace = options.pop("workspace")
     options["workspace_bytes"] = None if workspace is None else bytes_from_text(workspace, "--workspace")
     options["compute_capabilities"] = numbers_from_text(options["compute_capabilities"])
-    return tuple(EngineSpec(target=target, **options) for target in targets)
+
+    def options_for(target: str) -> dict[str, Any]:
+        others = options_of_others(target) if len(targets) > 1 else frozenset()
+        return {name: value for name, value in options.items() if name not in others}
+
+    return tuple(EngineSpec(target=target, **options_for(target)) for target in targets)
 
 
 def numbers_from_text(text: str | None) -> tuple[int, ...]:

@@ -96,6 +96,7 @@ def pairs_of_summary(result: dict[str, Any]) -> Iterator[tuple[str, object]]:
 def pairs_of_engine(path: Path, info: EngineInfo) -> Iterator[tuple[str, object]]:
     """Names and values from the sidecar of an engine; layers are counted here, and listed by --json."""
     from effexport.engines.layers import count_dtypes, count_types
+    from effexport.engines.spec import options_of_others
     from effexport.runtimes import RUNTIMES
 
     def counted(counts: dict[str, int]) -> str:
@@ -122,7 +123,8 @@ def pairs_of_engine(path: Path, info: EngineInfo) -> Iterator[tuple[str, object]
         yield "MaskedAttention", f"{info.attention_form.form}: {info.attention_form.reason}"
     if info.ptx is not None:
         yield "plugins need", info.ptx
-    yield "options", ", ".join(f"{name}={value}" for name, value in info.options.items() if value not in (None, []))
+    options = {name: value for name, value in info.options.items() if name not in options_of_others(info.target)}
+    yield "options", ", ".join(f"{name}={value}" for name, value in options.items() if value not in (None, []))
     source = "in the engine" if info.layers_from == "engine" else "in the network that it was built from"
     yield "layers", f"{len(info.layers)} {source}: {counted(count_types(info.layers))}"
     if info.kernels:

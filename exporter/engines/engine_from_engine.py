@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,17 @@ def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path,
 
 
 def spec_of_engine(info: EngineInfo) -> EngineSpec:
-    """The spec that an engine was built from. A timing cache that is not on this machine is left out."""
+    """The spec that an engine was built from. A timing cache that is not on this machine is left out.
+
+    Raises UserError for an option that this release does not know.
+    """
     options: dict[str, Any] = dict(info.options)
+    if unknown := sorted(set(options) - {field.name for field in fields(EngineSpec)}):
+        given = ", ".join(f"{name}={options[name]!r}" for name in unknown)
+        raise UserError(
+            f"the {info.target} engine was built by effexport {info.effexport_version} with {given}, which effexport "
+            f"{__version__} does not know; upgrade effexport, or build the artifact again with --target {info.target}"
+        )
     cache = options.pop("timing_cache", None)
     return EngineSpec(
         target=info.target,

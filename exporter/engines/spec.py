@@ -14,6 +14,11 @@ from effexport.runtimes import ENGINE_RUNTIMES
 RTX_COMPUTE_CAPABILITIES = (75, 80, 86, 89, 120, 121)
 HARDWARE_COMPATIBILITIES = ("none", "ampere+", "same-compute-capability")
 PLUGIN_CHOICES = ("auto", "require", "never")
+# The options that only one target has.
+OWN_OPTIONS: dict[str, tuple[str, ...]] = {
+    "trt": ("timing_cache", "version_compatible", "hardware_compatibility", "refittable", "plugins"),
+    "trt-rtx": ("compute_capabilities",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +76,10 @@ class EngineSpec:
             )
             return
         for name, given in self._trt_only().items():
-            require(
-                not given,
-                f"{name} does not apply to target trt-rtx, whose engines run on several GPUs and are tuned where they "
-                "run; leave it out, or use --target trt",
-            )
+            reason = "whose engines run on several GPUs and are tuned where they run"
+            if name == "--plugins":
+                reason = "because TensorRT-RTX has no plugins"
+            require(not given, f"{name} does not apply to target trt-rtx, {reason}; leave it out, or use --target trt")
         for number in self.compute_capabilities:
             require(
                 number in RTX_COMPUTE_CAPABILITIES,
@@ -85,9 +89,8 @@ class EngineSpec:
 
     def _trt_only(self) -> dict[str, bool]:
         """The options that only target trt has, and whether each was given."""
-        names = ("timing_cache", "version_compatible", "hardware_compatibility", "refittable", "plugins")
         defaults = {field.name: field.default for field in fields(self)}
-        return {f"--{name.replace('_', '-')}": getattr(self, name) != defaults[name] for name in names}
+        return {f"--{name.replace('_', '-')}": getattr(self, name) != defaults[name] for name in OWN_OPTIONS["trt"]}
 
     def options(self) -> dict[str, Any]:
         """All options except target and profiles, ready for JSON."""
@@ -96,6 +99,11 @@ class EngineSpec:
         values["compute_capabilities"] = list(self.compute_capabilities)
         values["timing_cache"] = str(self.timing_cache) if self.timing_cache else None
         return values
+
+
+def options_of_others(target: str) -> frozenset[str]:
+    """The names of the options that only other targets have."""
+    return frozenset(name for other, names in OWN_OPTIONS.items() if other != target for name in names)
 
 
 def check_target(target: str) -> None:

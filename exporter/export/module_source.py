@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 SEED = "seed"
+# Which model weights have to fit, for errors: that of an artifact, and that of a build.
+OF_ARTIFACT = "that the artifact holds"
+OF_OPTIONS = "that the options describe: check --scope and the sizes"
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,14 @@ def source_from_seed() -> ModuleSource:
     return ModuleSource(SEED, module_from_seed)
 
 
-def source_from_path(path: Path | None) -> ModuleSource:
-    """The source for --weights: a checkpoint folder, or a safetensors file for a model of ours; None for the seed."""
+def source_from_path(path: Path | None, which: str = OF_ARTIFACT) -> ModuleSource:
+    """The source for --weights: a checkpoint folder, or a safetensors file for a model of ours; None for the seed.
+
+    which: OF_ARTIFACT or OF_OPTIONS.
+    """
     if path is None:
         return source_from_seed()
-    return ModuleSource(path.resolve().name, lambda spec: module_from_path(spec, path))
+    return ModuleSource(path.resolve().name, lambda spec: module_from_path(spec, path, which))
 
 
 def source_from_module(module: nn.Module, name: str) -> ModuleSource:
@@ -58,7 +64,7 @@ def module_from_seed(spec: BuildSpec) -> nn.Module:
     return module_from_spec(spec.model, spec.seed)
 
 
-def module_from_path(spec: BuildSpec, path: Path) -> nn.Module:
+def module_from_path(spec: BuildSpec, path: Path, which: str = OF_ARTIFACT) -> nn.Module:
     """The module with its weights. Raises SpecError for weights that do not fit."""
     from effexport.models import checkpoint
 
@@ -70,8 +76,8 @@ def module_from_path(spec: BuildSpec, path: Path) -> nn.Module:
     names = [name for name, _ in module.named_parameters()]
     names += [name for name, _ in module.named_buffers() if name in found]
     expected = (
-        f"the state_dict of the {spec.model.title} that the options describe, under the names of effexport.models: "
-        "check --scope and the sizes; a model with other names goes with --module"
+        f"the state_dict of the {spec.model.title} {which}. The names are those of effexport.models: rename the "
+        "tensors of another model, or write it with layers of effexport.models and build it with --module"
     )
     checkpoint.fill_module(module, found, {name: (name,) for name in names}, (), path, expected)
     return module

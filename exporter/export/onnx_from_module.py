@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPE_OF_PRECISION
-from effexport.errors import StageError
+from effexport.errors import StageError, UserError
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import GraphSignature, check_graph, check_portable
 from effexport.export.portable_graph import make_portable
@@ -88,13 +88,23 @@ def write_graph(
 def at_precision(module: nn.Module, precision: str) -> nn.Module:
     """A float32 module in the given precision, as a copy unless it is float32.
 
-    Layers keep what must stay float32 in float32.
+    Layers keep what must stay float32 in float32. Raises UserError for a weight that is too large for the precision.
     """
     import torch
 
     if precision == "fp32":
         return module
-    return copy.deepcopy(module).to(getattr(torch, DTYPE_OF_PRECISION[precision]))
+    dtype = getattr(torch, DTYPE_OF_PRECISION[precision])
+    lower = copy.deepcopy(module).to(dtype)
+    for (name, exact), rounded in zip(module.named_parameters(), lower.parameters(), strict=True):
+        overflown = exact[exact.isfinite() & ~rounded.isfinite()]
+        if len(overflown):
+            raise UserError(
+                f"{name} contains {overflown[overflown.abs().argmax()]:g}, and the largest number of "
+                f"{DTYPE_OF_PRECISION[precision]} is {torch.finfo(dtype).max:g}; check the weights, or build the "
+                f"artifact with --precision {'fp32' if precision == 'bf16' else 'bf16 or fp32'}"
+            )
+    return lower
 
 
 def program_from_module(

@@ -6,6 +6,8 @@ import errno
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,22 @@ def test_only_entries_of_ended_processes_are_abandoned(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).mkdir()
     assert sorted(path.name for path in abandoned(tmp_path, "a-")) == sorted(names[:3])
+
+
+def test_threads_that_replace_one_folder_do_not_remove_each_others_work(tmp_path: Path) -> None:
+    """They have one process id, by which what an earlier process left is recognised."""
+    both = threading.Barrier(2, timeout=20)
+
+    def replace(text: str) -> str:
+        with BOX.new(tmp_path / "box", force=True) as folder:
+            both.wait()  # the other one has looked for leftovers, too
+            (folder / BOX.mark).write_text(text)
+        return text
+
+    with ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(replace, ("a", "b"))) == ["a", "b"]
+    assert (tmp_path / "box" / BOX.mark).read_text() in ("a", "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
 
 
 def test_text_of_numbers_that_json_and_csv_do_not_have() -> None:

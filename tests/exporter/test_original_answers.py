@@ -7,16 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from slow_cases import slow_after
+from small_specs import spec_of
 
 import effexport
 from effexport.errors import StageError
 from effexport.models import attention_from_spec
 from effexport.models.spec import AttentionSpec, LinearSpec, LSHSpec
 from effexport.proof.cases import load_reference
+from effexport.proof.references.answers_file import load_answers
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 LINEAR = LinearSpec(dim=32, heads=2, seq_len=64)
@@ -108,6 +111,11 @@ def test_options_that_differ_from_the_original_are_found(tmp_path: Path) -> None
         ({"hidden_states": torch.zeros(1, 40, 16)}, "expected hidden_states float32 [batch, seq, 32]"),
         ({"last_hidden_state": torch.zeros(1, 40, 16)}, "is float32 [1, 40, 16]; expected floats [1, 40, 32]"),
         ({"query.weight": torch.zeros(1)}, "unknown input 'query.weight'"),
+        (
+            {"last_hidden_state": torch.zeros(1, 40, 32).index_fill(1, torch.tensor([3]), float("nan"))},
+            "32 of 1280 values of last_hidden_state in original: 1 × 40 are NaN, infinite or beyond float32; expected",
+        ),
+        ({"last_hidden_state": torch.zeros(1, 40, 32).to(torch.float8_e5m2)}, "last_hidden_state is F8_E5M2; expected"),
         (None, "no reference file at"),
     ],
 )
@@ -120,6 +128,18 @@ def test_a_file_without_the_right_answers_is_one_error(
     command = ("build", *FLAGS, "--reference", tmp_path / "answers.safetensors", "-o", tmp_path / "out")
     assert message in cli(*command).error()
     assert not (tmp_path / "out").exists()
+
+
+def test_answers_in_bfloat16_and_nan_in_padding_are_read(tmp_path: Path) -> None:
+    answers = torch.randn(2, 40, 32).bfloat16()
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[1, 30:], answers[1, 30:] = 0, float("nan")
+    tensors = {"hidden_states": torch.randn(2, 40, 32).bfloat16(), "attention_mask": mask, "last_hidden_state": answers}
+    save_file(tensors, tmp_path / "answers.safetensors")
+    spec = spec_of("linear", "attention")
+    (case,) = load_answers(tmp_path / "answers.safetensors", spec)
+    np.testing.assert_array_equal(case.outputs["last_hidden_state"], answers.float().numpy())
+    np.testing.assert_array_equal(case.inputs["hidden_states"], tensors["hidden_states"].float().numpy())
 
 
 def test_weights_that_do_not_fit_name_what_is_there(cli: Callable[..., Any], tmp_path: Path) -> None:

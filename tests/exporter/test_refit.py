@@ -35,6 +35,7 @@ from effexport.refit_request import RefitRequest
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+ZERO = torch.tensor([0])
 Built = Callable[..., Artifact]
 Copied = Callable[..., Path]
 Cli = Callable[..., Any]
@@ -191,6 +192,10 @@ def wrong_files(folder: Path, spec: BuildSpec) -> dict[str, tuple[Path, str]]:
             "1 tensor with NaN or infinity: out.bias",
         ),
         "variant": (aft, "do not fit the model: .* of the wrong shape"),
+        "large": (
+            weights_file(folder, spec, "large.safetensors", **{"out.bias": bias.clone().index_fill(0, ZERO, -7e4)}),
+            "out.bias contains -70000, and the largest number of float16 is 65504; check the weights, or build the",
+        ),
         "text": (text, "is not a readable weights file"),
         "absent": (folder / "absent.safetensors", "no weights file at"),
         "folder": (folder, "is a folder; expected a weights file"),
@@ -199,11 +204,12 @@ def wrong_files(folder: Path, spec: BuildSpec) -> dict[str, tuple[Path, str]]:
 
 
 def test_weights_that_do_not_fit_are_one_error_and_change_nothing(copied: Copied, tmp_path: Path) -> None:
-    folder = copied("softmax", "attention")
+    folder = copied("softmax", "attention", precision="fp16", external_data=True)
     before = state_of(folder)
     for name, (file, message) in wrong_files(tmp_path, open_artifact(folder).spec).items():
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=message) as raised:
             effexport.refit(folder, weights=file)
+        assert "--scope" not in str(raised.value)  # it is no option of refit
         assert state_of(folder) == before, name
     with pytest.raises(UserError, match="no artifact at"):
         effexport.refit(tmp_path / "absent", weights=tmp_path / "same.safetensors")
@@ -281,6 +287,7 @@ def test_notes_about_the_build_before_are_not_repeated(built: Built, tmp_path: P
 
 
 @pytest.mark.requires("rtx")
+@pytest.mark.filterwarnings("default::effexport.errors.EngineWarning")
 def test_an_engine_is_built_again_or_left_out(
     cli: Cli, built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +309,7 @@ def test_an_engine_is_built_again_or_left_out(
     assert result.code == 0, result.err
     left_out = f"left out: engine/trt-rtx.engine: it has the old weights and cannot be made again here: {reason}"
     assert f"note: {left_out}" in result.out.splitlines()
+    assert f"effexport: warning: {left_out}" in result.err.splitlines()
     after = open_artifact(old.path)
     assert left_out in after.manifest.notes
     assert after.manifest.engines == ()

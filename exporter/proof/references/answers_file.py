@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.dtypes import numpy_dtype
+from effexport.environment import require_torch
 from effexport.errors import UserError
 from effexport.models.model_spec import shape_of
 from effexport.proof.answers import answered_case, with_hash_noise
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from effexport.dtypes import Array
 
+# What numpy can read of the types of safetensors.
+NUMPY_DTYPES = ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 # The name of a case whose answers are those of the original.
 ORIGINAL = "original"
 
@@ -39,11 +42,13 @@ def load_answers(path: Path, spec: BuildSpec) -> list[Case]:
         with safe_open(path, framework="numpy") as file:
             if "noise" in (file.metadata() or {}):
                 return load_reference(path)
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - safe_open is not a mapping
+            dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 - not a mapping
+            tensors = {key: file.get_tensor(key) for key, dtype in dtypes.items() if dtype in NUMPY_DTYPES}
     except FileNotFoundError:
         raise UserError(f"no reference file at {path}") from None
-    except (OSError, SafetensorError, TypeError) as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is not a safetensors file, or is damaged; {expected_tensors(spec)}") from error
+    tensors |= {key: widened(path, key, dtype) for key, dtype in dtypes.items() if key not in tensors}
     named: dict[str, dict[str, Array]] = {}
     for key, tensor in tensors.items():
         owner, _, name = key.rpartition("/")
@@ -52,6 +57,18 @@ def load_answers(path: Path, spec: BuildSpec) -> list[Case]:
     if not any(known & set(arrays) for arrays in named.values()):
         raise UserError(f"{path} holds no answers; {expected_tensors(spec)}; weights go with --weights")
     return [case_from_tensors(path, owner, arrays, spec) for owner, arrays in named.items()]
+
+
+def widened(path: Path, key: str, dtype: str) -> Array:
+    """A tensor of bfloat16 in float32, which is exact. Raises UserError for other types that numpy does not have."""
+    from safetensors import safe_open
+
+    if dtype != "BF16":
+        raise UserError(f"{path}: {key} is {dtype}; expected float64, float32, float16 or bfloat16: convert it")
+    require_torch(f"{path} holds bfloat16: reading it")
+    with safe_open(path, framework="pt") as file:
+        array: Array = file.get_tensor(key).float().numpy()
+    return array
 
 
 def original_cases(path: Path, spec: BuildSpec) -> list[Case]:
@@ -94,7 +111,20 @@ def case_from_tensors(path: Path, owner: str, tensors: dict[str, Array], spec: B
             )
         answers[tensor.name] = np.asarray(array, np.float32)
     name = f"{ORIGINAL} {owner.replace('/', ' ')}" if owner else ORIGINAL
-    return Case(name, inputs, answers)
+    case = Case(name, inputs, answers)
+    check_finite_answers(path, case)
+    return case
+
+
+def check_finite_answers(path: Path, case: Case) -> None:
+    """Raise UserError for NaN or infinity among the answers that are compared: those to padding are not."""
+    for name, answer in case.outputs.items():
+        bad = sum(int(np.count_nonzero(~np.isfinite(case.kept(answer, sample)))) for sample in range(len(answer)))
+        if bad:
+            raise UserError(
+                f"{path}: {bad} of {answer.size} values of {name} in {case.label} are NaN, infinite or beyond float32; "
+                "expected finite numbers: compute the answers of the original again, in float32 and in evaluation mode"
+            )
 
 
 def with_hashes(cases: list[Case], module: nn.Module, spec: BuildSpec) -> list[Case]:

@@ -72,6 +72,7 @@ def test_inspect_describes_an_engine_and_an_artifact_with_one(cli: Callable[...,
     why = "IterativePinv is a body: TensorRT-RTX has no plugins"
     for words in ("TensorRT-RTX", "SM 80 and later", why, "MATRIX_MULTIPLY", "compared with the"):
         assert words in " ".join(result.out.split())
+    assert "plugins=" not in result.out
     described = cli("inspect", engine, "--json").json["engine"]
     assert described["target"] == "trt-rtx"
     assert len(described["layers"]) > 100

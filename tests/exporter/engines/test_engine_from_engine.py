@@ -137,6 +137,12 @@ def test_the_spec_of_an_engine_is_read_from_its_sidecar(machine: Machine, tmp_pa
     assert refit.spec_of_engine(replace(machine.info, options=options)).timing_cache == cache
 
 
+def test_an_option_of_a_newer_release_is_one_error(machine: Machine) -> None:
+    info = replace(machine.info, effexport_version="9.1", options={**machine.info.options, "sparse": True})
+    with pytest.raises(UserError, match=r"built by effexport 9\.1 with sparse=True, which effexport .* does not know"):
+        refit.spec_of_engine(info)
+
+
 def test_a_machine_without_a_gpu_cannot_renew_an_engine_of_tensorrt(machine: Machine) -> None:
     def nothing(extra: str) -> int:
         raise UserError("there is no GPU")

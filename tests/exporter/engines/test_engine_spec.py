@@ -116,7 +116,10 @@ def test_shapes_follow_the_names_of_the_dimensions() -> None:
         ({"version_compatible": True}, "--version-compatible does not apply to target trt-rtx"),
         ({"hardware_compatibility": "ampere+"}, "--hardware-compatibility does not apply to target trt-rtx"),
         ({"refittable": True}, "--refittable does not apply to target trt-rtx"),
-        ({"plugins": "never"}, "--plugins does not apply to target trt-rtx"),
+        (
+            {"plugins": "never"},
+            "--plugins does not apply to target trt-rtx, because TensorRT-RTX has no plugins; leave",
+        ),
         ({"plugins": "sometimes"}, "plugins is 'sometimes'; expected one of: auto, require, never"),
         ({"target": "trt", "compute_capabilities": (89,)}, "built for the GPU of this machine"),
     ],
@@ -160,6 +163,13 @@ def test_each_target_is_built_once_and_none_is_none(small_spec: Specs) -> None:
     assert engines(spec, targets=("none",)) == ()
     targets = engines(spec, targets=("trt-rtx", "none", "trt", "trt-rtx"))
     assert [engine.target for engine in targets] == ["trt-rtx", "trt"]
+
+
+def test_an_option_of_one_of_several_targets_is_for_that_one(small_spec: Specs) -> None:
+    given = {"plugins": "require", "refittable": True, "compute_capabilities": "86", "tf32": True}
+    trt, rtx = engines(small_spec("softmax"), targets=("trt", "trt-rtx"), **given)
+    assert (trt.plugins, trt.refittable, trt.compute_capabilities, trt.tf32) == ("require", True, (), True)
+    assert (rtx.plugins, rtx.refittable, rtx.compute_capabilities, rtx.tf32) == ("auto", False, (86,), True)
 
 
 @pytest.mark.parametrize("given", [{"profiles": ("seq=8",)}, {"workspace": "1G"}, {"tf32": True}])
