@@ -14,11 +14,12 @@ from fake_tensorrt import FakeCuda, FakeModel, FakeTensorRT
 
 from effexport.artifact import Artifact
 from effexport.engines import engine_from_engine as refit
+from effexport.engines.preparation import prepared_model
 from effexport.engines.profile import profiles_from_texts
 from effexport.engines.sidecar import EngineInfo, read_sidecar, write_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import UserError
-from effexport.export.onnx_graph import model_digest
+from effexport.export.onnx_graph import load_graph, model_digest
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 OLD = b"an engine"
@@ -95,6 +96,15 @@ def test_a_refittable_engine_gets_the_weights_of_the_model_and_a_true_sidecar(ma
     )
     assert info.remarks == (refit.REFITTED,)
     assert machine.engine.read_bytes() == OLD
+
+
+def test_an_engine_with_attention_is_refitted_from_a_graph_with_attention(machine: Machine) -> None:
+    write_sidecar(machine.engine, replace(machine.info, implementation={"MaskedAttention": "Attention"}))
+    machine.renew()
+    prepared = prepared_model(load_graph(machine.model), machine.spec, (90,), use_attention=True)
+    assert "Attention" in {node.op_type for node in prepared.model.graph.node}
+    digest = hashlib.sha256(prepared.model.SerializeToString()).digest()
+    assert machine.output.read_bytes() == b"refitted with " + digest
 
 
 def test_the_remark_is_not_repeated_by_a_second_refit(machine: Machine) -> None:
