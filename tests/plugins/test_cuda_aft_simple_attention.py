@@ -92,13 +92,12 @@ def assert_aft(out: np.ndarray, inputs: tuple[np.ndarray, ...], limit: float) ->
 
 
 @pytest.mark.requires("native")
-@pytest.mark.parametrize("max_blocks", [1, 3, ALL_BLOCKS])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "max_blocks"), [(1, 1), (2, 3), (100, ALL_BLOCKS), (201, ALL_BLOCKS)])
 def test_aft_simple_depends_neither_on_the_schedule_nor_on_the_grid(
     emulated: EmulatedAFTSimple, seed: int, max_blocks: int
 ) -> None:
     inputs = aft_inputs((2, 2, 600, 70))
-    again = emulated.aft_simple(*inputs, seed=100 * seed, max_blocks=max_blocks)
+    again = emulated.aft_simple(*inputs, seed=seed, max_blocks=max_blocks)
     np.testing.assert_array_equal(again, emulated.aft_simple(*inputs))
 
 

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from one_node import one_node_model
+from slow_cases import slow
 
 from effexport.plugins.function_body import LARGEST_FILL, rounded_down, traps, with_constants
 from effexport.plugins.ops import DOMAIN, OPS, Op
@@ -57,7 +58,8 @@ def models_of_bodies(op: str, opset: int, **changed: float) -> Iterator[Any]:
             yield onnx.ModelProto.FromString(one_node_model(op, feeds, body=True, opset=opset, **attributes))
 
 
-@pytest.mark.parametrize("opset", range(18, 25))
+# the oldest and the newest here; bodies for those between are written by the same code
+@pytest.mark.parametrize("opset", [18, 24, *map(slow, range(19, 24))])
 @pytest.mark.parametrize("op", OPS)
 def test_no_body_of_any_options_element_type_or_opset_holds_a_trap(op: str, opset: int) -> None:
     for model in models_of_bodies(op, opset):

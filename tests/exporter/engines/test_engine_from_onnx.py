@@ -109,7 +109,7 @@ def test_an_engine_of_the_usual_size_keeps_its_ops_in_float32(built: Built, buil
 def test_the_same_model_with_a_lowered_op_is_another_engine_and_a_wrong_one_is_refused(
     built: Built, build: Callable[..., EngineInfo], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    artifact = built("softmax", "encoder", precision="fp16")
+    artifact = built("nystrom", "encoder", precision="fp16")
     profiles = profiles_from_texts([], artifact.spec)
     from effexport.engines import engine_from_onnx as module
 
@@ -136,11 +136,15 @@ def test_an_fp16_request_for_a_float32_model_is_refused(
     assert nothing_was_written(tmp_path)
 
 
-def test_external_weights_are_found_beside_the_model(built: Built, build: Callable[..., EngineInfo]) -> None:
-    inside = built("softmax", "encoder")
-    outside = built("softmax", "encoder", external_data=True)
-    assert (outside.path / "model.onnx.data").is_file()
-    sizes = [build(a.model_path, profiles=profiles_from_texts([], a.spec)).engine_bytes for a in (inside, outside)]
+def test_external_weights_are_found_beside_the_model(
+    built: Built, build: Callable[..., EngineInfo], tmp_path: Path
+) -> None:
+    artifact = built("softmax", "encoder")
+    outside = tmp_path / "outside.onnx"
+    onnx.save(onnx.load(artifact.model_path), outside, save_as_external_data=True, location="weights", size_threshold=0)
+    assert (tmp_path / "weights").is_file()
+    profiles = profiles_from_texts([], artifact.spec)
+    sizes = [build(path, profiles=profiles).engine_bytes for path in (artifact.model_path, outside)]
     # the same network with the same weights; names of files may differ
     assert abs(sizes[0] - sizes[1]) < 4096
 

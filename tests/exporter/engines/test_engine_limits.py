@@ -11,7 +11,7 @@ import onnx
 import onnx.parser
 import pytest
 from onnx import numpy_helper
-from slow_cases import slow_after
+from slow_cases import variants_fast_for
 from small_builds import exported
 from transformers_models import saved
 
@@ -19,11 +19,9 @@ from effexport.artifact import Artifact
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.engines.limits import check_limits, limit_problems
 from effexport.errors import UserError
-from effexport.export.decode_step import onnx_from_decode_step
 from effexport.export.module_source import module_from_path
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.export.onnx_graph import FORBIDDEN_OPS
-from effexport.models.encoder import module_from_spec
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.plugins.ops import OPS
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
@@ -215,13 +213,14 @@ def test_exported_models_obey_the_limits(built: Callable[..., Artifact], variant
     check_limits(onnx.load(str(built(variant, "encoder").model_path)))
 
 
-# the quickest half here, at the precision that casts most; the others in the soak run
+# at the precision that casts most; the others in the soak run
 PRECISIONS = [p if p == "fp16" else pytest.param(p, marks=pytest.mark.soak) for p in DTYPE_OF_PRECISION]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_exported_attention_obeys_the_limits(small_spec: Specs, variant: str, precision: str) -> None:
-    check_limits(onnx.load(exported(small_spec(variant, "attention", precision=precision))))
+@pytest.mark.parametrize("name", variants_fast_for("nystrom", "lsh"))
+def test_exported_attention_obeys_the_limits(small_spec: Specs, name: str, precision: str) -> None:
+    check_limits(onnx.load(exported(small_spec(name, "attention", precision=precision))))
 
 
 @pytest.mark.soak
@@ -248,22 +247,20 @@ def test_exports_that_are_faithful_to_checkpoints_obey_the_limits(small_spec: Sp
     check_limits(onnx.load(exported(small_spec(variant, "attention", **fields))))
 
 
-# the two whose memory is constant also have a decode step; the others take as long as all of these
-MARKS = {"linear": (), "aft-simple": pytest.mark.slow}
+# those that other tests build, too; the two whose memory is constant also have a decode step
+BUILT = ("softmax", "linear", "aft-simple")
 CAUSAL = [
-    pytest.param(name, marks=MARKS.get(name, pytest.mark.soak))
+    name if name in BUILT else pytest.param(name, marks=pytest.mark.soak)
     for name, spec in ATTENTION_SPECS.items()
     if not spec.why_not_causal
 ]
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_causal_exports_and_their_decode_steps_obey_the_limits(small_spec: Specs, tmp_path: Path, name: str) -> None:
-    spec = small_spec(name, "encoder", causal=True)
-    check_limits(onnx.load(exported(spec)))
-    if spec.model.has_decode_step:
-        onnx_from_decode_step(module_from_spec(spec.model, spec.seed), spec, tmp_path / "step.onnx")
-        check_limits(onnx.load(str(tmp_path / "step.onnx")))
+def test_causal_exports_and_their_decode_steps_obey_the_limits(built: Callable[..., Artifact], name: str) -> None:
+    artifact = built(name, "encoder", causal=True)
+    for path in sorted(artifact.path.glob("*.onnx")):  # with the decode step and the prefill
+        check_limits(onnx.load(path))
 
 
 SHARED = {"vocab_size": 60, "hidden_size": 32, "num_attention_heads": 2}
@@ -298,8 +295,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
-@pytest.mark.parametrize("family", slow_after(1, CHECKPOINTS))
+@pytest.mark.parametrize("family", CHECKPOINTS)
 def test_exported_checkpoints_obey_the_limits(tmp_path: Path, family: str) -> None:
     kind, config = CHECKPOINTS[family]
     saved(tmp_path / "checkpoint", kind, SHARED | config)
