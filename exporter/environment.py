@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,19 +96,15 @@ def require_build() -> None:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Import PyTorch in the block without searching for garbage, in it and, among what it imported, later.
-
-    There is none, and searching a million objects several times takes a fourth of the import. A program that has
-    loaded PyTorch already decides about its garbage itself.
-    """
-    if TORCH.module in sys.modules or not gc.isenabled():
+    """Import PyTorch in the block without searching for garbage: there is none, and looking through a million objects
+    several times takes a fourth of the import."""
+    if not gc.isenabled():
         yield
         return
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
 
 
