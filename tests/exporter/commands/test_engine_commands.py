@@ -20,7 +20,8 @@ from effexport.engines.sidecar import read_sidecar, write_sidecar
 from effexport.errors import UserError
 from effexport.plugins.building.ptx_target import PtxTarget
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
+# one worker, so that every engine is built once
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "rtx"), pytest.mark.xdist_group("engine commands")]
 SMALL = ("--dim", "32", "--heads", "2", "--layers", "1", "--seq-len", "64")
 
 

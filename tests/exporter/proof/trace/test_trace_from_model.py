@@ -28,7 +28,8 @@ from effexport.proof.trace.value_limits import ValueLimits
 from effexport.report.rendering.text import trace_text
 from effexport.runners.ort.settings import OrtSettings
 
-pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+# one worker, so that every module is traced once
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort"), pytest.mark.xdist_group("trace")]
 Built = Callable[..., Artifact]
 # Of the values of a graph, those that PyTorch computes too; the rest are steps inside one of its operations.
 LEAST_SHARE = 0.65
