@@ -15,7 +15,7 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from transformers_models import saved
 
 from effexport.artifact import Artifact
@@ -24,8 +24,11 @@ from effexport.models.encoder import module_from_spec
 from effexport.proof.cases import load_reference
 from effexport.proof.references.choice import ReferenceChoice, parse_choice
 from effexport.proof.references.rebuilt_module import why_not_rebuilt
+from effexport.proof.trace import trace_from_model
+from effexport.proof.trace.traced_module import TracedModule
 from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
 from effexport.runners.runner import ModelOptions
+from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]
@@ -57,6 +60,25 @@ REFORMER: dict[str, Any] = {
     "max_position_embeddings": 128,
     "is_decoder": False,
 }
+
+
+@pytest.fixture(scope="module")
+def traced_modules() -> Callable[[torch.nn.Module, BuildSpec], TracedModule]:
+    """TracedModule, which traces a module again only if its weights or its spec are others."""
+    made: dict[tuple[str, bytes], TracedModule] = {}
+
+    def traced(module: torch.nn.Module, spec: BuildSpec) -> TracedModule:
+        key = repr(spec), save(module.state_dict())
+        if key not in made:
+            made[key] = TracedModule(module, spec)
+        return made[key]
+
+    return traced
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch, traced_modules: Callable[..., TracedModule]) -> None:
+    monkeypatch.setattr(trace_from_model, "TracedModule", traced_modules)
 
 
 def damaged_copy(model: Path, folder: Path) -> Path:
