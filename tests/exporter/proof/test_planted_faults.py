@@ -65,8 +65,8 @@ def places() -> Iterator[tuple[str, str]]:
 
 def planted(*, no_ops: bool) -> Iterator[object]:
     """Every fault in every place where it can occur. The first place of a fault in a variant is fast in every second
-    variant and slow in the others. Of the other places of a fault, in all variants together, every sixth is slow and
-    the rest is for soak tests."""
+    variant and slow in half of the others. Of the other places of a fault, in all variants together, every twelfth is
+    slow. The rest is for soak tests."""
     firsts: Counter[str] = Counter()
     others: Counter[str] = Counter()
     for name, configuration in places():
@@ -76,10 +76,10 @@ def planted(*, no_ops: bool) -> Iterator[object]:
                 label = f"{name}-{configuration}-{fault.name.replace(' ', '-')}"
                 marks: Collection[pytest.MarkDecorator] = ()
                 if configuration == first:
-                    marks = (pytest.mark.slow,) if firsts[fault.name] % 2 else ()
+                    marks = ((), (pytest.mark.slow,), (), (pytest.mark.soak,))[firsts[fault.name] % 4]
                     firsts[fault.name] += 1
                 else:
-                    marks = (pytest.mark.soak if others[fault.name] % 6 else pytest.mark.slow,)
+                    marks = (pytest.mark.soak if others[fault.name] % 12 else pytest.mark.slow,)
                     others[fault.name] += 1
                 yield pytest.param(name, configuration, fault, id=label, marks=marks)
 

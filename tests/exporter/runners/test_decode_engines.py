@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fake_tensorrt import FakeTensorRT
 from onnx_in_fake_tensorrt import fake_tensorrt
-from slow_cases import slow_after
+from slow_cases import slow
 
 import effexport
 from effexport.artifact import DECODE_STEP, PREFILL, Artifact, open_artifact
@@ -34,9 +34,22 @@ from effexport.runtimes import engine_name
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
 GRAPHS = TrtSettings(cuda_graph=True)
-KINDS = [("linear", "encoder", "fp16"), ("aft-simple", "attention", "fp32"), ("linear", "attention", "fp32")]
-KINDS += [("linear", "encoder", "fp32"), ("linear", "attention", "fp16")]
-KINDS += [("aft-simple", "encoder", "fp32"), ("aft-simple", "encoder", "fp16"), ("aft-simple", "attention", "fp16")]
+KINDS = [
+    ("linear", "encoder", "fp16"),
+    ("aft-simple", "attention", "fp32"),
+    slow(("aft-simple", "encoder", "fp16")),
+    # the types of a state do not depend on the variant, nor its names on the precision
+    *(
+        pytest.param(*kind, marks=pytest.mark.soak)
+        for kind in (
+            ("linear", "attention", "fp32"),
+            ("linear", "encoder", "fp32"),
+            ("linear", "attention", "fp16"),
+            ("aft-simple", "encoder", "fp32"),
+            ("aft-simple", "attention", "fp16"),
+        )
+    ),
+]
 Engines = Callable[..., Path]
 
 
@@ -107,7 +120,7 @@ def as_trt(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "model_scope", "precision"), slow_after(2, KINDS))
+@pytest.mark.parametrize(("name", "model_scope", "precision"), KINDS)
 def test_engines_of_both_graphs_decode_as_the_whole_model_with_the_types_of_the_model(
     engines: Engines, name: str, model_scope: str, precision: str
 ) -> None:

@@ -14,7 +14,9 @@ from effexport.plugins.building.ptx_target import ARCHITECTURES, MAX_ISA, isa_of
 from effexport.plugins.ops import OPS, Op
 
 pytestmark = [pytest.mark.requires("nvcc"), pytest.mark.xdist_group("nvcc")]
-GPUS = (75, 80, 86, 89, 90, 100, 120)
+GPUS = [
+    sm if sm in (75, 90, 120) else pytest.param(sm, marks=pytest.mark.soak) for sm in (75, 80, 86, 89, 90, 100, 120)
+]
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
 # Products of these kernels take tensor cores in every half type that has them.
 MULTIPLYING = {

@@ -20,12 +20,13 @@ void attend(std::int64_t seq, std::int64_t head_dim, std::int64_t value_dim, boo
 
 int main() {
   for (const bool causal : {false, true}) {
-    for (const std::int64_t seq : {1, 33, 64, 130, 600}) {
+    for (const std::int64_t seq : {1, 33, 64, 130}) {
       attend<float>(seq, 8, 5, causal);
       attend<effexport::Half>(seq, 8, 5, causal);
       attend<effexport::BFloat16>(seq, 8, 5, causal);
     }
-    for (const std::int64_t dim : {1, 31, 64, 70}) attend<float>(70, dim, dim + 1, causal);
+    attend<effexport::Half>(600, 8, 5, causal);
+    for (const std::int64_t dim : {1, 31, 64, 70}) attend<float>(33, dim, dim + 1, causal);
   }
   return 0;
 }

@@ -17,8 +17,10 @@ void sort(std::int64_t rows, std::int64_t n, std::int64_t num_buckets) {
 }  // namespace
 
 int main() {
-  for (const std::int64_t n : {1, 33, 1000, 1025, 2100, 8193}) {
+  for (const std::int64_t n : {1, 33, 1025, 2100}) {
     for (const std::int64_t num_buckets : {1, 33, 1216, 1217, 70000, 0x7fffffff}) sort(2, n, num_buckets);
   }
+  sort(1, 8193, 1216);
+  sort(1, 8193, 0x7fffffff);
   return 0;
 }
