@@ -93,7 +93,7 @@ def test_a_naive_export_has_no_operator_of_ours_and_agrees_with_pytorch(name: st
     agrees(shorter, path)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_naive_encoder_agrees_with_pytorch() -> None:
     case = small_case("nystrom", "naive", scope="encoder")
     agrees(case, exported(case, naive_onnx_from_case))
