@@ -86,6 +86,7 @@ def kernel_library_version() -> str | None:
 
 def require_build() -> None:
     """Raise UserError unless everything that a build needs is installed and can be imported."""
+    # there is none, and looking through a million objects several times takes a fourth of the import
     with without_garbage_collection():
         examined = [(p, examine(p)) for p in PACKAGES if p.extra in ("", TORCH.extra)]
     for package, found in examined:
@@ -96,8 +97,7 @@ def require_build() -> None:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Import PyTorch in the block without searching for garbage: there is none, and looking through a million objects
-    several times takes a fourth of the import."""
+    """Do not search for garbage in the block."""
     if not gc.isenabled():
         yield
         return

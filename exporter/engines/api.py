@@ -19,7 +19,7 @@ from effexport.runtimes import ENGINE_RUNTIMES
 
 
 class ILogger(Protocol):
-    """Severities; `builder_log.make_logger` overrides its `log`."""
+    """Severities; `builder_log.logger_of_process` overrides its `log`."""
 
     INTERNAL_ERROR: Any
     ERROR: Any

@@ -6,21 +6,30 @@ what went wrong and what to do.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
-from collections.abc import Callable, Sequence
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from effexport.engines.api import Api
 from effexport.engines.kernels import LISTING
+from effexport.environment import without_garbage_collection
+
+T = TypeVar("T")
 
 # Logged for every graph with int64 inputs, which all of ours have.
 _NOISE = ("Make sure input", "Make sure output", "already exists, the output tensors")
 
 
 class BuildLog:
-    """The log of one build, by severity. TensorRT takes `logger`, which must outlive everything made with it.
+    """The log of one build, or of one loaded engine, by severity. TensorRT takes `logger`.
 
+    A message goes to the logs that its thread has opened or restarted; from a thread that has none, to all.
     kernels: the messages that list the kernels of an engine, see `kernels_from_log`.
     """
 
@@ -28,12 +37,55 @@ class BuildLog:
         self.errors: list[str] = []
         self.warnings: list[str] = []
         self.kernels: list[str] = []
-        self.logger = make_logger(api, self.errors, self.warnings, self.kernels)
+        self.logger = logger_of_process(api.ILogger)
+        self.restart()
+        with _lock:
+            _open_logs.add(self)
+
+    def restart(self) -> None:
+        """Empty the log, for what this thread does next."""
+        self.thread = _current.thread
+        for messages in (self.errors, self.warnings, self.kernels):
+            messages.clear()
+
+    def made(self, make: Callable[[Any], T]) -> T:
+        """An object of TensorRT's, `make(logger)`.
+
+        TensorRT holds a lock while it makes one, and may warn meanwhile that the process has another logger. Python
+        must not collect garbage in there: the destructors of TensorRT's objects wait for the same lock, for ever.
+        """
+        with without_garbage_collection():
+            return make(self.logger)
 
 
-def make_logger(api: Api, errors: list[str], warnings: list[str], kernels: list[str]) -> Any:
-    """An ILogger that collects messages. The bindings call it from their own threads; appending is atomic."""
-    base: Any = api.ILogger
+class _Current(threading.local):
+    """thread: an object for each thread; numbers of threads are used again."""
+
+    def __init__(self) -> None:
+        self.thread = object()
+
+
+_current = _Current()
+# Reentrant, because TensorRT may log in a thread that holds it, when Python collects garbage there.
+_lock = threading.RLock()
+_open_logs: weakref.WeakSet[BuildLog] = weakref.WeakSet()
+
+
+def listeners() -> list[BuildLog]:
+    """The logs that a message of this thread goes to."""
+    with _lock:
+        logs = list(_open_logs)
+    return [log for log in logs if log.thread is _current.thread] or logs
+
+
+def logger_of_process(base: Any) -> Any:
+    """The one instance of an ILogger that collects messages: TensorRT wants one logger per process."""
+    with _lock:
+        return _new_logger(base)
+
+
+@functools.cache
+def _new_logger(base: Any) -> Any:
     fatal = (base.INTERNAL_ERROR, base.ERROR)
 
     class Logger(base):  # type: ignore[misc]  # the bindings have no types
@@ -41,12 +93,13 @@ def make_logger(api: Api, errors: list[str], warnings: list[str], kernels: list[
             base.__init__(self)
 
         def log(self, severity: Any, message: str) -> None:
-            if severity in fatal:
-                errors.append(message.strip())
-            elif severity == base.WARNING and not any(noise in message for noise in _NOISE):
-                warnings.append(message.strip())
-            elif message.startswith(LISTING):
-                kernels.append(message)
+            for log in listeners():
+                if severity in fatal:
+                    log.errors.append(message.strip())
+                elif severity == base.WARNING and not any(noise in message for noise in _NOISE):
+                    log.warnings.append(message.strip())
+                elif message.startswith(LISTING):
+                    log.kernels.append(message)
 
     return Logger()
 
@@ -79,6 +132,9 @@ def make_monitor(api: Api, on_progress: OnProgress) -> Any:
                 self._report(phase_name, (step + 1) / max(1, self._steps[phase_name]))
             return not self.interrupted
 
+        def interrupt(self) -> None:
+            self.interrupted = True
+
         def phase_finish(self, phase_name: str) -> None:
             self._steps.pop(phase_name, None)
 
@@ -89,9 +145,26 @@ def make_monitor(api: Api, on_progress: OnProgress) -> Any:
             try:
                 on_progress(phase, min(1.0, share))
             except KeyboardInterrupt:
-                self.interrupted = True
+                self.interrupt()
 
     return Monitor()
+
+
+@contextlib.contextmanager
+def interrupting(monitor: Any) -> Iterator[None]:
+    """Let Ctrl-C cancel a build in the block, which has this monitor.
+
+    Python would raise KeyboardInterrupt in the next callback, and the bindings print what a callback raises and go on.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: monitor.interrupt())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 @dataclass(frozen=True)

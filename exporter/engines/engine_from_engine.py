@@ -6,6 +6,7 @@ import hashlib
 import time
 from dataclasses import fields, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,13 @@ def refitted_engine(previous: Path, model: Path, spec: EngineSpec, output: Path,
     prepared = prepared_model(load_graph(model), spec, capabilities, use_attention=use_attention)
     started = time.perf_counter()
     log = BuildLog(api)
-    runtime = api.Runtime(log.logger)
+    runtime = log.made(api.Runtime)
     if info.version_compatible:
         runtime.engine_host_code_allowed = True  # the checksum says that it is the engine that was built
     engine = runtime.deserialize_cuda_engine(previous.read_bytes())
     if engine is None:
         raise StageError(STAGE, explain(log.errors))
-    refitter = api.Refitter(engine, log.logger)
+    refitter = log.made(partial(api.Refitter, engine))
     parser = api.OnnxParserRefitter(refitter, log.logger)
     if not parser.refit_from_bytes(prepared.model.SerializeToString(), str(model)):
         raise StageError(STAGE, explain(log.errors))

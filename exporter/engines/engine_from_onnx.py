@@ -9,12 +9,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from effexport.disk import ANOTHER_FOLDER, write_error
 from effexport.engines.api import Api, Builder, IBuilderConfig, bytes_of, import_api
 from effexport.engines.attention_form import attention_form
-from effexport.engines.builder_log import BuildLog, OnProgress, explain, make_monitor
+from effexport.engines.builder_log import BuildLog, OnProgress, explain, interrupting, make_monitor
 from effexport.engines.config import config_from_spec, save_timing_cache
 from effexport.engines.custom_nodes import ATTENTION
 from effexport.engines.kernels import attention_kernels, kernels_from_log
@@ -87,20 +87,21 @@ def _engine_in_form(
     inputs, outputs = graph_tensors(prepared.model.graph.input), graph_tensors(prepared.model.graph.output)
     shapes = distinct([profile.shapes(inputs) for profile in spec.profiles])
 
-    log = BuildLog(api)
-    builder = make_builder(api, log, spec)
-    network = network_from_model(api, builder, log, spec.target, prepared.model.SerializeToString(), model)
-    if use_attention:
-        keep_attention_whole(api, network.definition)
-    layers = list(layers_of_network(network.definition))
-    dtypes = {name: dtype for name, (dtype, _) in value_types(prepared.model).items()}
-    compared = check_dtypes(layers, dtypes)
-    check_precision(layers, precision)
+    log, monitor = BuildLog(api), make_monitor(api, on_progress)
+    with interrupting(monitor):
+        builder = make_builder(api, log, spec)
+        network = network_from_model(api, builder, log, spec.target, prepared.model.SerializeToString(), model)
+        if use_attention:
+            keep_attention_whole(api, network.definition)
+        layers = list(layers_of_network(network.definition))
+        dtypes = {name: dtype for name, (dtype, _) in value_types(prepared.model).items()}
+        compared = check_dtypes(layers, dtypes)
+        check_precision(layers, precision)
 
-    config = config_from_spec(api, builder, spec, shapes)
-    started = time.perf_counter()
-    engine = built(api, builder, network, config, log, on_progress)
-    seconds = time.perf_counter() - started
+        config = config_from_spec(api, builder, spec, shapes)
+        started = time.perf_counter()
+        engine = built(builder, network, config, log, monitor)
+        seconds = time.perf_counter() - started
     kernels = kernels_from_log(log.kernels)
     info = EngineInfo(
         target=spec.target,
@@ -145,16 +146,13 @@ def distinct(profiles: Sequence[Mapping[str, ShapeRange]]) -> tuple[Mapping[str,
 def make_builder(api: Api, log: BuildLog, spec: EngineSpec) -> Builder:
     product = ENGINE_RUNTIMES[spec.target].label
     try:
-        return api.Builder(log.logger)
+        return log.made(api.Builder)
     except (TypeError, RuntimeError) as error:  # the factory of the library returned nothing
         raise StageError(STAGE, f"{product} {api.__version__} does not start: {explain(log.errors)}") from error
 
 
-def built(
-    api: Api, builder: Builder, network: Network, config: IBuilderConfig, log: BuildLog, on_progress: OnProgress
-) -> bytes:
+def built(builder: Builder, network: Network, config: IBuilderConfig, log: BuildLog, monitor: Any) -> bytes:
     """Run the builder. Raises StageError with the reason and the remedy, and KeyboardInterrupt after Ctrl-C."""
-    monitor = make_monitor(api, on_progress)
     config.progress_monitor = monitor
     serialised = builder.build_serialized_network(network.definition, config)
     if monitor.interrupted:
@@ -178,7 +176,7 @@ def inspected(api: Api, info: EngineInfo, engine: bytes, expected: Mapping[str, 
     except UserError:
         return info  # without a GPU, the layers of the network remain
     log = BuildLog(api)
-    runtime = api.Runtime(log.logger)
+    runtime = log.made(api.Runtime)
     if info.version_compatible:
         runtime.engine_host_code_allowed = True  # the engine was built a moment ago
     loaded = runtime.deserialize_cuda_engine(engine)

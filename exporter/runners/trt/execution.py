@@ -15,7 +15,7 @@ from effexport.engines.sidecar import Shape
 from effexport.errors import EffexportError, RuntimeFailedError, UserError
 from effexport.runners.cuda.device import Cuda, CudaError, DeviceMemory
 from effexport.runners.trt.context import Call, Context, EngineRefusalError, Graphs, Shapes
-from effexport.runners.trt.loading import Loaded, Source, forget, load_engine, said
+from effexport.runners.trt.loading import Loaded, Source, load_engine, said
 from effexport.runners.trt.memory import EAGER_BYTES, Buffers, largest_shapes, nbytes_of
 from effexport.runtimes import ENGINE_RUNTIMES
 
@@ -219,7 +219,7 @@ class Execution:
             self.require_open()
             try:
                 with self.cuda.selected():
-                    forget(self._loaded.log)
+                    self._loaded.log.restart()
                     self._sweep()
                     try:
                         yield

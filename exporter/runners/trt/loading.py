@@ -28,7 +28,7 @@ class Source:
 
 @dataclass
 class Loaded:
-    """A deserialised engine, with its runtime and log, which must outlive it."""
+    """A deserialised engine, with its runtime, which must outlive it, and their log."""
 
     engine: ICudaEngine | None
     runtime: Runtime | None
@@ -71,7 +71,7 @@ def load_engine(source: Source) -> Loaded:
     """
     api, info = source.api, source.info
     log = BuildLog(api)
-    runtime = api.Runtime(log.logger)
+    runtime = log.made(api.Runtime)
     serialized = source.path.read_bytes()
     if info.target == "trt-rtx":
         check_validity(source.path, api, runtime, serialized, log)
@@ -129,9 +129,3 @@ def check_tensors(path: Path, api: Api, engine: ICudaEngine, info: EngineInfo) -
 def said(log: BuildLog) -> str:
     """The first error that TensorRT logged."""
     return plain(log.errors[0]) if log.errors else "it gave no reason"
-
-
-def forget(log: BuildLog) -> None:
-    """Empty the log, which would otherwise grow as long as the runner lives."""
-    log.errors.clear()
-    log.warnings.clear()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from effexport.engines.builder_log import BuildLog, explain, make_monitor, plain
+from effexport.engines.builder_log import BuildLog, explain, interrupting, make_monitor, plain
+from effexport.engines.engine_from_onnx import built
 from effexport.engines.layers import check_dtypes, check_precision, count_dtypes, described_dtype, layers_of_engine
+from effexport.engines.network import Network
 from effexport.errors import StageError
 
 WORKSPACE = (
@@ -82,6 +90,77 @@ def test_the_log_keeps_errors_and_warnings_and_drops_what_is_said_for_every_grap
     log.logger.log(FakeLogger.ERROR, "one ")
     log.logger.log(FakeLogger.INTERNAL_ERROR, "two")
     assert (log.errors, log.warnings) == (["one", "two"], ["something odd"])
+
+
+def test_a_message_goes_to_the_logs_of_its_thread_and_from_a_thread_without_one_to_all() -> None:
+    api: Any = SimpleNamespace(ILogger=FakeLogger)
+    mine = BuildLog(api)
+    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as pool_of_tensorrt:
+        other = pool.submit(BuildLog, api).result()
+        assert other.logger is mine.logger
+        mine.logger.log(FakeLogger.ERROR, "mine")
+        pool.submit(mine.logger.log, FakeLogger.ERROR, "other").result()
+        assert (mine.errors, other.errors) == (["mine"], ["other"])
+        pool_of_tensorrt.submit(mine.logger.log, FakeLogger.WARNING, "both").result()
+        assert mine.warnings == other.warnings == ["both"]
+        # a runner that another thread opened
+        other.restart()
+        mine.logger.log(FakeLogger.ERROR, "in the turn of this thread")
+        assert other.errors == ["in the turn of this thread"]
+
+
+def test_there_is_one_logger_even_if_two_threads_begin_at_once() -> None:
+    class SlowLogger(FakeLogger):
+        def __init__(self) -> None:
+            time.sleep(0.05)
+
+    api: Any = SimpleNamespace(ILogger=SlowLogger)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: BuildLog(api), range(2))
+    assert first.logger is second.logger
+
+
+def test_a_log_of_a_thread_that_has_ended_takes_no_messages_from_others() -> None:
+    api: Any = SimpleNamespace(ILogger=FakeLogger)
+    opened: list[BuildLog] = []
+    ended = threading.Thread(target=lambda: opened.append(BuildLog(api)))
+    ended.start()
+    ended.join()
+    mine = BuildLog(api)
+    # its number is that of the thread that has ended, on most systems
+    of_tensorrt = threading.Thread(target=mine.logger.log, args=(FakeLogger.ERROR, "x"))
+    of_tensorrt.start()
+    of_tensorrt.join()
+    assert mine.errors == opened[0].errors == ["x"]
+
+
+def test_python_collects_no_garbage_while_tensorrt_makes_an_object() -> None:
+    api: Any = SimpleNamespace(ILogger=FakeLogger)
+    log = BuildLog(api)
+    assert log.made(lambda logger: (logger, gc.isenabled())) == (log.logger, False)
+    assert gc.isenabled()
+
+
+def test_ctrl_c_in_a_callback_of_the_bindings_cancels_the_build() -> None:
+    class Builder:
+        def build_serialized_network(self, network: object, config: Any) -> bytes | None:
+            # the bindings print what a callback raises, and go on
+            with contextlib.suppress(KeyboardInterrupt):
+                handler = signal.getsignal(signal.SIGINT)
+                assert callable(handler)
+                handler(signal.SIGINT, None)
+            return b"engine" if config.progress_monitor.step_complete("build", 0) else None
+
+    api: Any = SimpleNamespace(ILogger=FakeLogger, IProgressMonitor=FakeMonitor)
+    config: Any = SimpleNamespace()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monitor = make_monitor(api, lambda *_: None)
+        with pytest.raises(KeyboardInterrupt), interrupting(monitor):
+            built(Builder(), Network(None, None), config, BuildLog(api), monitor)  # type: ignore[arg-type]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_progress_is_reported_for_the_outer_phases_and_an_interrupt_cancels_the_build() -> None:

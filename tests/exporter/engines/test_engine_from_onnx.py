@@ -16,6 +16,7 @@ import pytest
 
 from effexport.artifact import Artifact
 from effexport.engines.api import check_version, import_api
+from effexport.engines.builder_log import BuildLog
 from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import Profile, Range, profiles_from_texts
 from effexport.engines.sidecar import EngineInfo, check_engine_file, check_model, check_runs_here, read_sidecar
@@ -241,6 +242,21 @@ def test_a_build_that_tensorrt_gives_up_says_why_and_writes_nothing(
     with pytest.raises(StageError, match=words):
         build(artifact.model_path, profiles=profiles_from_texts([], artifact.spec), **fields)
     assert nothing_was_written(tmp_path)
+
+
+def test_a_build_beside_a_living_engine_has_its_own_messages_and_none_about_loggers(
+    built: Built, build: Callable[..., EngineInfo]
+) -> None:
+    """TensorRT warns about a second logger while it holds a lock: with garbage in Python, it hung there."""
+    artifact = built("softmax", "encoder")
+    api = import_api("trt-rtx")
+    log = BuildLog(api)
+    living = api.Builder(log.logger), api.Runtime(log.logger)
+    with pytest.raises(StageError, match="cannot be built for SM 75: FP32 GEMM is not supported"):
+        build(artifact.model_path, profiles=profiles_from_texts([], artifact.spec), compute_capabilities=(75,))
+    assert log.errors
+    assert not [message for message in log.warnings if "logger" in message]
+    del living
 
 
 def test_an_engine_that_cannot_be_written_leaves_the_old_one_and_its_sidecar(
