@@ -152,19 +152,21 @@ def make_monitor(api: Api, on_progress: OnProgress) -> Any:
 
 @contextlib.contextmanager
 def interrupting(monitor: Any) -> Iterator[None]:
-    """Let Ctrl-C cancel a build in the block, which has this monitor.
+    """Let Ctrl-C cancel a build in the block, which has this monitor: KeyboardInterrupt, whatever the block raised.
 
-    Python would raise KeyboardInterrupt in the next callback, and the bindings print what a callback raises and go on.
+    Python would raise it in the next callback, and the bindings print what a callback raises and go on.
     """
     usual = signal.getsignal(signal.SIGINT)
-    if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *_: monitor.interrupt())
+    is_ours = usual is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_ours:
+        signal.signal(signal.SIGINT, lambda *_: monitor.interrupt())
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
+        if is_ours:
+            signal.signal(signal.SIGINT, usual)
+        if monitor.interrupted:
+            raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)

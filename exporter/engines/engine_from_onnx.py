@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from effexport.disk import ANOTHER_FOLDER, write_error
 from effexport.engines.api import Api, Builder, IBuilderConfig, bytes_of, import_api
@@ -100,7 +100,8 @@ def _engine_in_form(
 
         config = config_from_spec(api, builder, spec, shapes)
         started = time.perf_counter()
-        engine = built(builder, network, config, log, monitor)
+        config.progress_monitor = monitor
+        engine = built(builder, network, config, log)
         seconds = time.perf_counter() - started
     kernels = kernels_from_log(log.kernels)
     info = EngineInfo(
@@ -151,12 +152,9 @@ def make_builder(api: Api, log: BuildLog, spec: EngineSpec) -> Builder:
         raise StageError(STAGE, f"{product} {api.__version__} does not start: {explain(log.errors)}") from error
 
 
-def built(builder: Builder, network: Network, config: IBuilderConfig, log: BuildLog, monitor: Any) -> bytes:
-    """Run the builder. Raises StageError with the reason and the remedy, and KeyboardInterrupt after Ctrl-C."""
-    config.progress_monitor = monitor
+def built(builder: Builder, network: Network, config: IBuilderConfig, log: BuildLog) -> bytes:
+    """Run the builder. Raises StageError with the reason and the remedy."""
     serialised = builder.build_serialized_network(network.definition, config)
-    if monitor.interrupted:
-        raise KeyboardInterrupt
     if serialised is None:
         raise StageError(STAGE, explain(log.errors))
     return bytes_of(serialised)

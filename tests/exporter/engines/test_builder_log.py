@@ -152,12 +152,12 @@ def test_ctrl_c_in_a_callback_of_the_bindings_cancels_the_build() -> None:
             return b"engine" if config.progress_monitor.step_complete("build", 0) else None
 
     api: Any = SimpleNamespace(ILogger=FakeLogger, IProgressMonitor=FakeMonitor)
-    config: Any = SimpleNamespace()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         monitor = make_monitor(api, lambda *_: None)
+        config: Any = SimpleNamespace(progress_monitor=monitor)
         with pytest.raises(KeyboardInterrupt), interrupting(monitor):
-            built(Builder(), Network(None, None), config, BuildLog(api), monitor)  # type: ignore[arg-type]
+            built(Builder(), Network(None, None), config, BuildLog(api))  # type: ignore[arg-type]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)

@@ -15,7 +15,7 @@ from effexport.plugins.ops import OPS, Op
 
 pytestmark = [pytest.mark.requires("nvcc"), pytest.mark.xdist_group("nvcc")]
 GPUS = [
-    sm if sm in (75, 90, 120) else pytest.param(sm, marks=pytest.mark.soak) for sm in (75, 80, 86, 89, 90, 100, 120)
+    sm if sm in (80, 90, 120) else pytest.param(sm, marks=pytest.mark.soak) for sm in (75, 80, 86, 89, 90, 100, 120)
 ]
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.torch_name)
 # Products of these kernels take tensor cores in every half type that has them.
