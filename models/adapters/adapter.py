@@ -1,0 +1,61 @@
+"""What an adapter is: the layers of one package that have a counterpart of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from effexport.models.validation import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# Makes our module from a layer of the package. It gets the layer, in evaluation mode and not to be changed, and the
+# length in tokens that the model is exported for. The result has the `forward` of the layer: the same arguments under
+# the same names, and the same result.
+Replacement = Callable[[Any, int], "nn.Module"]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One package: which of its layers become which of ours.
+
+    package: its name as pip knows it. tested: the versions that the tests compare with, as prefixes ("4.57").
+    replacements: by qualified class name, so that the package is never imported.
+    """
+
+    package: str
+    tested: tuple[str, ...]
+    replacements: Mapping[str, Replacement]
+
+
+class NotReplaceableError(Exception):
+    """A replacement raises this for a layer that no spec of ours can express: an option, as half a sentence.
+
+    The layer is then exported as it stands, and the report says why.
+    """
+
+
+class NotExportableError(SpecError):
+    """A replacement raises this for a layer whose behaviour no file can have, such as numbers drawn in `forward` that
+    cannot be frozen; the message is half a sentence, and the build ends with it."""
+
+
+@runtime_checkable
+class DrawsNumbers(Protocol):
+    """A replacement of a layer that draws random numbers in `forward`; ours holds numbers that were drawn once."""
+
+    def frozen(self, original: nn.Module, buckets: dict[str, Tensor]) -> AbstractContextManager[None]:
+        """Have `original` use our numbers for the length of a `with` block.
+
+        buckets: gets what the hashes of `original` choose in each run, in the layout of `LSHHash`, by the path of our
+        hash below the replacement. Works also for a copy of `original` in float64.
+        """
+
+
+def qualified_name(layer: object) -> str:
+    """The module and name of a layer's class, such as "torch.nn.modules.activation.MultiheadAttention"."""
+    kind = type(layer)
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,121 @@
+"""A copy of a model in which known layers of other packages are replaced by ours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from effexport.models.adapters.adapter import (
+    Adapter,
+    DrawsNumbers,
+    NotExportableError,
+    NotReplaceableError,
+    Replacement,
+    qualified_name,
+)
+from effexport.models.adapters.table import replacements
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A copy of a model with our layers in the place of others.
+
+    replaced: our modules by the path of the layer they stand for, "" for the model itself. kept: why a known layer was
+    kept as it stands, by path, as half a sentence.
+    """
+
+    module: nn.Module
+    replaced: Mapping[str, nn.Module]
+    kept: Mapping[str, str]
+
+
+def with_our_layers(original: nn.Module, seq_len: int) -> Adapted:
+    """Replace the known layers anywhere in a copy of a model; `original` stays as it is.
+
+    seq_len: the length in tokens that the model is exported for.
+    Raises NotExportableError, with the path of the layer, for a behaviour that no file can have.
+    """
+    known = replacements()
+    replaced: dict[str, nn.Module] = {}
+    kept: dict[str, str] = {}
+    ours: dict[int, nn.Module] = {}  # one layer in several places stays one layer
+    holder = _holder(copy.deepcopy(original).eval())
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        for name, child in list(parent.named_children()):
+            path = f"{prefix}{name}"
+            made = ours.get(id(child))
+            if made is None:
+                made = replacement_of(child, path.partition(".")[2], seq_len, known, kept)
+                ours[id(child)] = made
+                if made is not child:
+                    replaced[path.partition(".")[2]] = made
+                visit(made, f"{path}.")
+            if made is not child:
+                setattr(parent, name, made)
+
+    visit(holder, "")
+    module: nn.Module = holder.get_submodule("model")
+    return Adapted(module, replaced, kept)
+
+
+def replacement_of(
+    layer: nn.Module,
+    path: str,
+    seq_len: int,
+    known: Mapping[str, tuple[Adapter, Replacement]],
+    kept: dict[str, str],
+) -> nn.Module:
+    """Ours for a layer, or the layer itself if there is none; `kept` then gets the reason if the layer is known."""
+    name = qualified_name(layer)
+    if name not in known:
+        return layer
+    try:
+        return known[name][1](layer, seq_len).eval()
+    except NotReplaceableError as error:
+        kept[path] = str(error)
+        return layer
+    except NotExportableError as error:
+        raise NotExportableError(f"{path or 'the model'} ({name}): {error}") from error
+
+
+@contextmanager
+def frozen(original: nn.Module, adapted: Adapted) -> Iterator[dict[str, Tensor]]:
+    """Have the layers of an original use the numbers of their replacements for the length of a `with` block.
+
+    original: the model that `adapted` was made from, or a copy of it. Yields the buckets that its hashes choose in each
+    run, by the path of our hash in `adapted.module`.
+    """
+    buckets: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for path, ours in adapted.replaced.items():
+            if isinstance(ours, DrawsNumbers):
+                own = PrefixedBuckets(buckets, f"{path}." if path else "")
+                stack.enter_context(ours.frozen(original.get_submodule(path), own))
+        yield buckets
+
+
+class PrefixedBuckets(dict[str, "Tensor"]):
+    """Passes what is written into it on, under names that begin with a prefix."""
+
+    def __init__(self, target: dict[str, Tensor], prefix: str) -> None:
+        super().__init__()
+        self._target, self._prefix = target, prefix
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._target[self._prefix + name] = value
+
+
+def _holder(model: nn.Module) -> nn.Module:
+    """A module with the model as its only child, so that the model itself can be replaced, too."""
+    from torch import nn
+
+    holder = nn.Module()
+    holder.model = model
+    return holder

@@ -1,0 +1,17 @@
+"""The table of adapters: one row for each package."""
+
+from __future__ import annotations
+
+from effexport.models.adapters.adapter import Adapter, Replacement
+
+ADAPTERS: tuple[Adapter, ...] = ()
+
+
+def replacements() -> dict[str, tuple[Adapter, Replacement]]:
+    """Every layer that has a counterpart of ours, by qualified class name."""
+    found: dict[str, tuple[Adapter, Replacement]] = {}
+    for adapter in ADAPTERS:
+        for name, replacement in adapter.replacements.items():
+            assert name not in found, f"{name} occurs twice"
+            found[name] = (adapter, replacement)
+    return found
