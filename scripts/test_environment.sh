@@ -47,7 +47,7 @@ raise SystemExit(library is None or library.outdated or 'cuda' in sys.argv and n
 # required_parts fast|all: the parts that tests must find, see tests/conftest.py: EFFEXPORT_REQUIRE, or by default all
 # that this machine can have.
 required_parts() {
-  local parts=torch,onnx,ort,openvino,transformers,native,serve
+  local parts=torch,onnx,ort,openvino,transformers,foreign,native,serve
   if [[ -n "${EFFEXPORT_REQUIRE+set}" ]]; then
     printf '%s\n' "${EFFEXPORT_REQUIRE// /}"
     return
@@ -81,6 +81,7 @@ missing_part() {
 # ensure_tests fast|all: everything that tests need and that can be had here.
 ensure_tests() {
   ensure_environment "$(tested_extras "$1")"
+  ensure_foreign || missing_part "$1" foreign "the packages of other people's layers"
   if [[ "$1" == fast ]]; then
     # a library that has CUDA kernels as well stays selected
     has_kernels || ensure_kernels --no-cuda || missing_part fast native "the kernel library"
@@ -96,6 +97,16 @@ ensure_tests() {
   has_browser || install_packages chromium
   has_browser || say "WARNING: no Chromium or Chrome on PATH: tests of pages are skipped"
 }
+
+# ensure_foreign: the packages of scripts/foreign-requirements.txt in .venv.
+ensure_foreign() (
+  wanted="$(sha256sum <"$ROOT/scripts/foreign-requirements.txt")"
+  lock "$ROOT/scripts/foreign-requirements.txt"
+  [[ "$(cat "$VENV/foreign.stamp" 2>/dev/null)" != "$wanted" ]] || return 0
+  say "installing the packages whose layers models/adapters/ knows"
+  "$VENV/bin/python" -m pip install --quiet --no-deps -r "$ROOT/scripts/foreign-requirements.txt" >&2 || return 1
+  printf '%s\n' "$wanted" >"$VENV/foreign.stamp"
+)
 
 # run_pytest fast|all ARGUMENTS...: two workers of one thread each. No test is skipped for a missing part silently.
 run_pytest() {

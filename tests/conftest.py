@@ -229,6 +229,15 @@ PARTS: dict[str, Part] = {
     "ort": Package(ORT.module, ORT.distributions),
     "openvino": Package(OPENVINO.module, OPENVINO.distributions),
     "transformers": Package("transformers", ("transformers",)),
+    "foreign": Packages(
+        (
+            Package("aft_pytorch", ("aft-pytorch",)),
+            Package("labml_nn", ("labml-nn",)),
+            Package("linear_attention_transformer", ("linear-attention-transformer",)),
+            Package("nystrom_attention", ("nystrom-attention",)),
+            Package("reformer_pytorch", ("reformer-pytorch",)),
+        )
+    ),
     "native": KernelLibrary(),
     "ray": Package("ray", ("ray",)),
     "serve": Packages(
