@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from effexport.models.aft_layer import AFTPositionLayer
+from effexport.models.aft_layer import AFTPositionLayer, near_diagonal
 from effexport.models.block_sums import causal_block_size, causal_block_sums, earlier_block_sums
 from effexport.models.exp_sums import ExpSums, join_blocks, merge, split_blocks, weighted_sums
+from effexport.models.layers import at_least_float32
 
 # Causal: with more blocks than this on the top level, blocks are made larger. The memory grows with their
 # number.
@@ -14,29 +16,38 @@ MOST_BLOCKS = 16
 
 
 class AFTFullAttention(AFTPositionLayer):
-    """out_t = σ(q_t) ⊙ Σ_t' e^(k_t' + w_tt') ⊙ v_t' / Σ_t' e^(k_t' + w_tt') with w = u vᵀ.
+    """out_t = σ(q_t) ⊙ Σ_t' e^(k_t' + w_tt') ⊙ v_t' / Σ_t' e^(k_t' + w_tt').
 
-    w is one number for each pair of positions. The causal form sums over t' ≤ t. O(seq² · dim) time;
-    O(seq² + seq · dim) memory, with 16 times the second term in the causal form. The sums are matrix
-    products of e^w and e^k, exact while the largest visible k + w of a row is within 80 of max k + max w
-    over the keys of the product.
+    w is one number for each pair of positions, learned as u vᵀ or as it is. The causal form sums over t' ≤ t.
+    O(seq² · dim) time; O(seq² + seq · dim) memory, with 16 times the second term in the causal form. The sums
+    are matrix products of e^w and e^k, exact while the largest visible k + w of a row is within 80 of max k +
+    max w over the keys of the product.
     """
 
     def sums(self, keys: ExpSums) -> ExpSums:
         seq_len = keys.m.shape[-2]
         if self.spec.causal:
             return self.causal_sums(keys, seq_len)
+        return weighted_sums(keys, self.biases(seq_len))
+
+    def biases(self, seq_len: int | torch.SymInt) -> Tensor:
+        """w of the first positions, float32 [seq, seq]."""
+        if not self.is_factored:
+            return at_least_float32(self.position_bias)[:seq_len, :seq_len]
         # without the spare row: a graph given more positions than are learned must fail, not run on
         u, v = (x.flatten(0, 1)[: self.spec.seq_len] for x in self.position_factors(seq_len, 1))
-        return weighted_sums(keys, (u @ v.T)[:seq_len, :seq_len])
+        return (u @ v.T)[:seq_len, :seq_len]
 
     def causal_sums(self, keys: ExpSums, seq_len: int) -> ExpSums:
         size = causal_block_size(self.spec.seq_len, MOST_BLOCKS)
         parts = split_blocks(keys, size)
         blocks = parts.m.shape[-3]
-        u, v = self.position_factors(seq_len, size)
-        bias = u.flatten(0, 1) @ v.flatten(0, 1).T
-        bias = torch.unflatten(bias[: blocks * size, : blocks * size], 0, (blocks, size))
-        own_bias = (u @ v.transpose(-1, -2))[:blocks]
-        sums = merge(causal_block_sums(parts, own_bias), earlier_block_sums(parts, bias))
+        if self.is_factored:
+            u, v = self.position_factors(seq_len, size)
+            pairs = u.flatten(0, 1) @ v.flatten(0, 1).T
+        else:
+            pairs = self.padded_biases(seq_len, size)
+        bias = torch.unflatten(pairs[: blocks * size, : blocks * size], 0, (blocks, size))
+        own_bias = u @ v.transpose(-1, -2) if self.is_factored else near_diagonal(pairs, size, before=0, after=0)
+        sums = merge(causal_block_sums(parts, own_bias[:blocks]), earlier_block_sums(parts, bias))
         return join_blocks(sums, seq_len)

@@ -42,20 +42,26 @@ class AFTLayer(AttentionLayer):
 
 
 class AFTPositionLayer(AFTLayer):
-    """An AFT with a learned bias for every pair of positions, of low rank: w = u vᵀ.
+    """An AFT with a learned bias w for every pair of positions.
 
-    position_query u and position_key v are [seq_len, position_dim].
+    A factored w is u vᵀ, with position_query u and position_key v, [seq_len, position_dim] each. Otherwise w is
+    position_bias, [seq_len, seq_len].
     """
 
     spec: AFTPositionSpec
 
     def __init__(self, spec: AFTPositionSpec) -> None:
         super().__init__(spec, spec.inner_dim, heads=1, key_dim=spec.inner_dim)
-        self.position_query = nn.Parameter(torch.empty(spec.seq_len, spec.position_dim))
-        self.position_key = nn.Parameter(torch.empty(spec.seq_len, spec.position_dim))
-        # the paper draws them from N(0, 10⁻²)
-        nn.init.normal_(self.position_query, std=0.01)
-        nn.init.normal_(self.position_key, std=0.01)
+        self.is_factored = spec.position_bias == "factored"
+        if self.is_factored:
+            self.position_query = nn.Parameter(torch.empty(spec.seq_len, spec.position_dim))
+            self.position_key = nn.Parameter(torch.empty(spec.seq_len, spec.position_dim))
+            # the paper draws them from N(0, 10⁻²)
+            nn.init.normal_(self.position_query, std=0.01)
+            nn.init.normal_(self.position_key, std=0.01)
+        else:
+            self.position_bias = nn.Parameter(torch.empty(spec.seq_len, spec.seq_len))
+            nn.init.normal_(self.position_bias, std=0.01)
 
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
         self.check_length(keep.shape[1])
@@ -75,13 +81,46 @@ class AFTPositionLayer(AFTLayer):
         For a symbolic length these are the blocks of all positions: what is computed from them depends on
         parameters only, so that a runtime can fold it, and is sliced to the length afterwards.
         """
-        if isinstance(seq_len, int):
-            rows, blocks = seq_len, block_count(seq_len, size)
-        else:
-            # as many blocks as the longest sequence has, with the spare block of `block_count`
-            rows, blocks = self.spec.seq_len, block_count(self.spec.seq_len, size) + 1
+        rows, blocks = self.positions_and_blocks(seq_len, size)
         u, v = (
             torch.unflatten(F.pad(at_least_float32(x[:rows]), (0, 0, 0, blocks * size - rows)), 0, (blocks, size))
             for x in (self.position_query, self.position_key)
         )
         return u, v
+
+    def padded_biases(self, seq_len: int | torch.SymInt, size: int) -> Tensor:
+        """A full w in float32, zero-padded to whole blocks: [blocks · size, blocks · size].
+
+        Of a symbolic length, that of all positions, as in `position_factors`.
+        """
+        rows, blocks = self.positions_and_blocks(seq_len, size)
+        padding = blocks * size - rows
+        return F.pad(at_least_float32(self.position_bias[:rows, :rows]), (0, padding, 0, padding))
+
+    def positions_and_blocks(self, seq_len: int | torch.SymInt, size: int) -> tuple[int, int]:
+        """How many positions have biases in a graph for this length, and how many blocks of `size` they take."""
+        if isinstance(seq_len, int):
+            return seq_len, block_count(seq_len, size)
+        # as many blocks as the longest sequence has, with the spare block of `block_count`
+        return self.spec.seq_len, block_count(self.spec.seq_len, size) + 1
+
+
+def near_diagonal(w: Tensor, size: int, before: int, after: int) -> Tensor:
+    """The biases of each block of queries for its own keys and those of its neighbours.
+
+    w [blocks · size, blocks · size] → [blocks, size, (before + 1 + after) · size]; 0 past the ends.
+    """
+    wide = torch.unflatten(F.pad(w, (before * size, after * size)), 0, (-1, size))
+    # block b begins b · size columns later
+    near = later_columns(wide.transpose(0, 1), size)[..., : (before + 1 + after) * size]
+    return near.transpose(0, 1)
+
+
+def later_columns(x: Tensor, step: int) -> Tensor:
+    """Row r begins r · step columns later: [..., rows, columns] → [..., rows, columns + step].
+
+    A row that ends goes on with the next row, and the last one with zeros.
+    """
+    rows, columns = x.shape[-2:]
+    # rows that are `step` elements longer move the columns below each other
+    return torch.unflatten(F.pad(x.flatten(-2), (0, rows * step)), -1, (rows, columns + step))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effexport.models.aft_layer import AFTPositionLayer
+from effexport.models.aft_layer import AFTPositionLayer, later_columns, near_diagonal
 from effexport.models.aft_simple import simple_sums
 from effexport.models.block_sums import banded_sums, causal_banded_sums, causal_block_size
 from effexport.models.exp_sums import ABSENT, ExpSums, block_count
@@ -20,7 +20,7 @@ MOST_CAUSAL_BLOCKS = 8
 
 
 class AFTLocalAttention(AFTPositionLayer):
-    """AFT-full with w_tt' = (u vᵀ)_tt' for |t − t'| < window and 0 elsewhere.
+    """AFT-full with biases for near pairs only: w_tt' = 0 for |t − t'| ≥ window.
 
     Every query still sees every key. Queries go in blocks: the keys of neighbouring blocks by a matrix
     product, all others by their block sums, which need no bias. The causal form sums over t' ≤ t. O(seq ·
@@ -72,7 +72,9 @@ class AFTLocalAttention(AFTPositionLayer):
         return torch.where(exists, bias, ABSENT).unsqueeze(0)
 
     def biases_of_blocks(self, seq_len: int, size: int, before: int, after: int) -> Tensor:
-        """u vᵀ of blocks and their neighbours: [blocks or more, size, (before + 1 + after) · size]; 0 past the ends."""
+        """w of blocks and their neighbours: [blocks or more, size, (before + 1 + after) · size]; 0 past the ends."""
+        if not self.is_factored:
+            return near_diagonal(self.padded_biases(seq_len, size), size, before, after)
         u, v = self.position_factors(seq_len, size)
         count = u.shape[0]
         extended = F.pad(v, (0, 0, 0, 0, before, after))
@@ -87,14 +89,12 @@ class AFTLocalAttention(AFTPositionLayer):
         causal, reach = self.spec.causal, max(self.spec.window - 1, 0)
         taps = reach + 1 if causal else 2 * reach + 1
         if self.spec.window == 0:
-            return self.position_query.new_zeros(1, 1, taps, dtype=torch.float32)
+            return self.out.weight.new_zeros(1, 1, taps, dtype=torch.float32)
         size = banded_block_size(reach, causal=False)
         neighbours = block_count(reach, size)
         bias = self.biases_of_blocks(seq_len, size, neighbours, 0 if causal else neighbours)
-        # row i of a block begins i columns later: rows that are one element longer move the offsets below each other
         first, width = neighbours * size - reach, size - 1 + taps
-        rows = F.pad(bias[..., first : first + width].flatten(1), (0, size))
-        by_offset = torch.unflatten(rows, 1, (size, width + 1))[..., :taps].flatten(0, 1)
+        by_offset = later_columns(bias[..., first : first + width], 1)[..., :taps].flatten(0, 1)
         positions = seq_len if isinstance(seq_len, int) else self.spec.seq_len
         return by_offset[:positions].float().unsqueeze(0)
 

@@ -225,6 +225,8 @@ def weight_scale(name: str, parameter: Tensor) -> float:
     owner, leaf = ("." + name).rsplit(".", 2)[-2:]
     if leaf in ("position_query", "position_key"):
         return float(parameter.shape[1] ** -0.25)  # biases u·v of order one
+    if leaf == "position_bias":
+        return 1.0
     if "norm" in owner or leaf == "bias" or "embedding" in owner:
         return 0.2 if leaf == "bias" or "norm" in owner else 1.0
     fan_in = parameter[0].numel() if parameter.dim() > 1 else 1

@@ -594,13 +594,15 @@ class AFTSimpleSpec(AFTSpec):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AFTPositionSpec(AFTSpec):
-    """AFT with learned position biases.
+    """AFT with position biases w, learned for up to `seq_len` positions.
 
-    position_dim: d', rank of the position bias w = u vᵀ, learned for up to `seq_len` positions.
+    position_bias: "factored" learns u and v of w = u vᵀ, as the paper does; "full" learns w itself, seq_len × seq_len
+    numbers. position_dim: d', the rank of a factored w.
     """
 
     max_seq_len_is_seq_len: ClassVar[bool] = True
 
+    position_bias: Literal["factored", "full"] = "factored"
     position_dim: int = 64
 
     def __post_init__(self) -> None:
@@ -619,7 +621,7 @@ class AFTFullSpec(AFTPositionSpec):
     is_quadratic: ClassVar[bool] = True
 
     def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
-        """e^w times e^k v and e^k side by side; w = u vᵀ depends on parameters alone, and need not be made again."""
+        """e^w times e^k v and e^k side by side; w depends on parameters alone, and need not be made again."""
         yield Product(batch, seq_len, seq_len, 2 * self.inner_dim)
 
     def largest_intermediate(self, batch: int, seq_len: int) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from effexport.models.aft_conv import AFTConvAttention
 from effexport.models.aft_full import AFTFullAttention
+from effexport.models.aft_layer import AFTPositionLayer
 from effexport.models.aft_local import AFTLocalAttention
 from effexport.models.aft_simple import AFTSimpleAttention
 from effexport.models.layers import AttentionLayer
@@ -50,32 +51,35 @@ def bias_simple(layer: AFTSimpleAttention, seq_len: int) -> Tensor:
     return torch.zeros(1, seq_len, seq_len, dtype=torch.float64)
 
 
-def build_full(causal: bool, seq_len: int = 256, std: float = 0.5) -> AFTFullAttention:
-    layer = AFTFullAttention(AFTFullSpec(dim=DIM, causal=causal, seq_len=seq_len, position_dim=4))
+def with_biases(layer: AFTPositionLayer, std: float) -> AFTPositionLayer:
     with torch.no_grad():
-        layer.position_query.normal_(std=std)
-        layer.position_key.normal_(std=std)
+        for name, parameter in layer.named_parameters():
+            if name.startswith("position_"):
+                parameter.normal_(std=std)
     return layer
 
 
-def bias_full(layer: AFTFullAttention, seq_len: int) -> Tensor:
-    """w = u vᵀ of the first positions: float64 [1, seq, seq]."""
+def build_full(causal: bool, seq_len: int = 256, std: float = 0.5, **fields: Any) -> AFTFullAttention:
+    fields = {"position_dim": 4, **fields}
+    return with_biases(AFTFullAttention(AFTFullSpec(dim=DIM, causal=causal, seq_len=seq_len, **fields)), std)
+
+
+def bias_full(layer: AFTPositionLayer, seq_len: int) -> Tensor:
+    """w of the first positions, as it is or u vᵀ: float64 [1, seq, seq]."""
+    if layer.spec.position_bias == "full":
+        return layer.position_bias.detach().double()[None, :seq_len, :seq_len]
     u, v = layer.position_query.detach().double(), layer.position_key.detach().double()
     return (u @ v.T)[None, :seq_len, :seq_len]
 
 
-def build_local(causal: bool, seq_len: int = 256, std: float = 0.5, window: int = 12) -> AFTLocalAttention:
-    layer = AFTLocalAttention(AFTLocalSpec(dim=DIM, causal=causal, seq_len=seq_len, position_dim=4, window=window))
-    with torch.no_grad():
-        layer.position_query.normal_(std=std)
-        layer.position_key.normal_(std=std)
-    return layer
+def build_local(causal: bool, seq_len: int = 256, std: float = 0.5, **fields: Any) -> AFTLocalAttention:
+    fields = {"position_dim": 4, "window": 12, **fields}
+    return with_biases(AFTLocalAttention(AFTLocalSpec(dim=DIM, causal=causal, seq_len=seq_len, **fields)), std)
 
 
 def bias_local(layer: AFTLocalAttention, seq_len: int) -> Tensor:
-    """w = u vᵀ where |t − t'| < window, 0 elsewhere: float64 [1, seq, seq]."""
-    u, v = layer.position_query.detach().double(), layer.position_key.detach().double()
-    w = (u @ v.T)[:seq_len, :seq_len].clone()
+    """The w of AFT-full where |t − t'| < window, 0 elsewhere: float64 [1, seq, seq]."""
+    w = bias_full(layer, seq_len)[0].clone()
     for t in range(seq_len):
         for s in range(seq_len):
             if abs(t - s) >= layer.spec.window:
@@ -106,10 +110,17 @@ def bias_conv(layer: AFTConvAttention, seq_len: int) -> Tensor:
     return w
 
 
+def with_full_bias(build: Callable[..., AttentionLayer]) -> Callable[..., AttentionLayer]:
+    """The same with a w that is learned as it is, with entries of order one."""
+    return lambda causal, seq_len=256, **fields: build(causal, seq_len, 1.0, position_bias="full", **fields)
+
+
 AFT_VARIANTS = {
     "aft-simple": AFTVariant(build_simple, bias_simple),
     "aft-full": AFTVariant(build_full, bias_full),
+    "aft-full with a full bias": AFTVariant(with_full_bias(build_full), bias_full),
     "aft-local": AFTVariant(build_local, bias_local),
+    "aft-local with a full bias": AFTVariant(with_full_bias(build_local), bias_local),
     "aft-conv": AFTVariant(build_conv, bias_conv),
 }
 

@@ -31,6 +31,11 @@ def test_position_biases_start_small():
     assert layer.position_key.std().item() == pytest.approx(0.01, rel=0.05)
 
 
+def test_full_position_biases_start_small():
+    layer = AFTFullAttention(AFTFullSpec(dim=DIM, seq_len=128, position_bias="full"))
+    assert layer.position_bias.std().item() == pytest.approx(0.01, rel=0.05)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_large_biases_agree_with_the_formula(causal, aft_full, aft_reference):
     layer = aft_full.build(causal=causal, std=2.0)
@@ -42,9 +47,10 @@ def test_large_biases_agree_with_the_formula(causal, aft_full, aft_reference):
     torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
 
 
-def test_the_causal_form_agrees_when_blocks_are_nested(aft_full, aft_reference):
+@pytest.mark.parametrize("bias", ["factored", "full"])
+def test_the_causal_form_agrees_when_blocks_are_nested(bias, aft_full, aft_reference):
     # 8192 positions make blocks of 512 cut into 64 cut into 8
-    layer = aft_full.build(causal=True, seq_len=8192)
+    layer = aft_full.build(causal=True, seq_len=8192, position_bias=bias)
     x, keep = torch.randn(1, 600, DIM), torch.ones(1, 600, dtype=torch.bool)
     with torch.no_grad():
         out = layer(x)
@@ -61,7 +67,8 @@ def test_an_example_shorter_than_a_block_still_exports_every_length(aft_full, af
 @pytest.mark.requires("onnx", "ort")
 # PyTorch takes half a minute to export the causal form in standard operators
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_onnx_runtime_refuses_a_sequence_longer_than_the_learned_positions(causal, aft_full, aft_onnx_answers):
+@pytest.mark.parametrize("bias", ["factored", "full"])
+def test_onnx_runtime_refuses_a_sequence_longer_than_the_learned_positions(bias, causal, aft_full, aft_onnx_answers):
     # the biases are zero-padded to whole blocks, and padding must not be taken for learned biases
-    layer = aft_full.build(causal=causal, seq_len=64)
+    layer = aft_full.build(causal=causal, seq_len=64, position_bias=bias)
     assert aft_onnx_answers(layer, 24, (64, 65, 72, 200)) == [(1, 64), (3, 64)]

@@ -25,8 +25,11 @@ def _seed():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seq_len", [1, 63, 100])
 @pytest.mark.parametrize("window", [1, 2, 90])
-def test_windows_other_than_the_shared_12_agree_with_the_formula(window, seq_len, causal, aft_local, aft_reference):
-    layer = aft_local.build(causal=causal, window=window)
+@pytest.mark.parametrize("bias", ["factored", "full"])
+def test_windows_other_than_the_shared_12_agree_with_the_formula(
+    bias, window, seq_len, causal, aft_local, aft_reference
+):
+    layer = aft_local.build(causal=causal, window=window, position_bias=bias)
     x, keep = torch.randn(2, seq_len, DIM), torch.rand(2, seq_len) > 0.3
     with torch.no_grad():
         out = layer(x, keep.long())
@@ -105,7 +108,8 @@ def test_an_example_shorter_than_a_block_still_exports_every_length(aft_local, a
 @pytest.mark.requires("onnx", "ort")
 # PyTorch takes half a minute to export the causal form in standard operators
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_onnx_runtime_refuses_a_sequence_longer_than_the_learned_positions(causal, aft_local, aft_onnx_answers):
+@pytest.mark.parametrize("bias", ["factored", "full"])
+def test_onnx_runtime_refuses_a_sequence_longer_than_the_learned_positions(bias, causal, aft_local, aft_onnx_answers):
     # the biases are zero-padded to whole blocks, and padding must not be taken for learned biases
-    layer = aft_local.build(causal=causal, seq_len=64)
+    layer = aft_local.build(causal=causal, seq_len=64, position_bias=bias)
     assert aft_onnx_answers(layer, 24, (64, 65, 72, 200)) == [(1, 64), (3, 64)]

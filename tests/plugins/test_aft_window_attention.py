@@ -145,6 +145,7 @@ def layers() -> list[AttentionLayer]:
     for causal in (False, True):
         local = {"dim": 16, "seq_len": 150, "position_dim": 4, "causal": causal}
         made += [AFTLocalAttention(AFTLocalSpec(**local, window=window)) for window in (0, 1, 9, 40, 400)]
+        made += [AFTLocalAttention(AFTLocalSpec(**local, window=size, position_bias="full")) for size in (0, 1, 9, 400)]
         conv = {"dim": 16, "heads": 2, "causal": causal}
         made += [AFTConvAttention(AFTConvSpec(**conv, kernel_size=size)) for size in (1, 11, 65)]
     return made

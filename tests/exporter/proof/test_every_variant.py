@@ -71,8 +71,12 @@ def variant_options(variant: str, rng: random.Random) -> dict[str, Any]:
         }
     return {
         "linear": {"chunk_length": rng.choice([1, 16, 64])},
-        "aft-full": {"position_dim": rng.choice([1, 8])},
-        "aft-local": {"position_dim": rng.choice([1, 8]), "window": rng.choice([0, 1, 5, 32, 1000])},
+        "aft-full": {"position_dim": rng.choice([1, 8]), "position_bias": rng.choice(["factored", "full"])},
+        "aft-local": {
+            "position_dim": rng.choice([1, 8]),
+            "window": rng.choice([0, 1, 5, 32, 1000]),
+            "position_bias": rng.choice(["factored", "full"]),
+        },
         "aft-conv": {"kernel_size": rng.choice([1, 3, 11, 65])},
     }.get(variant, {})
 
