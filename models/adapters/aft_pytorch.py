@@ -49,7 +49,7 @@ def conv(layer: Any, seq_len: int) -> NoReturn:
     raise NotExportableError("aft-pytorch has no forward for AFTConv, it only raises NotImplementedError")
 
 
-def widths(layer: Any) -> dict[str, int]:
+def widths(layer: Any) -> dict[str, Any]:
     return {"dim": layer.dim, "heads": 1, "head_dim": layer.hidden_dim}
 
 
