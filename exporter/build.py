@@ -46,6 +46,7 @@ from effexport.proof.candidates import open_in_ort
 from effexport.proof.cases import Case, load_reference, save_reference
 from effexport.proof.checks.result import Check, Kind
 from effexport.proof.module_runs import hash_modules
+from effexport.proof.original import answers_of_user
 from effexport.proof.references.answers_file import is_original, original_cases, with_hashes
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
@@ -168,7 +169,11 @@ def artifact_from_spec(
         with watch.stage(export):
             write_graphs(build)
         with watch.stage("running the PyTorch reference"):
-            answers = reference_from_module(module, spec, spec.seed + REFERENCE_SEED_OFFSET)
+            seed = spec.seed + REFERENCE_SEED_OFFSET
+            if source.user is None:
+                answers = reference_from_module(module, spec, seed)
+            else:
+                answers = answers_of_user(source.user, spec, seed)
             check_reference(answers.checks)
             save_reference([*answers.cases, *with_hashes(originals, module, spec)], folder / REFERENCE)
         # as written and read back: what is checked is what users get
@@ -271,6 +276,12 @@ def why_sizes_fail(build: Build) -> str:
 
 def check_reference(checks: Sequence[Check]) -> None:
     """Raise StageError if PyTorch's own answers have failed a check: they cannot judge a model then."""
+    if wrong := [check for check in checks if check.kind == Kind.REPLACEMENT and check.status == "failed"]:
+        raise StageError(
+            "reference",
+            f"{failure_text(wrong)}\n  a layer of effexport does not compute what the layer that it stands for "
+            "computes, so nothing was written: the layer or its package may have been changed, or effexport is at fault",
+        )
     if any(check.status == "failed" for check in checks):
         disputes = [f"\n  {c.detail}" for c in checks if c.kind == Kind.REFERENCE_REPEATABLE and c.detail]
         raise StageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,14 @@ from effexport.export.module_source import (
     OF_OPTIONS,
     ModuleSource,
     module_from_factory,
-    source_from_module,
     source_from_path,
+    source_from_user,
 )
 from effexport.models.families import check_weights_file
-from effexport.models.module_probe import spec_from_module
 from effexport.models.spec import ATTENTION_SPECS, field_names
 from effexport.models.validation import require
 from effexport.spec import BuildSpec, build_spec_from_checkpoint, build_spec_from_module, build_spec_from_options
+from effexport.toml_file import read_toml
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +29,8 @@ class BuildRequest:
     """The requested model: a variant, a spec, a checkpoint, or a module of the user's own.
 
     flags: fields of the spec; None means "not given". spec: a TOML file, or a spec that needs no flags. module: a
-    module, or `package.module:factory`.
+    module, or `package.module:factory`. inputs: a TOML file that describes the inputs of the module. examples, dynamic:
+    what the module was called with, and the free axes of that.
     """
 
     flags: Mapping[str, Any]
@@ -38,6 +38,9 @@ class BuildRequest:
     checkpoint: Path | None
     weights: Path | None
     module: nn.Module | str | None
+    inputs: Path | None = None
+    examples: object = None
+    dynamic: Mapping[str, object] | None = None
 
     def resolve(self) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
         """The spec, where its module comes from, notes for the report, and a name for the folder.
@@ -58,10 +61,8 @@ class BuildRequest:
                 given == ["--module"],
                 f"{' and '.join(given)} cannot be combined; the module includes its spec and weights",
             )
-            module, origin = self.made_module(self.module)
-            model = spec_from_module(module, origin, self.flags.get("seq_len"))
-            spec = build_spec_from_module(self.flags, model)
-            return spec, source_from_module(module, origin), model.notes, origin.rpartition(":")[2]
+            return self.resolve_module(self.module)
+        require(self.inputs is None, "--inputs describes the inputs of a --module; without one, leave it out")
         if isinstance(self.spec, BuildSpec):
             flags = [name for name, value in self.flags.items() if value is not None]
             require(not flags, f"{', '.join(flags)} cannot be combined with a BuildSpec, which has all fields")
@@ -76,9 +77,23 @@ class BuildRequest:
         spec = build_spec_from_options({k: v for k, v in self.flags.items() if k != "task"}, self.spec)
         return spec, source_from_path(self.weights, OF_OPTIONS), (), spec.variant
 
-    @staticmethod
-    def made_module(module: nn.Module | str) -> tuple[nn.Module, str]:
-        """A module, float32 and in evaluation mode, and a name for it. The caller's own module stays as it is."""
+    def resolve_module(self, module: nn.Module | str) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
+        """As `resolve`, for a module. The caller's own module stays as it is."""
+        from effexport.models.module_probe import Calling, model_and_spec
+
+        examples, dynamic = self.examples, self.dynamic
         if isinstance(module, str):
-            return module_from_factory(module), module
-        return copy.deepcopy(module).float().eval(), type(module).__name__
+            origin = module
+            module, examples, dynamic = module_from_factory(module)
+        else:
+            origin = type(module).__name__
+        table = None
+        if self.inputs is not None:
+            table = read_toml(self.inputs, "inputs", "expected a TOML file with a table for each input: [inputs.x]")
+            require(
+                examples is None, f"--inputs {self.inputs} and example inputs of {origin} were both given; give one"
+            )
+        calling = Calling(examples=examples, dynamic=dynamic, table=table)
+        user, model = model_and_spec(module, origin, self.flags.get("seq_len"), calling)
+        spec = build_spec_from_module(self.flags, model)
+        return spec, source_from_user(user, origin), model.notes, origin.rpartition(":")[2]

@@ -98,13 +98,19 @@ class BuildSpec(ShortRepr):
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:
         return tuple(
-            TensorInfo(name, self.dtype if name == "hidden_states" else "int64", dims)
+            TensorInfo(name, self.dtype_of(name, self.dtype if name == "hidden_states" else "int64"), dims)
             for name, dims in self.model.inputs.items()
         )
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:
-        return tuple(TensorInfo(name, self.dtype, dims) for name, dims in self.model.outputs.items())
+        outputs = self.model.outputs.items()
+        return tuple(TensorInfo(name, self.dtype_of(name, self.dtype), dims) for name, dims in outputs)
+
+    def dtype_of(self, name: str, usual: str) -> str:
+        """The element type of an input or output. usual: if the model does not say otherwise."""
+        found = self.model.element_types.get(name, usual)
+        return self.dtype if found == "float" else found
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; `from_dict` reads it back."""

@@ -96,6 +96,10 @@ class CheckpointSpec:
         return ""
 
     @property
+    def element_types(self) -> Mapping[str, str]:
+        return {}
+
+    @property
     def input_limits(self) -> dict[str, int]:
         return {"input_ids": self.vocab_size}
 

@@ -24,6 +24,7 @@ class EncoderSpec(ShortRepr):
     """
 
     scope: ClassVar[Scope] = "encoder"
+    element_types: ClassVar[Mapping[str, str]] = {}
 
     attention: AttentionSpec
     layers: int = 2

@@ -50,14 +50,16 @@ class ModelSpec(Protocol):
 
     @property
     def inputs(self) -> Mapping[str, Dims]:
-        """Axes of the inputs by name, in the order of the module's arguments.
-
-        `hidden_states` has the element type of the model; all other inputs are int64.
-        """
+        """Axes of the inputs by name, in the order of the module's arguments."""
 
     @property
     def outputs(self) -> Mapping[str, Dims]:
         """Axes of the outputs by name, in the order in which the module returns them."""
+
+    @property
+    def element_types(self) -> Mapping[str, str]:
+        """Element types of inputs and outputs that are not the usual ones: `hidden_states` and all outputs have that of
+        the model, named "float" here, and all other inputs are int64."""
 
     @property
     def input_limits(self) -> Mapping[str, int]:
@@ -97,6 +99,11 @@ class ModelSpec(Protocol):
 def shape_of(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of an input or output for sizes of the named axes."""
     return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims)
+
+
+def longer_length(seq_len: int) -> int:
+    """A length beyond the one that a model is exported for, at which it is run if nothing limits it."""
+    return seq_len + seq_len // 4 + 1
 
 
 def counted(layers: Iterable[AttentionSpec], fused: bool) -> dict[str, int]:

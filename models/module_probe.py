@@ -1,61 +1,233 @@
-"""A user's own module → its spec, by looking at the module and running it."""
+"""A user's own model → its spec and what is exported of it, by looking at the model and running it."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from effexport.models.model_spec import Dims, counted, shape_of
+from effexport.models.adapters.adapter import qualified_name
+from effexport.models.adapters.remarks import remarks_on
+from effexport.models.adapters.replace import Adapted, with_our_layers
+from effexport.models.model_spec import Dims, longer_length, shape_of
+from effexport.models.module_inputs import (
+    ModuleInput,
+    ModuleInputs,
+    inputs_from_examples,
+    inputs_from_signature,
+    inputs_from_table,
+)
 from effexport.models.module_spec import ModuleSpec
+from effexport.models.spec import PyTorchSpec
+from effexport.models.user_model import (
+    CalledByPosition,
+    UnexpectedOutputError,
+    UserModel,
+    called_by_position,
+    check_model,
+    shared_note,
+    training_note,
+    unwrapped,
+)
 from effexport.models.validation import SpecError, require
+from effexport.plugins.ops import OPS
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from effexport.models.spec import AttentionSpec
 
-KNOWN_INPUTS = ("input_ids", "hidden_states", "attention_mask", "token_type_ids")
 # Sizes that tell the axes of an output apart.
 PROBE_BATCH, PROBE_SEQ_LEN = 3, 37
+# The length to export for if neither the user nor a layer says one.
+DEFAULT_SEQ_LEN = 1024
+# How many times the exported length is tried, in search of a limit: attention may need memory that is quadratic in it.
+FURTHEST = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calling:
+    """How a model is called. At most one of examples and table is given.
+
+    examples: what it was called with; dynamic: the free axes of these; see `inputs_from_examples`. table: see
+    `inputs_from_table`.
+    """
+
+    examples: object = None
+    dynamic: Mapping[str, object] | None = None
+    table: Mapping[str, Any] | None = None
+
+    def candidates(self, model: nn.Module, name: str, widths: Sequence[int]) -> Iterator[ModuleInputs]:
+        """The inputs, or several guesses, the most likely first."""
+        if self.table is not None:
+            yield inputs_from_table(model, name, self.table)
+        elif self.examples is not None:
+            yield inputs_from_examples(model, name, self.examples, self.dynamic)
+        else:
+            require(self.dynamic is None, "dynamic axes were given without example inputs; give both")
+            yield from inputs_from_signature(model, name, widths)
 
 
 def spec_from_module(module: nn.Module, name: str, seq_len: int | None = None) -> ModuleSpec:
-    """Look at a module and run it on a few short batches.
+    """The spec of a model whose inputs its signature tells; see `model_and_spec`."""
+    return model_and_spec(module, name, seq_len)[1]
 
-    module: takes some of input_ids, hidden_states, attention_mask and token_type_ids, in any order, and returns a
-    tensor or a tuple of tensors whose first axis is the batch. name: for reports.
-    Raises SpecError for a module without a layer of effexport.models, with other arguments, or that fails.
+
+def model_and_spec(
+    module: nn.Module, name: str, seq_len: int | None = None, calling: Calling | None = None
+) -> tuple[UserModel, ModuleSpec]:
+    """Replace the known layers in a copy of a model, and run both on a few short batches.
+
+    name: for reports. seq_len: the length to export for, in tokens; None for that of the examples or of the layers.
+    Raises SpecError for a model that fails, that cannot be exported, or whose outputs have sizes of another rule.
     """
-    layers = attention_layers(module)
-    require(bool(layers), f"{name} contains no layer of effexport.models; build it with attention_from_spec(…)")
-    specs = [layer.spec for layer in layers]
-    attention = next((spec for spec in specs if spec.is_hashed), specs[0])
+    check_model(module, name)
+    notes = training_note(module, name)
+    original = copied(unwrapped(module), name)
+    calling = calling or Calling()
+    given = next(calling.candidates(original, name, (1,)), None) if calling != Calling() else None
+    wanted = seq_len or (given.sizes.get("seq") if given is not None else None)
+    adapted = with_our_layers(original, wanted or DEFAULT_SEQ_LEN)
+    notes += (*remarks_on(original, adapted), *shared_note(original, adapted.replaced))
+    specs = [layer.spec for layer in attention_layers(adapted.module)]
     limit = min((spec.max_seq_len for spec in specs if spec.max_seq_len is not None), default=None)
-    tuned = tuned_length(specs, name, seq_len, limit)
-    inputs = input_dims(module, name, attention.dim)
+    tuned = tuned_length(specs, name, wanted, limit)
+    failures: list[SpecError] = []
+    for inputs in calling.candidates(original, name, [spec.dim for spec in specs]):
+        try:
+            return probed(Subject(original, adapted, name, specs, notes, tuned, limit), inputs)
+        except ModuleFailedError as error:
+            failures.append(error)
+    raise failures[0]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under the probe, and what its layers say. tuned: the length to export for. limit: the most tokens that
+    all layers take, None if there is no limit."""
+
+    original: nn.Module
+    adapted: Adapted
+    name: str
+    specs: list[AttentionSpec]
+    notes: tuple[str, ...]
+    tuned: int
+    limit: int | None
+
+
+def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpec]:
+    """The model and its spec for one guess of its inputs. Raises ModuleFailedError if the model does not take them."""
+    name, tuned = subject.name, subject.tuned if "seq" in inputs.axes else 1
+    names, constants = [one.name for one in inputs.inputs], inputs.constants
+    original = called_by_position(subject.original, names, constants)
+    module = called_by_position(subject.adapted.module, names, constants)
+    adapted = replace(subject.adapted, module=module)
+    has_seq = "seq" in inputs.axes
     probe = Probe(module, name, inputs)
     outputs, is_free = probe.output_dims(probe_length(module, tuned), tuned)
-    if is_free and limit != 1:
-        longest = probe.longest(outputs, tuned, limit)
-    else:
-        longest = tuned
-        inputs, outputs = ({name: at_length(dims, tuned) for name, dims in axes.items()} for axes in (inputs, outputs))
-    return ModuleSpec(
-        vocab_size=vocabulary(module) if "input_ids" in inputs else 2,
+    longest: int | None = None
+    multiple = 1
+    if has_seq and is_free and subject.limit != 1:
+        longest = probe.longest(outputs, tuned, subject.limit)
+        if adapted.replaced:
+            multiple = replace(probe, module=original).length_multiple(tuned)
+    elif has_seq:
+        if inputs.is_guess:
+            has_seq = is_sequence_of(inputs)
+        longest, inputs = tuned, replace(inputs, sizes={**inputs.sizes, "seq": tuned}).without_seq()
+        outputs = {key: at_length(dims, tuned) for key, dims in outputs.items()}
+        probe = Probe(module, name, inputs)
+    found = probe.run(1, probe_length(module, tuned) if is_free else tuned)
+    inputs = replace(inputs, inputs=tuple(with_range(one, inputs, original) for one in inputs.inputs))
+    mask = next((one for one in inputs.inputs if one.mask), None)
+    attention = next(
+        (spec for spec in subject.specs if spec.is_hashed), (*subject.specs, PyTorchSpec(seq_len=tuned))[0]
+    )
+    types = {one.name: one.dtype for one in inputs.inputs} | element_types(found)
+    counts = {fused: operator_calls(module, probe, tuned, fused) for fused in (True, False)}
+    spec = ModuleSpec(
+        vocab_size=max([2, *(one.high or 0 for one in inputs.inputs if one.name == "input_ids")]),
         seq_len=tuned,
         module=name,
         attention_fields=attention.to_dict(),
-        attention_layers=len(layers),
-        fused_op_counts=counted(specs, fused=True),
-        unfused_op_counts=counted(specs, fused=False),
-        input_dims=inputs,
+        attention_layers=max(1, len(subject.specs)),
+        fused_op_counts=counts[True],
+        unfused_op_counts=counts[False],
+        input_dims={one.name: one.dims for one in inputs.inputs},
         output_dims=outputs,
         longest=longest,
+        has_seq=has_seq,
+        tensor_types=types,
+        ranges={one.name: [one.low, one.high] for one in inputs.inputs if one.dtype.startswith("int") and not one.mask},
+        axis_sizes={axis: size for axis, size in inputs.sizes.items() if axis != "seq" and axis in inputs.axes},
+        length_multiple=multiple,
+        mask="" if mask is None else mask.name,
+        mask_ignores=mask is not None and mask.mask == "ignore",
+        replaced={path: qualified_name(subject.original.get_submodule(path)) for path in adapted.replaced},
+        remarks=subject.notes,
     )
+    return UserModel(original, adapted, inputs.examples), spec
+
+
+def with_range(one: ModuleInput, inputs: ModuleInputs, original: CalledByPosition) -> ModuleInput:
+    """An input of integers with its range: the rows of the embedding that it selects from, or what the example has."""
+    if one.high is not None or one.mask or not one.dtype.startswith("int"):
+        return one
+    rows = rows_selected(one.name, inputs, original)
+    example = inputs.examples.get(one.name)
+    highest = 1 if example is None or not example.numel() else int(example.max())
+    return replace(one, high=max(rows, highest + 1))
+
+
+def rows_selected(name: str, inputs: ModuleInputs, original: CalledByPosition) -> int:
+    """Rows of the smallest embedding that gets an input as it is; 0 if there is none."""
+    import torch
+    from torch import nn
+
+    sizes = {axis: 2 if axis == "batch" else max(2, inputs.sizes.get(axis, PROBE_SEQ_LEN)) for axis in inputs.axes}
+    tensors = list(inputs.tensors(sizes))
+    given = tensors[[one.name for one in inputs.inputs].index(name)]
+    found: list[int] = []
+
+    def record(embedding: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if arguments and torch.equal(arguments[0], given):
+            found.append(int(embedding.weight.shape[0]))  # type: ignore[arg-type, union-attr, index]
+
+    embeddings = [child for child in original.modules() if isinstance(child, nn.Embedding)]
+    handles = [child.register_forward_pre_hook(record) for child in embeddings]
+    # what the run raises is judged elsewhere
+    with contextlib.suppress(Exception), torch.inference_mode():
+        original(*tensors)
+    for handle in handles:
+        handle.remove()
+    return min(found, default=0)
+
+
+def copied(model: nn.Module, name: str) -> nn.Module:
+    """A copy in float32 and in evaluation mode. Raises SpecError for a model that cannot be copied."""
+    try:
+        return copy.deepcopy(model).float().eval()
+    except Exception as error:  # whatever the user's code raises
+        raise SpecError(
+            f"{name} cannot be copied ({type(error).__name__}: {' '.join(str(error).split())}); expected a module "
+            "that copy.deepcopy takes: keep results of a run, such as tensors with gradients, out of its attributes"
+        ) from error
+
+
+def is_sequence_of(inputs: ModuleInputs) -> bool:
+    """Whether a guessed axis of tokens, which turned out to have one size only, is one: indices and masks have it."""
+    return any(one.mask or one.dtype.startswith("int") for one in inputs.inputs)
+
+
+def element_types(outputs: Mapping[str, Tensor]) -> dict[str, str]:
+    """Element types of outputs by name."""
+    return {
+        name: "float" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
+        for name, value in outputs.items()
+    }
 
 
 def tuned_length(specs: Sequence[AttentionSpec], name: str, seq_len: int | None, limit: int | None) -> int:
@@ -68,7 +240,7 @@ def tuned_length(specs: Sequence[AttentionSpec], name: str, seq_len: int | None,
         f"seq_len is {seq_len}, but a layer of {name} has learned positions for a seq_len of {limit}; use at most that",
     )
     fixed = next((spec.fixed_seq_len for spec in specs if spec.fixed_seq_len is not None), None)
-    tuned = seq_len or fixed or max(spec.seq_len for spec in specs)
+    tuned = seq_len or fixed or max((spec.seq_len for spec in specs), default=DEFAULT_SEQ_LEN)
     return tuned if limit is None else min(tuned, limit)
 
 
@@ -77,11 +249,6 @@ def probe_length(module: nn.Module, longest: int) -> int:
     sizes = {size for parameter in module.parameters() for size in parameter.shape}
     lengths = (length for length in range(min(PROBE_SEQ_LEN, longest), 0, -1) if length not in sizes)
     return next(lengths, longest)
-
-
-def longer_length(seq_len: int) -> int:
-    """A length beyond the one that a model is exported for, at which it is run if nothing limits it."""
-    return seq_len + seq_len // 4 + 1
 
 
 def at_length(dims: Dims, seq_len: int) -> Dims:
@@ -95,41 +262,46 @@ def attention_layers(module: nn.Module) -> list[Any]:
     return [child for child in module.modules() if isinstance(child, AttentionLayer)]
 
 
-def input_dims(module: nn.Module, name: str, dim: int) -> dict[str, Dims]:
-    """Dims of the arguments of `forward`, in their order."""
-    parameters = list(inspect.signature(module.forward).parameters)
-    for parameter in parameters:
-        require(
-            parameter in KNOWN_INPUTS,
-            f"forward of {name} takes {parameter!r}; expected only {', '.join(KNOWN_INPUTS)}: wrap the module",
-        )
-    data = [parameter for parameter in parameters if parameter in ("input_ids", "hidden_states")]
-    require(
-        len(data) == 1 and parameters[0] == data[0] and "attention_mask" in parameters,
-        f"forward of {name} takes {', '.join(parameters)}; expected input_ids or hidden_states first, and an "
-        "attention_mask",
-    )
-    dims: Dims = ("batch", "seq")
-    return {parameter: (*dims, dim) if parameter == "hidden_states" else dims for parameter in parameters}
+def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> dict[str, int]:
+    """How many nodes of each custom operator a model becomes: how often it calls them."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
 
+    from effexport.models.layers import fused_operators
 
-def vocabulary(module: nn.Module) -> int:
-    """Rows of the first embedding, which is assumed to be that of the tokens."""
-    from torch import nn
+    names = {op.torch_name: op.onnx_name for op in OPS.values()}
+    calls: Counter[str] = Counter()
 
-    for child in module.modules():
-        if isinstance(child, nn.Embedding):
-            return child.num_embeddings
-    raise SpecError("the module takes input_ids but has no nn.Embedding, whose rows would be the number of tokens")
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func.namespace == "effexport":
+                calls[names[func._schema.name.partition("::")[2]]] += 1
+            return func(*args, **(kwargs or {}))
+
+    # operators that are a part of the unfused formulas are called only where gradients are wanted
+    with fused_operators(module, fused), torch.set_grad_enabled(not fused), Counting():
+        module(*probe.inputs.tensors(probe.sizes(1, min(tuned, PROBE_SEQ_LEN) if probe.is_free else tuned)))
+    return dict(calls)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Runs a module on batches of tokens that are all alike. inputs: axes of its arguments."""
+    """Runs a module, called by position, on short batches. inputs: what it is called with."""
 
-    module: nn.Module
+    module: CalledByPosition
     name: str
-    inputs: dict[str, Dims]
+    inputs: ModuleInputs
+
+    @property
+    def is_free(self) -> bool:
+        return "seq" in self.inputs.axes
+
+    def sizes(self, batch: int, seq_len: int) -> dict[str, int]:
+        """Sizes of the free axes. Those without a name of ours differ from each other, and from run to run."""
+        sizes = {axis: size + batch for axis, size in self.inputs.sizes.items()} | {"batch": batch, "seq": seq_len}
+        return {axis: sizes[axis] for axis in self.inputs.axes}
 
     def output_dims(self, some: int, tuned: int) -> tuple[dict[str, Dims], bool]:
         """Axes of the outputs by name, and whether the length is free: whether the module takes `some` tokens, not only
@@ -143,7 +315,8 @@ class Probe:
             try:
                 return self.axes_of(self.run(PROBE_BATCH, tuned), tuned), False
             except ModuleFailedError as last:
-                raise SpecError(f"{last}; if it takes other lengths, give one with --seq-len") from last.__cause__
+                remedy = "; if it takes other lengths, give one with --seq-len" * self.is_free
+                raise ModuleFailedError(f"{last}{remedy}") from last.__cause__
         found = self.axes_of(values, some)
         try:
             self.check_sizes(found, values, tuned)
@@ -154,29 +327,54 @@ class Probe:
             self.check_sizes(found, values, 1)
         return found, True
 
-    def check_sizes(self, outputs: dict[str, Dims], values: Sequence[Any], seq_len: int) -> None:
+    def check_sizes(self, outputs: dict[str, Dims], values: Mapping[str, Any], seq_len: int) -> None:
         """Raise SpecError if an output at another length does not have the axes that were found, for the error: from
         `values`; and ModuleFailedError if there is none."""
-        for (name, dims), before, after in zip(outputs.items(), values, self.run(1, seq_len), strict=False):
+        others, sizes = self.run(1, seq_len), self.sizes(1, seq_len)
+        for (name, dims), before in zip(outputs.items(), values.values(), strict=True):
+            after = others.get(name)
+            shape = None if after is None else list(after.shape)
+            what = f"for 1 × {seq_len} tokens" if self.is_free else "for 1 sample"
+            before_what = f"{PROBE_BATCH} samples{' of another length' * self.is_free}"
             require(
-                tuple(after.shape) == shape_of(dims, {"batch": 1, "seq": seq_len}),
-                f"{name} of {self.name} is {list(after.shape)} for 1 × {seq_len} tokens, but {list(before.shape)} for "
-                f"{PROBE_BATCH} samples of another length; expected axes whose size is that of the batch, the number "
-                "of tokens, or constant: return one value for each token, or an average over them",
+                shape == list(shape_of(dims, sizes)),
+                f"{name} of {self.name} is {shape} {what}, but {list(before.shape)} for {before_what}; expected axes "
+                "whose size is that of the batch, the number of tokens, or constant: return one value for each token, "
+                "or an average over them",
             )
 
     def longest(self, outputs: dict[str, Dims], tuned: int, limit: int | None) -> int | None:
         """The most tokens that the module takes, at least `tuned`; None if no limit was found.
 
-        limit: that of its layers; without one, a longer sequence than `tuned` stands for all.
+        limit: that of its layers. Without one, a longer sequence than `tuned` is tried, and one token more than each
+        size of a parameter or buffer, which may be a number of positions.
         """
         works, fails = tuned, longer_length(tuned) if limit is None else limit
         if works == fails or self.follows(outputs, fails):
-            return limit
+            if limit is not None:
+                return limit
+            sizes = [size + 1 for size in self.sizes_of_weights() if fails <= size < FURTHEST * tuned]
+            works, fails = fails, next((size for size in sizes if not self.follows(outputs, size)), 0)
+            if not fails:
+                return None
         while fails - works > 1:
             middle = (works + fails) // 2
             works, fails = (middle, fails) if self.follows(outputs, middle) else (works, middle)
         return works
+
+    def sizes_of_weights(self) -> list[int]:
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        return sorted({size for tensor in tensors for size in tensor.shape})
+
+    def length_multiple(self, tuned: int) -> int:
+        """The smallest power of two by which `tuned` can be shortened: 1 if it is any, `tuned` if there is none."""
+        step = 1
+        while step < tuned:
+            with contextlib.suppress(ModuleFailedError):
+                self.run(1, tuned - step)
+                return step
+            step *= 2
+        return tuned
 
     def follows(self, outputs: dict[str, Dims], seq_len: int) -> bool:
         """Whether the module takes that many tokens, and its outputs have the expected sizes."""
@@ -184,49 +382,32 @@ class Probe:
             values = self.run(1, seq_len)
         except ModuleFailedError:
             return False
-        expected = [shape_of(dims, {"batch": 1, "seq": seq_len}) for dims in outputs.values()]
-        return [tuple(value.shape) for value in values] == expected
+        sizes = self.sizes(1, seq_len)
+        return [tuple(value.shape) for value in values.values()] == [shape_of(d, sizes) for d in outputs.values()]
 
-    def axes_of(self, values: Sequence[Any], seq_len: int) -> dict[str, Dims]:
+    def axes_of(self, values: Mapping[str, Any], seq_len: int) -> dict[str, Dims]:
         """Axes of the outputs by name, inferred from their sizes for a batch of PROBE_BATCH."""
-        sizes = {"batch": PROBE_BATCH, "seq": seq_len}
-        return {
-            output_name(self.name, i, value, len(values)): axes(self.name, value, sizes)
-            for i, value in enumerate(values)
-        }
+        names = {size: axis for axis, size in self.sizes(PROBE_BATCH, seq_len).items()}
+        return {name: tuple(names.get(size, size) for size in value.shape) for name, value in values.items()}
 
-    def run(self, batch: int, seq_len: int) -> Sequence[Any]:
-        """What the module returns. Raises ModuleFailedError."""
+    def run(self, batch: int, seq_len: int) -> dict[str, Tensor]:
+        """What the module returns, by name. Raises ModuleFailedError."""
         import torch
 
-        sizes, given = {"batch": batch, "seq": seq_len}, []
-        for argument, dims in self.inputs.items():
-            dtype = torch.float32 if argument == "hidden_states" else torch.int64
-            given.append(torch.full(shape_of(dims, sizes), int(argument == "attention_mask"), dtype=dtype))
+        tensors = list(self.inputs.tensors(self.sizes(batch, seq_len)))
         try:
             with torch.inference_mode():
-                result = self.module.eval()(*given)
+                outputs = self.module.by_name(*tensors)
+        except UnexpectedOutputError:
+            raise
         except Exception as error:  # whatever the user's code raises
-            what = "a batch of " * (batch > 1) + f"{batch} × {seq_len} tokens"
-            raise ModuleFailedError(f"{self.name} fails on {what}: {error}") from error
-        return result if isinstance(result, tuple) else (result,)
+            tokens = f" × {seq_len} tokens" * self.is_free
+            what = f"a batch of {batch}{tokens}" if batch > 1 or not tokens else f"{batch}{tokens}"
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise ModuleFailedError(f"{self.name} fails on {what}: {text}") from error
+        require(bool(outputs), f"{self.name} returns no tensor; expected at least one")
+        return outputs
 
 
 class ModuleFailedError(SpecError):
     """The user's module raised an error at some length."""
-
-
-def output_name(name: str, index: int, value: Any, count: int) -> str:
-    import torch
-
-    require(isinstance(value, torch.Tensor), f"{name} returns {type(value).__name__}; expected tensors")
-    return "output" if count == 1 else f"output{index}"
-
-
-def axes(name: str, value: torch.Tensor, sizes: Mapping[str, int]) -> Dims:
-    shape = list(value.shape)
-    require(
-        len(shape) >= 2 and shape[0] == sizes["batch"] and value.is_floating_point(),
-        f"{name} returns {value.dtype} {shape} for a batch of {sizes['batch']}; expected floats [batch, …]",
-    )
-    return ("batch", *("seq" if size == sizes["seq"] else size for size in shape[1:]))

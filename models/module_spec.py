@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from effexport.models.checkpoint_spec import CheckpointSpec
@@ -13,11 +13,18 @@ from effexport.models.spec import AttentionSpec, attention_from_dict
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSpec(CheckpointSpec):
-    """A user's own module that is built from layers of effexport.models.
+    """A user's own module.
 
     attention_fields: the spec of the layer that decides how results are compared, as `AttentionSpec.to_dict` writes it.
+    attention_layers: how many layers are of effexport.models, as they were written or in the place of others.
     input_dims, output_dims: axes by name; their length is a number if the module takes one length only.
-    longest: the most tokens that the module takes; None if no limit was found.
+    tensor_types: element types of inputs and outputs, see `ModelSpec.element_types`.
+    ranges: the lowest and the highest value + 1 of integers, by input. axis_sizes: of axes other than batch and seq.
+    has_seq: whether there is an axis of tokens at all; seq_len is 1 without one.
+    longest: the most tokens that the module takes; None if no limit was found. length_multiple: the original takes
+    multiples of this only, and the exported file every length.
+    mask: the input that tells which tokens are kept, "" if there is none; mask_ignores: whether its ones are padding.
+    replaced: class names of layers that ours stand for, by path. remarks: sentences for the report.
     """
 
     family: ClassVar[str] = "module"
@@ -32,6 +39,15 @@ class ModuleSpec(CheckpointSpec):
     input_dims: Mapping[str, Any]
     output_dims: Mapping[str, Any]
     longest: int | None
+    has_seq: bool = True
+    tensor_types: Mapping[str, str] = field(default_factory=dict)
+    ranges: Mapping[str, Any] = field(default_factory=dict)
+    axis_sizes: Mapping[str, int] = field(default_factory=dict)
+    length_multiple: int = 1
+    mask: str = "attention_mask"
+    mask_ignores: bool = False
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     @property
     def attention(self) -> AttentionSpec:
@@ -50,12 +66,21 @@ class ModuleSpec(CheckpointSpec):
 
     @property
     def fixed_seq_len(self) -> int | None:
-        size = self.inputs["attention_mask"][1]
-        return size if isinstance(size, int) else None
+        return None if any("seq" in dims for dims in self.input_dims.values()) else self.seq_len
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if self.fixed_seq_len is None:
+        """Sentences for the report: what was replaced and what was not, and the lengths that the file is for."""
+        return (*self.remarks, *self.length_notes)
+
+    @property
+    def length_notes(self) -> tuple[str, ...]:
+        if self.length_multiple > 1:
+            return (
+                f"{self.module} takes multiples of {self.length_multiple} tokens; the exported file takes every "
+                "length, and was compared at lengths that both take.",
+            )
+        if self.fixed_seq_len is None or not self.has_seq:
             return ()
         tokens = f"{self.fixed_seq_len} token{'s' * (self.fixed_seq_len != 1)}"
         remedy = "; pad shorter sequences, with an attention mask" * (self.fixed_seq_len != 1)
@@ -78,5 +103,11 @@ class ModuleSpec(CheckpointSpec):
         return "a user's own module may decide by comparisons (argmax, round), which may turn out otherwise in float64"
 
     @property
+    def element_types(self) -> Mapping[str, str]:
+        return self.tensor_types
+
+    @property
     def input_limits(self) -> dict[str, int]:
-        return {"input_ids": self.vocab_size, "token_type_ids": 2}
+        if not self.ranges:  # an artifact from before there were others
+            return {"input_ids": self.vocab_size, "token_type_ids": 2}
+        return {name: high for name, (_, high) in self.ranges.items()}

@@ -66,6 +66,7 @@ class AttentionSpec(ShortRepr, ABC):
     scope: ClassVar[Scope] = "attention"
     layers: ClassVar[int] = 1
     pad_token_id: ClassVar[int] = 0
+    element_types: ClassVar[Mapping[str, str]] = {}
 
     variant: ClassVar[str]
     layer: ClassVar[str]
@@ -691,6 +692,18 @@ class AFTConvSpec(AFTSpec):
         yield from banded_products(batch * self.heads, seq_len, self.head_size + 1, reach=self.kernel_size // 2)
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PyTorchSpec(AttentionSpec):
+    """What stands for the attention of a model that has no layer of ours: it is exported as PyTorch has it."""
+
+    variant: ClassVar[str] = "pytorch"
+    formula: ClassVar[str] = "as the model has it"
+    is_length_free: ClassVar[bool] = True
+
+    def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
+        return iter(())
+
+
 # One row for each variant, in the order in which they are listed to users.
 ATTENTION_SPECS: dict[str, type[AttentionSpec]] = {
     spec.variant: spec
@@ -706,6 +719,9 @@ ATTENTION_SPECS: dict[str, type[AttentionSpec]] = {
     )
 }
 
+
+# Layers in models that are not variants to choose.
+OTHER_SPECS: dict[str, type[AttentionSpec]] = {spec.variant: spec for spec in (LocalSpec, PyTorchSpec)}
 
 # What models are called whose attention is a variant of ours.
 OTHER_NAMES: dict[str, str] = {
@@ -740,7 +756,11 @@ def attention_from_dict(values: Mapping[str, Any]) -> AttentionSpec:
         "variant" in options,
         f"the attention spec has no variant; expected one of: {', '.join(ATTENTION_SPECS)}",
     )
-    return attention_spec(options.pop("variant"), options)
+    variant = options.pop("variant")
+    if variant in list(OTHER_SPECS):
+        other = OTHER_SPECS[variant]
+        return other(**known_fields(other, options, f"{variant} attention"))
+    return attention_spec(variant, options)
 
 
 def field_names(spec_class: type[DataclassInstance]) -> list[str]:

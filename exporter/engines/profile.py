@@ -129,6 +129,9 @@ def default_profile(spec: BuildSpec) -> Profile:
     ranges = {"batch": Range(1, spec.batch, max(spec.batch, DEFAULT_MAX_BATCH)), "seq": seq}
     if "choices" in dynamic_dims(spec):
         ranges["choices"] = Range(1, DEFAULT_CHOICES, DEFAULT_CHOICES)
+    # axes that a user's own module has beside these
+    own = getattr(spec.model, "axis_sizes", {})
+    ranges |= {axis: Range(1, size, size) for axis, size in own.items()}
     return Profile({name: size for name, size in ranges.items() if name in dynamic_dims(spec)})
 
 

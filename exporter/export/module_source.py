@@ -8,7 +8,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,8 @@ from effexport.spec import BuildSpec
 if TYPE_CHECKING:
     from torch import nn
 
+    from effexport.models.user_model import UserModel
+
 SEED = "seed"
 # Which model weights have to fit, for errors: that of an artifact, and that of a build.
 OF_ARTIFACT = "that the artifact holds"
@@ -33,10 +35,12 @@ class ModuleSource:
     """Where a module comes from.
 
     make: returns the module of a spec, float32, in evaluation mode. origin: text for the manifest, without the path.
+    user: of a user's own model, the original as well.
     """
 
     origin: str
     make: Callable[[BuildSpec], nn.Module]
+    user: UserModel | None = None
 
 
 def source_from_seed() -> ModuleSource:
@@ -53,8 +57,8 @@ def source_from_path(path: Path | None, which: str = OF_ARTIFACT) -> ModuleSourc
     return ModuleSource(path.resolve().name, lambda spec: module_from_path(spec, path, which))
 
 
-def source_from_module(module: nn.Module, name: str) -> ModuleSource:
-    return ModuleSource(name, lambda spec: module)
+def source_from_user(user: UserModel, name: str) -> ModuleSource:
+    return ModuleSource(name, lambda spec: user.module, user)
 
 
 def module_from_seed(spec: BuildSpec) -> nn.Module:
@@ -83,8 +87,9 @@ def module_from_path(spec: BuildSpec, path: Path, which: str = OF_ARTIFACT) -> n
     return module
 
 
-def module_from_factory(name: str) -> nn.Module:
-    """Call `package.module:factory` and take the module that it returns, float32, in evaluation mode.
+def module_from_factory(name: str) -> tuple[nn.Module, object, Mapping[str, object] | None]:
+    """Call `package.module:factory` and take what it returns: a module; or a module and example inputs; or these and
+    the free axes of the inputs.
 
     The current folder is searched first until the factory returns. Raises UserError if it does not exist, needs
     arguments, fails or returns something else.
@@ -103,12 +108,17 @@ def module_from_factory(name: str) -> nn.Module:
             raise UserError(f"--module {name}: importing {path} failed with {failure_of_user(error)}") from error
         check_needs_no_arguments(function, name)
         try:
-            module = function()
+            made = function()
         except (Exception, SystemExit) as error:  # code of the user's, which may raise anything
             raise UserError(f"--module {name} failed with {failure_of_user(error)}") from error
-    if not isinstance(module, nn.Module):
-        raise UserError(f"--module {name} returned a {type(module).__name__}; expected an nn.Module")
-    return module.float().eval()
+    parts = made if isinstance(made, tuple) and made and isinstance(made[0], nn.Module) else (made,)
+    module, examples, dynamic = (*parts, None, None)[:3]
+    if not isinstance(module, nn.Module) or len(parts) > 3 or not isinstance(dynamic, Mapping | None):
+        raise UserError(
+            f"--module {name} returned a {type(made).__name__}; expected an nn.Module, or (module, example inputs), or "
+            "(module, example inputs, free axes by input)"
+        )
+    return module, examples, dynamic
 
 
 def check_needs_no_arguments(function: object, name: str) -> None:

@@ -120,7 +120,9 @@ def program_from_module(
 
     from effexport.models.layers import fused_operators
 
-    dynamic = [{i: dim for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in signature.inputs]
+    dynamic = [
+        {i: free_axis(dim, spec) for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in signature.inputs
+    ]
     register_schemas()
     table: dict[Any, Any] = {
         getattr(torch.ops.effexport, op.torch_name).default: op.load().SIGNATURE.onnx_translation()
@@ -151,6 +153,15 @@ def program_from_module(
     if program is None:
         raise StageError(STAGE, "torch.onnx returned no program")
     return program
+
+
+def free_axis(name: str, spec: BuildSpec) -> Any:
+    """A free axis as torch.onnx takes it: a name, or of a user's own module that takes so many tokens, with that limit,
+    which PyTorch needs to see that the first `seq` of so many positions are `seq`."""
+    import torch
+
+    limited = isinstance(spec.model, ModuleSpec) and name == "seq" and spec.max_seq_len is not None
+    return torch.export.Dim(name, max=spec.max_seq_len) if limited else name
 
 
 def check_holds_for_all_sizes(
@@ -199,12 +210,13 @@ def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
     several_chunks = 3 * chunk_length + 8
     longest = spec.max_seq_len or several_chunks
     sizes = {"batch": 2, "choices": 3, "seq": spec.fixed_seq_len or max(2, min(several_chunks, longest))}
+    fills = dict(INPUT_DEFAULTS)
+    if isinstance(spec.model, ModuleSpec):
+        sizes |= {axis: max(2, size) for axis, size in spec.model.axis_sizes.items()}
+        fills |= {name: low for name, (low, _) in spec.model.ranges.items()}
+        fills[spec.model.mask] = int(not spec.model.mask_ignores)
     return tuple(
-        torch.full(
-            shape_of(tensor.dims, sizes),
-            INPUT_DEFAULTS.get(tensor.name, 0),
-            dtype=getattr(torch, tensor.dtype),
-        )
+        torch.full(shape_of(tensor.dims, sizes), fills.get(tensor.name, 0), dtype=getattr(torch, tensor.dtype))
         for tensor in spec.inputs
     )
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 # The arrays of a case, in the order in which the golden file stores them.
-PARTS = ("inputs", "outputs", "buckets", "margins")
+PARTS = ("inputs", "outputs", "buckets", "margins", "tokens")
+# In the part `tokens`: which of them count, boolean [batch, seq].
+KEPT = "kept"
 EXPECTED = "expected the reference.safetensors of an artifact"
 
 
@@ -31,6 +33,7 @@ class Case:
     precision_noise: the same if PyTorch itself runs at the precision of the spec; 0 in float32.
     own_error: in an adversarial case, how much rounding at the precision of the spec changes PyTorch's own answer, see
     `answers.change_by_rounding`; no runtime can be expected to do better. 0 in other cases.
+    tokens: which of them count, if not those that an `attention_mask` keeps: see KEPT.
     """
 
     name: str
@@ -41,11 +44,13 @@ class Case:
     seed_noise: float | None = None
     precision_noise: float = 0.0
     own_error: float = 0.0
+    tokens: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def keep(self) -> Array:
         """Boolean [batch, seq], or [batch, choices, seq] for multiple choice."""
-        return np.asarray(self.inputs["attention_mask"] != 0)
+        kept = self.tokens.get(KEPT)
+        return np.asarray(self.inputs["attention_mask"] != 0 if kept is None else kept)
 
     @property
     def label(self) -> CaseLabel:
@@ -54,9 +59,10 @@ class Case:
     def kept(self, array: Array, sample: int) -> Array:
         """The part of one sample of an output that is compared, [tokens, channels]: its kept tokens, or all of a pooled
         output."""
-        own, keep = np.asarray(array[sample]), self.keep[sample]
-        if own.shape[: keep.ndim] != keep.shape:
+        own = np.asarray(array[sample])
+        if len(array) != len(self.keep) or own.shape[: self.keep.ndim - 1] != self.keep.shape[1:]:
             return own.reshape(1, -1)
+        keep = self.keep[sample]
         rows: Array = own[keep]
         return rows.reshape(len(rows), -1)
 

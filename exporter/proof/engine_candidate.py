@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.engines.engine_from_onnx import engine_from_onnx
-from effexport.engines.profile import Profile, Range
+from effexport.engines.profile import Profile, Range, profile_from_shapes
 from effexport.engines.sidecar import EngineInfo
 from effexport.engines.spec import EngineSpec
 from effexport.export.onnx_graph import external_sizes, load_graph, model_digest
@@ -95,7 +95,8 @@ def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec) -> EngineSpec:
     rows = attention.heads * attention.num_hashes
     profiles = []
     for profile in info.profiles:
-        batch, seq = (Range(*(shape[axis] for shape in profile["attention_mask"])) for axis in range(2))
+        sizes = profile_from_shapes(spec.inputs, profile).ranges
+        batch, seq = sizes["batch"], sizes.get("seq", Range(*(3 * [spec.seq_len])))
         padded = Range(*(-(-size // chunk) * chunk for size in seq))
         profiles.append(
             Profile({"batch": batch, "seq": seq, "rows": Range(*(n * rows for n in batch)), "padded": padded})

@@ -26,11 +26,11 @@ def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) 
 
     from effexport.models.layers import at_least_float32
 
-    dtype = next(module.parameters()).dtype
+    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     given = []
     for tensor in spec.inputs:
         array = np.asarray(inputs[tensor.name])
-        value = torch.from_numpy(array if array.dtype == np.int64 else array.astype(np.float32))
+        value = torch.from_numpy(array if array.dtype.kind in "iub" else array.astype(np.float32))
         given.append(value.to(dtype) if value.is_floating_point() else value)
     with torch.inference_mode():
         outputs = module(*given)
@@ -42,11 +42,12 @@ def hash_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Every hash of a module, by the name of its buckets in the graph."""
     from effexport.models.lsh import LSHHash
 
-    return {
-        path.removesuffix("hash") + "buckets": child
-        for path, child in module.named_modules()
-        if isinstance(child, LSHHash)
-    }
+    return {bucket_name(path): child for path, child in module.named_modules() if isinstance(child, LSHHash)}
+
+
+def bucket_name(path: str) -> str:
+    """The name of the buckets of a hash in the graph. path: of the hash in its model."""
+    return path.removesuffix("hash") + "buckets"
 
 
 @contextmanager
@@ -71,11 +72,14 @@ def recorded_hashes(module: nn.Module) -> Iterator[tuple[dict[str, Array], dict[
 
 @contextmanager
 def given_buckets(module: nn.Module, buckets: Mapping[str, Array]) -> Iterator[None]:
-    """Replace the buckets of every hash during the block. buckets: as `recorded_hashes` yields them."""
+    """Replace the buckets of every hash that is in `buckets` during the block; they are as `recorded_hashes` yields
+    them."""
     import torch
 
     handles = []
     for name, child in hash_modules(module).items():
+        if name not in buckets:
+            continue
 
         def replace(child: nn.Module, inputs: Any, output: torch.Tensor, name: str = name) -> torch.Tensor:
             return torch.from_numpy(np.array(buckets[name]))

@@ -48,7 +48,10 @@ def with_our_layers(original: nn.Module, seq_len: int) -> Adapted:
     holder = _holder(copy.deepcopy(original).eval())
 
     def visit(parent: nn.Module, prefix: str) -> None:
-        for name, child in list(parent.named_children()):
+        # not named_children, which leaves out the second name of a child
+        for name, child in list(parent._modules.items()):
+            if child is None:
+                continue
             path = f"{prefix}{name}"
             made = ours.get(id(child))
             if made is None:
@@ -76,6 +79,9 @@ def replacement_of(
     name = qualified_name(layer)
     if name not in known:
         return layer
+    if why := why_changed(layer):
+        kept[path] = why
+        return layer
     try:
         return known[name][1](layer, seq_len).eval()
     except NotReplaceableError as error:
@@ -83,6 +89,16 @@ def replacement_of(
         return layer
     except NotExportableError as error:
         raise NotExportableError(f"{path or 'the model'} ({name}): {error}") from error
+
+
+def why_changed(layer: nn.Module) -> str:
+    """Why a layer may not compute what its class did when its package was installed, as half a sentence; or ""."""
+    home = type(layer).__module__
+    if "forward" in vars(layer) or type(layer).forward.__module__ != home:
+        return "its forward was replaced after the class was defined"
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return "it has forward hooks, which may change what it computes"
+    return ""
 
 
 @contextmanager

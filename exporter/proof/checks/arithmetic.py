@@ -24,7 +24,8 @@ FINITE_METRIC = "NaN or Inf elements"
 
 def check_signature(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
     """Names, dtypes and shapes of the outputs."""
-    expected = {name: (spec.dtype, case.outputs[name].shape) for name in case.outputs}
+    dtypes = {tensor.name: tensor.dtype for tensor in spec.outputs}
+    expected = {name: (dtypes[name], array.shape) for name, array in case.outputs.items()}
     actual = {name: (array.dtype.name, array.shape) for name, array in outputs.items()}
     detail = "" if actual == expected else f"outputs are {actual}; expected {expected}"
     return Check(Kind.SIGNATURE, case.label, SIGNATURE_METRIC, "failed" if detail else "passed", detail=detail)

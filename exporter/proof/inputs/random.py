@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,9 +10,10 @@ import numpy as np
 from effexport.dtypes import numpy_dtype
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
-from effexport.models.model_spec import shape_of
-from effexport.models.module_probe import longer_length
-from effexport.spec import BuildSpec
+from effexport.models.model_spec import Dims, longer_length, shape_of
+from effexport.models.module_spec import ModuleSpec
+from effexport.proof.cases import KEPT
+from effexport.spec import MASK_NAME, BuildSpec
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -22,6 +24,8 @@ CHOICES = 3
 
 def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
     """Inputs of every case by name: the export shape, a padded batch, and lengths other than the export length."""
+    if isinstance(spec.model, ModuleSpec):
+        return module_cases(spec, spec.model, seed)
     rng = np.random.default_rng(seed)
     fixed, seq_len = spec.fixed_seq_len, spec.seq_len
     padded_len = min(seq_len, 300)
@@ -51,6 +55,8 @@ def random_inputs(
     mask = np.ones((batch, seq_len), dtype=np.int64)
     for row, length in enumerate(lengths or []):
         mask[row, length:] = 0
+    if isinstance(spec.model, ModuleSpec):
+        return module_inputs(spec, spec.model, rng, batch, mask)
     if isinstance(spec.model, CheckpointSpec):
         return checkpoint_inputs(spec, rng, mask)
     if isinstance(spec.model, EncoderSpec):
@@ -79,3 +85,85 @@ def checkpoint_inputs(spec: BuildSpec, rng: np.random.Generator, mask: Array) ->
             indices = rng.integers(0, model.input_limits[name], shape, dtype=np.int64)
             inputs[name] = np.where(spread != 0, indices, padding)
     return inputs
+
+
+def module_cases(spec: BuildSpec, model: ModuleSpec, seed: int) -> dict[str, dict[str, Array]]:
+    """Inputs of every case of a user's own module, of lengths that the original takes, and padded if it has a mask."""
+    rng = np.random.default_rng(seed)
+    step, seq_len = model.length_multiple, spec.seq_len
+
+    def near(length: int) -> int:
+        return max(step, length - length % step)
+
+    if model.fixed_seq_len is not None:
+        shapes: dict[str, tuple[int, int, list[int] | None]] = {
+            "export": (spec.batch, seq_len, None),
+            "single": (1, seq_len, None),
+        }
+        padded_len = seq_len
+    else:
+        padded_len = near(min(seq_len, 300))
+        shapes = {
+            "export": (spec.batch, seq_len, None),
+            "odd length": (1, near(max(1, seq_len * 5 // 8 - 1)), None),
+            "short": (2, near(min(seq_len, 7)), None),
+        }
+        if step == 1:
+            shapes["single token"] = (1, 1, None)
+        if model.longest is None and seq_len <= 4096:
+            shapes["longer"] = (1, near(longer_length(seq_len) + step - 1), None)
+    if model.mask:
+        lengths = [padded_len, max(1, padded_len * 2 // 3), max(1, padded_len // 300)]
+        shapes["padded batch"] = (3, padded_len, lengths)
+        shapes["padded single"] = (1, padded_len, [max(1, padded_len // 2)])
+    else:
+        shapes["batch"] = (3, padded_len, None)
+    return {name: random_inputs(spec, rng, *shape) for name, shape in shapes.items()}
+
+
+def module_inputs(
+    spec: BuildSpec, model: ModuleSpec, rng: np.random.Generator, batch: int, mask: Array
+) -> dict[str, Array]:
+    """Random values of every input of a user's own module. mask: [batch, seq], 1 for the tokens to keep."""
+    sizes = {"batch": batch, "seq": mask.shape[1], **model.axis_sizes}
+    inputs: dict[str, Array] = {}
+    for tensor in spec.inputs:
+        shape = shape_of(tensor.dims, sizes)
+        if tensor.name == model.mask:
+            inputs[tensor.name] = spread(mask != model.mask_ignores, tensor.dims, shape).astype(tensor.dtype)
+        elif tensor.dtype == "bool":
+            inputs[tensor.name] = rng.random(shape) < 0.5
+        elif tensor.dtype.startswith("int"):
+            low, high = model.ranges[tensor.name]
+            inputs[tensor.name] = rng.integers(low, high, shape, dtype=tensor.dtype)
+        else:
+            inputs[tensor.name] = rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(tensor.dtype))
+    return inputs
+
+
+def spread(mask: Array, dims: Dims, shape: tuple[int, ...]) -> Array:
+    """A mask [batch, seq] along the axes of these names, of which `dims` has both."""
+    ordered = mask if dims.index("batch") < dims.index("seq") else mask.T
+    whole = [size if dim in ("batch", "seq") else 1 for dim, size in zip(dims, shape, strict=True)]
+    return np.ascontiguousarray(np.broadcast_to(ordered.reshape(whole), shape))
+
+
+def kept_tokens(inputs: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array]:
+    """The part `tokens` of a case of a user's own module, whose mask may have another name or meaning, or none."""
+    model = spec.model
+    if not isinstance(model, ModuleSpec) or model.mask == MASK_NAME:
+        return {}
+    sizes = {
+        dim: size
+        for tensor in spec.inputs
+        for dim, size in zip(tensor.dims, inputs[tensor.name].shape, strict=True)
+        if isinstance(dim, str)
+    }
+    shape = tuple(sizes[axis] for axis in ("batch", "seq") if axis in sizes) or (1,)
+    if not model.mask:
+        return {KEPT: np.ones(shape, bool)}
+    dims = model.inputs[model.mask]
+    # along other axes than batch and seq, all values are alike
+    picked = inputs[model.mask][tuple(slice(None) if dim in ("batch", "seq") else 0 for dim in dims)]
+    own = picked if dims.index("batch") < dims.index("seq") else picked.T
+    return {KEPT: (own != 0) != model.mask_ignores}

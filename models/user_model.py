@@ -1,0 +1,190 @@
+"""A model of the user's own: the original, which is the reference, and the copy with our layers, which is exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from effexport.models.adapters.replace import Adapted
+from effexport.models.validation import SpecError, require
+
+
+class UnexpectedOutputError(SpecError):
+    """A model returned something that is not a tensor."""
+
+
+class CalledByPosition(nn.Module):
+    """A model that takes tensors in the order of its inputs, and returns the tensors of its result as a tuple.
+
+    It has the weights and submodules of the model under the same paths: it shares the model's own dictionaries.
+    """
+
+    _model: nn.Module
+    _names: tuple[str, ...]
+    _constants: Mapping[str, Any]
+
+    def __init__(self, model: nn.Module, names: Sequence[str], constants: Mapping[str, Any]) -> None:
+        super().__init__()
+        shared = {name: vars(model)[name] for name in ("_parameters", "_buffers", "_modules")}
+        # not as attributes, which would make the model a submodule with paths of its own
+        vars(self).update(shared, _model=model, _names=tuple(names), _constants=dict(constants))
+        self.training = model.training
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.by_name(*tensors).values())
+
+    def by_name(self, *tensors: Tensor) -> dict[str, Tensor]:
+        """The outputs by name, see `named_outputs`; one with the name of an input gets the suffix _out."""
+        keywords = keyword_parameters(self._model)
+        named = dict(zip(self._names, tensors, strict=True))
+        first = [named.pop(name) for name in self._names if name not in keywords]
+        outputs = named_outputs(self._model(*first, **named, **self._constants))
+        return {f"{key}_out" if key in self._names else key: value for key, value in outputs.items()}
+
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Those of the model, with the model itself as the first: it may be a layer of ours."""
+        return self._model.named_modules(*args, **options)
+
+
+def called_by_position(model: nn.Module, names: Sequence[str], constants: Mapping[str, Any]) -> CalledByPosition:
+    """A model as torch.onnx needs it: with one argument of `forward` for each input."""
+
+    def forward(self: CalledByPosition, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return CalledByPosition.forward(self, *tensors)
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    kind = type("CalledByPosition", (CalledByPosition,), {"forward": forward})
+    called: CalledByPosition = kind(model, names, constants)
+    return called
+
+
+@dataclass(frozen=True)
+class UserModel:
+    """Both modules take tensors in the order of the inputs, and return a tuple of tensors.
+
+    original: as it was given, float32 and in evaluation mode. adapted: our copy of it. examples: the tensors that it
+    was given with, by name; empty if there are none.
+    """
+
+    original: CalledByPosition
+    adapted: Adapted
+    examples: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def module(self) -> nn.Module:
+        """What is exported; called by position, too."""
+        return self.adapted.module
+
+
+def keyword_parameters(module: nn.Module) -> set[str] | AnyName:
+    """The names under which `forward` takes arguments."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return AnyName()
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+class AnyName:
+    """Contains every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def named_outputs(result: object, name: str = "output") -> dict[str, Tensor]:
+    """The tensors in what a model returns, by name: keys of dictionaries and fields of dataclasses, `output` for one
+    tensor, `output0`, `output1`, … for several in a tuple. None is left out.
+
+    Raises UnexpectedOutputError for anything else.
+    """
+    if isinstance(result, torch.Tensor):
+        return {name: result}
+    found: dict[str, Tensor] = {}
+    for key, value in named_parts(result, name):
+        found |= named_outputs(value, key)
+    return found
+
+
+def named_parts(result: object, name: str) -> Iterator[tuple[str, object]]:
+    if result is None:
+        return
+    top = name == "output"
+    if isinstance(result, Mapping):
+        parts = [(str(key), value) for key, value in result.items()]
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        parts = [(item.name, getattr(result, item.name)) for item in dataclasses.fields(result)]
+    elif isinstance(result, tuple | list):
+        fields = getattr(result, "_fields", None)
+        if fields is None:
+            yield from ((f"{name}{i}" if top else f"{name}_{i}", value) for i, value in enumerate(result))
+            return
+        parts = list(zip(fields, result, strict=True))
+    else:
+        where = "" if top else f" as {name}"
+        raise UnexpectedOutputError(
+            f"the model returns a {type(result).__name__}{where}; expected tensors, or dictionaries, dataclasses and "
+            "tuples of them: return less, or leave it out with an argument of forward"
+        )
+    yield from ((key if top else f"{name}_{key}", value) for key, value in parts)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile or DataParallel."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner  # type: ignore[assignment]
+
+
+def check_model(model: nn.Module, name: str) -> None:
+    """Raise SpecError for a model that cannot be copied and run here: on another device, or compiled to
+    TorchScript."""
+    require(
+        not isinstance(model, torch.jit.ScriptModule),
+        f"{name} is TorchScript, which has no layers to look at; give the nn.Module that it was made from",
+    )
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu":
+            owner = path.rpartition(".")[0]
+            place = f"{name}: {owner or 'the model'} has its {path.rpartition('.')[2]} on {tensor.device}"
+            remedy = (
+                "meta tensors have no values: load the weights first"
+                if tensor.is_meta
+                else "return model.cpu(): the export and its reference run on the CPU"
+            )
+            raise SpecError(f"{place}; expected cpu; {remedy}")
+
+
+def training_note(model: nn.Module, name: str) -> tuple[str, ...]:
+    """A sentence on dropout that is on in the model as it was given, and off in the file; none if there is none."""
+    active = [
+        path or name
+        for path, child in model.named_modules()
+        if child.training and isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0
+    ]
+    if not active:
+        return ()
+    more = f" and {len(active) - 1} other place{'s' * (len(active) > 2)}" if len(active) > 1 else ""
+    return (f"{name} is in training mode, with dropout in {active[0]}{more}; it is exported as after eval(), without.",)
+
+
+def shared_note(model: nn.Module, replaced: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """A sentence on weights that a replaced layer shares with another layer; none if there are none."""
+    owners: dict[int, list[str]] = {}
+    for path, child in model.named_modules():
+        for key, parameter in child.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
+    for places in owners.values():
+        if len(places) > 1 and any(place.startswith(f"{path}.") for place in places for path in replaced):
+            return (f"{places[0]} and {places[1]} are one tensor; the exported file may hold it twice.",)
+    return ()
