@@ -1,6 +1,7 @@
 """effexport: efficient-attention models from PyTorch to ONNX and TensorRT, with proof that they compute the same.
 
-build, verify, refit, inspect and report do what the commands of these names do; load and load_decoder run an artifact.
+build, verify, refit, inspect and report do what the commands of these names do; export builds from an nn.Module; load
+and load_decoder run an artifact.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 from effexport.version import __version__
 
 if TYPE_CHECKING:
-    from effexport.api import BuildResult, Description, build, inspect, load, load_decoder, refit, report, verify
+    from effexport.api import (
+        BuildResult,
+        Description,
+        build,
+        export,
+        inspect,
+        load,
+        load_decoder,
+        refit,
+        report,
+        verify,
+    )
     from effexport.errors import UserError
     from effexport.runners.ort.settings import OrtSettings
 
@@ -24,6 +36,7 @@ __all__ = [
     "UserError",
     "__version__",
     "build",
+    "export",
     "inspect",
     "load",
     "load_decoder",

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from effexport.runners.runner import Runner
     from effexport.spec import BuildSpec
 
-OnStage = Callable[[str], None]
+# Called with the name of a stage as it begins, and None; and while TensorRT builds an engine, with what it is doing and
+# how much of that is done, 0 to 1.
+Progress = Callable[[str, float | None], None]
 
 
-def quiet(stage: str) -> None:
-    """Ignore the names of the stages."""
+def quiet(stage: str, share: float | None) -> None:
+    """Ignore progress."""
 
 
 @contextmanager
@@ -58,21 +60,69 @@ class BuildResult:
     def __repr__(self) -> str:
         return f"<BuildResult {self.path}: {self.report!r}>"
 
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
+
+def export(
+    module: nn.Module,
+    example_inputs: object = None,
+    output: str | Path | None = None,
+    *,
+    dynamic: Mapping[str, object] | None = None,
+    precision: str = "fp32",
+    targets: Sequence[str] = (),
+    progress: Progress = quiet,
+    **options: Any,
+) -> BuildResult:
+    """Export any nn.Module to ONNX and prove that the file computes what the module computes, as
+    `effexport build --module` does.
+
+        result = effexport.export(model, {"x": torch.randn(2, 197, 512)}, "artifacts/vit")
+
+    Known attention layers anywhere in it are replaced by ours, with their weights, in a copy; everything else is
+    exported as it stands. The module stays as it is, and its own answers in PyTorch are the reference.
+    example_inputs: what the module is called with: a tensor, a tuple in the order of `forward`, or a dictionary by
+    argument; numbers and booleans become constants. Without it, the inputs follow from the signature, if it has one
+    argument or the names of transformers.
+    output: the folder to write; by default artifacts/ and the class of the module.
+    dynamic: the free axes by input, such as {"x": {0: "batch", 1: "seq"}}; by default the first axis is the batch, and
+    the second, of vectors and of indices, the sequence.
+    precision: fp32, fp16 or bf16. targets: TensorRT engines to build as well, "trt" or "trt-rtx", with the default
+    profile. progress: called as each stage begins, see `Progress`. options: as for `build`: seq_len, opset, force, …
+    Raises UserError for a module or inputs that cannot work, and errors.StageError if a stage or a check fails; then
+    nothing is written.
+    """
+    return build(
+        output=output,
+        module=module,
+        examples=example_inputs,
+        dynamic=dynamic,
+        precision=precision,
+        targets=targets,
+        progress=progress,
+        **options,
+    )
+
 
 def build(
+    spec: BuildSpec | str | Path | None = None,
+    output: str | Path | None = None,
     *,
     variant: str | None = None,
-    spec: BuildSpec | str | Path | None = None,
     checkpoint: str | Path | None = None,
     module: nn.Module | str | None = None,
     weights: str | Path | None = None,
+    inputs: str | Path | None = None,
+    examples: object = None,
+    dynamic: Mapping[str, object] | None = None,
     reference: str | Path | None = None,
-    output: str | Path | None = None,
     settings: OrtSettings | None = None,
+    targets: Sequence[str] = (),
     engines: Sequence[EngineSpec] = (),
     trace: bool = False,
     force: bool = False,
-    on_stage: OnStage = quiet,
+    progress: Progress = quiet,
     **options: Any,
 ) -> BuildResult:
     """Export a model to ONNX, check it against PyTorch and write an artifact folder, as `effexport build` does.
@@ -80,23 +130,28 @@ def build(
         result = effexport.build(variant="lsh", seq_len=4096)
         result = effexport.build(module=my_encoder, output="artifacts/mine")
 
-    Name one of variant, spec (a BuildSpec or a TOML file), checkpoint (a folder) and module (an nn.Module made of our
-    layers, which stays as it is, or "package.module:factory"). weights: a safetensors file for a variant.
+    Name one of spec (a BuildSpec or a TOML file), variant, checkpoint (a folder) and module (an nn.Module, which stays
+    as it is, or "package.module:factory"). weights: a safetensors file for a variant.
+    inputs: a TOML file that describes the inputs of the module. examples, dynamic: as for `export`.
     reference: a safetensors file with inputs and answers of the model that the weights come from, to compare with.
     options: the other fields of the spec, named as the flags: seq_len, causal, precision, …
     output: the folder to write; by default artifacts/ and the name of the variant, checkpoint or module.
-    settings: how ONNX Runtime runs the model in the checks. on_stage: called with the name of each stage.
+    targets: TensorRT engines with the default profile; engines: TensorRT engines with options of their own.
+    settings: how ONNX Runtime runs the model in the checks. progress: as for `export`.
     Raises UserError for a request that cannot work, and errors.StageError if a stage or a check fails; then nothing is
     written.
     """
     from effexport.artifact import ARTIFACT_FOLDER
     from effexport.build import artifact_from_spec
     from effexport.build_request import BuildRequest
+    from effexport.engines.profile import profiles_from_texts
+    from effexport.engines.spec import EngineSpec, check_target
     from effexport.environment import require_torch
     from effexport.spec import BuildSpec
 
     require_torch("effexport.build")
     check_build_types(variant, module, settings, engines)
+    check_texts(**{f"targets[{i}]": target for i, target in enumerate(targets)})
     wanted = spec if isinstance(spec, BuildSpec) else optional_path("spec", spec)
     request = BuildRequest(
         {"variant": variant, **options},
@@ -104,22 +159,30 @@ def build(
         optional_path("checkpoint", checkpoint),
         optional_path("weights", weights),
         module,
+        optional_path("inputs", inputs),
+        examples,
+        dynamic,
     )
     with user_errors():
+        for target in targets:
+            check_target(target)
         resolved, source, notes, name = request.resolve()
+        profiles = profiles_from_texts((), resolved) if targets else ()
+        wanted_engines = [*engines, *(EngineSpec(target=target, profiles=profiles) for target in targets)]
         folder = optional_path("output", output) or Path("artifacts") / name
         ARTIFACT_FOLDER.check(folder, force=force)
         artifact, found = artifact_from_spec(
             resolved,
             folder,
             source=source,
-            engines=engines,
+            engines=wanted_engines,
             notes=notes,
             settings=settings,
             reference=optional_path("reference", reference),
             trace=trace,
             force=force,
-            on_stage=on_stage,
+            on_stage=lambda stage: progress(stage, None),
+            on_progress=progress,
         )
     return BuildResult(artifact, found)
 
@@ -150,14 +213,14 @@ def refit(
     output: str | Path | None = None,
     settings: OrtSettings | None = None,
     force: bool = False,
-    on_stage: OnStage = quiet,
+    progress: Progress = quiet,
 ) -> BuildResult:
     """Put other weights of the same architecture into an artifact, as `effexport refit` does.
 
         effexport.refit("artifacts/lsh", weights="epoch2.safetensors")
 
     weights: a file for an artifact of a variant. checkpoint: a folder for an artifact of a checkpoint. output: the
-    folder to write; by default the artifact is replaced. settings, on_stage: as for `build`.
+    folder to write; by default the artifact is replaced. settings, progress: as for `build`.
     Raises UserError for weights that do not fit, and errors.StageError if a stage or a check fails; the old artifact
     then stays as it is.
     """
@@ -176,7 +239,9 @@ def refit(
             optional_path("output", output),
             force,
         )
-        refitted, found = artifact_from_refit(request, settings=settings, on_stage=on_stage)
+        refitted, found = artifact_from_refit(
+            request, settings=settings, on_stage=lambda stage: progress(stage, None), on_progress=progress
+        )
     return BuildResult(refitted, found)
 
 
@@ -192,7 +257,7 @@ def verify(
     reference: str = "auto",
     cases: str | Sequence[str] = (),
     trace: bool = False,
-    on_stage: OnStage = quiet,
+    progress: Progress = quiet,
 ) -> Report:
     """Check an artifact, or another ONNX file of the same model, against PyTorch again, as `effexport verify` does.
 
@@ -228,7 +293,7 @@ def verify(
             open_artifact(path_of("artifact", artifact)), runtime, options, optional_path("model", model)
         )
         request = Request(choice, optional_path("weights", weights), tuple(names), trace)
-        verification, found = verify_artifact(candidate, request, on_stage)
+        verification, found = verify_artifact(candidate, request, lambda stage: progress(stage, None))
     return report_from_verification(candidate, request, verification, found, time.perf_counter() - start)
 
 

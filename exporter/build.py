@@ -280,7 +280,7 @@ def check_reference(checks: Sequence[Check]) -> None:
         raise StageError(
             "reference",
             f"{failure_text(wrong)}\n  a layer of effexport does not compute what the layer that it stands for "
-            "computes, so nothing was written: the layer or its package may have been changed, or effexport is at fault",
+            "computes, so nothing was written: its package may have been changed, or effexport is at fault",
         )
     if any(check.status == "failed" for check in checks):
         disputes = [f"\n  {c.detail}" for c in checks if c.kind == Kind.REFERENCE_REPEATABLE and c.detail]

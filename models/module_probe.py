@@ -192,9 +192,9 @@ def rows_selected(name: str, inputs: ModuleInputs, original: CalledByPosition) -
     given = tensors[[one.name for one in inputs.inputs].index(name)]
     found: list[int] = []
 
-    def record(embedding: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def record(embedding: nn.Embedding, arguments: tuple[Any, ...]) -> None:
         if arguments and torch.equal(arguments[0], given):
-            found.append(int(embedding.weight.shape[0]))  # type: ignore[arg-type, union-attr, index]
+            found.append(embedding.num_embeddings)
 
     embeddings = [child for child in original.modules() if isinstance(child, nn.Embedding)]
     handles = [child.register_forward_pre_hook(record) for child in embeddings]
@@ -273,6 +273,10 @@ def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> 
     calls: Counter[str] = Counter()
 
     class Counting(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # as in proof/float64.py
+
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
@@ -281,7 +285,7 @@ def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> 
             return func(*args, **(kwargs or {}))
 
     # operators that are a part of the unfused formulas are called only where gradients are wanted
-    with fused_operators(module, fused), torch.set_grad_enabled(not fused), Counting():
+    with fused_operators(module, fused), torch.set_grad_enabled(not fused), Counting():  # type: ignore[no-untyped-call]
         module(*probe.inputs.tensors(probe.sizes(1, min(tuned, PROBE_SEQ_LEN) if probe.is_free else tuned)))
     return dict(calls)
 

@@ -49,7 +49,7 @@ class CalledByPosition(nn.Module):
 
     def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
         """Those of the model, with the model itself as the first: it may be a layer of ours."""
-        return self._model.named_modules(*args, **options)
+        yield from self._model.named_modules(*args, **options)
 
 
 def called_by_position(model: nn.Module, names: Sequence[str], constants: Mapping[str, Any]) -> CalledByPosition:
@@ -143,7 +143,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
             inner = model.module
         if inner is None:
             return model
-        model = inner  # type: ignore[assignment]
+        model = inner
 
 
 def check_model(model: nn.Module, name: str) -> None:

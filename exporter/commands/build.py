@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from effexport.report.model import Report
 
 SECTIONS = {
-    "What to export": ("variant", "checkpoint", "task", "factory", "spec_file", "weights"),
+    "What to export": ("variant", "checkpoint", "task", "factory", "inputs", "spec_file", "weights"),
     "Sizes and options of the model": (
         *("scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "num_hashes", "pinv_init", "seed"),
     ),
@@ -44,7 +44,7 @@ SECTIONS = {
 EXAMPLES = (
     "effexport build --variant lsh                  # random weights, to try it out",
     "effexport build --checkpoint DIR -o OUT        # a trained Reformer or Nyströmformer",
-    "effexport build --module my_model:make         # a module of your own",
+    "effexport build --module my_model:make         # any model of your own",
     "effexport build --variant linear --causal --seq-len 4096 --precision fp16",
     "effexport build --variant lsh --target trt-rtx --profile batch=1:4:16,seq=128:1024:4096",
 )
@@ -114,7 +114,14 @@ EXAMPLES = (
     "--module",
     "factory",
     metavar="MODULE:FUNCTION",
-    help="A function without arguments that returns your nn.Module, made of effexport's layers.",
+    help="A function without arguments that returns your nn.Module, or (nn.Module, example inputs). Known attention "
+    "layers of other packages become effexport's, with their weights.",
+)
+@click.option(
+    "--inputs",
+    type=click.Path(path_type=Path),
+    metavar="FILE.toml",
+    help="With --module: its inputs, a table [inputs.NAME] for each, with dims, dtype, range and mask.",
 )
 @click.option(
     "--spec",
@@ -146,6 +153,7 @@ def command(
     checkpoint: Path | None,
     weights: Path | None,
     factory: str | None,
+    inputs: Path | None,
     spec_file: Path | None,
     runtime: str,
     implementation: str,
@@ -168,7 +176,7 @@ def command(
 
     require_torch("effexport build")
     engine_flags = {name: flags.pop(name) for name in ENGINE_FLAGS}
-    request = BuildRequest(flags, spec_file, checkpoint, weights, factory)
+    request = BuildRequest(flags, spec_file, checkpoint, weights, factory, inputs)
     settings = settings_from_options(runtime, implementation, device)
     spec, source, notes, name = request.resolve()
     if implementation == "kernel" and not spec.custom_ops:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -148,11 +149,27 @@ def program_from_module(
             cause = first_paragraph(str(error.__cause__ or error))
             if isinstance(spec.model, ModuleSpec) and cause.startswith(CONFLICT):
                 cause = assumed_sizes(module, example, signature.inputs) or cause
-            message = f"torch.onnx could not export the module: {cause}; --debug shows the traceback"
+            owner = failing_module(error, module)
+            place = f"the module: in {owner}" if owner else "the module"
+            message = f"torch.onnx could not export {place}: {cause}; --debug shows the traceback"
             raise StageError(STAGE, message) from error
     if program is None:
         raise StageError(STAGE, "torch.onnx returned no program")
     return program
+
+
+def failing_module(error: BaseException, module: nn.Module) -> str:
+    """The path and class of the innermost submodule in whose code an error was raised; "" if there is none."""
+    paths = {id(child): path for path, child in module.named_modules() if path}
+    found = ""
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            owner = frame.f_locals.get("self")
+            if id(owner) in paths:
+                found = f"{paths[id(owner)]} ({type(owner).__module__}.{type(owner).__qualname__})"
+        cause = cause.__cause__ or cause.__context__
+    return found
 
 
 def free_axis(name: str, spec: BuildSpec) -> Any:

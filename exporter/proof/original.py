@@ -149,7 +149,7 @@ def first_random_layer(user: UserModel, spec: BuildSpec, case: Case) -> str:
     """The path of the first submodule of the original whose result changes from run to run; "" if there is none."""
     paths = [path for path, _ in user.original.named_modules()]
 
-    def results() -> dict[str, list[Array]]:
+    def results() -> Mapping[str, list[Array]]:
         with frozen(user.original, user.adapted), recorded_results(user.original, paths) as found:
             run_module(user.original, spec, case.inputs)
         return found

@@ -14,6 +14,7 @@ from effexport.files import Figure, figure, json_text
 from effexport.models.model_spec import Scope
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Status, Worst, outcomes_text, passed, summary
+from effexport.report.notebook import notebook_html
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES
 from effexport.spec import BuildSpec, Precision
 from effexport.version import __version__
@@ -78,6 +79,9 @@ class Report:
 
     def __repr__(self) -> str:
         return f"<Report of {self.title}: {self.verdict}, {outcomes_text(self.checks)}>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self.title, self.sentence, self.checks, self.notes)
 
     @property
     def verdict(self) -> Status:

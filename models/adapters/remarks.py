@@ -13,6 +13,8 @@ from effexport.models.adapters.table import replacements
 if TYPE_CHECKING:
     from torch import nn
 
+    from effexport.models.layers import AttentionLayer
+
 # Words in the names of a class and of its attributes → the variant that such a layer resembles; the first that occurs.
 RESEMBLES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("nystrom", "landmark"), "nystrom"),
@@ -107,7 +109,7 @@ def resembled(layer: nn.Module) -> str:
     return next((variant for words, variant in RESEMBLES if any(word in key for word in words for key in names)), "")
 
 
-def our_layers(module: nn.Module) -> list[nn.Module]:
+def our_layers(module: nn.Module) -> list[AttentionLayer]:
     from effexport.models.layers import AttentionLayer
 
     return [child for child in module.modules() if isinstance(child, AttentionLayer)]

@@ -66,7 +66,9 @@ def test_a_build_writes_an_artifact_and_returns_it_with_its_report(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     stages: list[str] = []
-    result = effexport.build(variant="linear", scope="attention", **SMALL, on_stage=stages.append)
+    result = effexport.build(
+        variant="linear", scope="attention", **SMALL, progress=lambda stage, share: stages.append(stage)
+    )
     assert result.path == Path("artifacts/linear")
     assert result.report.verdict == "passed"
     assert "exporting to ONNX" in stages
@@ -194,7 +196,7 @@ def test_an_argument_of_another_type_is_refused_in_one_line(name: str, arguments
 def test_verify_returns_a_report_whose_verdict_is_that_of_the_command(built: Built, cli: Callable[..., Any]) -> None:
     artifact = built("softmax", "attention")
     stages: list[str] = []
-    found = effexport.verify(artifact.path, reference="golden", on_stage=stages.append)
+    found = effexport.verify(artifact.path, reference="golden", progress=lambda stage, share: stages.append(stage))
     printed = json.loads(cli("verify", artifact.path, "--reference", "golden", "--json").out)
     assert (found.verdict, found.runtime) == ("passed", "ort")
     assert [str(check.kind) for check in found.checks] == [check["name"] for check in printed["checks"]]
