@@ -66,6 +66,20 @@ def causal_mask(seq_len: int, device: torch.device) -> Tensor:
     return position[:, None] >= position[None, :]
 
 
+def rotary_angles(seq_len: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sines and cosines of rotary positions (Su et al., 2021, arXiv 2104.09864, eq. 15), each [seq, size / 2]."""
+    frequencies = 10000.0 ** (-torch.arange(0, size, 2, device=device).float() / size)
+    angles = torch.arange(seq_len, device=device).float()[:, None] * frequencies
+    return angles.sin(), angles.cos()
+
+
+def rotate_pairs(x: Tensor, sines: Tensor, cosines: Tensor) -> Tensor:
+    """Rotate every pair of neighbouring channels of x [batch, heads, seq, size]; angles as of `rotary_angles`."""
+    first, second = x.unflatten(-1, (-1, 2)).unbind(dim=-1)
+    sines, cosines = sines.to(x.dtype), cosines.to(x.dtype)
+    return torch.stack((first * cosines - second * sines, second * cosines + first * sines), dim=-1).flatten(-2)
+
+
 class LayerNorm(nn.LayerNorm):
     """Layer normalisation computed in float32 whatever the model's dtype, so that eps does not underflow."""
 

@@ -38,5 +38,5 @@ class LocalAttention(MultiHeadAttention):
             position = torch.arange(chunks * spec.chunk_length, device=q.device)
             position = position.reshape(1, 1, chunks, spec.chunk_length)
             visible = visible & (position.unsqueeze(4) >= look_around(position, spec, fill=-1).unsqueeze(3))
-        context, _ = window_attention(q, k, look_around(v, spec), visible, None)
+        context, _ = window_attention(q, k, look_around(v, spec), visible)
         return context.reshape(batch, spec.heads, -1, spec.head_size)[:, :, :seq_len]

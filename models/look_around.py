@@ -12,9 +12,9 @@ from torch import Tensor
 from effexport.models.layers import at_least_float32
 from effexport.models.spec import LookAroundSpec
 
-# Overwrites of logits, float32: a token attends to itself only when nothing else is visible.
+# Overwrites hidden logits, float32. The logit of a token itself lies between these and all others: a token attends to
+# itself only when nothing else is visible.
 HIDDEN_LOGIT = -1e9
-SELF_LOGIT = -1e5
 
 
 def chunk_count(seq_len: int, chunk_length: int) -> int:
@@ -48,18 +48,29 @@ def look_around(x: Tensor, spec: LookAroundSpec, fill: float = 0) -> Tensor:
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, is_self: Tensor | None, *, rounded: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    is_self: Tensor | None = None,
+    *,
+    self_logit: float = 0.0,
+    penalty: Tensor | None = None,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of every chunk over its window.
 
     q [groups, rounds, chunks, chunk_length, head_dim]; k, v [… chunks, window, head_dim]; visible and is_self boolean
     [… chunk_length, window]. Returns the context like q, and the float32 log-sum-exp of every row, [… chunk_length].
+    self_logit: the logit of a token's own key. penalty: subtracted from all logits.
     rounded: weights exp(x − lse) as in transformers, which near x = −1e5 do not add up to one.
     """
     logits = at_least_float32(q @ k.transpose(-1, -2))
     logits = torch.where(visible, logits, HIDDEN_LOGIT)
     if is_self is not None:
-        logits = torch.where(is_self, SELF_LOGIT, logits)
+        logits = torch.where(is_self, self_logit, logits)
+    if penalty is not None:
+        logits = logits - penalty
     # written out: runtimes import ReduceLogSumExp without subtracting the maximum
     highest = logits.amax(dim=-1, keepdim=True)
     weights = torch.exp(logits - highest)

@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.layers import AttentionLayer, at_least_float32, split_heads, take_rows
+from effexport.models.layers import (
+    AttentionLayer,
+    at_least_float32,
+    rotary_angles,
+    rotate_pairs,
+    split_heads,
+    take_rows,
+)
 from effexport.models.look_around import chunk_count, look_around, window_attention
 from effexport.models.spec import LSHSpec
 from effexport.plugins.lsh_attention.op import lsh_attention
@@ -42,17 +49,24 @@ class LSHAttention(AttentionLayer):
         heads = self.spec.heads
         return split_heads(self.query_key(hidden_states), heads), split_heads(self.value(hidden_states), heads)
 
-    def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
+    def mix(self, projected: tuple[Tensor, ...], keep: Tensor, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """angles: as of `rotary_angles`; rotate queries and keys after hashing. By default, if the spec says so."""
         spec = self.spec
         qk, v = projected
         batch, seq_len = keep.shape
-        chunks = chunk_count(seq_len, spec.chunk_length)
+        chunks = self.hash.chunk_count(seq_len)
         padded_len = chunks * spec.chunk_length
         pad = padded_len - seq_len
         rounded = spec.mask_constants == "hf"
+        fused_form = self.fused and spec.has_fused_form
         sort = lsh_sort if self.calls_operators else sorted_rows
-        order, rank = sort(self.hash(qk, keep, self.fused), spec.total_buckets + 1)
-        if self.fused:
+        buckets = self.hash(qk, keep, fused_form)
+        order, rank = sort(buckets, spec.total_buckets + 1)
+        if spec.rotary and angles is None:
+            angles = rotary_angles(seq_len, spec.head_size, qk.device)
+        if angles is not None:
+            qk = rotate_pairs(qk, *angles)
+        if fused_form:
             around = (spec.num_chunks_before, spec.num_chunks_after)
             fused: Tensor = lsh_attention(
                 qk, v, order, rank, keep, spec.chunk_length, *around, spec.causal, spec.circular, rounded
@@ -60,15 +74,25 @@ class LSHAttention(AttentionLayer):
             return fused
 
         keep = F.pad(keep, (0, pad))
-        qk, v = (F.pad(x, (0, 0, 0, pad)) for x in projected)
+        qk, v = (F.pad(x, (0, 0, 0, pad)) for x in (qk, v))
         groups = batch * spec.heads
         chunked = (groups, spec.num_hashes, chunks, spec.chunk_length)
         rows = flat_rows(order, groups, padded_len)
         q = take_rows(qk.flatten(0, 2), rows).reshape(*chunked, spec.head_size)
         v_window = look_around(take_rows(v.flatten(0, 2), rows).reshape(*chunked, spec.head_size), spec)
-        k_window = look_around(unit_keys(q), spec)
+        k_window = look_around(scaled_unit_keys(q) if spec.scaled_keys else unit_keys(q), spec)
         visible, is_self = self.window_masks(order.reshape(chunked), keep)
-        context, lse = window_attention(q, k_window, v_window, visible, is_self, rounded=rounded)
+        if not spec.attend_across_buckets:
+            near = self.same_bucket(buckets, order, chunked)
+            visible, is_self = visible & near, is_self & near
+        penalty = None
+        if not spec.allow_duplicates:
+            count = self.meetings(buckets, rank, rows, chunked)
+            # log(count + 1e-9), without an addend that is lost beside 1
+            penalty = torch.where(count > 0, torch.log(count.clamp(min=1)), math.log(1e-9))
+        context, lse = window_attention(
+            q, k_window, v_window, visible, is_self, self_logit=spec.self_logit, penalty=penalty, rounded=rounded
+        )
 
         # undo the sort: `rank` says where each token went
         places = rank.long() + padded_len * torch.arange(groups * spec.num_hashes, device=rank.device)[:, None]
@@ -87,18 +111,76 @@ class LSHAttention(AttentionLayer):
         Returns two booleans, broadcastable to [groups, rounds, chunks, chunk_length, window].
         """
         spec = self.spec
-        groups, _, chunks, chunk_length = positions.shape
-        # padding is sorted last, so a sorted place is visible when it comes before the number of kept tokens
-        place = torch.arange(chunks * chunk_length, device=keep.device).reshape(1, 1, chunks, chunk_length)
-        nowhere = chunks * chunk_length
-        place = look_around(place.expand(1, spec.num_hashes, chunks, chunk_length), spec, fill=nowhere)
-        kept = keep.sum(dim=1).repeat_interleave(spec.heads).reshape(groups, 1, 1, 1)
-        visible = (place < kept).unsqueeze(3)
+        visible_keys = self.kept_pairs if spec.pad_bucket == "hashed" else self.kept_places
+        visible = visible_keys(positions, keep)
         own = positions.unsqueeze(4)
         other = look_around(positions, spec, fill=-1).unsqueeze(3)
         if spec.causal:
             visible = visible & (own >= other)
         return visible, own == other
+
+    def kept_places(self, positions: Tensor, keep: Tensor) -> Tensor:
+        """Which keys are not padding, which is sorted last: those at places before the number of kept tokens."""
+        spec = self.spec
+        groups, _, chunks, chunk_length = positions.shape
+        place = torch.arange(chunks * chunk_length, device=keep.device).reshape(1, 1, chunks, chunk_length)
+        nowhere = chunks * chunk_length
+        place = look_around(place.expand(1, spec.num_hashes, chunks, chunk_length), spec, fill=nowhere)
+        kept = keep.sum(dim=1).repeat_interleave(spec.heads).reshape(groups, 1, 1, 1)
+        return (place < kept).unsqueeze(3)
+
+    def kept_pairs(self, positions: Tensor, keep: Tensor) -> Tensor:
+        """Where neither the key nor the query is padding, which may stand anywhere."""
+        groups, padded_len = positions.shape[0], keep.shape[1]
+        rows = flat_rows(positions, groups, padded_len)
+        table = keep.repeat_interleave(self.spec.heads, dim=0).reshape(-1, 1).float()
+        kept = (take_rows(table, rows) > 0).reshape(positions.shape)
+        return look_around(kept, self.spec, fill=False).unsqueeze(3) & kept.unsqueeze(4)
+
+    def same_bucket(self, buckets: Tensor, order: Tensor, chunked: tuple[int, ...]) -> Tensor:
+        """Which keys of its window share the bucket of a token, boolean [… chunk_length, window].
+
+        buckets, order: int32 [groups · rounds, padded seq]. chunked: groups, rounds, chunks, chunk_length.
+        """
+        rounds, device = chunked[1], buckets.device
+        rows = order.long() + order.shape[1] * torch.arange(order.shape[0], device=device)[:, None]
+        own = take_rows(buckets.reshape(-1, 1), rows).reshape(chunked).long()
+        # the neighbour of a round's first chunk may belong to another round, whose buckets are others
+        own = own + self.spec.total_buckets * torch.arange(rounds, device=device)[:, None, None]
+        return own.unsqueeze(4) == look_around(own, self.spec, fill=-1).unsqueeze(3)
+
+    def meetings(self, buckets: Tensor, rank: Tensor, rows: Tensor, chunked: tuple[int, ...]) -> Tensor:
+        """In how many rounds a token sees each key of its window, float32 [… chunk_length, window].
+
+        rows: of the tokens in sorted order, as `flat_rows` returns them. The others as in `same_bucket`.
+        """
+        spec = self.spec
+        groups, rounds, chunks, chunk_length = chunked
+
+        def of_window(x: Tensor) -> list[tuple[Tensor, Tensor]]:
+            """What tokens and keys have in each round. x: [groups · rounds, padded seq]."""
+            table = x.reshape(groups, rounds, -1).transpose(1, 2).flatten(0, 1)
+            own = take_rows(table, rows).reshape(*chunked, rounds)
+            other = look_around(own, spec, fill=-1)
+            return [(own[..., r].unsqueeze(4), other[..., r].unsqueeze(3)) for r in range(rounds)]
+
+        first_chunk = (chunks * torch.arange(rounds, device=rank.device)).repeat(groups)[:, None]
+        # a tensor: torch.onnx does not export a remainder by a size
+        ring = torch.arange(rounds * chunks, device=rank.device)[-1:] + 1
+        chunk = of_window(rank.long() // chunk_length + first_chunk)
+        bucket = of_window(buckets) if not spec.attend_across_buckets else None
+        count: Tensor | None = None
+        for r, (own, other) in enumerate(chunk):
+            for by in range(-spec.num_chunks_before, spec.num_chunks_after + 1):
+                beside = other - by
+                if spec.circular:
+                    beside = beside % ring
+                met = own == beside
+                if bucket is not None:
+                    met = met & (bucket[r][0] == bucket[r][1])
+                count = met.float() if count is None else count + met.float()
+        assert count is not None
+        return count
 
     def round_weights(self, lse: Tensor) -> Tensor:
         """Weight of every round, float32 [groups, rounds, seq]; adds up to one over the rounds."""
@@ -122,7 +204,7 @@ class LSHHash(nn.Module):
         self.spec = spec
         generator = torch.Generator().manual_seed(spec.hash_seed)
         width = sum(spec.bucket_factors) // 2
-        shape = (spec.heads, spec.head_size, spec.num_hashes, width)
+        shape = (spec.heads if spec.rotations_per_head else 1, spec.head_size, spec.num_hashes, width)
         self.register_buffer("rotations", torch.randn(shape, generator=generator))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LSHHash:
@@ -136,11 +218,13 @@ class LSHHash(nn.Module):
         """qk [batch, heads, seq, head_dim]; keep boolean [batch, seq]. fused: by the fused operator.
 
         Returns int32 [batch · heads · rounds, padded seq]: buckets in [0, total_buckets), or total_buckets for padding,
-        which fills the last chunk.
+        which fills the last chunk. Hashed padding has the buckets of its tokens, and beyond them that of zero vectors.
         """
         if fused:
             factors, chunk_length = self.spec.bucket_factors, self.spec.chunk_length
-            buckets: Tensor = lsh_hash(qk, self.rotations, keep, factors, chunk_length)
+            shared = not self.spec.rotations_per_head
+            rotations = self.rotations.expand(self.spec.heads, -1, -1, -1) if shared else self.rotations
+            buckets: Tensor = lsh_hash(qk, rotations, keep, factors, chunk_length)
             return buckets
         bucket = torch.zeros((), dtype=torch.int64, device=qk.device)
         stride = 1
@@ -149,21 +233,36 @@ class LSHHash(nn.Module):
             bucket = bucket + stride * digit
             stride *= factor
         # padded as real numbers, exact in float32: ONNX Runtime pads integers on the CPU, also if the rest is on a GPU
-        exact = torch.where(keep[:, None, None, :], bucket.to(projection.dtype), float(self.spec.total_buckets))
-        return F.pad(exact.flatten(0, 2), (0, self.missing(qk)), value=float(self.spec.total_buckets)).to(torch.int32)
+        if self.spec.pad_bucket == "last":
+            pad_bucket = float(self.spec.total_buckets)
+            exact = torch.where(keep[:, None, None, :], bucket.to(projection.dtype), pad_bucket)
+        else:
+            pad_bucket, exact = 0.0, bucket.to(projection.dtype)
+        return F.pad(exact.flatten(0, 2), (0, self.missing(qk)), value=pad_bucket).to(torch.int32)
+
+    def chunk_count(self, seq_len: int) -> int:
+        """Chunks of the padded sequence."""
+        multiple = self.spec.padding_multiple
+        return chunk_count(seq_len, multiple) * (multiple // self.spec.chunk_length)
 
     def missing(self, qk: Tensor) -> int:
-        """How many tokens the last chunk lacks."""
-        seq_len, chunk_length = qk.shape[2], self.spec.chunk_length
-        return chunk_count(seq_len, chunk_length) * chunk_length - seq_len
+        """How many tokens the last chunks lack."""
+        seq_len = qk.shape[2]
+        return self.chunk_count(seq_len) * self.spec.chunk_length - seq_len
 
     def project(self, qk: Tensor) -> list[Tensor]:
         """Rotated vectors in float32, one tensor [batch, heads, rounds, factor / 2, seq] for each bucket factor."""
         rotations = self.rotations
+        if self.spec.buckets_by_length:
+            half = chunk_count(qk.shape[2], self.spec.padding_multiple)
+            # by index: a sequence that is too long has no columns, which runtimes report; a slice would end early
+            rotations = rotations.index_select(3, torch.arange(half, device=qk.device))
         # the constant is the left factor: ONNX Runtime's quantisers take a right one for a matrix of weights
         left = rotations.flatten(2).transpose(1, 2)
         projected = (left @ qk.to(rotations.dtype).transpose(2, 3)).unflatten(2, tuple(rotations.shape[2:]))
         ends = list(itertools.accumulate((factor // 2 for factor in self.spec.bucket_factors), initial=0))
+        if self.spec.buckets_by_length:
+            return [projected]
         return [projected[:, :, :, start:end] for start, end in itertools.pairwise(ends)]
 
     def margins(self, qk: Tensor) -> Tensor:
@@ -198,3 +297,11 @@ def unit_keys(qk: Tensor) -> Tensor:
     exact = at_least_float32(qk)
     scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + 1e-6) / math.sqrt(qk.shape[-1])
     return (exact * scale).to(qk.dtype)
+
+
+def scaled_unit_keys(qk: Tensor) -> Tensor:
+    """qk / (‖qk‖ √head_dim), and 0 for a zero vector: keys whose products are scaled as in softmax attention."""
+    exact = at_least_float32(qk)
+    length: Tensor = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).clamp(min=1e-12)
+    keys: Tensor = exact / (length * math.sqrt(qk.shape[-1]))
+    return keys.to(qk.dtype)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # Exported graphs pad the numbers of buckets in float32, which is exact below this.
 MOST_BUCKETS = 2**24
+# Tokens that buckets_by_length allows at least: rotations for so many are small.
+LEAST_MAX_SEQ_LEN = 8192
 
 
 @dataclass(frozen=True)
@@ -478,6 +480,16 @@ class LSHSpec(LookAroundSpec):
     2·seq_len/chunk_length, a power of two, by the rule of transformers). hash_seed: seed of the rotations, drawn once.
     mask_constants: "safe" combines the rounds with a max-subtracted softmax; "hf" reproduces the rounding of
     transformers, whose round weights do not add up to one for a token that can only attend to itself.
+
+    The others are what reformer-pytorch does. buckets_by_length: as many buckets as the padded input has chunks, an
+    even number, for inputs of up to `max_seq_len` tokens. rotations_per_head: False: all heads share one rotation.
+    pad_bucket: "last" keeps padding apart, behind all buckets; "hashed" hashes and sorts it with the rest, and a token
+    that is padding sees only itself. scaled_keys: divide logits by √head_dim, with keys of length one without an
+    epsilon under the root. rotary: rotate queries and keys by their positions, after hashing. self_logit: the logit of
+    a token's own key. attend_across_buckets: False: a token sees only its own bucket (eq. 4 of the paper).
+    allow_duplicates: False: a pair that meets in several rounds counts once. As in reformer-pytorch, a pair that meets
+    across the ends of two rounds (`circular`) is not counted there, which raises its logit by log(1e9) if it meets
+    nowhere else.
     """
 
     variant: ClassVar[str] = "lsh"
@@ -494,9 +506,30 @@ class LSHSpec(LookAroundSpec):
     num_buckets: int | tuple[int, ...] | None = None
     hash_seed: int = 0
     mask_constants: Literal["safe", "hf"] = "safe"
+    buckets_by_length: bool = False
+    rotations_per_head: bool = True
+    pad_bucket: Literal["last", "hashed"] = "last"
+    scaled_keys: bool = False
+    rotary: bool = False
+    self_logit: float = -1e5
+    attend_across_buckets: bool = True
+    allow_duplicates: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(
+            not self.rotary or self.head_size % 2 == 0,
+            f"rotary positions rotate pairs of channels, and a head has {self.head_size}; use an even head_dim",
+        )
+        require(
+            -1e8 <= self.self_logit <= 0,
+            f"self_logit is {self.self_logit}; expected -1e8 to 0, between the logits of hidden and of other keys",
+        )
+        require(
+            not self.buckets_by_length or self.num_buckets is None,
+            f"num_buckets is {as_written(self.num_buckets)}, but buckets_by_length derives it from the length of the "
+            "input; leave one of them out",
+        )
         require(self.num_hashes >= 1, f"num_hashes is {self.num_hashes}; expected at least 1")
         # `of_layer` adds the number of the layer
         require(0 <= self.hash_seed < 2**63, f"hash_seed is {self.hash_seed}; expected 0 to 2^63 - 1")
@@ -514,7 +547,10 @@ class LSHSpec(LookAroundSpec):
 
     @property
     def bucket_factors(self) -> tuple[int, ...]:
-        """The factors of the bucket count; a single number when it is not factorised."""
+        """The factors of the bucket count; a single number when it is not factorised. The most there can be, if they
+        depend on the length of the input."""
+        if self.max_seq_len is not None:
+            return (self.max_seq_len // self.chunk_length,)
         if self.num_buckets is None:
             return automatic_num_buckets(self.seq_len, self.chunk_length)
         return (self.num_buckets,) if isinstance(self.num_buckets, int) else self.num_buckets
@@ -525,11 +561,46 @@ class LSHSpec(LookAroundSpec):
         return math.prod(self.bucket_factors)
 
     @property
+    def max_seq_len(self) -> int | None:
+        """Only buckets_by_length sets a limit: a rotation has a column for every two chunks of the longest input."""
+        if not self.buckets_by_length:
+            return None
+        longest = max(2 * self.seq_len, LEAST_MAX_SEQ_LEN)
+        return math.ceil(longest / self.padding_multiple) * self.padding_multiple
+
+    @property
+    def padding_multiple(self) -> int:
+        return 2 * self.chunk_length if self.buckets_by_length else self.chunk_length
+
+    @property
+    def why_not_invariant(self) -> str:
+        if self.buckets_by_length:
+            return "buckets_by_length: the padded length of a batch decides how many buckets there are"
+        return super().why_not_invariant or self.why_padding_counts
+
+    @property
+    def why_padding_counts(self) -> str:
+        if self.pad_bucket == "last":
+            return ""
+        return "pad_bucket=hashed: padding is sorted with the rest, so its content shifts chunk boundaries"
+
+    @property
     def why_float64_differs(self) -> str:
         return HF_ROUNDING if self.mask_constants == "hf" else ""
 
+    @property
+    def has_fused_form(self) -> bool:
+        """Whether the fused operators have all options that are set."""
+        return (
+            not (self.buckets_by_length or self.scaled_keys)
+            and self.attend_across_buckets
+            and self.allow_duplicates
+            and self.pad_bucket == type(self).pad_bucket
+            and self.self_logit == type(self).self_logit
+        )
+
     def operators(self, fused: bool) -> tuple[str, ...]:
-        return ("LSHHash", "LSHSort", "LSHAttention") if fused else ("LSHSort",)
+        return ("LSHHash", "LSHSort", "LSHAttention") if fused and self.has_fused_form else ("LSHSort",)
 
     @property
     def projected(self) -> tuple[int, dict[str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from effexport.models.encoder import module_from_spec
 from effexport.models.lsh import LSHAttention, LSHHash
 from effexport.models.spec import LSHSpec, automatic_num_buckets
+from effexport.models.validation import SpecError
 from effexport.plugins.lsh_sort.op import lsh_sort
 
 # fp32 against float64: logits of order ten, rounded by 6e-8 each, reach the output as relative errors of the
@@ -134,6 +136,149 @@ def test_the_module_computes_the_loops(seq_len: int, before: int, after: int, ca
     keep[1, 2:4] = False
     actual, expected = layer.attend(x, keep), slow_reference(layer, x, keep)
     assert relative_error(actual[keep], expected[keep]) <= AGAINST_FLOAT64
+
+
+def slow_ring(layer: LSHAttention, head: int, qk: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """One head with the options of reformer-pytorch, in float64, pair by pair; the chunks of all rounds are one ring.
+
+    `keep` and the first axis of qk and v: whole chunks, an even number of them.
+    """
+    spec, size = layer.spec, layer.spec.chunk_length
+    padded, chunks = len(qk), len(qk) // size
+    ring = spec.num_hashes * chunks
+    turned = torch.view_as_complex(qk.reshape(padded, -1, 2).contiguous())
+    half = turned.shape[1]
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(padded, dtype=torch.float64)[:, None] * frequencies
+    q = torch.view_as_real(turned * torch.polar(torch.ones_like(angles), angles)).flatten(1) if spec.rotary else qk
+    keys = q / q.norm(dim=1, keepdim=True).clamp(min=1e-12) / math.sqrt(q.shape[1])
+    rotations = layer.hash.rotations[head if spec.rotations_per_head else 0].double()
+    buckets, orders, chunk_of = [], [], []
+    for r in range(spec.num_hashes):
+        projections = qk @ rotations[:, r, : chunks // 2]
+        buckets.append(torch.cat([projections, -projections], dim=1).argmax(dim=1).tolist())
+        orders.append(sorted(range(padded), key=lambda t: (buckets[-1][t], t)))
+        chunk_of.append([r * chunks + orders[-1].index(t) // size for t in range(padded)])
+
+    def meets(t: int, s: int, r: int) -> bool:
+        near = (chunk_of[r][s] - chunk_of[r][t]) % ring in (0, ring - 1)
+        return near and (spec.attend_across_buckets or buckets[r][s] == buckets[r][t])
+
+    out, lse = torch.zeros(spec.num_hashes, *v.shape, dtype=torch.float64), torch.zeros(spec.num_hashes, padded)
+    for r in range(spec.num_hashes):
+        for t in range(padded):
+            own = chunk_of[r][t]
+            seen = [(s, r) for s in orders[r][own % chunks * size :][:size]]
+            before = (own - 1) % ring
+            seen += [(s, before // chunks) for s in orders[before // chunks][before % chunks * size :][:size]]
+            logits = []
+            for s, at in seen:
+                logit = float(q[t] @ keys[s])
+                if not (keep[s] and keep[t]) or (spec.causal and s > t):
+                    logit = -math.inf
+                logit = spec.self_logit if s == t else logit
+                if not spec.attend_across_buckets and (at, buckets[at][s]) != (r, buckets[r][t]):
+                    logit = -math.inf
+                if not spec.allow_duplicates:
+                    logit -= math.log(sum(meets(t, s, other) for other in range(spec.num_hashes)) + 1e-9)
+                logits.append(logit)
+            row = torch.tensor(logits, dtype=torch.float64)
+            lse[r, t] = torch.logsumexp(row, dim=0)
+            out[r, t] = torch.softmax(row, dim=0) @ v[[s for s, _ in seen]]
+    return (torch.softmax(lse.double(), dim=0).unsqueeze(-1) * out).sum(dim=0)
+
+
+RING = {
+    "circular": True,
+    "num_buckets": None,
+    "buckets_by_length": True,
+    "pad_bucket": "hashed",
+    "scaled_keys": True,
+    "self_logit": -5e4,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rotations_per_head": False, "rotary": True},
+        {"attend_across_buckets": False},
+        {"allow_duplicates": False, "num_hashes": 3},
+        {"allow_duplicates": False, "num_hashes": 1},
+        {"allow_duplicates": False, "attend_across_buckets": False, "causal": True, "rotary": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seq_len", [1, 16, 37])
+@torch.no_grad()
+def test_the_options_of_reformer_pytorch_compute_the_loops_over_pairs(seq_len: int, options: dict[str, object]) -> None:
+    layer = lsh(**RING | options)
+    spec, size = layer.spec, layer.spec.head_size
+    x = tokens(2, seq_len, 32)
+    keep = all_kept(x)
+    keep[1, seq_len // 2 + 1 :] = False
+    keep[1, 2:4] = False
+    pad = -seq_len % (2 * spec.chunk_length)
+    qk, v = (
+        nn.functional.pad(x.double() @ y.weight.double().T, (0, 0, 0, pad)) for y in (layer.query_key, layer.value)
+    )
+    kept = nn.functional.pad(keep, (0, pad))
+    heads = [slice(h * size, (h + 1) * size) for h in range(spec.heads)]
+    expected = torch.stack(
+        [
+            torch.cat([slow_ring(layer, h, qk[b, :, at], v[b, :, at], kept[b]) for h, at in enumerate(heads)], dim=1)
+            for b in range(2)
+        ]
+    )[:, :seq_len]
+    assert relative_error(layer.attend(x, keep), expected) <= AGAINST_FLOAT64
+
+
+@torch.no_grad()
+def test_rotary_positions_rotate_after_hashing_also_in_the_fused_form() -> None:
+    layer, x = lsh(rotary=True, rotations_per_head=False), tokens(2, 40, 32)
+    plain = lsh()
+    plain.load_state_dict(layer.state_dict() | {"hash.rotations": layer.hash.rotations.expand(2, -1, -1, -1)})
+    keep = all_kept(x)
+    with recorded_buckets(layer) as rotated, recorded_buckets(plain) as unrotated:
+        out, without = layer(x), plain(x)
+    assert torch.equal(rotated[0], unrotated[0])
+    assert relative_error(out, without) > 1e-2
+    layer.fused = True
+    assert relative_error(layer(x, keep), out) <= AGAINST_FLOAT64
+
+
+@torch.no_grad()
+def test_a_sequence_without_rotations_for_its_length_is_refused() -> None:
+    layer = lsh(**RING, chunk_length=64)
+    limit = layer.spec.max_seq_len
+    assert limit == 8192
+    assert lsh(**RING, chunk_length=60, seq_len=5000).spec.max_seq_len == 10080
+    assert torch.isfinite(layer(tokens(1, limit, 32))).all()
+    with pytest.raises(IndexError, match="out of range"):
+        layer(tokens(1, limit + 1, 32))
+
+
+def test_only_specs_without_those_options_become_the_fused_operators() -> None:
+    assert LSHSpec(rotary=True, rotations_per_head=False).operators(fused=True) == LSHSpec().operators(fused=True)
+    for name, value in (RING | {"attend_across_buckets": False, "allow_duplicates": False}).items():
+        fused = LSHSpec(**{name: value}).operators(fused=True)
+        assert fused == (("LSHSort",) if name not in ("circular", "num_buckets") else LSHSpec().operators(fused=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rotary": True, "head_dim": 5}, "a head has 5; use an even head_dim"),
+        ({"self_logit": 1.0}, "self_logit is 1.0; expected -1e8 to 0"),
+        ({"buckets_by_length": True, "num_buckets": 8}, "num_buckets is 8, but buckets_by_length derives it"),
+        ({"pad_bucket": "first"}, "pad_bucket is 'first'; expected one of last, hashed"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(message)):
+        LSHSpec(**options)
 
 
 @torch.no_grad()
