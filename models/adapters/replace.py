@@ -44,7 +44,8 @@ def with_our_layers(original: nn.Module, seq_len: int) -> Adapted:
     known = replacements()
     replaced: dict[str, nn.Module] = {}
     kept: dict[str, str] = {}
-    ours: dict[int, nn.Module] = {}  # one layer in several places stays one layer
+    # one layer in several places stays one layer; the replaced ones are held, so that their ids stay their own
+    ours: dict[int, tuple[nn.Module, nn.Module]] = {}
     holder = _holder(copy.deepcopy(original).eval())
 
     def visit(parent: nn.Module, prefix: str) -> None:
@@ -53,10 +54,10 @@ def with_our_layers(original: nn.Module, seq_len: int) -> Adapted:
             if child is None:
                 continue
             path = f"{prefix}{name}"
-            made = ours.get(id(child))
+            made = ours[id(child)][1] if id(child) in ours else None
             if made is None:
                 made = replacement_of(child, path.partition(".")[2], seq_len, known, kept)
-                ours[id(child)] = made
+                ours[id(child)] = child, made
                 if made is not child:
                     replaced[path.partition(".")[2]] = made
                 visit(made, f"{path}.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from effexport.models.adapters import aft_pytorch, labml_nn
+from effexport.models.adapters import aft_pytorch, labml_nn, torch_layers
 from effexport.models.adapters.adapter import Adapter, Replacement
 
 ADAPTERS: tuple[Adapter, ...] = (
     aft_pytorch.ADAPTER,
     labml_nn.ADAPTER,
+    torch_layers.ADAPTER,
 )
 
 

@@ -63,11 +63,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
 def onnx_function_body(nodes: Sequence[onnx.NodeProto], opset: int) -> onnx.FunctionProto:
     """The operator in standard operators. Products are in T, the softmax in float32.
 
-    One body serves all nodes of a model. Raises ValueError when they differ in `scale`.
+    One body serves all nodes of a model. If they differ in `scale`, it takes that of each node.
     """
-    scale = SIGNATURE.common_attributes(nodes)["scale"]
+    try:
+        scale = f"{SIGNATURE.common_attributes(nodes)['scale']:.9e}"
+    except ValueError:  # heads of several sizes; otherwise a constant, which every tool reads
+        scale = "Constant <value_float: float = @scale> ()"
     body = f"""
-        scale = {scale:.9e}
+        scale = {scale}
         hidden_logit = {HIDDEN_LOGIT:.9e}
         axes12 = [1, 2]
         q_float = Cast <to = 1> (q)

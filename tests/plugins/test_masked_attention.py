@@ -6,11 +6,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import torch
 from kernel_sessions import session
 from one_node import one_node_model, run_body, run_kernel, run_poisoned
 
+from effexport.export.inlined import inlined
 from effexport.plugins.masked_attention.op import masked_attention, onnx_function_body
 from effexport.plugins.ops import DOMAIN, OPSET_VERSION, PLUGIN_NAMESPACE
 
@@ -267,13 +269,20 @@ def test_wrong_attributes_are_errors_of_the_kernel(attributes: dict[str, Any], m
         session(one_node_model(OP, random_feeds(4, 6), body=False, **attributes), library=True)
 
 
-@pytest.mark.requires("onnx")
-def test_nodes_with_different_scales_cannot_share_a_body() -> None:
+@pytest.mark.requires("onnx", "ort")
+@pytest.mark.parametrize("inline", [False, True])
+def test_nodes_with_different_scales_share_a_body(inline: bool) -> None:
     from onnx import helper
 
-    nodes = [helper.make_node(OP, list("abcd"), ["e"], domain=DOMAIN, scale=scale) for scale in (0.5, 0.25)]
-    with pytest.raises(ValueError, match=r"different scale \[0.25, 0.5\]"):
-        onnx_function_body(nodes, 20)
+    feeds = random_feeds(5, 63)
+    model = onnx.load_from_string(one_node_model(OP, feeds, body=True, scale=0.5))
+    second = helper.make_node(OP, list(feeds), ["other"], domain=DOMAIN, scale=0.25)
+    model.graph.node.append(second)
+    model.graph.output.append(helper.make_tensor_value_info("other", onnx.TensorProto.FLOAT, None))
+    model.functions[0].CopyFrom(onnx_function_body(model.graph.node, 20))
+    outputs = session(inlined(model) if inline else model, library=False).run(None, feeds)
+    for output, scale in zip(outputs, (0.5, 0.25), strict=True):
+        assert_close(output, exact_attention(feeds, scale), FP32)
 
 
 @pytest.mark.requires("onnx")

@@ -1,0 +1,168 @@
+"""Calls of `F.scaled_dot_product_attention` become the operator exactly where it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from adapted_models import exported, padding, random_states, relative_error, trained_like
+from torch import Tensor, nn
+
+from effexport.models.adapters.sdpa import attention_calls_as_operators
+
+pytestmark = pytest.mark.requires("torch")
+
+HEADS, WIDTH = 2, 16
+BATCH = {0: "batch", 1: "seq"}
+# Sums of up to 1000 float32 terms in another order: a few 1e-6 of the RMS.
+CLOSE = 2e-5
+
+
+class Caller(nn.Module):
+    """Calls the function on q, k, v made of one input, with what `options` makes of a boolean mask, True = keep."""
+
+    def __init__(self, options: Callable[[Tensor], dict[str, object]]) -> None:
+        super().__init__()
+        self.options = options
+        self.project = trained_like(nn.Linear(WIDTH, 3 * WIDTH))
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.project(x).chunk(3, dim=2))
+        return F.scaled_dot_product_attention(q, k, v, **self.options(keep))
+
+
+def additive(keep: Tensor) -> Tensor:
+    """As the BERT family of transformers makes it."""
+    ones = keep[:, None, None, :].expand(-1, 1, keep.shape[1], -1).to(torch.float32)
+    inverted = torch.tensor(1.0) - ones
+    return inverted.masked_fill(inverted.to(torch.bool), torch.finfo(torch.float32).min)
+
+
+def changed_later(keep: Tensor) -> Tensor:
+    mask = keep[:, None, None, :].expand(-1, HEADS, keep.shape[1], -1).clone()
+    return mask.masked_fill_(~causal(torch.ones_like(keep)), False)
+
+
+def causal(keep: Tensor) -> Tensor:
+    position = torch.arange(keep.shape[1])
+    return (position[:, None] >= position) & keep[:, None, None, :]
+
+
+TURNED: dict[str, Callable[[Tensor], dict[str, object]]] = {
+    "no mask": lambda keep: {},
+    "its own scale": lambda keep: {"scale": 0.7},
+    "boolean": lambda keep: {"attn_mask": keep[:, None, None, :]},
+    "of one row, for all queries": lambda keep: {"attn_mask": keep[:, None, None, :].expand(-1, -1, keep.shape[1], -1)},
+    "of all heads, inverted twice": lambda keep: {
+        "attn_mask": ~(keep == 0)[:, None, None, :].expand(-1, HEADS, keep.shape[1], -1)
+    },
+    "additive": lambda keep: {"attn_mask": additive(keep)},
+    "of one sample": lambda keep: {"attn_mask": keep[:1, None, None, :]},
+}
+KEPT: dict[str, Callable[[Tensor], dict[str, object]]] = {
+    "causal": lambda keep: {"is_causal": True},
+    "causal and padding": lambda keep: {"attn_mask": causal(keep)},
+    "changed in place": lambda keep: {"attn_mask": changed_later(keep)},
+    "numbers": lambda keep: {"attn_mask": keep[:, None, None, :].float() * 3},
+    "numbers for all queries": lambda keep: {
+        "attn_mask": (keep[:, None, None, :].expand(-1, 1, keep.shape[1], -1).float() * 3)
+    },
+    "two axes": lambda keep: {"attn_mask": causal(keep)[0, 0]},
+}
+
+
+@pytest.mark.parametrize("seq_len", [1, 63, 1000])
+@pytest.mark.parametrize("name", [*TURNED, *KEPT])
+def test_a_call_computes_the_same(name: str, seq_len: int) -> None:
+    module = Caller((TURNED | KEPT)[name]).eval()
+    x, keep = random_states(2, seq_len, WIDTH), ~padding(2, seq_len)
+    with torch.no_grad():
+        expected = module(x, keep)
+        with attention_calls_as_operators() as calls:
+            actual = module(x, keep)
+    assert relative_error(actual, expected) < CLOSE
+    if seq_len > 1:
+        assert (calls.turned, calls.kept) == ((1, 0) if name in TURNED else (0, 1))
+
+
+@pytest.mark.parametrize("name", [*TURNED, *KEPT])
+def test_a_call_is_turned_while_torch_export_traces(name: str) -> None:
+    module = Caller((TURNED | KEPT)[name]).eval()
+    free = torch.export.Dim("batch", min=2), torch.export.Dim("seq", min=2)
+    axes = {"x": dict(enumerate(free)), "keep": dict(enumerate(free))}
+    with attention_calls_as_operators() as calls:
+        program = torch.export.export(
+            module, (random_states(2, 9, WIDTH), ~padding(2, 9)), dynamic_shapes=axes, strict=False
+        )
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert names.count("effexport.masked_attention.default") == calls.turned == int(name in TURNED)
+    # no mask of all queries is left
+    assert name not in TURNED or not any("masked_fill" in made for made in names) or name == "additive"
+    x, keep = random_states(3, 63, WIDTH), ~padding(3, 63)
+    with torch.no_grad():
+        assert relative_error(program.module()(x, keep), module(x, keep)) < CLOSE
+
+
+def test_shapes_that_the_operator_does_not_take_stay_pytorchs() -> None:
+    x = random_states(2, 4, 9, 8)
+    with attention_calls_as_operators() as calls:
+        F.scaled_dot_product_attention(x[0], x[0], x[0])
+        F.scaled_dot_product_attention(x, x[:1], x[:1])
+        F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], enable_gqa=True)
+    assert (calls.turned, calls.kept) == (0, 3)
+
+
+def test_outside_the_block_nothing_is_turned() -> None:
+    x = random_states(2, 2, 9, 8)
+    with attention_calls_as_operators() as calls:
+        pass
+    F.scaled_dot_product_attention(x, x, x)
+    assert (calls.turned, calls.kept) == (0, 0)
+
+
+@pytest.mark.requires("onnx", "ort")
+def test_an_exported_call_runs_in_onnx_runtime(tmp_path: Path) -> None:
+    module = Caller(TURNED["additive"]).eval()
+    example = {"x": random_states(2, 9, WIDTH), "keep": ~padding(2, 9)}
+    with attention_calls_as_operators():
+        run, counts = exported(module, example, dict.fromkeys(example, BATCH), tmp_path / "model.onnx")
+    assert counts == {"MaskedAttention": 1}
+    for seq_len in (1, 63, 100, 1000):
+        inputs = {"x": random_states(3, seq_len, WIDTH), "keep": ~padding(3, seq_len)}
+        with torch.no_grad():
+            assert relative_error(run(**inputs)[0], module(**inputs)) < CLOSE
+
+
+class Encoder(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+
+
+@pytest.mark.slow
+@pytest.mark.requires("onnx", "ort", "transformers")
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "Roberta"])
+def test_models_of_the_bert_family_get_the_operator(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 50, "max_position_embeddings": 300}
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    distil = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+    config = getattr(transformers, f"{family}Config")(**sizes, **(distil if family == "DistilBert" else small))
+    model = trained_like(Encoder(getattr(transformers, f"{family}Model")(config)))
+    ids = torch.arange(2 * 20).reshape(2, 20) % 40 + 5
+    example = {"input_ids": ids, "attention_mask": (~padding(2, 20)).long()}
+    with attention_calls_as_operators():
+        run, counts = exported(model, example, dict.fromkeys(example, BATCH), tmp_path / "model.onnx")
+    assert counts == {"MaskedAttention": 2}
+    for seq_len in (1, 63, 200):
+        keep = ~padding(3, seq_len)
+        inputs = {"input_ids": torch.arange(3 * seq_len).reshape(3, -1) % 40 + 5, "attention_mask": keep.long()}
+        with torch.inference_mode():
+            assert relative_error(run(**inputs)[0], model(**inputs), keep) < CLOSE
