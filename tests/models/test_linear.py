@@ -7,13 +7,10 @@ import torch
 from torch import Tensor
 
 from effexport.models.encoder import module_from_spec
-from effexport.models.linear import (
-    LinearAttention,
-    causal_linear_attention,
-    feature_map,
-    linear_attention,
-)
+from effexport.models.layers import State
+from effexport.models.linear import LinearAttention, causal_sums, feature_map, total_sums
 from effexport.models.spec import LinearSpec
+from effexport.models.validation import SpecError
 
 # Sums of positive terms lose nothing by cancellation: every form is some roundings of 6e-8 away from float64.
 # The largest of several thousand elements was 9e-7 of the RMS.
@@ -127,6 +124,16 @@ def test_the_state_stays_float32_in_half_precision(dtype: torch.dtype) -> None:
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
 
 
+def divided_by_one_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    numerator, denominator = total_sums(q, k, v)
+    return numerator / (denominator + 1e-6)
+
+
+def divided_by_causal_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    sums = causal_sums(q, k, v, 8)
+    return sums[..., :-1] / (sums[..., -1:] + 1e-6)
+
+
 @torch.no_grad()
 def test_the_state_is_a_matrix_per_head_and_mixes_the_channels_of_v() -> None:
     # the seed article sums over the channels: einsum("nsd,nsd->ns"), one vector for the whole sequence
@@ -135,14 +142,14 @@ def test_the_state_is_a_matrix_per_head_and_mixes_the_channels_of_v() -> None:
     assert kv.shape == (2, 3, 5, 7)
     normaliser = 1 / (torch.einsum("nhld,nhd->nhl", q.double(), k.double().sum(dim=2)) + 1e-6)
     expected = torch.einsum("nhld,nhdm,nhl->nhlm", q.double(), kv, normaliser)
-    actual = linear_attention(q, k, v, 1e-6)
+    actual = divided_by_one_sum(q, k, v)
     assert relative_error(actual, expected) <= FLOAT32
     assert actual[:, :, 1:].sub(actual[:, :, :1]).abs().max() > 0.01, "every query has an output of its own"
     # a channel of v reaches that channel of the output, and no other
     changed = v.clone()
     changed[..., 2] += 1
-    for form in (linear_attention, lambda *args: causal_linear_attention(*args, 8)):
-        moved = (form(q, k, changed, 1e-6) - form(q, k, v, 1e-6)).abs().amax(dim=(0, 1, 2))
+    for form in (divided_by_one_sum, divided_by_causal_sums):
+        moved = (form(q, k, changed) - form(q, k, v)).abs().amax(dim=(0, 1, 2))
         assert (moved > 0.5).tolist() == [False, False, True, False, False, False, False]
 
 
@@ -241,3 +248,168 @@ def test_the_feature_map_has_a_finite_gradient_for_large_inputs() -> None:
     feature_map(x).sum().backward()
     assert x.grad is not None
     assert torch.isfinite(x.grad).all()
+
+
+# The forms of other people's packages, and each option by itself.
+OPTIONS: dict[str, dict[str, object]] = {
+    "relu": {"feature_map": "relu"},
+    "exp": {"feature_map": "exp"},
+    "softmax": {"feature_map": "softmax"},
+    "elu without a denominator": {"normalizer": False},
+    "elu with a large denominator": {"min_denominator": 20.0},
+}
+CAUSAL_OPTIONS: dict[str, dict[str, object]] = OPTIONS | {
+    "linear-attention-transformer, causal": {"feature_map": "softmax", "eps": 0.0, "min_denominator": 1e-3},
+    "blindspot 4": {"feature_map": "softmax", "eps": 0.0, "min_denominator": 1e-3, "blindspot": 4},
+    "blindspot 64": {"blindspot": 64},
+}
+
+
+OPTIONS["linear-attention-transformer"] = {"feature_map": "softmax", "normalizer": False}
+
+
+def trained_like(**fields: object) -> LinearAttention:
+    """Weights so large that keys and queries differ by several units: every feature map is far from a constant."""
+    layer = linear(**fields)
+    with torch.no_grad():
+        for projection in (layer.query, layer.key):
+            projection.weight.mul_(2)
+    return layer
+
+
+def mapped(layer: LinearAttention, q: Tensor, k: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """φ(q) and φ(k) by the formulas in the docstring of `LinearSpec`, 0 for hidden keys."""
+    spec, visible = layer.spec, keep[:, None, :, None]
+    if spec.feature_map == "softmax":
+        weights = k.exp() * visible
+        if not spec.causal:
+            weights = weights / weights.sum(dim=2, keepdim=True)
+        return torch.softmax(q, dim=-1) / spec.head_size**0.5, weights
+    formula = {"elu": features, "relu": lambda x: x.clamp(min=0), "exp": torch.exp}[spec.feature_map]
+    return formula(q), formula(k) * visible
+
+
+@torch.no_grad()
+def explicit_matrix(layer: LinearAttention, x: Tensor, keep: Tensor) -> Tensor:
+    """As `slow_reference`, for all options: [batch, seq, inner] in float64."""
+    spec = layer.spec
+    q, k, v = (
+        (x.double() @ p.weight.double().T + p.bias.double()).unflatten(-1, (spec.heads, -1)).transpose(1, 2)
+        for p in (layer.query, layer.key, layer.value)
+    )
+    q, k = mapped(layer, q, k, keep)
+    matrix = q @ k.transpose(-1, -2)
+    if spec.blindspot > 1:
+        block = torch.arange(x.shape[1]) // spec.blindspot
+        matrix = matrix * (block[:, None] > block[None, :])
+    elif spec.causal:
+        matrix = matrix.tril()
+    if spec.normalizer:
+        matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + spec.eps).clamp(min=spec.min_denominator)
+    return (matrix @ v).transpose(1, 2).flatten(-2)
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    """A mask that hides the end and some middle tokens of the second sample, but no token of the first."""
+    keep = all_kept(x)
+    keep[1, max(1, x.shape[1] - 5) :] = False
+    keep[1, 2:4] = False
+    return keep
+
+
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 100, 1000])
+@pytest.mark.parametrize("option", OPTIONS)
+@torch.no_grad()
+def test_every_feature_map_and_normalizer_equals_its_explicit_matrix(option: str, seq_len: int) -> None:
+    layer, x = trained_like(**OPTIONS[option]), tokens(2, seq_len, 32)
+    keep = with_gaps(x)
+    assert relative_error(layer.attend(x, keep), explicit_matrix(layer, x, keep)) <= BLOCKING
+
+
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 100, 1000])
+@pytest.mark.parametrize("option", CAUSAL_OPTIONS)
+@torch.no_grad()
+def test_every_causal_feature_map_and_normalizer_equals_its_explicit_matrix(option: str, seq_len: int) -> None:
+    layer, x = trained_like(causal=True, **CAUSAL_OPTIONS[option]), tokens(2, seq_len, 32)
+    keep = with_gaps(x)
+    actual, expected = layer.attend(x, keep), explicit_matrix(layer, x, keep)
+    if not expected.any():  # the first block of a blindspot sees nothing
+        assert torch.equal(actual, expected.float())
+    else:
+        assert relative_error(actual, expected) <= BLOCKING
+
+
+@pytest.mark.parametrize("option", [option for option in CAUSAL_OPTIONS if "blindspot" not in option])
+@torch.no_grad()
+def test_decode_steps_and_prefill_agree_with_the_whole_sequence_for_every_option(option: str) -> None:
+    layer, x = trained_like(causal=True, **CAUSAL_OPTIONS[option]), tokens(2, 70, 32)
+    keep = all_kept(x)
+    expected = explicit_matrix(layer, x, keep) @ layer.out.weight.double().T + layer.out.bias.double()
+    assert relative_error(recurrent(layer, x), expected) <= BLOCKING
+    state = layer.initial_state(2)
+    first, state = layer.prefill(x[:, :40], keep[:, :40], state)
+    second, state = layer.prefill(x[:, 40:69], keep[:, 40:69], state)
+    last, state = layer.step(x[:, 69:], state)
+    assert relative_error(torch.cat([first, second, last], dim=1), expected) <= BLOCKING
+
+
+@pytest.mark.parametrize("option", [option for option in CAUSAL_OPTIONS if "blindspot" not in option])
+@torch.no_grad()
+def test_hidden_tokens_leave_the_state_of_every_option_as_it_is(option: str) -> None:
+    layer, x = trained_like(causal=True, **CAUSAL_OPTIONS[option]), tokens(2, 30, 32)
+    kept, padded = x[:, :20], x.clone()
+    padded[:, 20:] *= 1000  # keys whose exponential overflows
+    keep = all_kept(padded)
+    keep[:, 20:] = False
+
+    def state_after(tokens: Tensor, keep: Tensor) -> State:
+        return layer.prefill(tokens, keep, layer.initial_state(2))[1]
+
+    for name, expected in state_after(kept, all_kept(kept)).items():
+        assert relative_error(state_after(padded, keep)[name], expected) <= BLOCKING
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+@torch.no_grad()
+def test_padding_whose_exponential_overflows_does_not_change_kept_rows(option: str, causal: bool) -> None:
+    layer, x = trained_like(causal=causal, **OPTIONS[option]), tokens(2, 63, 32)
+    padded = torch.cat([x, 1000 * tokens(2, 40, 32, seed=2)], dim=1)
+    mask = torch.ones(2, 103, dtype=torch.int64)
+    mask[:, 63:] = 0
+    assert relative_error(layer(padded, mask)[:, :63], layer(x)) <= BLOCKING
+
+
+@pytest.mark.parametrize("option", ["exp", "softmax", "linear-attention-transformer, causal"])
+@torch.no_grad()
+def test_large_keys_do_not_overflow_before_their_sums_do(option: str) -> None:
+    # e^75 is 4e32: sums of 100 of them times values and e^q of about 10 still fit into float32
+    layer, x = linear(causal=True, **CAUSAL_OPTIONS[option]), tokens(2, 100, 32)
+    layer.key.weight.mul_(0.1)
+    layer.key.bias.fill_(75.0)
+    # e^k of a key that is rounded to 2^-18 is off by as much
+    assert relative_error(layer.attend(x, all_kept(x)), explicit_matrix(layer, x, all_kept(x))) <= 1e-4
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+@torch.no_grad()
+def test_a_fully_masked_sample_gives_zero_with_every_option(option: str, causal: bool) -> None:
+    layer, x = trained_like(causal=causal, **OPTIONS[option]), tokens(2, 63, 32)
+    keep = all_kept(x)
+    keep[1] = False
+    assert torch.equal(layer.attend(x, keep)[1], torch.zeros(63, 32))
+
+
+def test_a_blindspot_has_no_decode_step() -> None:
+    layer = linear(causal=True, blindspot=8)
+    assert LinearSpec(causal=True).has_decode_step
+    assert not layer.spec.has_decode_step
+    with pytest.raises(SpecError, match="blindspot 8 has no decode step; use blindspot 1"):
+        layer.initial_state(1)
+
+
+def test_only_the_default_formula_has_a_fused_operator() -> None:
+    assert LinearSpec().operators(fused=True) == ("EluLinearAttention",)
+    for fields in CAUSAL_OPTIONS.values():
+        assert LinearSpec(causal=True, **fields).operators(fused=True) == ()

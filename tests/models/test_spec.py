@@ -141,6 +141,16 @@ REFUSED: list[tuple[type[AttentionSpec], dict[str, object], str]] = [
     (NystromSpec, {"conv_kernel_size": -1}, "the nearest that work: 1"),
     (LinearSpec, {"eps": -1.0}, "eps is -1.0; expected a number >= 0"),
     (LinearSpec, {"chunk_length": 0}, "chunk_length is 0; expected at least 1"),
+    (LinearSpec, {"feature_map": "gelu"}, "feature_map is 'gelu'; expected one of elu, relu, exp, softmax"),
+    (LinearSpec, {"min_denominator": -1.0}, "min_denominator is -1.0; expected a number >= 0"),
+    (LinearSpec, {"min_denominator": 0.1, "normalizer": False}, "without a normalizer there is no denominator; leave"),
+    (LinearSpec, {"blindspot": 0, "causal": True}, "blindspot is 0; expected at least 1"),
+    (LinearSpec, {"blindspot": 8}, "blindspot is 8, but a layer that is not causal sees every key; leave"),
+    (
+        LinearSpec,
+        {"blindspot": 24, "causal": True},
+        "chunk_length 64 is not a multiple of blindspot 24; use chunk_length 48 or 72",
+    ),
     (
         NystromSpec,
         {"causal": True},
