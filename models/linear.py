@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,7 +50,7 @@ class LinearAttention(MultiHeadAttention):
     def query_features(self, q: Tensor) -> Tensor:
         """φ(q), of the shape of q."""
         if self.spec.feature_map == "softmax":
-            return torch.softmax(q, dim=-1) * self.spec.head_size**-0.5
+            return torch.softmax(q, dim=-1) / math.sqrt(self.spec.head_size)
         return ELEMENTWISE[self.spec.feature_map](q)
 
     def key_features(self, k: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -111,7 +114,7 @@ def feature_map(x: Tensor) -> Tensor:
 
 
 # By the names of `LinearSpec.feature_map`.
-ELEMENTWISE = {"elu": feature_map, "relu": torch.relu, "exp": torch.exp}
+ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {"elu": feature_map, "relu": torch.relu, "exp": torch.exp}
 
 
 def total_sums(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,6 +156,11 @@ class AttentionSpec(ShortRepr, ABC):
         return counted([self], fused)
 
     @property
+    def hostile_inputs(self) -> HostileInputs:
+        """The hostile inputs of the variant, without those that the options of this spec rule out."""
+        return self.hostile
+
+    @property
     def title(self) -> str:
         return f"{self.variant} attention"
 
@@ -323,6 +328,11 @@ class LinearSpec(AttentionSpec):
     @property
     def has_decode_step(self) -> bool:
         return super().has_decode_step and self.blindspot == 1
+
+    @property
+    def hostile_inputs(self) -> HostileInputs:
+        # hidden states with such keys have queries whose exponential overflows
+        return HostileInputs() if self.feature_map == "exp" else self.hostile
 
     def core_products(self, batch: int, seq_len: int) -> Iterator[Product]:
         n, d, groups = seq_len, self.head_size, batch * self.heads

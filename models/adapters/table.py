@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from effexport.models.adapters import aft_pytorch, labml_nn, torch_layers
+from effexport.models.adapters import (
+    aft_pytorch,
+    labml_nn,
+    linear_attention_transformer,
+    torch_layers,
+)
 from effexport.models.adapters.adapter import Adapter, Replacement
 
 ADAPTERS: tuple[Adapter, ...] = (
     aft_pytorch.ADAPTER,
     labml_nn.ADAPTER,
+    linear_attention_transformer.ADAPTER,
     torch_layers.ADAPTER,
 )
 

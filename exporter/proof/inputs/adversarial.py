@@ -37,7 +37,7 @@ def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str
     rng = np.random.default_rng(LENGTH)
     plain = rng.standard_normal((length, spec.attention.dim))
     found = {"identical tokens": np.broadcast_to(plain[:1], plain.shape)}
-    hostile = spec.attention.hostile
+    hostile = spec.attention.hostile_inputs
     if hostile.zero_tokens:
         found["zero tokens"] = np.where(np.arange(length)[:, None] % 3 == 0, 0.0, plain)
     for gap in hostile.key_gaps:

@@ -1,0 +1,160 @@
+"""linear-attention-transformer: its attention layer, and the feed-forward network that works chunk by chunk."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from effexport.models.adapters.adapter import Adapter, NotReplaceableError
+from effexport.models.layers import MultiHeadAttention, keep_from_mask, merge_heads, split_heads
+from effexport.models.linear import LinearAttention
+from effexport.models.local import LocalAttention
+from effexport.models.spec import LinearSpec, LocalSpec
+
+PACKAGE = "linear_attention_transformer.linear_attention_transformer"
+# The default of the causal function, which has no attribute of the layer.
+MIN_DENOMINATOR = 1e-3
+
+
+class SelfAttention(nn.Module):
+    """Two layers of ours whose results add up: one has the heads with linear attention, one the local heads, if any.
+
+    The softmax of the keys over the sequence is their normalizer; the causal form divides by the sum of e^k instead.
+    """
+
+    def __init__(self, layer: Any, seq_len: int) -> None:
+        super().__init__()
+        local_heads = layer.local_attn_heads
+        linear = linear_spec(layer, seq_len)
+        # the first layer of a model stands for the model in reports, so this comes before the local heads
+        self.linear = LinearAttention(linear)
+        copy_heads(self.linear, layer, local_heads, layer.heads)
+        self.linear.out.bias = nn.Parameter(layer.to_out.bias.detach().clone())
+        self.local = LocalAttention(local_spec(layer, seq_len)) if local_heads else None
+        if self.local is not None:
+            copy_heads(self.local, layer, 0, local_heads)
+            self.local.out.register_parameter("bias", None)  # the other part has it
+        self.receives_context = layer.receives_context
+
+    def forward(
+        self,
+        x: Tensor,
+        input_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        pos_emb: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """x [batch, seq, dim] → the same shape; masks boolean, True = keep; pos_emb [1, seq, head_dim]."""
+        if self.receives_context:
+            assert context is not None, "this layer attends to a context; give one"
+            source, mask = context, context_mask
+        else:
+            source, mask = x, input_mask
+        result = self.part(self.linear, x, source, mask, pos_emb)
+        return result if self.local is None else result + self.part(self.local, x, source, mask, pos_emb)
+
+    def part(
+        self, layer: MultiHeadAttention, x: Tensor, source: Tensor, mask: Tensor | None, pos_emb: Tensor | None
+    ) -> Tensor:
+        """What some of the heads add to the result."""
+        heads = layer.spec.heads
+        q = split_heads(layer.query(x), heads)
+        k, v = split_heads(layer.key(source), heads), split_heads(layer.value(source), heads)
+        if pos_emb is not None and not self.receives_context:
+            q, k = rotated(q, pos_emb), rotated(k, pos_emb)
+        part: Tensor = layer.out(merge_heads(layer.mix((q, k, v), keep_from_mask(source, mask))))
+        return part
+
+
+def linear_spec(layer: Any, seq_len: int) -> LinearSpec:
+    """The spec of the heads with linear attention."""
+    heads = layer.heads - layer.local_attn_heads
+    if not heads:
+        raise NotReplaceableError("all its heads are local, and none has linear attention")
+    if layer.receives_context and layer.local_attn_heads:
+        raise NotReplaceableError("local heads attend to a context, whose length may be another")
+    common: dict[str, Any] = {
+        "dim": layer.to_q.in_features,
+        "heads": heads,
+        "head_dim": layer.d_heads,
+        "seq_len": seq_len,
+        "feature_map": "softmax",
+    }
+    function = layer.global_attn_fn
+    name = getattr(function.func if isinstance(function, partial) else function, "__name__", "")
+    if name == "linear_attn":
+        return LinearSpec(**common, normalizer=False)
+    if name != "causal_linear_attn":
+        raise NotReplaceableError(f"its attention function was replaced by {name or function}")
+    if layer.receives_context:
+        raise NotReplaceableError("a causal layer attends to a context")
+    blindspot = max(function.keywords["bucket_size"], 1)
+    return LinearSpec(
+        **common,
+        causal=True,
+        eps=0.0,
+        min_denominator=MIN_DENOMINATOR,
+        blindspot=blindspot,
+        chunk_length=-(-LinearSpec.chunk_length // blindspot) * blindspot,
+    )
+
+
+def local_spec(layer: Any, seq_len: int) -> LocalSpec:
+    """The spec of the local heads: windows that see their neighbours."""
+    local = layer.local_attn
+    return LocalSpec(
+        dim=layer.to_q.in_features,
+        heads=layer.local_attn_heads,
+        head_dim=layer.d_heads,
+        seq_len=seq_len,
+        causal=local.causal,
+        bias=True,
+        chunk_length=local.window_size,
+        num_chunks_before=local.look_backward,
+        num_chunks_after=local.look_forward,
+    )
+
+
+def copy_heads(ours: MultiHeadAttention, layer: Any, first: int, end: int) -> None:
+    """Give ours the weights of the heads from `first` to before `end`."""
+    rows = slice(first * layer.d_heads, end * layer.d_heads)
+    for projection, theirs in ((ours.query, layer.to_q), (ours.key, layer.to_k), (ours.value, layer.to_v)):
+        projection.weight = nn.Parameter(theirs.weight.detach()[rows].clone())
+        projection.register_parameter("bias", None)  # theirs have none
+    ours.out.weight = nn.Parameter(layer.to_out.weight.detach()[:, rows].clone())
+
+
+def rotated(x: Tensor, pos_emb: Tensor) -> Tensor:
+    """Rotary positions: channels 2i and 2i + 1 turn by an angle. x [batch, heads, seq, head_dim].
+
+    pos_emb [1, seq, head_dim]: the sines of the head_dim / 2 angles, then their cosines.
+    """
+    sin, cos = (torch.stack([half, half], dim=-1).flatten(-2) for half in pos_emb[0].chunk(2, dim=-1))
+    turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    return x * cos + turned * sin
+
+
+class Whole(nn.Module):
+    """`Chunk` without chunks: every token passes through a feed-forward network by itself, so the result is the same,
+    and the number of chunks does not depend on the length."""
+
+    def __init__(self, layer: Any, seq_len: int) -> None:
+        super().__init__()
+        if type(layer.fn).__name__ != "FeedForward":
+            raise NotReplaceableError(f"its function is a {type(layer.fn).__name__}, which may mix tokens")
+        self.fn = layer.fn
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        result: Tensor = self.fn(x, **kwargs)
+        return result
+
+
+ADAPTER = Adapter(
+    package="linear-attention-transformer",
+    tested=("0.19.1",),
+    replacements={f"{PACKAGE}.SelfAttention": SelfAttention, f"{PACKAGE}.Chunk": Whole},
+)
