@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from effexport.models.layers import (
@@ -31,7 +32,8 @@ class NystromAttention(MultiHeadAttention):
 
     By default a segment is ceil(n / m) tokens, where n is one past the last kept token of the sample, and padding
     is left out everywhere: the result of a sample depends neither on the rest of its batch nor on its padding.
-    The published behaviour is `pinv_init="global"`, `mask_landmarks=False` and `segment_means_seq_len`.
+    The published behaviour is `pinv_init="global"`, `mask_landmarks=False` and `segment_means_seq_len`; that of other
+    packages is a `convention`.
     """
 
     spec: NystromSpec
@@ -41,8 +43,18 @@ class NystromAttention(MultiHeadAttention):
         size = spec.conv_kernel_size
         self.conv = None if size is None else DepthwiseConv(spec.heads, size)
 
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """As `AttentionLayer.forward`. Left padding is added here, because without a mask it is attended."""
+        if not self.spec.pads_left:
+            return super().forward(hidden_states, attention_mask)
+        pad = -hidden_states.shape[1] % self.spec.num_landmarks
+        mask = None if attention_mask is None else F.pad(attention_mask != 0, (pad, 0))
+        return super().forward(F.pad(hidden_states, (0, 0, pad, 0)), mask)[:, pad:]
+
     def mix(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
         q, k, v = projected
+        if self.spec.has_balanced_segments:
+            q, k = (torch.where(keep[:, None, :, None], x, 0.0) for x in (q, k))
         if self.fused:
             return self.fused_mix(q, k, v, keep)
         divisor = math.sqrt(math.sqrt(q.shape[-1]))
@@ -52,7 +64,7 @@ class NystromAttention(MultiHeadAttention):
             context = self.landmark_attention(q / divisor, k / divisor, v, keep)
         if self.conv is not None:
             # published checkpoints let padding reach its neighbours through the filter
-            masked = torch.where(keep[:, None, :, None], v, 0.0) if self.spec.mask_landmarks else v
+            masked = torch.where(keep[:, None, :, None], v, 0.0) if self.spec.masks_convolution else v
             context = context + self.conv(masked)
         return context
 
@@ -64,13 +76,20 @@ class NystromAttention(MultiHeadAttention):
             context: Tensor = masked_attention(q, k, v, keep, scale)
         else:
             q_landmarks, k_landmarks, present = self.landmarks(q, k, keep)
-            inverse = self.pseudo_inverse(landmark_kernel(scale * q_landmarks, k_landmarks, present))
+            inverse = self.pseudo_inverse(self.landmark_kernel(scale * q_landmarks, k_landmarks, present))
             values = masked_attention(q_landmarks.to(k.dtype), k, v, keep, scale)
+            if self.spec.pads_left:
+                values = means_of_absent_landmarks(values, keep, present)
             landmark_values = (inverse @ at_least_float32(values)).to(v.dtype)
             context = masked_attention(q, k_landmarks.to(q.dtype), landmark_values, present, scale)
+            if self.spec.pads_left:
+                # padding attends to all landmarks alike
+                context = torch.where(keep[:, None, :, None], context, landmark_values.mean(dim=2, keepdim=True))
+            if self.spec.has_balanced_segments:
+                context = exact_if_short(context, values)
         if self.conv is None:
             return context
-        kept = keep if self.spec.mask_landmarks else torch.ones_like(keep)
+        kept = keep if self.spec.masks_convolution else torch.ones_like(keep)
         summed: Tensor = sequence_conv(v, self.conv.weight, kept, context)
         return summed
 
@@ -79,14 +98,27 @@ class NystromAttention(MultiHeadAttention):
         q_landmarks, k_landmarks, present = self.landmarks(q, k, keep)
         kernel_f = masked_softmax(q @ k_landmarks.transpose(-1, -2).to(q.dtype), present[:, None, None, :])
         kernel_g = masked_softmax(q_landmarks.to(k.dtype) @ k.transpose(-1, -2), keep[:, None, None, :])
-        inverse = self.pseudo_inverse(landmark_kernel(q_landmarks, k_landmarks, present))
-        return (kernel_f @ inverse).to(v.dtype) @ (kernel_g.to(v.dtype) @ v)
+        inverse = self.pseudo_inverse(self.landmark_kernel(q_landmarks, k_landmarks, present))
+        if self.spec.pads_left:
+            kernel_f = torch.where(keep[:, None, :, None], kernel_f, 1 / self.spec.num_landmarks)
+        weights = (kernel_f @ inverse).to(v.dtype)
+        values = kernel_g.to(v.dtype) @ v
+        if self.spec.pads_left:
+            values = means_of_absent_landmarks(values, keep, present)
+        context = weights @ values
+        return exact_if_short(context, values) if self.spec.has_balanced_segments else context
 
     def landmarks(self, q: Tensor, k: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Landmarks of the queries and of the keys, float32 [batch, heads, landmarks, head_dim], and which of them
         stand for any token, boolean [batch, landmarks]."""
+        count = self.spec.num_landmarks
+        if self.spec.has_balanced_segments:
+            q, k = at_least_float32(q), at_least_float32(k)
+            weights = balanced_weights(keep, count, q.dtype)
+            return weights @ q, weights @ k, torch.ones_like(keep[:, :1]).expand(-1, count)
+        if self.spec.pads_left:
+            return self.padded_landmarks(q, k, keep)
         if self.spec.mask_landmarks:
-            count = self.spec.num_landmarks
             if self.fused:
                 means = (segment_means(at_least_float32(x), keep, count) for x in (q, k))
                 return *means, present_landmarks(keep, count)
@@ -95,8 +127,21 @@ class NystromAttention(MultiHeadAttention):
             weights = landmark_weights(keep, count, q.dtype)
             q_landmarks, k_landmarks = (weights.unsqueeze(1) @ x for x in (q, k))
             return q_landmarks, k_landmarks, weights.sum(dim=-1) > 0
-        present = torch.ones_like(keep[:, : self.spec.num_landmarks])
+        present = torch.ones_like(keep[:, :count])
         return self.fixed_segment_means(q), self.fixed_segment_means(k), present
+
+    def padded_landmarks(self, q: Tensor, k: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for segments that divide the length with its padding: the means of zeroed padding and kept tokens,
+        divided by the share of the kept ones."""
+        q, k = at_least_float32(q), at_least_float32(k)
+        count, whole = self.spec.num_landmarks, torch.ones_like(keep)
+        weights = landmark_weights(whole[:1], count, q.dtype)
+        share = (weights @ keep.to(q.dtype).unsqueeze(-1)).unsqueeze(1)
+        present = share > 0
+        zeroed = (torch.where(keep[:, None, :, None], x, 0.0) for x in (q, k))
+        means = (segment_means(x, whole, count) if self.fused else weights @ x for x in zeroed)
+        q_landmarks, k_landmarks = (mean / torch.where(present, share, 1.0) for mean in means)
+        return q_landmarks, k_landmarks, present[:, 0, :, 0]
 
     def pseudo_inverse(self, kernel_a: Tensor) -> Tensor:
         """Z(A) of every matrix. kernel_a: float32 [batch, heads, m, m]."""
@@ -110,6 +155,14 @@ class NystromAttention(MultiHeadAttention):
         inverse = inverted(matrices, scale.reshape(batch * heads, 1, 1), self.spec.pinv_iterations)
         return torch.reshape(inverse, (batch, heads, landmarks, landmarks))
 
+    def landmark_kernel(self, q_landmarks: Tensor, k_landmarks: Tensor, present: Tensor) -> Tensor:
+        """A of scaled landmarks, float32 [batch, heads, m, m]."""
+        weights = masked_softmax(q_landmarks @ k_landmarks.transpose(-1, -2), present[:, None, None, :])
+        if self.spec.pads_left:
+            return torch.where(present[:, None, :, None], weights, 1 / self.spec.num_landmarks)
+        # rows of absent landmarks are zeroed: the pseudo-inverse then acts on the present ones alone
+        return weights * present[:, None, :, None]
+
     def fixed_segment_means(self, x: Tensor) -> Tensor:
         """Means over the segments that a published checkpoint was trained with, padding included, in float32."""
         expected = self.spec.segment_means_seq_len
@@ -120,13 +173,6 @@ class NystromAttention(MultiHeadAttention):
             )
         landmarks = self.spec.num_landmarks
         return torch.unflatten(at_least_float32(x), 2, (landmarks, expected // landmarks)).mean(dim=3)
-
-
-def landmark_kernel(q_landmarks: Tensor, k_landmarks: Tensor, present: Tensor) -> Tensor:
-    """A of scaled landmarks, float32 [batch, heads, m, m]."""
-    weights = masked_softmax(q_landmarks @ k_landmarks.transpose(-1, -2), present[:, None, None, :])
-    # rows of absent landmarks are zeroed: the pseudo-inverse then acts on the present ones alone
-    return weights * present[:, None, :, None]
 
 
 def landmark_weights(keep: Tensor, num_landmarks: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -163,3 +209,41 @@ def present_landmarks(keep: Tensor, num_landmarks: int) -> Tensor:
     inside = (offset < segment) & (token < tokens)
     row = token.clamp(max=seq_len - 1) + tokens * torch.arange(batch, device=keep.device)[:, None, None]
     return (keep.flatten()[row] & inside).float().amax(dim=-1) > 0
+
+
+def means_of_absent_landmarks(values: Tensor, keep: Tensor, present: Tensor) -> Tensor:
+    """G V, in which a landmark of padding alone has the mean over all tokens, and padding has zeros in V.
+
+    values [batch, heads, landmarks, head_dim]: G V, in which it has the mean over the kept tokens.
+    """
+    share = at_least_float32(keep.to(values.dtype)).mean(dim=1).to(values.dtype)[:, None, None, None]
+    return torch.where(present[:, None, :, None], values, share * values)
+
+
+def balanced_weights(keep: Tensor, num_landmarks: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Means over segments of floor(seq / landmarks) tokens, the last ones one longer, as [landmarks, seq].
+
+    keep: boolean [batch, seq], of which only the length counts. With fewer tokens than landmarks, the last landmarks
+    are one token each, and the weights of the others are zero.
+    """
+    position = torch.arange(keep.shape[1], device=keep.device)
+    tokens = position[-1] + 1
+    size = tokens // num_landmarks
+    shorter = num_landmarks - tokens % num_landmarks
+    number = torch.arange(num_landmarks, device=keep.device)
+    start = (number * size + (number - shorter).clamp(min=0))[:, None]
+    count = torch.where(number < shorter, size, size + 1)[:, None]
+    inside = (position >= start) & (position < start + count)
+    return inside.to(dtype) / count.clamp(min=1).to(dtype)
+
+
+def exact_if_short(context: Tensor, values: Tensor) -> Tensor:
+    """Softmax attention for at most as many tokens as landmarks, else `context` [batch, heads, seq, head_dim].
+
+    values: G V [batch, heads, landmarks, head_dim]. Each of the last landmarks then is one token, so this is it.
+    """
+    landmarks = values.shape[2]
+    position = torch.arange(context.shape[2], device=context.device)
+    tokens = position[-1] + 1
+    exact = values[:, :, (landmarks - tokens + position).clamp(min=0)]
+    return torch.where(tokens <= landmarks, exact, context)

@@ -352,6 +352,14 @@ class NystromSpec(AttentionSpec):
     segment_means_seq_len: the fixed length that published checkpoints are tied to (None: any length). Equal to
     `num_landmarks` it selects plain softmax attention, as transformers does.
     conv_kernel_size: taps of the depth-wise convolution over v (None, or 0 in a file: no convolution).
+    convention: whose rules apply to padding, and to lengths that are not a multiple of `num_landmarks`. "own" is what
+    this package does by itself, including the two options above. In the others, segments divide the length of the
+    batch, padding included, so the amount of padding is a part of the input:
+    "nystrom-attention": the sequence is padded on the left with zeros to a multiple of `num_landmarks`; without an
+    attention mask, tokens attend to these zeros. Landmarks of padding alone keep a row of equal weights in A and in G.
+    "xformers": segments of floor(n / m) tokens, the last n mod m one longer; softmax attention for at most m tokens.
+    Padding counts as zeros in the means, is hidden in G alone, and enters the convolution.
+    "authors", of Nyströmformer: as "xformers", with padding left out of the convolution.
     """
 
     variant: ClassVar[str] = "nystrom"
@@ -367,6 +375,7 @@ class NystromSpec(AttentionSpec):
     mask_landmarks: bool = True
     segment_means_seq_len: int | None = None
     conv_kernel_size: int | None = 65
+    convention: Literal["own", "nystrom-attention", "xformers", "authors"] = "own"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -375,6 +384,11 @@ class NystromSpec(AttentionSpec):
         without_convolution(self)
         check_kernel_size("conv_kernel_size", self.conv_kernel_size)
         segment_means = self.segment_means_seq_len
+        require(
+            self.convention == "own" or (self.mask_landmarks and segment_means is None),
+            f"convention {self.convention} has its own rules for padding and for lengths; leave mask_landmarks and "
+            "segment_means_seq_len out",
+        )
         if segment_means is None:
             require(
                 self.mask_landmarks,
@@ -399,12 +413,26 @@ class NystromSpec(AttentionSpec):
         """Whether transformers runs this configuration as softmax attention, without landmarks (a well-known trap)."""
         return self.num_landmarks == self.segment_means_seq_len
 
+    @property
+    def pads_left(self) -> bool:
+        """Whether zeros before the sequence make all segments equally long."""
+        return self.convention == "nystrom-attention"
+
+    @property
+    def has_balanced_segments(self) -> bool:
+        """Whether all segments are floor(n / m) tokens or one more, and padding counts as zeros in their means."""
+        return self.convention in ("xformers", "authors")
+
+    @property
+    def masks_convolution(self) -> bool:
+        return self.mask_landmarks and self.convention != "xformers"
+
     def operators(self, fused: bool) -> tuple[str, ...]:
         exact = () if self.is_plain_softmax else ("IterativePinv",)
         if not fused:
             return exact
         attentions = ("MaskedAttention",) if self.is_plain_softmax else ("MaskedAttention", "MaskedAttention")
-        landmarks = self.mask_landmarks and not self.is_plain_softmax
+        landmarks = self.mask_landmarks and not self.is_plain_softmax and not self.has_balanced_segments
         means = ("SegmentMeans", "SegmentMeans") if landmarks else ()  # of the queries and of the keys
         return exact + attentions + means + (() if self.conv_kernel_size is None else ("SequenceConv",))
 
@@ -439,12 +467,16 @@ class NystromSpec(AttentionSpec):
 
     @property
     def why_not_invariant(self) -> str:
+        if self.convention != "own":
+            return f"convention={self.convention}: segments divide the padded length of the batch"
         if self.mask_landmarks and self.pinv_init == "global" and not self.is_plain_softmax:
             return "pinv_init=global: the other samples of the batch affect the result"
         return self.why_padding_counts
 
     @property
     def why_padding_counts(self) -> str:
+        if self.convention == "xformers" and self.conv_kernel_size is not None:
+            return "convention=xformers: the convolution carries padding to its neighbours"
         if self.mask_landmarks or (self.is_plain_softmax and self.conv_kernel_size is None):
             return ""
         if self.is_plain_softmax:

@@ -6,6 +6,7 @@ from effexport.models.adapters import (
     aft_pytorch,
     labml_nn,
     linear_attention_transformer,
+    nystrom_attention,
     torch_layers,
 )
 from effexport.models.adapters.adapter import Adapter, Replacement
@@ -14,6 +15,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     aft_pytorch.ADAPTER,
     labml_nn.ADAPTER,
     linear_attention_transformer.ADAPTER,
+    nystrom_attention.ADAPTER,
     torch_layers.ADAPTER,
 )
 

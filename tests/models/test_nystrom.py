@@ -7,10 +7,12 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effexport.models.encoder import module_from_spec
-from effexport.models.nystrom import NystromAttention, landmark_weights
+from effexport.models.layers import fused_operators
+from effexport.models.nystrom import NystromAttention, balanced_weights, landmark_weights
 from effexport.models.spec import NystromSpec
 from effexport.models.validation import SpecError
 
@@ -304,6 +306,82 @@ def test_the_iteration_count_is_part_of_the_model() -> None:
         six, twelve = (nystrom(pinv_iterations=n)(x) for n in (6, 12))
     # more steps invert directions that six steps cut off: another function, not a better one
     assert relative_error(twelve, six) > 1e-2
+
+
+@torch.no_grad()
+def balanced_reference(layer: NystromAttention, x: Tensor, keep: Tensor) -> Tensor:
+    """xformers and the authors' code in float64: padding is zeros in q and k, and hidden in G alone."""
+    spec, n, m = layer.spec, x.shape[1], layer.spec.num_landmarks
+    rows = keep[:, None, :, None].double()
+    q, k, v = (F.linear(x.double(), p.weight.double(), p.bias.double()) for p in (layer.query, layer.key, layer.value))
+    q, k, v = (t.unflatten(2, (spec.heads, -1)).transpose(1, 2) for t in (q, k, v))
+    q, k = q * rows / spec.head_size**0.5, k * rows
+    hidden = torch.where(keep, 0.0, -math.inf)[:, None, None, :].double()
+    if n <= m:
+        out = torch.softmax(q @ k.transpose(-1, -2) + hidden, dim=-1) @ v
+    else:
+        sizes = [n // m] * (m - n % m) + [n // m + 1] * (n % m)
+        q_mean, k_mean = (torch.stack([s.mean(dim=2) for s in t.split(sizes, dim=2)], dim=2) for t in (q, k))
+        f = torch.softmax(q @ k_mean.transpose(-1, -2), dim=-1)
+        g = torch.softmax(q_mean @ k.transpose(-1, -2) + hidden, dim=-1)
+        kernel_a = torch.softmax(q_mean @ k_mean.transpose(-1, -2), dim=-1)
+        inverse = torch.stack(
+            [torch.stack([slow_pinv(head, spec.pinv_iterations) for head in sample]) for sample in kernel_a]
+        )
+        out = f @ (inverse @ (g @ v))
+    if layer.conv is not None:
+        convolved = v if spec.convention == "xformers" else v * rows
+        taps = layer.conv.weight.double()
+        out = out + F.conv2d(convolved, taps, padding=(taps.shape[2] // 2, 0), groups=spec.heads)
+    return out.transpose(1, 2).flatten(2)
+
+
+# 197 and 257 are the lengths of vision transformers
+@pytest.mark.parametrize("seq_len", [1, 5, 8, 9, 63, 64, 100, 197, 257])
+@pytest.mark.parametrize("convention", ["xformers", "authors"])
+@pytest.mark.parametrize("conv_kernel_size", [None, 5])
+@torch.no_grad()
+def test_balanced_segments_follow_the_formula_of_other_packages(
+    conv_kernel_size: int | None, convention: str, seq_len: int
+) -> None:
+    layer, x = nystrom(conv_kernel_size=conv_kernel_size, convention=convention), tokens(3, seq_len, 32)
+    # logits of several units, so that a wrong mean is not lost in nearly equal weights
+    layer.query.weight.mul_(4)
+    keep = all_kept(x)
+    keep[1, seq_len // 2 + 1 :] = False
+    keep[2, : seq_len // 3] = False
+    expected = balanced_reference(layer, x, keep)
+    for fused in (False, True):
+        with fused_operators(layer, fused):
+            # padded rows too: with an unmasked convolution, they reach their neighbours in the next layer
+            assert relative_error(layer.attend(x, keep), expected) <= AGAINST_FLOAT64, fused
+
+
+@torch.no_grad()
+def test_other_conventions_are_other_functions_where_they_differ() -> None:
+    x, mask = tokens(2, 100, 32), torch.ones(2, 100, dtype=torch.int64)
+    mask[1, 60:] = 0
+    answers = {name: nystrom(convention=name)(x, mask) for name in ("own", "nystrom-attention", "xformers", "authors")}
+    for name, answer in answers.items():
+        for other, another in answers.items():
+            # 1 % of the RMS: a hundred times the tolerance
+            assert name == other or relative_error(answer, another) > 1e-2, (name, other)
+    whole = {name: nystrom(convention=name)(x[:, :96]) for name in answers}
+    for answer in whole.values():
+        # 96 tokens without padding are 12 in each of 8 segments for all of them
+        assert relative_error(answer, whole["own"]) <= BLOCKING
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "sizes"), [(8, [2, 2, 2, 2]), (7, [1, 2, 2, 2]), (5, [1, 1, 1, 2]), (3, [0, 1, 1, 1])]
+)
+def test_balanced_segments_are_in_order_and_the_last_ones_longer(seq_len: int, sizes: list[int]) -> None:
+    weights = balanced_weights(torch.ones(2, seq_len, dtype=torch.bool), 4)
+    expected = torch.zeros(4, seq_len)
+    for landmark, size in enumerate(sizes):
+        start = sum(sizes[:landmark])
+        expected[landmark, start : start + size] = 1 / max(1, size)
+    assert torch.equal(weights, expected)
 
 
 @pytest.mark.parametrize("num_landmarks", [1, 2, 8, 64])

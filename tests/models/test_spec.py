@@ -172,6 +172,21 @@ REFUSED: list[tuple[type[AttentionSpec], dict[str, object], str]] = [
         {"segment_means_seq_len": 512},
         "seq_len is 1024, but landmarks are tied to segment_means_seq_len 512; use seq_len 512",
     ),
+    (
+        NystromSpec,
+        {"convention": "xformers", "mask_landmarks": False},
+        "convention xformers has its own rules for padding and for lengths; leave mask_landmarks and",
+    ),
+    (
+        NystromSpec,
+        {"convention": "authors", "segment_means_seq_len": 1024},
+        "convention authors has its own rules for padding and for lengths",
+    ),
+    (
+        NystromSpec,
+        {"convention": "paper"},
+        "convention is 'paper'; expected one of own, nystrom-attention, xformers, authors",
+    ),
     (LSHSpec, {"chunk_length": 0}, "chunk_length is 0; expected at least 1"),
     (LocalSpec, {"chunk_length": -1}, "chunk_length is -1; expected at least 1"),
     (LSHSpec, {"num_chunks_before": -1}, "num_chunks_before is -1; expected 0 or more"),
@@ -234,6 +249,14 @@ def test_plain_softmax_of_nystrom_says_nothing_of_landmarks() -> None:
     plain = {"num_landmarks": 64, "segment_means_seq_len": 64, "mask_landmarks": False, "pinv_init": "global"}
     assert NystromSpec(**plain).why_padding_counts.endswith("the convolution carries padding to its neighbours")
     assert NystromSpec(**plain, conv_kernel_size=None).why_not_invariant == ""
+
+
+def test_conventions_of_other_packages_say_what_padding_does() -> None:
+    for name in ("nystrom-attention", "xformers", "authors"):
+        spec = NystromSpec(convention=name)
+        assert spec.why_not_invariant == f"convention={name}: segments divide the padded length of the batch"
+        assert (spec.why_padding_counts == "") == (name != "xformers")
+    assert NystromSpec(convention="xformers", conv_kernel_size=None).why_padding_counts == ""
 
 
 def test_heads_times_head_dim_is_the_inner_width_of_every_variant() -> None:

@@ -26,6 +26,8 @@ NYSTROM = {
 FAITHFUL: dict[str, dict[str, Any]] = {
     "nystrom": NYSTROM | {"num_landmarks": 8},
     "nystrom that is softmax": NYSTROM | {"num_landmarks": 64},
+    "nystrom of nystrom-attention": {"variant": "nystrom", "num_landmarks": 24, "convention": "nystrom-attention"},
+    "nystrom of xformers": {"variant": "nystrom", "num_landmarks": 24, "convention": "xformers"},
     "lsh encoder": {"variant": "lsh", "chunk_length": 16, "circular": True, "mask_constants": "hf"},
     "lsh decoder": {
         "variant": "lsh",

@@ -58,6 +58,7 @@ def variant_options(variant: str, rng: random.Random) -> dict[str, Any]:
             "pinv_iterations": rng.choice([1, 4, 6]),
             "pinv_init": rng.choice(["per_head", "global"]),
             "conv_kernel_size": rng.choice([None, 1, 33]),
+            "convention": rng.choice(["own", "own", "nystrom-attention", "xformers", "authors"]),
         }
     if variant == "lsh":
         return {
