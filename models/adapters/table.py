@@ -8,6 +8,7 @@ from effexport.models.adapters import (
     linear_attention_transformer,
     nystrom_attention,
     torch_layers,
+    transformers_layers,
 )
 from effexport.models.adapters.adapter import Adapter, Replacement
 
@@ -17,6 +18,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     linear_attention_transformer.ADAPTER,
     nystrom_attention.ADAPTER,
     torch_layers.ADAPTER,
+    transformers_layers.ADAPTER,
 )
 
 

@@ -142,10 +142,19 @@ def module_inputs(
 
 
 def spread(mask: Array, dims: Dims, shape: tuple[int, ...]) -> Array:
-    """A mask [batch, seq] along the axes of these names, of which `dims` has both."""
+    """A mask [batch, seq] along these axes."""
+    dims = with_seq(dims, mask.shape[1])
     ordered = mask if dims.index("batch") < dims.index("seq") else mask.T
     whole = [size if dim in ("batch", "seq") else 1 for dim, size in zip(dims, shape, strict=True)]
     return np.ascontiguousarray(np.broadcast_to(ordered.reshape(whole), shape))
+
+
+def with_seq(dims: Dims, seq_len: int) -> Dims:
+    """The axes of a mask by name, also for a module of one length, whose dims have it as a number."""
+    if "seq" in dims:
+        return dims
+    axis = len(dims) - 1 - dims[::-1].index(seq_len)
+    return (*dims[:axis], "seq", *dims[axis + 1 :])
 
 
 def kept_tokens(inputs: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array]:
@@ -163,6 +172,7 @@ def kept_tokens(inputs: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array
     if not model.mask:
         return {KEPT: np.ones(shape, bool)}
     dims = model.inputs[model.mask]
+    dims = dims if model.fixed_seq_len is None else with_seq(dims, model.fixed_seq_len)
     # along other axes than batch and seq, all values are alike
     picked = inputs[model.mask][tuple(slice(None) if dim in ("batch", "seq") else 0 for dim in dims)]
     own = picked if dims.index("batch") < dims.index("seq") else picked.T
