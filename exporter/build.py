@@ -39,6 +39,7 @@ from effexport.errors import EffexportError, RuntimeFailedError, StageError, Una
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
 from effexport.export.onnx_from_module import example_inputs, onnx_from_module
+from effexport.export.onnx_graph import user_operators_of_model
 from effexport.export.specialised_length import assumed_sizes
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, reference_from_module
@@ -168,6 +169,8 @@ def artifact_from_spec(
             export = "exporting to ONNX"
         with watch.stage(export):
             write_graphs(build)
+            spec = with_user_operators(spec, build.model)
+            build = replace(build, spec=spec)
         with watch.stage("running the PyTorch reference"):
             seed = spec.seed + REFERENCE_SEED_OFFSET
             if source.user is None:
@@ -254,6 +257,15 @@ def write_graphs(build: Build) -> None:
     if spec.model.has_decode_step:
         onnx_from_decode_step(module, spec, build.folder / DECODE_STEP, build.traced)
         onnx_from_prefill(module, spec, build.folder / PREFILL, build.traced)
+
+
+def with_user_operators(spec: BuildSpec, model: Path) -> BuildSpec:
+    """The spec of a user's own module, which also counts the operators of users that its graph has."""
+    described = spec.model
+    if not isinstance(described, ModuleSpec) or not (found := user_operators_of_model(model)):
+        return spec
+    fused, unfused = {**described.fused_op_counts, **found}, {**described.unfused_op_counts, **found}
+    return replace(spec, model=replace(described, fused_op_counts=fused, unfused_op_counts=unfused))
 
 
 def blame(checks: Sequence[Check], reference: Path | None) -> str:

@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> None:
     """Run the command line and exit; `main` protects the output streams."""
     from effexport.models.validation import SpecError
-    from effexport.plugins.building.library import LibraryError
+    from effexport.plugins.errors import LibraryError
 
     try:
         with warnings.catch_warnings():

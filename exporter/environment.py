@@ -70,7 +70,8 @@ def versions() -> dict[str, str | None]:
 
 def kernel_library_version() -> str | None:
     """The build of the kernel library that is in use here; None without one."""
-    from effexport.plugins.building.library import LibraryError, find_library
+    from effexport.plugins.building.library import find_library
+    from effexport.plugins.errors import LibraryError
 
     try:
         library = find_library()

@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from effexport.plugins.errors import LibraryError
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 
 if TYPE_CHECKING:
-    from effexport.plugins.building.library import Library, LibraryError, find_library, get_library_path
+    from effexport.plugins.building.library import Library, find_library, get_library_path
 
 __all__ = [
     "DOMAIN",

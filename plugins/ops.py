@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 DOMAIN = "effexport"
@@ -23,6 +25,7 @@ class Op:
     element_types are those of T in its kernels and its schema, and output_type that of its outputs.
     cuda_up_to: in ONNX Runtime on a GPU, the body should be faster than the CUDA kernel unless the last dimension of
     the first input is known and at most this. None: the kernel should be faster. Not measured yet.
+    package: the Python package of a user's operator, which is its folder; "" for ours. See `user_operators.py`.
     """
 
     torch_name: str
@@ -30,19 +33,29 @@ class Op:
     element_types: tuple[str, ...] = FLOAT_TYPES
     output_type: str = "T"
     cuda_up_to: int | None = None
+    package: str = ""
 
     @property
     def cuda_source(self) -> str:
-        """Its CUDA kernels, a path below the folder of this file."""
+        """Its CUDA kernels, a path below the folder that holds the operator's."""
         return f"{self.torch_name}/kernel_cuda.cu"
+
+    @property
+    def user_folder(self) -> Path:
+        """The folder of a user's operator, whose package has been imported."""
+        return Path(str(sys.modules[self.package].__file__)).resolve().parent
 
     def load(self) -> ModuleType:
         """The operator's `op.py`: torch operator, signature and function body."""
-        return importlib.import_module(f"effexport.plugins.{self.torch_name}.op")
+        return importlib.import_module(f"{self._module}.op")
 
     def load_trt(self) -> ModuleType:
         """The operator's `trt.py`: its TensorRT plugins. Loads no framework."""
-        return importlib.import_module(f"effexport.plugins.{self.torch_name}.trt")
+        return importlib.import_module(f"{self._module}.trt")
+
+    @property
+    def _module(self) -> str:
+        return self.package or f"effexport.plugins.{self.torch_name}"
 
 
 def _by_onnx_name(*ops: Op) -> dict[str, Op]:

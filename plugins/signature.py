@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from effexport.plugins.function_body import with_constants
-from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 
 if TYPE_CHECKING:
     import onnx
@@ -50,18 +50,23 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Signature:
-    """What an operator takes and returns. Its element types are those of its row in OPS."""
+    """What an operator takes and returns. Its element types are those of its row: `op`, by default the one in OPS."""
 
     onnx_name: str
     doc: str
     inputs: tuple[Parameter, ...]
     outputs: tuple[Parameter, ...]
     attributes: tuple[Attribute, ...] = ()
+    op: Op | None = None
+
+    @property
+    def row(self) -> Op:
+        return self.op or OPS[self.onnx_name]
 
     def check(self, *tensors: Tensor, **attributes: float | tuple[int, ...]) -> None:
         """Raise ValueError where shapes, dtypes or attributes of a call differ from the signature."""
         for problem in self._problems(tensors, attributes):
-            raise ValueError(f"{OPS[self.onnx_name].torch_name}: {problem}")
+            raise ValueError(f"{self.row.torch_name}: {problem}")
 
     def _problems(self, tensors: Sequence[Tensor], attributes: dict[str, float | tuple[int, ...]]) -> Iterator[str]:
         sizes: dict[str, int] = {}
@@ -87,7 +92,7 @@ class Signature:
 
     def _dtype_problems(self, parameter: Parameter, tensor: Tensor, first: Tensor) -> Iterator[str]:
         fixed = parameter.dtype if parameter.dtype != "T" else None
-        if fixed is None and OPS[self.onnx_name].element_types == ("int32",):
+        if fixed is None and self.row.element_types == ("int32",):
             fixed = "int32"
         if fixed is not None:
             # float64 wherever the operator is computed in it, to judge the results of float32
@@ -121,7 +126,7 @@ class Signature:
             doc=self.doc,
             inputs=[formal(parameter) for parameter in self.inputs],
             outputs=[formal(parameter) for parameter in self.outputs],
-            type_constraints=[("T", [_onnx_type(name) for name in OPS[self.onnx_name].element_types], "")],
+            type_constraints=[("T", [_onnx_type(name) for name in self.row.element_types], "")],
             attributes=[
                 *(
                     schema_type.Attribute(attribute.name, onnx_types[attribute.type], required=True)
@@ -176,7 +181,7 @@ class Signature:
 
     def onnx_translation(self) -> Callable[..., Any]:
         """What torch.onnx.export calls for a call of the torch operator, with the same arguments: it emits one node."""
-        arguments = getattr(torch.ops.effexport, OPS[self.onnx_name].torch_name).default._schema.arguments
+        arguments = getattr(torch.ops.effexport, self.row.torch_name).default._schema.arguments
 
         def translate(*given: Any, **named: Any) -> Any:
             from onnxscript import values

@@ -15,11 +15,12 @@ import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.ptx import ptx_from_source
 from effexport.plugins.building.ptx_target import PtxTarget, isa_of, ptx_target
 from effexport.plugins.building.ptx_text import only_entry
-from effexport.plugins.ops import DOMAIN, OPS
+from effexport.plugins.errors import LibraryError
+from effexport.plugins.known_ops import known_ops
+from effexport.plugins.ops import DOMAIN
 from effexport.plugins.trt_plugin import Plugin, Rewrite, int32_bits
 
 # the oldest version with ahead-of-time plugins; the oldest that was tested is 10.16
@@ -45,11 +46,13 @@ def choose(
 ) -> Plugin | Rewrite | str:
     """What runs a node of ours: a plugin, several in its place, or, as a sentence for the user, why its body must.
 
-    op_name: the ONNX name, a key of OPS. dtypes and dims are those of the node's inputs: NumPy names of types
+    op_name: the ONNX name, a key of `known_ops()`. dtypes and dims are those of the node's inputs: NumPy names of types
     ("float32", "bfloat16"), and a name or None for a dynamic dimension. attributes: the node's own, by name.
     """
-    reason = ""
-    for choice in OPS[op_name].load_trt().CHOICES:
+    op, reason = known_ops()[op_name], ""
+    if op.package and not (op.user_folder / "trt.py").is_file():
+        return f"{op_name} has no TensorRT plugin."
+    for choice in op.load_trt().CHOICES:
         reason = choice.why_not(dtypes, dims, attributes)
         if reason is None:
             assert isinstance(choice, Plugin | Rewrite)
@@ -58,12 +61,15 @@ def choose(
 
 
 def plugins_of(ops: Collection[str]) -> list[Plugin]:
-    """All plugins of these operators (keys of OPS)."""
-    return [plugin for name in sorted(ops) for plugin in OPS[name].load_trt().PLUGINS]
+    """All plugins of these operators (keys of `known_ops()`)."""
+    known = known_ops()
+    return [plugin for name in sorted(ops) for plugin in known[name].load_trt().PLUGINS]
 
 
 def register_plugins(ops: Collection[str], architecture: int) -> PtxTarget | None:
-    """Register the plugins of these operators (keys of OPS) with TensorRT in this process; doing so twice is allowed.
+    """Register the plugins of these operators (keys of `known_ops()`) with TensorRT in this process.
+
+    Doing so twice is allowed.
 
     Compiles their kernels to PTX for this architecture first, or takes it from the cache; engines that are built next
     get it. Returns what the PTX needs to run; None without operators. Raises LibraryError if it cannot be made, or if
@@ -84,7 +90,7 @@ def register_plugins(ops: Collection[str], architecture: int) -> PtxTarget | Non
         )
     with _REGISTERING:
         # first, because in the functions that TensorRT calls within a build, the text of an error is lost
-        texts = {name: ptx_from_source(OPS[name], architecture) for name in ops}
+        texts = {name: ptx_from_source(known_ops()[name], architecture) for name in ops}
         for plugin in plugins_of(ops):
             _PTX.update((entry, only_entry(texts[plugin.op], entry)) for entry in plugin.entries)
             _register(plugin)

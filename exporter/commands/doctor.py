@@ -49,8 +49,8 @@ def command(load: bool, as_json: bool) -> None:
 def examine_tools() -> list[dict[str, str | None]]:
     """Programs and GPUs: what each is needed for, what was found (None: nothing), and what adds it."""
     from effexport.environment import gpus_here
-    from effexport.plugins.building.library import LibraryError
     from effexport.plugins.building.toolchain import examine_compiler, examine_nvcc, require_cmake
+    from effexport.plugins.errors import LibraryError
 
     def found(find: Callable[[], object]) -> str | None:
         try:
@@ -155,7 +155,8 @@ def is_left_out(finding: dict[str, Any]) -> bool:
 
 def examine_library() -> dict[str, Any]:
     """The kernel library. A missing library is not a problem: the function bodies run instead."""
-    from effexport.plugins.building.library import LibraryError, find_library
+    from effexport.plugins.building.library import find_library
+    from effexport.plugins.errors import LibraryError
 
     try:
         library, problem = find_library(), None
@@ -167,7 +168,7 @@ def examine_library() -> dict[str, Any]:
         "outdated": library.outdated if library else None,
         "cuda": library.info.has_cuda if library and library.info else None,
         "problem": problem,
-        "remedy": None if current or problem else "effexport plugins build",
+        "remedy": None if current or problem else library.rebuild_command if library else "effexport plugins build",
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from effexport.plugins.building.library import Library
+    from effexport.plugins.building.records import BuiltOperator
+    from effexport.plugins.ops import Op
 
 BUILD_COMMAND = "effexport plugins build"
+FOLDER_HELP = "Folder of an operator of your own to compile too; repeatable. Installed operators need no --with."
 
 
 @click.group("plugins", cls=SuggestingGroup)
@@ -29,10 +33,12 @@ def command() -> None:
 @command.command("build", short_help="Compile the library, unless it is in the cache.")
 @click.option("--cuda/--no-cuda", default=None, help="With or without CUDA kernels; default: with, if nvcc is found.")
 @click.option("--force", is_flag=True, help="Compile even if the library is in the cache.")
+@click.option("--with", "folders", type=click.Path(path_type=Path), multiple=True, help=FOLDER_HELP)
 @common_options
-def build_command(cuda: bool | None, force: bool, as_json: bool) -> None:
+def build_command(cuda: bool | None, force: bool, folders: tuple[Path, ...], as_json: bool) -> None:
     """Compile the library, unless it is in the cache, and use it from now on.
 
+    It has our operators, those of installed packages (entry points effexport.operators), and those of --with.
     Needs cmake, a C++17 compiler and ONNX Runtime's headers (from EFFEXPORT_ORT_INCLUDE_DIR, the system, or the Debian
     archive); CUDA kernels also need nvcc. Exit status 1 if compiling fails, 2 if a tool is missing.
     """
@@ -40,7 +46,7 @@ def build_command(cuda: bool | None, force: bool, as_json: bool) -> None:
     from effexport.plugins.building.build import build_library
 
     with stage_progress(stderr_console()) as on_stage:
-        library = build_library(cuda=cuda, force=force, on_stage=on_stage)
+        library = build_library(cuda=cuda, force=force, folders=folders, on_stage=on_stage)
     warnings = library_warnings(library)
     if as_json:
         print_json({**describe(library), "built_now": library.built_now, "warnings": warnings})
@@ -49,6 +55,8 @@ def build_command(cuda: bool | None, force: bool, as_json: bool) -> None:
     console = result_console(as_json=as_json)
     say(console, f"kernel library: {library.path}")
     say(console, f"  {how}; {devices(library)}")
+    if library.info.operators:
+        say(console, f"  operators of yours: {', '.join(built.onnx_name for built in library.info.operators)}")
     print_warnings(warnings)
 
 
@@ -112,6 +120,7 @@ def describe(library: Library) -> dict[str, Any]:
         "explicit": info is None,
         "cuda": info.has_cuda if info else None,
         **{name: getattr(info, name, None) for name in (*names, "key", "sha256", "bytes")},
+        "with": list(library.folders),
     }
 
 
@@ -121,10 +130,14 @@ def operators(library: Library | None) -> list[dict[str, Any]]:
 
     if library is None:
         return []
-    providers = None if library.info is None else ["CPU", "CUDA"] if library.info.has_cuda else ["CPU"]
-    return [
-        {"name": op.onnx_name, "element_types": list(op.element_types), "providers": providers} for op in OPS.values()
-    ]
+
+    def described(op: Op | BuiltOperator, has_cuda: bool) -> dict[str, Any]:
+        providers = None if library.info is None else ["CPU", "CUDA"] if has_cuda else ["CPU"]
+        return {"name": op.onnx_name, "element_types": list(op.element_types), "providers": providers}
+
+    info = library.info
+    ours = [described(op, info is not None and info.has_cuda) for op in OPS.values()]
+    return ours + [described(built, built.cuda) for built in (info.operators if info else ())]
 
 
 def devices(library: Library) -> str:
@@ -136,8 +149,8 @@ def devices(library: Library) -> str:
     if library.info.has_cuda:
         return f"CPU and CUDA (sm_{', sm_'.join(map(str, library.info.cuda_architectures))}, PTX for later GPUs)"
     if nvcc := find_nvcc():
-        return f"CPU only, although nvcc is installed ({nvcc}); add the CUDA kernels with: {BUILD_COMMAND}"
-    return f"CPU only: {NO_NVCC}, then run {BUILD_COMMAND} again to add the CUDA kernels"
+        return f"CPU only, although nvcc is installed ({nvcc}); add the CUDA kernels with: {library.rebuild_command}"
+    return f"CPU only: {NO_NVCC}, then run {library.rebuild_command} again to add the CUDA kernels"
 
 
 def is_intact(library: Library) -> bool | None:
@@ -154,7 +167,7 @@ def library_warnings(library: Library) -> list[str]:
 
     warnings = []
     if library.outdated:
-        warnings.append(f"the library was built from different sources; rebuild it with: {BUILD_COMMAND}")
+        warnings.append(f"the library was built from different sources; rebuild it with: {library.rebuild_command}")
     if library.info and (about_runtime := runtime_warning(library.info.header_version)):
         warnings.append(about_runtime)
     if library.info and (explicit := os.environ.get(LIBRARY_VARIABLE)):
@@ -187,10 +200,12 @@ def print_info(console: Console, value: dict[str, Any], library: Library | None)
         line("compiler", info.compiler)
         line("nvcc", info.nvcc or "none")
         line("built", f"{info.created}, in {info.seconds:g} s, {info.bytes:,} bytes")
-        line("sha256", "as built" if value["sha256_ok"] else f"DAMAGED; rebuild it with: {BUILD_COMMAND}")
+        line("sha256", "as built" if value["sha256_ok"] else f"DAMAGED; rebuild it with: {library.rebuild_command}")
     for op in value["operators"]:
         providers = ", ".join(op["providers"] or ["unknown"])
         line("operator", f"{op['name']}: {', '.join(op['element_types'])}; providers: {providers}")
     line("cache", f"{value['cache_folder']}; other builds: {len(value['other_builds'])}")
+    for folder in value.get("with", ()):
+        line("with", folder)
     for folder, problem in value["damaged_builds"].items():
         line("damaged", f"{folder}: {problem}")

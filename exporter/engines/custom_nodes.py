@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
+from effexport.plugins.known_ops import known_ops
+from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 
 if TYPE_CHECKING:
     import onnx
@@ -19,7 +20,8 @@ ATTENTION_OPSET = 23
 
 def nodes_of(model: onnx.ModelProto, *ops: str) -> list[onnx.NodeProto]:
     """The nodes of a graph of these custom operators, by default of all."""
-    return [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in (ops or OPS)]
+    wanted = ops or known_ops()
+    return [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in wanted]
 
 
 def node_facts(

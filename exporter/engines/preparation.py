@@ -12,8 +12,8 @@ from effexport.engines.opset import declare_opset
 from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError
 from effexport.export.onnx_graph import value_types
-from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.ptx_target import PtxTarget, ptx_architecture
+from effexport.plugins.errors import LibraryError
 from effexport.plugins.function_body import with_nodes
 from effexport.plugins.masked_attention.trt import AS_ATTENTION, OPERATOR
 from effexport.plugins.ops import DOMAIN

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import re
 import traceback
 import warnings
 from collections import Counter
@@ -23,7 +24,8 @@ from effexport.export.traced_graphs import SCOPES_KEY, add_traced, graph_without
 from effexport.models.model_spec import shape_of
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.validation import LARGEST_SIZE
-from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE
+from effexport.plugins.known_ops import known_ops
+from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
 
 if TYPE_CHECKING:
@@ -127,7 +129,7 @@ def program_from_module(
     register_schemas()
     table: dict[Any, Any] = {
         getattr(torch.ops.effexport, op.torch_name).default: op.load().SIGNATURE.onnx_translation()
-        for op in OPS.values()
+        for op in declared_ops()
     }
     with quiet_exporter(), without_shape_cache(), fused_operators(module, spec.fused):
         try:
@@ -151,7 +153,7 @@ def program_from_module(
                 cause = assumed_sizes(module, example, signature.inputs) or cause
             owner = failing_module(error, module)
             place = f"the module: in {owner}" if owner else "the module"
-            message = f"torch.onnx could not export {place}: {cause}; --debug shows the traceback"
+            message = f"torch.onnx could not export {place}: {cause}{unknown_op(cause)}; --debug shows the traceback"
             raise StageError(STAGE, message) from error
     if program is None:
         raise StageError(STAGE, "torch.onnx returned no program")
@@ -201,6 +203,17 @@ def check_holds_for_all_sizes(
                 assumed_sizes(module, example, signature.inputs) or "torch.export does not say which line decides it"
             )
             raise StageError(STAGE, f"the graph may be wrong where {axis} exceeds {largest}: {reason}{remedy}")
+
+
+def unknown_op(cause: str) -> str:
+    """What to do if torch.onnx does not know an operator of a user's, because nothing declares it; "" otherwise."""
+    called = re.search(r"\beffexport(?:::|\.)(\w+)", cause)
+    if called is None or any(op.torch_name == called[1] for op in known_ops().values()):
+        return ""
+    return (
+        f". No installed package declares effexport::{called[1]}; install the one that does, or compile the operator's "
+        "folder with: effexport plugins build --with FOLDER"
+    )
 
 
 def first_paragraph(text: str) -> str:
@@ -263,11 +276,18 @@ def without_shape_cache() -> contextlib.AbstractContextManager[None]:
     return patch
 
 
+def declared_ops() -> list[Op]:
+    """Our operators, and those of users whose op.py was imported: a module can call no others."""
+    import torch
+
+    return [op for op in known_ops().values() if op.onnx_name in OPS or hasattr(torch.ops.effexport, op.torch_name)]
+
+
 def register_schemas() -> None:
     """Register the custom operators with onnx. The registry is global, so a second call does nothing."""
     import onnx.defs
 
-    for op in OPS.values():
+    for op in declared_ops():
         if not onnx.defs.has(op.onnx_name, DOMAIN):
             onnx.defs.register_schema(op.load().SIGNATURE.onnx_schema())
 
@@ -320,7 +340,7 @@ def attach_function_bodies(model: ir.Model, opset: int) -> None:
     """Give every custom operator in the graph its body of standard operators."""
     import onnx_ir as ir
 
-    for op in OPS.values():
+    for op in known_ops().values():
         nodes = [n for n in model.graph if n.domain == DOMAIN and n.op_type == op.onnx_name]
         if nodes:
             protos = [ir.serde.serialize_node(node) for node in nodes]

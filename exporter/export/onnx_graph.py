@@ -14,7 +14,7 @@ from effexport.dtypes import TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.files import file_digest
 from effexport.plugins.function_body import traps
-from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
+from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
 
 if TYPE_CHECKING:
     import onnx
@@ -43,7 +43,10 @@ ValueType = tuple[str, tuple[int | str | None, ...]]
 
 @dataclass(frozen=True)
 class GraphSignature:
-    """What a graph must have: inputs, outputs, and this number of nodes of each custom operator."""
+    """What a graph must have: inputs, outputs, and this number of nodes of each of our operators.
+
+    Operators of users may occur any number of times: no spec says which a module calls.
+    """
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
@@ -61,8 +64,9 @@ def check_graph(path: Path, signature: GraphSignature) -> None:
     model = onnx.load(str(path), load_external_data=False)
 
     found = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
-    if found != Counter(signature.custom_ops):
-        raise StageError(STAGE, f"custom operators are {dict(found)}; declared are {dict(signature.custom_ops)}")
+    ours, declared = ({op: n for op, n in ops.items() if op in OPS} for ops in (found, signature.custom_ops))
+    if ours != declared:
+        raise StageError(STAGE, f"custom operators are {ours}; declared are {declared}")
     bodies = {function.name for function in model.functions if function.domain == DOMAIN}
     if bodies != set(found):
         raise StageError(STAGE, f"function bodies are {sorted(bodies)}; expected {sorted(found)}")
@@ -198,6 +202,12 @@ def custom_ops_of_model(model: Path | bytes) -> tuple[str, ...]:
 
     proto = onnx.ModelProto.FromString(model) if isinstance(model, bytes) else load_graph(model)
     return tuple(sorted({node.op_type for node in all_nodes(proto) if node.domain == DOMAIN}))
+
+
+def user_operators_of_model(path: Path) -> dict[str, int]:
+    """How many nodes of each operator of users a model has."""
+    nodes = load_graph(path).graph.node
+    return dict(Counter(node.op_type for node in nodes if node.domain == DOMAIN and node.op_type not in OPS))
 
 
 def ops_without_body(model: onnx.ModelProto) -> tuple[str, ...]:

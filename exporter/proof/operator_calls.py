@@ -13,7 +13,8 @@ import numpy as np
 from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import RuntimeFailedError
 from effexport.export.onnx_graph import all_nodes, value_types
-from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
+from effexport.plugins.known_ops import known_ops
+from effexport.plugins.ops import DOMAIN, PLUGIN_NAMESPACE
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.repeated_runs import Answer, RepeatedRuns
 from effexport.runners.ort.session import session_from_model
@@ -103,7 +104,7 @@ def one_node_model(use: OperatorUse, inputs: Mapping[str, Array]) -> bytes:
     del node.input[:], node.output[:]
     node.input.extend(inputs)
     node.output.extend(f"output_{i}" for i in range(len(use.node.output)))
-    own = OPS[use.node.op_type].output_type
+    own = known_ops()[use.node.op_type].output_type
     element = onnx.helper.np_dtype_to_tensor_dtype(first.dtype if own == "T" else np.dtype(own))
     outputs = [onnx.helper.make_tensor_value_info(name, element, None) for name in node.output]
     graph = onnx.helper.make_graph([node], use.node.op_type, [value(*item) for item in inputs.items()], outputs)
@@ -142,7 +143,7 @@ def call_in_torch(use: OperatorUse, exact: type[np.floating[Any]]) -> Call:
     """
     import torch
 
-    op = OPS[use.node.op_type].load()
+    op = known_ops()[use.node.op_type].load()
     # its parameters are named as in the signature; it needs neither what is redundant nor what only a body reads
     wanted = inspect.signature(op.reference).parameters
     attributes = {a.name: a.default for a in op.SIGNATURE.attributes} | use.attributes

@@ -13,7 +13,7 @@ from effexport.errors import UserError
 from effexport.export.onnx_graph import model_digest
 from effexport.models.validation import did_you_mean
 from effexport.runners.feeds import FeedLimits, limits_from_spec
-from effexport.runners.ort.settings import implementation_per_op
+from effexport.runners.ort.kernels import check_operators
 from effexport.runners.runner import ModelOptions, Runner
 from effexport.runtimes import ARTIFACT_RUNTIMES, Runtime
 
@@ -34,7 +34,7 @@ def check_runtime(runtime: str, options: ModelOptions) -> None:
     if runtime not in ARTIFACT_RUNTIMES:
         known = tuple(ARTIFACT_RUNTIMES)
         raise UserError(f"unknown --runtime {runtime!r}{did_you_mean(runtime, known)} Expected: {', '.join(known)}")
-    implementation_per_op(options.implementation, "--implementation")
+    check_operators(options.implementation, "--implementation")
     row = ARTIFACT_RUNTIMES[runtime]
     if row.folder != "ort" and options.implementation != "auto":
         reason = (

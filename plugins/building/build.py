@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from effexport.plugins.building.library import (
     LIBRARY_NAME,
     RECORD_NAME,
     Library,
-    LibraryError,
     find_build,
     kernels_folder,
     read_build,
@@ -34,7 +33,7 @@ from effexport.plugins.building.library import (
     sha256_of,
 )
 from effexport.plugins.building.programs import last_line, run_logged, run_program
-from effexport.plugins.building.records import BuildInfo
+from effexport.plugins.building.records import BuildInfo, BuiltOperator
 from effexport.plugins.building.toolchain import (
     Compiler,
     Nvcc,
@@ -43,6 +42,9 @@ from effexport.plugins.building.toolchain import (
     require_cmake,
     require_generator,
 )
+from effexport.plugins.errors import LibraryError
+from effexport.plugins.ops import Op
+from effexport.plugins.user_operators import user_operators
 
 OnStage = Callable[[str], None]
 
@@ -62,8 +64,9 @@ class BuildFailedError(LibraryError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What decides the contents of the library. nvcc is None for the CPU alone."""
+    """What decides the contents of the library. nvcc is None for the CPU alone. operators: those of the user's."""
 
+    operators: tuple[Op, ...]
     source_hash: str
     headers: Headers
     compiler: Compiler
@@ -91,21 +94,30 @@ class Plan:
         return f"the CPU and CUDA (sm_{', sm_'.join(map(str, self.nvcc.architectures))} and PTX)"
 
 
-def build_library(*, cuda: bool | None = None, force: bool = False, on_stage: OnStage = lambda stage: None) -> Library:
+def build_library(
+    *,
+    cuda: bool | None = None,
+    force: bool = False,
+    folders: Sequence[Path] = (),
+    on_stage: OnStage = lambda stage: None,
+) -> Library:
     """Build the library for the present sources, or take it from the cache; this installation uses it from now on.
 
     cuda: with the CUDA kernels or without; None means with them if nvcc is found. force: build even if cached.
+    folders: of the user's operators that are not installed; those of installed packages are always compiled too.
     Raises LibraryError for what is missing and BuildFailedError when the build fails; the library built before stays.
     """
     try:
-        return _library_of_plan(make_plan(cuda, on_stage), force, on_stage)
+        chosen = tuple(sorted({str(folder.resolve()) for folder in folders}))
+        plan = make_plan(cuda, on_stage, user_operators(chosen, strict=True))
+        return _library_of_plan(plan, force, chosen, on_stage)
     except LibraryError as error:
         if kept := find_build():
             raise type(error)(f"{error}\nThe library built before is kept and stays in use: {kept.path}") from error
         raise
 
 
-def _library_of_plan(plan: Plan, force: bool, on_stage: OnStage) -> Library:
+def _library_of_plan(plan: Plan, force: bool, folders: tuple[str, ...], on_stage: OnStage) -> Library:
     try:
         folder = kernels_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,17 +129,17 @@ def _library_of_plan(plan: Plan, force: bool, on_stage: OnStage) -> Library:
                     publish(_build(plan, temporary, on_stage), folder / plan.key)
             else:
                 on_stage("nothing to compile: it is in the cache")
-            select_build(plan.key)
+            select_build(plan.key, folders)
         info = read_build(folder / plan.key)
     except OSError as error:
         raise LibraryError(
             f"the cache cannot be used: {error}; expected a folder that can be written to, with room in it. "
             f"Set {CACHE_VARIABLE} to one"
         ) from error
-    return Library(folder / plan.key / LIBRARY_NAME, outdated=False, info=info, built_now=built_now)
+    return Library(folder / plan.key / LIBRARY_NAME, outdated=False, info=info, built_now=built_now, folders=folders)
 
 
-def make_plan(cuda: bool | None, on_stage: OnStage) -> Plan:
+def make_plan(cuda: bool | None, on_stage: OnStage, operators: tuple[Op, ...] = ()) -> Plan:
     """The plan of a build on this machine. Raises LibraryError for what is missing."""
     if missing := sources.missing_sources():
         raise LibraryError(
@@ -143,7 +155,7 @@ def make_plan(cuda: bool | None, on_stage: OnStage) -> Plan:
     on_stage("looking for the headers of ONNX Runtime")
     headers = find_headers(on_stage)
     flags = {name: os.environ[name] for name in FLAG_VARIABLES if os.environ.get(name)}
-    return Plan(sources.source_hash(), headers, compiler, nvcc, flags)
+    return Plan(operators, sources.source_hash(operators), headers, compiler, nvcc, flags)
 
 
 def _build(plan: Plan, temporary: Path, on_stage: OnStage) -> Path:
@@ -156,7 +168,7 @@ def _build(plan: Plan, temporary: Path, on_stage: OnStage) -> Path:
     result.mkdir()
     (temporary / "build" / LIBRARY_NAME).rename(result / LIBRARY_NAME)
     _try_to_load(result / LIBRARY_NAME)
-    if sources.source_hash() != plan.source_hash:
+    if sources.source_hash(plan.operators) != plan.source_hash:
         raise BuildFailedError("the sources changed while they were compiled; run effexport plugins build again")
     _write_record(plan, result, time.monotonic() - started)
     return result
@@ -171,6 +183,7 @@ def _compile(plan: Plan, temporary: Path) -> None:
         f"-DEFFEXPORT_ORT_INCLUDE_DIR={plan.headers.folder}",
         f"-DCMAKE_CXX_COMPILER={';'.join(plan.compiler.command)}",
         f"-DEFFEXPORT_CUDA={'ON' if plan.nvcc else 'OFF'}",
+        f"-DEFFEXPORT_OPERATORS={';'.join(str(op.user_folder) for op in plan.operators)}",
     ]
     if plan.nvcc:
         configure += [
@@ -233,8 +246,14 @@ def _write_record(plan: Plan, result: Path, seconds: float) -> None:
         seconds=round(seconds, 1),
         sha256=sha256_of(library),
         bytes=library.stat().st_size,
+        operators=tuple(_record_of(op, plan) for op in plan.operators),
     )
-    (result / RECORD_NAME).write_text(json.dumps(msgspec.structs.asdict(info), indent=2) + "\n", encoding="utf-8")
+    (result / RECORD_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(info)) + b"\n")
+
+
+def _record_of(op: Op, plan: Plan) -> BuiltOperator:
+    cuda = plan.nvcc is not None and (op.user_folder / "kernel_cuda.cu").is_file()
+    return BuiltOperator(op.torch_name, op.onnx_name, op.element_types, cuda)
 
 
 def _is_intact(folder: Path) -> bool:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from effexport.plugins.building.debian_headers import RecipeError, headers_from_debian
-from effexport.plugins.building.library import LibraryError, cache_folder
+from effexport.plugins.building.library import cache_folder
 from effexport.plugins.building.programs import run_program
+from effexport.plugins.errors import LibraryError
 
 VARIABLE = "EFFEXPORT_ORT_INCLUDE_DIR"
 HEADERS = ("onnxruntime_c_api.h", "onnxruntime_cxx_api.h")

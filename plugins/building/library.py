@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,31 +24,35 @@ from effexport.plugins.building.records import (
     read_record,
     write_whole,
 )
+from effexport.plugins.errors import LibraryError
+from effexport.plugins.user_operators import user_operators
 
 LIBRARY_NAME = "libeffexport_ort.so"
 RECORD_NAME = "build.json"
 LIBRARY_VARIABLE = "EFFEXPORT_LIBRARY"
 CACHE_VARIABLE = "EFFEXPORT_CACHE_DIR"
-
-
-class LibraryError(Exception):
-    """An error of the user's set-up: the library cannot be found or built. `exit_code` is that of the command."""
-
-    exit_code = 2
+BUILD_COMMAND = ("effexport", "plugins", "build")
 
 
 @dataclass(frozen=True)
 class Library:
     """A library that can be loaded.
 
-    outdated: built from other sources than this installation's; callers warn and name
-    `effexport plugins build`. info is None for a file given by EFFEXPORT_LIBRARY.
+    outdated: built from other sources than this installation's and those of the user's operators; callers warn and
+    name `rebuild_command`. info is None for a file given by EFFEXPORT_LIBRARY. folders: of operators that are compiled
+    into it without being installed.
     """
 
     path: Path
     outdated: bool
     info: BuildInfo | None
     built_now: bool = False
+    folders: tuple[str, ...] = ()
+
+    @property
+    def rebuild_command(self) -> str:
+        """The command that builds it from the present sources, with the same operators."""
+        return shlex.join((*BUILD_COMMAND, *(word for folder in self.folders for word in ("--with", folder))))
 
 
 def get_library_path() -> Path | None:
@@ -74,18 +79,34 @@ def find_library() -> Library | None:
 
 
 def find_build() -> Library | None:
-    """The most recently selected build of the present sources; without one, of earlier sources, marked outdated."""
+    """The most recently selected build of the present sources; without one, of earlier sources, marked outdated.
+
+    A build without the operators that were selected last does not count: it would run them as their bodies.
+    Raises LibraryError for an installed operator that cannot be used.
+    """
     try:
         folder = kernels_folder()
     except LibraryError:
         return None  # without a home folder there is no cache
-    present = sources.source_hash()
     builds = _selected_builds(folder)
+    if not builds:
+        return None
+    folders = builds[0][0].folders
+    present = sources.source_hash(user_operators(folders))
     for outdated in (False, True):
-        for info in builds:
-            if (info.source_hash != present) == outdated:
-                return Library(folder / info.key / LIBRARY_NAME, outdated, info)
+        for selection, info in builds:
+            if selection.folders == folders and (info.source_hash != present) == outdated:
+                return Library(folder / info.key / LIBRARY_NAME, outdated, info, folders=folders)
     return None
+
+
+def selected_folders() -> tuple[str, ...]:
+    """The folders of operators that this installation last asked for, as --with gave them."""
+    try:
+        selections = _selections(kernels_folder())
+    except LibraryError:
+        return ()
+    return selections[0].folders if selections else ()
 
 
 def cache_folder() -> Path:
@@ -133,10 +154,13 @@ def list_builds() -> tuple[list[BuildInfo], dict[Path, str]]:
     return builds, damaged
 
 
-def select_build(key: str) -> None:
-    """From now on this installation uses this build, as long as its sources are the same."""
+def select_build(key: str, folders: tuple[str, ...] = ()) -> None:
+    """From now on this installation uses this build, as long as its sources are the same.
+
+    folders: of operators in it that are not installed.
+    """
     installation = str(sources.FOLDER)
-    selection = Selection(installation, key, time.time_ns())
+    selection = Selection(installation, key, time.time_ns(), folders)
     folder = kernels_folder() / "selected"
     folder.mkdir(exist_ok=True)
     name = f"{hashlib.sha256(installation.encode()).hexdigest()[:16]}-{key}.json"
@@ -148,8 +172,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _selected_builds(folder: Path) -> list[BuildInfo]:
-    """This installation's intact builds for this kind of machine, the last selected one first."""
+def _selections(folder: Path) -> list[Selection]:
+    """What this installation has selected, the last one first."""
     selections = []
     for name in _names(folder / "selected"):
         try:
@@ -158,14 +182,19 @@ def _selected_builds(folder: Path) -> list[BuildInfo]:
             continue  # a damaged record selects nothing
         if selection.installation == str(sources.FOLDER):
             selections.append(selection)
+    return sorted(selections, key=lambda selection: selection.selected_ns, reverse=True)
+
+
+def _selected_builds(folder: Path) -> list[tuple[Selection, BuildInfo]]:
+    """This installation's intact builds for this kind of machine, the last selected one first."""
     builds = []
-    for selection in sorted(selections, key=lambda selection: selection.selected_ns, reverse=True):
+    for selection in _selections(folder):
         try:
             info = read_build(folder / selection.key)
         except ValueError:
             continue  # `effexport plugins info` reports what is wrong with it
         if info.machine == platform.machine():
-            builds.append(info)
+            builds.append((selection, info))
     return builds
 
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from effexport.plugins.building import sources
-from effexport.plugins.building.library import CACHE_VARIABLE, LibraryError, cache_folder
+from effexport.plugins.building.library import CACHE_VARIABLE, cache_folder
 from effexport.plugins.building.programs import Run, run_program
 from effexport.plugins.building.ptx_target import MAX_ISA, Version, isa_of, text_of
 from effexport.plugins.building.records import write_whole
 from effexport.plugins.building.toolchain import choose_nvcc
+from effexport.plugins.errors import LibraryError
 from effexport.plugins.ops import Op
 
 DEFINITIONS = ("-DEFFEXPORT_FOR_TENSORRT",)
@@ -90,7 +91,7 @@ def ptx_from_source(op: Op, architecture: int) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         cached = folder / f"{key}.ptx"
         if (ptx := _read(cached)) is None:
-            compiled = compiler.compile(sources.FOLDER / op.cuda_source, architecture)
+            compiled = compiler.compile(sources.include_folder(op) / op.cuda_source, architecture)
             ptx = with_isa_at_most(MAX_ISA, compiled.rstrip() + "\n", compiler, architecture)
             digest = hashlib.sha256(ptx.encode()).hexdigest()
             write_whole(cached, f"{ptx}{CHECK_LINE}{digest}\n")
@@ -119,17 +120,19 @@ def find_ptx_compiler() -> PtxCompiler:
 def kernel_sources(op: Op) -> dict[str, bytes]:
     """The operator's CUDA source and every file of ours that it includes: path below the folder → content."""
     found: dict[str, bytes] = {}
+    folder = sources.include_folder(op)
     waiting = [op.cuda_source]
     while waiting:
         name = waiting.pop()
         if name in found:
             continue
+        own = name.startswith(f"{op.torch_name}/")
         try:
-            found[name] = (sources.FOLDER / name).read_bytes()
+            found[name] = ((folder if own else sources.FOLDER) / name).read_bytes()
         except OSError as error:
             raise LibraryError(
-                f"this installation lacks {name} in {sources.FOLDER}; expected all native sources. "
-                f"Install effexport again"
+                f"{folder if own else sources.FOLDER} lacks {name}; expected all native sources. "
+                f"Install {op.torch_name if op.package else 'effexport'} again"
             ) from error
         waiting += re.findall(r'^\s*#\s*include\s+"([^"]+)"', found[name].decode(), re.MULTILINE)
     return dict(sorted(found.items()))
@@ -170,7 +173,7 @@ def _nvcc(path: Path) -> PtxCompiler:
     def compile_source(source: Path, architecture: int) -> str:
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "kernel.ptx"
-            options = ["-std=c++17", "-ptx", f"-arch=compute_{architecture}", *DEFINITIONS, "-I", str(sources.FOLDER)]
+            options = ["-std=c++17", "-ptx", f"-arch=compute_{architecture}", *DEFINITIONS, *_include_options(source)]
             run = run_program(str(path), *options, str(source), "-o", str(result), timeout_s=TIMEOUT_S)
             if run.problem:
                 raise LibraryError(
@@ -217,7 +220,7 @@ def _compile_with_nvrtc(nvrtc: Any, headers: Path, source: Path, architecture: i
     try:
         # headers shared with the CPU kernels have functions without a side; here there is only one
         options = ["-default-device", "--std=c++17", f"--gpu-architecture=compute_{architecture}", *DEFINITIONS]
-        options += [f"-I{sources.FOLDER}", f"-I{headers}"]
+        options += [*_include_options(source), f"-I{headers}"]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if int(status):
             _, size = nvrtc.nvrtcGetProgramLogSize(program)
@@ -233,6 +236,11 @@ def _compile_with_nvrtc(nvrtc: Any, headers: Path, source: Path, architecture: i
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return ptx.rstrip(b"\0").decode()
+
+
+def _include_options(source: Path) -> list[str]:
+    """Sources name ours below our folder, and those of their own operator beside it."""
+    return [f"-I{folder}" for folder in dict.fromkeys((sources.FOLDER, source.parents[1]))]
 
 
 def _key(op: Op, compiler: PtxCompiler, architecture: int) -> str:

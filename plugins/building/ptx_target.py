@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from effexport.plugins.building.library import LibraryError
+from effexport.plugins.errors import LibraryError
 
 # What PTX is made for. 75 is Turing, the oldest GPU that the kernel library and TensorRT 11 support. From 80 on, GPUs
 # copy to shared memory in the background, multiply bfloat16 on tensor cores, and float16 in half as many instructions.

@@ -11,11 +11,21 @@ import msgspec
 Record = TypeVar("Record")
 
 
+class BuiltOperator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An operator of the user's in a library: its row, and whether it has a CUDA kernel there."""
+
+    torch_name: str
+    onnx_name: str
+    element_types: tuple[str, ...]
+    cuda: bool
+
+
 class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Contents of build.json, the record of the library beside it.
 
     header_version is ORT_API_VERSION. compiler and nvcc are commands with their versions; for a library without CUDA
     kernels nvcc is None and cuda_architectures is empty. flags are the environment variables that CMake reads.
+    operators: those of the user's, besides ours.
     """
 
     key: str
@@ -31,6 +41,7 @@ class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float
     sha256: str
     bytes: int
+    operators: tuple[BuiltOperator, ...] = ()
 
     @property
     def has_cuda(self) -> bool:
@@ -38,11 +49,12 @@ class BuildInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An installation's choice of a build, made by `effexport plugins build`."""
+    """An installation's choice of a build, made by `effexport plugins build`. folders: those given by --with."""
 
     installation: str
     key: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]+$")]
     selected_ns: int
+    folders: tuple[str, ...] = ()
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:

@@ -1,11 +1,15 @@
-"""The native sources of the kernel library: which files they are, and their hash."""
+"""The native sources of the kernel library: which files they are, and their hash.
+
+`operators` are those of users; ours are always part of the library.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
-from effexport.plugins.ops import OPS
+from effexport.plugins.ops import OPS, Op
 
 # where this installation keeps them; builds are remembered by it
 FOLDER = Path(__file__).resolve().parents[1]
@@ -28,6 +32,7 @@ SHARED_FILES = (
     "native/vector_elements.h",
     "native/workspace.h",
 )
+NATIVE_SUFFIXES = (".h", ".cc", ".cu")
 FILES_PER_OP = ("kernel.h", "kernel_cpu.cc", "kernel_cuda.cu", "ort.cc")
 
 
@@ -47,11 +52,19 @@ def missing_sources() -> list[str]:
     return [name for name in required_sources() if not (FOLDER / name).is_file()]
 
 
-def source_hash() -> str:
+def include_folder(op: Op) -> Path:
+    """The folder below which the operator's sources name each other."""
+    return op.user_folder.parent if op.package else FOLDER
+
+
+def source_hash(operators: Iterable[Op] = ()) -> str:
     """SHA-256 over names and contents. A missing file is hashed as missing, so this never raises."""
     digest = hashlib.sha256()
-    for name in all_sources():
-        path = FOLDER / name
+    files = [(name, FOLDER / name) for name in all_sources()]
+    for op in operators:
+        own = sorted(path for path in op.user_folder.iterdir() if path.suffix in NATIVE_SUFFIXES)
+        files += [(f"{op.torch_name}/{path.name}", path) for path in own]
+    for name, path in files:
         content = path.read_bytes() if path.is_file() else None
         digest.update(f"{name}\0{-1 if content is None else len(content)}\0".encode())
         digest.update(content or b"")

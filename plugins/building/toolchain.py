@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from effexport.plugins.building.library import LibraryError
 from effexport.plugins.building.programs import first_line, run_program
+from effexport.plugins.errors import LibraryError
 
 OLDEST_CMAKE = (3, 24)
 # GPU generations for which machine code is compiled if nvcc knows them

@@ -6,7 +6,8 @@
 
 #include "native/ort_op.h"
 
-// ort_ops.inc, which CMakeLists.txt writes, has EFFEXPORT_OP(folder) for every row of OPS in __init__.py.
+// ort_ops.inc, which CMakeLists.txt writes, has EFFEXPORT_OP(folder) for every row of OPS in ops.py, and for every
+// operator of the user's.
 #define EFFEXPORT_OP(op)                   \
   namespace effexport::op {                \
   void add_to(Ort::CustomOpDomain& domain); \

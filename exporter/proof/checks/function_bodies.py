@@ -16,7 +16,7 @@ import numpy as np
 
 from effexport.errors import EffexportError, StageError, UserError
 from effexport.export.onnx_graph import load_graph
-from effexport.plugins.ops import OPS
+from effexport.plugins.known_ops import known_ops
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import METRIC, Check, Worst, function_body_of, judged, not_run
 from effexport.proof.inputs.operators import operator_inputs, rounded_anew
@@ -44,8 +44,8 @@ def check_function_bodies(model: Path, spec: BuildSpec) -> list[Check]:
 def check_function_body(op: str, uses: Sequence[OperatorUse]) -> Check:
     """The worst result of a body over all uses of its operator, or the first failure."""
     kind = function_body_of(op)
-    if op not in OPS:
-        return not_run(kind, "this release of effexport does not know the operator")
+    if op not in known_ops():
+        return not_run(kind, "neither this release of effexport nor an installed package knows the operator")
     if not uses[0].has_body:
         detail = "the file has no body of this operator: only ONNX Runtime with the kernel library can run it"
         return Check(kind, CaseLabel("the file"), "functions", "failed", detail=detail)
@@ -64,7 +64,11 @@ def check_function_body(op: str, uses: Sequence[OperatorUse]) -> Check:
 
 def compared(use: OperatorUse, kind: str) -> Iterator[Check]:
     """One check for each of the operator's inputs. A body that does not run has failed."""
-    cases = list(operator_inputs(use.node.op_type, use.attributes, use.dtype))
+    try:
+        cases = list(operator_inputs(use.node.op_type, use.attributes, use.dtype))
+    except UserError as error:
+        yield not_run(kind, str(error))
+        return
     label = CaseLabel("its nodes")
     try:
         defined = definition(use, cases[0][1])

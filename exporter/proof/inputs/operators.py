@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effexport.dtypes import numpy_dtype
+from effexport.errors import UserError
+from effexport.plugins.known_ops import known_ops
+from effexport.plugins.ops import Op
 from effexport.proof.tolerances import UNIT_ROUNDOFF
 
 if TYPE_CHECKING:
@@ -29,12 +32,26 @@ LONGEST_QUADRATIC = 4200
 def operator_inputs(op: str, attributes: Attributes, dtype: str) -> Iterator[tuple[str, Inputs]]:
     """Name and inputs of each case, in the order of the operator's inputs. dtype: of the operator's type T.
 
-    attributes: of the node. Raises KeyError for an operator without a row in the table.
+    attributes: of the node. An operator of a user has them in its op.py, as `proof_inputs`.
+    Raises UserError for one that has none, or without PyTorch.
     """
     rng = np.random.default_rng(SEED)
-    for name, inputs in _INPUTS[op](rng, attributes):
+    make = _INPUTS.get(op) or proof_inputs_of(known_ops()[op])
+    for name, inputs in make(rng, attributes):
         # float64 stands for T; what is float32 whatever T is stays so
         yield name, {key: x.astype(numpy_dtype(dtype)) if x.dtype == np.float64 else x for key, x in inputs.items()}
+
+
+def proof_inputs_of(op: Op) -> Callable[[np.random.Generator, Attributes], Iterator[tuple[str, Inputs]]]:
+    """What makes the inputs for an operator of a user."""
+    try:
+        module = op.load()
+    except ImportError as error:
+        raise UserError(f"{op.package}.op does not load: {error}; expected it to, with PyTorch installed") from error
+    if not hasattr(module, "proof_inputs"):
+        raise UserError(f"{op.package}.op has no proof_inputs(rng, attributes); expected inputs to check the body with")
+    made: Callable[[np.random.Generator, Attributes], Iterator[tuple[str, Inputs]]] = module.proof_inputs
+    return made
 
 
 def rounded_anew(inputs: Mapping[str, Array], precision: str, seed: int) -> Inputs:

@@ -10,7 +10,7 @@ import numpy as np
 
 from effexport.errors import RuntimeFailedError, RuntimeUnsupportedError, StageError, Unavailable
 from effexport.export.onnx_graph import load_graph
-from effexport.plugins.ops import OPS
+from effexport.plugins.known_ops import known_ops
 from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values
 from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.proof.trace.trace import Suspect, Trace, TracedValue
@@ -97,7 +97,7 @@ def same_origins(
     custom_ops: those in the file; where others were, the body of the operator makes its outputs.
     Names are numbered by the exporter: another release of PyTorch may give them to other values.
     """
-    inlined = set(OPS) - set(custom_ops)
+    inlined = set(known_ops()) - set(custom_ops)
     made = {value: (node.op_type, module_of_node(node)) for node in model.graph.node for value in node.output}
     return {
         value: origin

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.errors import KernelWarning, UserError
-from effexport.plugins.building.library import Library, LibraryError, find_library
+from effexport.models.validation import did_you_mean
+from effexport.plugins.building.library import Library, find_library
+from effexport.plugins.errors import LibraryError
+from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN, OPS
-from effexport.runners.ort.settings import PROVIDERS, OrtSettings
+from effexport.runners.ort.settings import OTHERS, PROVIDERS, OrtSettings, implementation_per_op
 
 if TYPE_CHECKING:
     import onnx
@@ -37,7 +40,8 @@ class Kernels:
         load, which warns, or raises UserError if kernels were requested."""
         if self.library is None:
             return self
-        folders = [OPS[op].torch_name for op in self.bodies if op in OPS]
+        ops = known_ops()
+        folders = [ops[op].torch_name for op in self.bodies if op in ops]
         options.add_session_config_entry(LEFT_OUT_KEY, ",".join(folders))
         try:
             options.register_custom_ops_library(str(self.library.path))
@@ -56,7 +60,35 @@ def kernels_for(custom_ops: Sequence[str], slow: Collection[str], settings: OrtS
     bodies = tuple(op for op, how in wanted.items() if how == "body" or (how == "auto" and op in slow))
     ops = tuple(op for op in custom_ops if op not in bodies)
     library = library_for(ops, settings)
-    return Kernels(library, ops, bodies) if library else Kernels(None, (), tuple(custom_ops))
+    if library is None:
+        return Kernels(None, (), tuple(custom_ops))
+    ops = tuple(op for op in ops if has_kernel(library, op, settings))
+    return Kernels(library, ops, tuple(op for op in custom_ops if op not in ops))
+
+
+def check_operators(implementation: str, option: str = "implementation") -> None:
+    """Raise UserError if an operator that an implementation is chosen for does not exist."""
+    known = known_ops()
+    for op in implementation_per_op(implementation, option):
+        if op != OTHERS and op not in known:
+            raise UserError(
+                f"unknown operator in {option} {op!r}{did_you_mean(op, known)} Expected: {', '.join(known)}"
+            )
+
+
+def has_kernel(library: Library, op: str, settings: OrtSettings) -> bool:
+    """Whether a library has a kernel of an operator for the device: it has all of ours, and what it records of others.
+
+    Warns if it was built without the operator, and raises UserError if that kernel was requested.
+    """
+    if op in OPS or library.info is None:
+        return True
+    built = next((built for built in library.info.operators if built.onnx_name == op), None)
+    if built is None:
+        reason = f"{library.path} has no kernel of {op}; install the package of {op}, then build its kernel with"
+        fall_back((op,), settings, f"{reason}: {library.rebuild_command}")
+        return False
+    return settings.device != "cuda" or built.cuda
 
 
 def slower_on_cuda(model: onnx.ModelProto, types_of: Callable[[onnx.ModelProto], Mapping[str, ValueType]]) -> set[str]:
@@ -64,8 +96,9 @@ def slower_on_cuda(model: onnx.ModelProto, types_of: Callable[[onnx.ModelProto],
 
     types_of: `value_types`.
     """
-    nodes = [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in OPS]
-    limits = {op: limit for op in {node.op_type for node in nodes} if (limit := OPS[op].cuda_up_to) is not None}
+    ops = known_ops()
+    nodes = [node for node in model.graph.node if node.domain == DOMAIN and node.op_type in ops]
+    limits = {op: limit for op in {node.op_type for node in nodes} if (limit := ops[op].cuda_up_to) is not None}
     types = types_of(model) if limits else {}
 
     def is_within(node: onnx.NodeProto, limit: int) -> bool:
@@ -79,8 +112,10 @@ def slower_on_cuda(model: onnx.ModelProto, types_of: Callable[[onnx.ModelProto],
 def library_for(ops: Sequence[str], settings: OrtSettings) -> Library | None:
     """The kernel library for operators. Warns if bodies run because there are no kernels.
 
-    Raises UserError if the settings ask for kernels that are not built, or together with a profile.
+    Raises UserError if the settings ask for kernels that are not built, or together with a profile, or name an
+    operator that does not exist.
     """
+    check_operators(settings.implementation)
     ops = [op for op in ops if settings.implementation_of(op) != "body"]
     if settings.provider == "tensorrt-rtx" or not ops:
         return None
@@ -105,7 +140,7 @@ def library_for(ops: Sequence[str], settings: OrtSettings) -> Library | None:
         )
         return None
     elif library.outdated:
-        warn(f"{library.path} was built from other sources than these; rebuild it with: effexport plugins build")
+        warn(f"{library.path} was built from other sources than these; rebuild it with: {library.rebuild_command}")
     return library
 
 

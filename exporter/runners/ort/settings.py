@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.errors import MissingExtraError, UserError
 from effexport.models.validation import SpecError, check_field_types, did_you_mean
-from effexport.plugins.ops import OPS
 from effexport.runtimes import ORT_RUNTIMES, RUNTIMES
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ PROVIDERS: dict[str, str] = {
 # For custom operators: the faster of our kernels, if they are built, and the function bodies; our kernels or an error;
 # the function bodies of the model.
 IMPLEMENTATIONS = ("auto", "kernel", "body")
+# Stands for all operators that are not named.
+OTHERS = ""
 # ONNX Runtime starts all threads when it loads a model: more than this is a slip, unless the machine has as many cores.
 MOST_THREADS = 1024
 # ONNX Runtime keeps the number of a device in 16 bits, and reads no larger one.
@@ -65,7 +66,8 @@ class OrtSettings:
 
     def implementation_of(self, op: str) -> str:
         """What is wanted for a custom operator: "auto", "kernel" or "body"."""
-        return implementation_per_op(self.implementation).get(op, "auto")
+        chosen = implementation_per_op(self.implementation)
+        return chosen.get(op, chosen[OTHERS])
 
     @property
     def runtime(self) -> str:
@@ -114,26 +116,26 @@ class OrtSettings:
 
 def implementation_per_op(text: str, option: str = "implementation") -> dict[str, str]:
     """Operator → "auto", "kernel" or "body", from one of these words for all operators, or from a list such as
-    MaskedAttention=body,LSHSort=kernel.
+    MaskedAttention=body,LSHSort=kernel. OTHERS has that of operators that are not named.
 
-    option: what to call the text in errors. Raises UserError for an unknown operator or word.
+    option: what to call the text in errors. Raises UserError for an unknown word; `check_operators` looks at the names.
     """
 
-    def check(what: str, word: str, known: Collection[str]) -> str:
+    def check(word: str, known: Collection[str]) -> str:
         if word not in known:
-            raise UserError(f"unknown {what} {word!r}{did_you_mean(word, known)} Expected: {', '.join(known)}")
+            raise UserError(f"unknown {option} {word!r}{did_you_mean(word, known)} Expected: {', '.join(known)}")
         return word
 
     if "=" not in text:
-        check(option, text, (*IMPLEMENTATIONS, "OPERATOR=kernel,…"))
-        return dict.fromkeys(OPS, text)
+        check(text, (*IMPLEMENTATIONS, "OPERATOR=kernel,…"))
+        return {OTHERS: text}
     pairs = [part.strip().partition("=") for part in text.split(",")]
     if not all(op for op, _, _ in pairs):
         raise UserError(f"{option} {text!r} lacks an operator beside a comma or '='; expected OPERATOR=kernel,…")
-    chosen = {check(f"operator in {option}", op, OPS): check(option, how, IMPLEMENTATIONS) for op, _, how in pairs}
+    chosen = {op: check(how, IMPLEMENTATIONS) for op, _, how in pairs}
     if len(chosen) < len(pairs):
         raise UserError(f"{option} {text!r} names an operator twice; expected each at most once")
-    return chosen
+    return {OTHERS: "auto"} | chosen
 
 
 def import_onnxruntime() -> Any:

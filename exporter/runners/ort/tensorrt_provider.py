@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.engines.api import version_tuple
 from effexport.errors import KernelWarning, UserError
-from effexport.plugins.building.library import LibraryError, cache_folder
+from effexport.plugins.building.library import cache_folder
+from effexport.plugins.errors import LibraryError
 from effexport.runners.ort.settings import PROVIDERS, OrtSettings
 from effexport.runtimes import RUNTIMES
 

@@ -526,7 +526,6 @@ def test_a_library_that_cannot_leave_out_kernels_is_said(with_kernels: FakeOrt) 
     [
         ("bodies", "unknown implementation 'bodies'.* Expected: auto, kernel, body, OPERATOR=kernel"),
         ("LSHSort=bodies", "unknown implementation 'bodies'.* Expected: auto, kernel, body"),
-        ("LSHSorts=body", "unknown operator in implementation 'LSHSorts'. Expected: IterativePinv, "),
         ("LSHSort=body,LSHSort=kernel", "names an operator twice"),
         ("LSHSort=body,", "implementation 'LSHSort=body,' lacks an operator beside a comma or '='"),
         ("=body", "implementation '=body' lacks an operator beside a comma or '='"),
@@ -535,3 +534,9 @@ def test_a_library_that_cannot_leave_out_kernels_is_said(with_kernels: FakeOrt) 
 def test_an_implementation_that_cannot_be_understood_is_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         OrtSettings(implementation=text)
+
+
+def test_an_implementation_of_an_operator_that_does_not_exist_is_refused() -> None:
+    settings = OrtSettings(implementation="LSHSorts=body")
+    with pytest.raises(UserError, match=r"unknown operator in implementation 'LSHSorts'.* Expected: IterativePinv, "):
+        kernels.library_for(("LSHSort",), settings)
