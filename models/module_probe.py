@@ -263,7 +263,7 @@ def attention_layers(module: nn.Module) -> list[Any]:
 
 
 def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> dict[str, int]:
-    """How many nodes of each custom operator a model becomes: how often it calls them."""
+    """How many nodes of each of our operators a model becomes: how often it calls them."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -280,8 +280,9 @@ def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if func.namespace == "effexport":
-                calls[names[func._schema.name.partition("::")[2]]] += 1
+            name = func._schema.name.partition("::")[2]
+            if func.namespace == "effexport" and name in names:
+                calls[names[name]] += 1
             return func(*args, **(kwargs or {}))
 
     # operators that are a part of the unfused formulas are called only where gradients are wanted
