@@ -173,8 +173,10 @@ def as_exported(tensor: Tensor) -> Tensor:
 
 
 def guessed_dims(tensors: Mapping[str, Tensor]) -> dict[str, Dims]:
-    """The first axis of what has the first axis of the first input is the batch; and the second is the sequence, of
-    vectors [batch, seq, channels], of indices and of masks [batch, seq], if it has the size that the first of them has.
+    """The first axis of what has the first axis of the first input is the batch.
+
+    The second axis of vectors [batch, seq, channels] and of indices [batch, seq] is the sequence; that of other inputs,
+    and every axis of masks, if it has the same size.
     """
     first = next(iter(tensors.values()))
     batch = first.shape[0] if first.ndim else None
@@ -184,8 +186,10 @@ def guessed_dims(tensors: Mapping[str, Tensor]) -> dict[str, Dims]:
         named: list[int | str] = list(tensor.shape)
         if tensor.ndim and tensor.shape[0] == batch:
             named[0] = "batch"
-            if is_sequence(tensor) and tensor.shape[1] == lengths[0]:
-                named[1] = "seq"
+            of_mask = not tensor.is_floating_point() and "mask" in name
+            for axis in range(1, tensor.ndim if of_mask else min(tensor.ndim, 2)):
+                if lengths and tensor.shape[axis] == lengths[0]:
+                    named[axis] = "seq"
         dims[name] = tuple(named)
     return dims
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from effexport.models.adapters.adapter import qualified_name
-from effexport.models.adapters.remarks import remarks_on
-from effexport.models.adapters.replace import Adapted, with_our_layers
+from effexport.models.adapters.remarks import named, remarks_on
+from effexport.models.adapters.replace import Adapted, frozen, with_our_layers
 from effexport.models.model_spec import Dims, longer_length, shape_of
 from effexport.models.module_inputs import (
     ModuleInput,
@@ -91,6 +91,7 @@ def model_and_spec(
     given = next(calling.candidates(original, name, (1,)), None) if calling != Calling() else None
     wanted = seq_len or (given.sizes.get("seq") if given is not None else None)
     adapted = with_our_layers(original, wanted or DEFAULT_SEQ_LEN)
+    adapted.module.requires_grad_(False)
     notes += (*remarks_on(original, adapted), *shared_note(original, adapted.replaced))
     specs = [layer.spec for layer in attention_layers(adapted.module)]
     limit = min((spec.max_seq_len for spec in specs if spec.max_seq_len is not None), default=None)
@@ -140,6 +141,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         longest, inputs = tuned, replace(inputs, sizes={**inputs.sizes, "seq": tuned}).without_seq()
         outputs = {key: at_length(dims, tuned) for key, dims in outputs.items()}
         probe = Probe(module, name, inputs)
+    check_repeatable(original, adapted, Probe(original, name, inputs), tuned)
     found = probe.run(1, probe_length(module, tuned) if is_free else tuned)
     inputs = replace(inputs, inputs=tuple(with_range(one, inputs, original) for one in inputs.inputs))
     mask = next((one for one in inputs.inputs if one.mask), None)
@@ -170,6 +172,61 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         remarks=subject.notes,
     )
     return UserModel(original, adapted, inputs.examples), spec
+
+
+def check_repeatable(original: CalledByPosition, adapted: Adapted, probe: Probe, tuned: int) -> None:
+    """Raise SpecError for an original that gives other answers to the same inputs, with the first layer that does."""
+    import torch
+
+    results: list[dict[str, list[Tensor]]] = []
+    tensors = list(probe.inputs.tensors(probe.sizes(1, tuned)))
+    for _ in range(2):
+        # what it raises is reported where lengths are tried
+        quiet = contextlib.suppress(Exception)
+        with quiet, frozen(original, adapted), recorded_results(original) as found, torch.inference_mode():
+            results.append(found)
+            original(*tensors)
+    for path, first in results[0].items():
+        second = results[1].get(path, [])
+        if not all(close(a, b) for a, b in zip(first, second, strict=False)):
+            raise SpecError(
+                f"{probe.name} gives another answer in every run, and the first layer that does is "
+                f"{named(original, path)}: it draws random numbers or keeps a state; expected answers that depend on "
+                "the inputs alone: draw the numbers once, and store them in a buffer"
+            )
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether two runs gave the same, but for rounding: PyTorch need not add up in the same order twice."""
+    import torch
+
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    scale = float(b.square().mean().sqrt()) if b.numel() else 0.0
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-4 * scale, equal_nan=True)
+
+
+@contextlib.contextmanager
+def recorded_results(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """The tensors that every submodule returns during the block, by path, in the order in which they end."""
+    import torch
+
+    results: dict[str, list[Tensor]] = {}
+
+    def recorder(path: str) -> Any:
+        def record(child: nn.Module, inputs: object, output: object) -> None:
+            parts = output if isinstance(output, tuple | list) else (output,)
+            tensors = [part.detach().clone() for part in parts if isinstance(part, torch.Tensor)]
+            results.setdefault(path, []).extend(tensors)
+
+        return record
+
+    handles = [child.register_forward_hook(recorder(path)) for path, child in module.named_modules()]
+    try:
+        yield results
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def with_range(one: ModuleInput, inputs: ModuleInputs, original: CalledByPosition) -> ModuleInput:
@@ -209,7 +266,7 @@ def rows_selected(name: str, inputs: ModuleInputs, original: CalledByPosition) -
 def copied(model: nn.Module, name: str) -> nn.Module:
     """A copy in float32 and in evaluation mode. Raises SpecError for a model that cannot be copied."""
     try:
-        return copy.deepcopy(model).float().eval()
+        return copy.deepcopy(model).float().eval().requires_grad_(False)
     except Exception as error:  # whatever the user's code raises
         raise SpecError(
             f"{name} cannot be copied ({type(error).__name__}: {' '.join(str(error).split())}); expected a module "

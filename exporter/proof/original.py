@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
-import numpy as np
-import torch
 
 from effexport.dtypes import numpy_dtype
 from effexport.errors import StageError
 from effexport.export.onnx_from_module import at_precision
+from effexport.models.adapters.remarks import named
 from effexport.models.adapters.replace import frozen
+from effexport.models.module_probe import recorded_results
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.answers import FLOAT64_CASES, Answers, with_hash_noise
 from effexport.proof.cases import Case
@@ -28,8 +25,6 @@ from effexport.proof.warm_up import warm_up
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from effexport.dtypes import Array
     from effexport.models.user_model import UserModel
 
@@ -109,18 +104,7 @@ class Original:
                 ours = run_module(self._user.module, self._spec, case.inputs)
             return {"outputs": outputs, "buckets": dict(own), "margins": dict(margins), "ours": ours}
 
-        try:
-            answer = self._runs.answer(case.label, compute)
-        except StageError as error:
-            layer = first_random_layer(self._user, self._spec, case)
-            if not layer:
-                raise
-            raise StageError(
-                STAGE,
-                f"{self._name} gives another answer in every run, and the first layer that does is {layer}: it draws "
-                "random numbers or keeps a state; expected a model whose answer depends on its inputs alone: draw the "
-                "numbers once, and store them in a buffer",
-            ) from error
+        answer = self._runs.answer(case.label, compute)
         full = dataclasses.replace(
             case, outputs=answer["outputs"], buckets=answer["buckets"], margins=answer["margins"]
         )
@@ -145,59 +129,15 @@ class Original:
         return outputs, buckets | {bucket_name(path): value.numpy() for path, value in drawn.items()}
 
 
-def first_random_layer(user: UserModel, spec: BuildSpec, case: Case) -> str:
-    """The path of the first submodule of the original whose result changes from run to run; "" if there is none."""
-    paths = [path for path, _ in user.original.named_modules()]
-
-    def results() -> Mapping[str, list[Array]]:
-        with frozen(user.original, user.adapted), recorded_results(user.original, paths) as found:
-            run_module(user.original, spec, case.inputs)
-        return found
-
-    first, second = results(), results()
-    for path, arrays in first.items():
-        if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(arrays, second[path], strict=True)):
-            return named_layer(user, path)
-    return ""
-
-
 def first_other_layer(user: UserModel, spec: BuildSpec, case: Case) -> str:
-    """The path of the replaced layer whose result in our copy is first to differ from that in the original."""
-    paths = list(user.adapted.replaced)
-    with frozen(user.original, user.adapted), recorded_results(user.original, paths) as wanted:
+    """The replaced layer whose result in our copy is first to differ from that in the original; "" if there is none."""
+    with frozen(user.original, user.adapted), recorded_results(user.original) as wanted:
         run_module(user.original, spec, case.inputs)
-    with given_buckets(user.module, case.buckets), recorded_results(user.module, paths) as found:
+    with given_buckets(user.module, case.buckets), recorded_results(user.module) as found:
         run_module(user.module, spec, case.inputs)
     limit = reference_limit(spec).value
-    for path, arrays in wanted.items():
-        pairs = zip(found.get(path, []), arrays, strict=False)
-        if any(not value_error(actual, expected) <= limit for actual, expected in pairs):
-            return named_layer(user, path)
+    for path in [path for path in wanted if path in user.adapted.replaced]:
+        pairs = zip(found.get(path, []), wanted[path], strict=False)
+        if any(not value_error(actual.numpy(), expected.numpy()) <= limit for actual, expected in pairs):
+            return named(user.original, path)
     return ""
-
-
-def named_layer(user: UserModel, path: str) -> str:
-    kind = type(user.original.get_submodule(path)) if path else type(user.original)
-    return f"{path or 'the model itself'} ({kind.__module__}.{kind.__qualname__})"
-
-
-@contextmanager
-def recorded_results(module: nn.Module, paths: list[str]) -> Iterator[Mapping[str, list[Array]]]:
-    """What the submodules at these paths return during the block, in the order in which they end."""
-    results: dict[str, list[Array]] = {}
-    handles = []
-    for path in paths:
-
-        def record(child: nn.Module, inputs: object, output: object, path: str = path) -> None:
-            parts = output if isinstance(output, tuple | list) else (output,)
-            tensors: list[Tensor] = [part for part in parts if isinstance(part, torch.Tensor)]
-            results.setdefault(path, []).extend(tensor.detach().numpy().copy() for tensor in tensors)
-
-        child = dict(module.named_modules(remove_duplicate=False)).get(path)
-        if child is not None:
-            handles.append(child.register_forward_hook(record))
-    try:
-        yield results
-    finally:
-        for handle in handles:
-            handle.remove()
