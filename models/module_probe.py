@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 PROBE_BATCH, PROBE_SEQ_LEN = 3, 37
 # The length to export for if neither the user nor a layer says one.
 DEFAULT_SEQ_LEN = 1024
-# How many times the exported length is tried, in search of a limit: attention may need memory that is quadratic in it.
-FURTHEST = 4
+# The longest sequence that is tried in search of a limit: attention may need memory that is quadratic in it.
+FURTHEST = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def model_and_spec(
     wanted = seq_len or (given.sizes.get("seq") if given is not None else None)
     adapted = with_our_layers(original, wanted or DEFAULT_SEQ_LEN)
     adapted.module.requires_grad_(False)
-    notes += (*remarks_on(original, adapted), *shared_note(original, adapted.replaced))
+    notes += shared_note(original, adapted.replaced)
     specs = [layer.spec for layer in attention_layers(adapted.module)]
     limit = min((spec.max_seq_len for spec in specs if spec.max_seq_len is not None), default=None)
     tuned = tuned_length(specs, name, wanted, limit)
@@ -149,15 +149,16 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         (spec for spec in subject.specs if spec.is_hashed), (*subject.specs, PyTorchSpec(seq_len=tuned))[0]
     )
     types = {one.name: one.dtype for one in inputs.inputs} | element_types(found)
-    counts = {fused: operator_calls(module, probe, tuned, fused) for fused in (True, False)}
+    calls = {fused: operator_calls(module, probe, tuned, fused) for fused in (True, False)}
+    remarks = (*subject.notes, *remarks_on(subject.original, adapted, calls[True].turned))
     spec = ModuleSpec(
         vocab_size=max([2, *(one.high or 0 for one in inputs.inputs if one.name == "input_ids")]),
         seq_len=tuned,
         module=name,
         attention_fields=attention.to_dict(),
         attention_layers=max(1, len(subject.specs)),
-        fused_op_counts=counts[True],
-        unfused_op_counts=counts[False],
+        fused_op_counts=calls[True].operators,
+        unfused_op_counts=calls[False].operators,
         input_dims={one.name: one.dims for one in inputs.inputs},
         output_dims=outputs,
         longest=longest,
@@ -169,7 +170,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         mask="" if mask is None else mask.name,
         mask_ignores=mask is not None and mask.mask == "ignore",
         replaced={path: qualified_name(subject.original.get_submodule(path)) for path in adapted.replaced},
-        remarks=subject.notes,
+        remarks=remarks,
     )
     return UserModel(original, adapted, inputs.examples), spec
 
@@ -216,8 +217,9 @@ def recorded_results(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     def recorder(path: str) -> Any:
         def record(child: nn.Module, inputs: object, output: object) -> None:
             parts = output if isinstance(output, tuple | list) else (output,)
-            tensors = [part.detach().clone() for part in parts if isinstance(part, torch.Tensor)]
-            results.setdefault(path, []).extend(tensors)
+            # nested tensors, which PyTorch's own encoder uses inside, cannot be compared
+            plain = [part for part in parts if isinstance(part, torch.Tensor) and not part.is_nested]
+            results.setdefault(path, []).extend(part.detach().clone() for part in plain)
 
         return record
 
@@ -319,11 +321,21 @@ def attention_layers(module: nn.Module) -> list[Any]:
     return [child for child in module.modules() if isinstance(child, AttentionLayer)]
 
 
-def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> dict[str, int]:
-    """How many nodes of each of our operators a model becomes: how often it calls them."""
+@dataclass(frozen=True)
+class Calls:
+    """How often a model calls each of our operators, by ONNX name. turned: how many calls of
+    F.scaled_dot_product_attention are among them."""
+
+    operators: dict[str, int]
+    turned: int
+
+
+def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> Calls:
+    """How many nodes of each of our operators a model becomes."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from effexport.models.adapters.sdpa import AttentionCalls, attention_calls_as_operators
     from effexport.models.layers import fused_operators
 
     names = {op.torch_name: op.onnx_name for op in OPS.values()}
@@ -342,10 +354,11 @@ def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> 
                 calls[names[name]] += 1
             return func(*args, **(kwargs or {}))
 
+    as_operators = attention_calls_as_operators() if fused else contextlib.nullcontext(AttentionCalls())
     # operators that are a part of the unfused formulas are called only where gradients are wanted
-    with fused_operators(module, fused), torch.set_grad_enabled(not fused), Counting():  # type: ignore[no-untyped-call]
+    with as_operators as attention, fused_operators(module, fused), torch.set_grad_enabled(not fused), Counting():  # type: ignore[no-untyped-call]
         module(*probe.inputs.tensors(probe.sizes(1, min(tuned, PROBE_SEQ_LEN) if probe.is_free else tuned)))
-    return dict(calls)
+    return Calls(dict(calls), attention.turned)
 
 
 @dataclass(frozen=True)
@@ -408,14 +421,15 @@ class Probe:
     def longest(self, outputs: dict[str, Dims], tuned: int, limit: int | None) -> int | None:
         """The most tokens that the module takes, at least `tuned`; None if no limit was found.
 
-        limit: that of its layers. Without one, a longer sequence than `tuned` is tried, and one token more than each
-        size of a parameter or buffer, which may be a number of positions.
+        limit: that of its layers. Without one, a longer sequence than `tuned` is tried, one token more than each size
+        of a parameter or buffer, which may be a number of positions, and four times as many tokens.
         """
         works, fails = tuned, longer_length(tuned) if limit is None else limit
         if works == fails or self.follows(outputs, fails):
             if limit is not None:
                 return limit
-            sizes = [size + 1 for size in self.sizes_of_weights() if fails <= size < FURTHEST * tuned]
+            sizes = [size + 1 for size in self.sizes_of_weights() if fails <= size < FURTHEST]
+            sizes += [4 * tuned] * (4 * tuned <= FURTHEST)
             works, fails = fails, next((size for size in sizes if not self.follows(outputs, size)), 0)
             if not fails:
                 return None

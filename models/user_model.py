@@ -47,6 +47,9 @@ class CalledByPosition(nn.Module):
         outputs = named_outputs(self._model(*first, **named, **self._constants))
         return {f"{key}_out" if key in self._names else key: value for key, value in outputs.items()}
 
+    def get_submodule(self, target: str) -> nn.Module:
+        return self._model.get_submodule(target)
+
     def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
         """Those of the model, with the model itself as the first: it may be a layer of ours."""
         yield from self._model.named_modules(*args, **options)

@@ -121,6 +121,7 @@ def program_from_module(
     """The traced graph, as ONNX and as PyTorch's program, with the names and dynamic dimensions of the signature."""
     import torch
 
+    from effexport.models.adapters.sdpa import attention_calls_as_operators
     from effexport.models.layers import fused_operators
 
     dynamic = [
@@ -131,7 +132,10 @@ def program_from_module(
         getattr(torch.ops.effexport, op.torch_name).default: op.load().SIGNATURE.onnx_translation()
         for op in declared_ops()
     }
-    with quiet_exporter(), without_shape_cache(), fused_operators(module, spec.fused):
+    calls: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if isinstance(spec.model, ModuleSpec) and spec.fused:
+        calls = attention_calls_as_operators()
+    with quiet_exporter(), without_shape_cache(), fused_operators(module, spec.fused), calls:
         try:
             program = torch.onnx.export(
                 module,

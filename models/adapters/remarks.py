@@ -27,14 +27,18 @@ RESEMBLES: tuple[tuple[tuple[str, ...], str], ...] = (
 PARTS = ("dropout", "norm", "output", "mask", "config", "embedding", "block", "encoder", "decoder", "transformer")
 
 
-def remarks_on(original: nn.Module, adapted: Adapted) -> tuple[str, ...]:
-    """Every sentence on the layers of a model that concerns the user."""
+def remarks_on(original: nn.Module, adapted: Adapted, turned: int) -> tuple[str, ...]:
+    """Every sentence on the layers of a model that concerns the user.
+
+    turned: how many calls of F.scaled_dot_product_attention became an operator of ours.
+    """
     return (
         *replaced_remarks(original, adapted.replaced),
         *drawn_remarks(original, adapted.replaced),
         *version_remarks(original, adapted.replaced),
         *(f"{named(original, path)} is exported as PyTorch has it: {why}." for path, why in adapted.kept.items()),
-        *unknown_remarks(original, adapted),
+        *turned_remarks(turned),
+        *unknown_remarks(original, adapted, "softmax" if turned else ""),
     )
 
 
@@ -78,8 +82,17 @@ def version_remarks(original: nn.Module, replaced: Mapping[str, nn.Module]) -> I
             )
 
 
-def unknown_remarks(original: nn.Module, adapted: Adapted) -> Iterator[str]:
-    """One sentence for each class that looks like attention and is neither known nor ours."""
+def turned_remarks(turned: int) -> Iterator[str]:
+    if turned:
+        calls = "1 call" if turned == 1 else f"{turned} calls"
+        yield f"{calls} of F.scaled_dot_product_attention run as effexport's softmax attention."
+
+
+def unknown_remarks(original: nn.Module, adapted: Adapted, turned: str) -> Iterator[str]:
+    """One sentence for each class that looks like attention and is neither known nor ours, nor holds such a layer.
+
+    turned: the variant whose calls became operators wherever they are, so that its classes need no sentence.
+    """
     from effexport.models.layers import AttentionLayer
 
     by_class: dict[str, list[str]] = {}
@@ -89,7 +102,7 @@ def unknown_remarks(original: nn.Module, adapted: Adapted) -> Iterator[str]:
             continue
         if isinstance(child, AttentionLayer):
             inside.add(path)
-        elif resembled(child):
+        elif resembled(child) not in ("", turned) and not any(other.startswith(path) for other in inside):
             by_class.setdefault(qualified_name(child), []).append(path)
             inside.add(path)
     for name, paths in by_class.items():
