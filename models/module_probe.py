@@ -28,6 +28,7 @@ from effexport.models.user_model import (
     UserModel,
     called_by_position,
     check_model,
+    recorded_results,
     shared_note,
     training_note,
     unwrapped,
@@ -205,30 +206,6 @@ def close(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     scale = float(b.square().mean().sqrt()) if b.numel() else 0.0
     return torch.allclose(a, b, rtol=1e-4, atol=1e-4 * scale, equal_nan=True)
-
-
-@contextlib.contextmanager
-def recorded_results(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """The tensors that every submodule returns during the block, by path, in the order in which they end."""
-    import torch
-
-    results: dict[str, list[Tensor]] = {}
-
-    def recorder(path: str) -> Any:
-        def record(child: nn.Module, inputs: object, output: object) -> None:
-            parts = output if isinstance(output, tuple | list) else (output,)
-            # nested tensors, which PyTorch's own encoder uses inside, cannot be compared
-            plain = [part for part in parts if isinstance(part, torch.Tensor) and not part.is_nested]
-            results.setdefault(path, []).extend(part.detach().clone() for part in plain)
-
-        return record
-
-    handles = [child.register_forward_hook(recorder(path)) for path, child in module.named_modules()]
-    try:
-        yield results
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def with_range(one: ModuleInput, inputs: ModuleInputs, original: CalledByPosition) -> ModuleInput:

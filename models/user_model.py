@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,3 +192,25 @@ def shared_note(model: nn.Module, replaced: Mapping[str, nn.Module]) -> tuple[st
         if len(places) > 1 and any(place.startswith(f"{path}.") for place in places for path in replaced):
             return (f"{places[0]} and {places[1]} are one tensor; the exported file may hold it twice.",)
     return ()
+
+
+@contextmanager
+def recorded_results(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """The tensors that every submodule returns during the block, by path, in the order in which they end."""
+    results: dict[str, list[Tensor]] = {}
+
+    def recorder(path: str) -> Any:
+        def record(child: nn.Module, inputs: object, output: object) -> None:
+            parts = output if isinstance(output, tuple | list) else (output,)
+            # nested tensors, which PyTorch's own encoder uses inside, cannot be compared
+            plain = [part for part in parts if isinstance(part, torch.Tensor) and not part.is_nested]
+            results.setdefault(path, []).extend(part.detach().clone() for part in plain)
+
+        return record
+
+    handles = [child.register_forward_hook(recorder(path)) for path, child in module.named_modules()]
+    try:
+        yield results
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -10,8 +10,8 @@ from effexport.errors import StageError
 from effexport.export.onnx_from_module import at_precision
 from effexport.models.adapters.remarks import named
 from effexport.models.adapters.replace import frozen
-from effexport.models.module_probe import recorded_results
 from effexport.models.module_spec import ModuleSpec
+from effexport.models.user_model import recorded_results
 from effexport.proof.answers import FLOAT64_CASES, Answers, with_hash_noise
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import METRIC, Check, Kind, judged, not_run

@@ -78,7 +78,8 @@ def test_learned_positions_limit_the_length() -> None:
     assert spec_from_module(OneLayer(AFTFullSpec(dim=32, heads=2, seq_len=50)), "mine").max_seq_len == 50
     # of the layer, and of the module itself
     assert spec_from_module(WithPositions(64), "mine").max_seq_len == 64
-    assert spec_from_module(WithPositions(500), "mine").max_seq_len is None
+    assert spec_from_module(WithPositions(500), "mine").max_seq_len == 500
+    assert spec_from_module(WithPositions(9000), "mine").max_seq_len is None
     with pytest.raises(SpecError, match=r"fails on 1 × 65 tokens: index .*give a length that .* with --seq-len"):
         spec_from_module(WithPositions(64), "mine", 65)
     # of both: the layer takes 128 tokens, the module 64
