@@ -7,6 +7,7 @@ from effexport.models.adapters import (
     labml_nn,
     linear_attention_transformer,
     nystrom_attention,
+    reformer_pytorch,
     torch_layers,
     transformers_layers,
 )
@@ -17,6 +18,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     labml_nn.ADAPTER,
     linear_attention_transformer.ADAPTER,
     nystrom_attention.ADAPTER,
+    reformer_pytorch.ADAPTER,
     torch_layers.ADAPTER,
     transformers_layers.ADAPTER,
 )
