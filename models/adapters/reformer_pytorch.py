@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError, qualified_name
-from effexport.models.layers import keep_from_mask, merge_heads
+from effexport.models.adapters.adapter import Adapter, NotExportableError, qualified_name
+from effexport.models.layers import causal_mask, keep_from_mask, merge_heads, split_heads
 from effexport.models.look_around import window_attention
 from effexport.models.lsh import LSHAttention, scaled_unit_keys
 from effexport.models.spec import LSHSpec
@@ -22,6 +23,15 @@ from effexport.models.validation import SpecError
 
 # The logit of a token's own key, a constant of the package.
 SELF_LOGIT = -5e4
+ATTENTION = "reformer_pytorch.reformer_pytorch.LSHSelfAttention"
+CHUNK = "reformer_pytorch.reformer_pytorch.Chunk"
+# An attribute of copies of a layer that a model calls several times: which of the calls this one is for, and how many.
+TURN = "effexport_turn"
+
+
+def self_attention(layer: Any, seq_len: int) -> nn.Module:
+    """Ours for an LSHSelfAttention."""
+    return FullSelfAttention(layer) if layer.use_full_attn else SelfAttention(layer, seq_len)
 
 
 class SelfAttention(nn.Module):
@@ -35,7 +45,8 @@ class SelfAttention(nn.Module):
     def __init__(self, layer: Any, seq_len: int) -> None:
         super().__init__()
         self.full_attn_thres: int = layer.full_attn_thres
-        self.attention = LSHAttention(spec_from_layer(layer, seq_len))
+        self.turn, self.turns = getattr(layer, TURN, (0, 1))
+        self.attention = LSHAttention(spec_from_layer(layer, seq_len).of_layer(self.turn))
         self.attention.query_key.weight = parameter(layer.toqk.weight)
         # heads that share one value projection become heads with equal ones
         self.attention.value.weight = parameter(layer.tov.weight.repeat(layer.v_head_repeats, 1))
@@ -54,72 +65,119 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """x [batch, seq, dim]; input_mask boolean [batch, seq], true = keep; pos_emb [1, seq, head_dim]: sines and
         cosines of rotary positions. unpadded_len: [1], of ours: how many tokens there were before padding."""
-        given = {"keys": keys, "input_attn_mask": input_attn_mask, "context_mask": context_mask}
-        for name, value in given.items():
-            if value is not None:
-                raise SpecError(f"LSHSelfAttention got {name}, which has no counterpart; call it without {name}")
+        refuse(keys=keys, input_attn_mask=input_attn_mask, context_mask=context_mask)
         attention, keep = self.attention, keep_from_mask(x, input_mask)
-        projected = attention.project(x)
-        sines_cosines = None if pos_emb is None else pos_emb[0].chunk(2, dim=-1)
-        context = attention.mix(projected, keep, sines_cosines)
-        if self.full_attn_thres > 0:
-            if unpadded_len is None:
-                unpadded_len = length_of(x)
-            context = torch.where(unpadded_len <= self.full_attn_thres, self.attend_to_all(projected, keep), context)
-        return attention.out(merge_heads(context))
+        qk, v = attention.project(x)
+        angles = None if pos_emb is None else pos_emb[0].chunk(2, dim=-1)
+        if self.full_attn_thres == 0:
+            context = attention.mix((qk, v), keep, angles)
+        else:
+            is_short = (length_of(x) if unpadded_len is None else unpadded_len) <= self.full_attn_thres
+            # what is not hashed has one bucket, in all runtimes
+            context = attention.mix((torch.where(is_short, 0.0, qk), v), keep, angles)
+            context = torch.where(is_short, self.of_short_sequences(qk, v, keep), context)
+        projected: Tensor = attention.out(merge_heads(context))
+        return projected
 
-    def attend_to_all(self, projected: tuple[Tensor, ...], keep: Tensor) -> Tensor:
-        """What the original computes for short sequences, without positions; meaningless for longer ones."""
+    def of_short_sequences(self, qk: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        """Attention of all pairs for at most `full_attn_thres` tokens; meaningless for longer sequences."""
         limit, seq_len = self.full_attn_thres, keep.shape[1]
-        qk, v = (F.pad(x, (0, 0, 0, limit)).narrow(2, 0, limit) for x in projected)
-        keep = F.pad(keep, (0, limit)).narrow(1, 0, limit)
-        visible = keep[:, None, None, :]
-        if self.attention.spec.causal:
-            visible = visible & torch.ones(limit, limit, dtype=torch.bool, device=keep.device).tril()
-        is_self = torch.eye(limit, dtype=torch.bool, device=keep.device)
-        context, _ = window_attention(qk, scaled_unit_keys(qk), v, visible, is_self, self_logit=SELF_LOGIT)
-        return torch.cat([context, torch.zeros_like(projected[1])], dim=2).narrow(2, 0, seq_len)
+        first_qk, first_v = (F.pad(x, (0, 0, 0, limit)).narrow(2, 0, limit) for x in (qk, v))
+        first_keep = F.pad(keep, (0, limit)).narrow(1, 0, limit)
+        context = attend_to_all(first_qk, first_v, first_keep, self.attention.spec.causal)
+        return torch.cat([context, torch.zeros_like(v)], dim=2).narrow(2, 0, seq_len)
 
     @contextmanager
     def frozen(self, original: Any, buckets: dict[str, Tensor]) -> Iterator[None]:
-        """See DrawsNumbers. The original does not hash short sequences; then the buckets are those of our hash."""
-        attention = self.attention
-        draws = OurRotations(attention)
-        hashed: list[Tensor] = []  # the original may take the heads of a batch in several parts
-        unhashed: list[Tensor] = []
+        """See DrawsNumbers. The original does not hash short sequences: their tokens all get bucket 0."""
+        spec = self.attention.spec
+        draws = OurRotations(self.attention)
+        found: list[Tensor] = []  # the original may take the heads of a batch in several parts
+        calls = itertools.count()
+        turns: list[int] = []  # of the call under way
+
+        def is_ours() -> bool:
+            return turns[-1] == self.turn
 
         def begin(module: nn.Module, args: object) -> None:
-            hashed.clear()
-            unhashed.clear()
+            turns.append(next(calls) % self.turns)
+            found.clear()
             draws.rows = 0
 
         def enter(module: nn.Module, args: object) -> None:
-            draws.__enter__()
+            if is_ours():
+                draws.__enter__()
 
         def leave(module: nn.Module, args: tuple[Tensor, ...], result: Any) -> None:
-            draws.__exit__(None, None, None)
-            if result is not None:  # None: an error passes through
-                hashed.append(layout_of_ours(result[2], attention.spec, seq_len=args[0].shape[1]))
+            if is_ours():
+                draws.__exit__(None, None, None)
+                if result is not None:  # None: an error passes through
+                    found.append(layout_of_ours(result[2], spec, seq_len=args[0].shape[1]))
 
-        def attend_to_all(module: nn.Module, args: tuple[Tensor, ...], result: object) -> None:
-            unhashed.append(args[0])
+        def attend_in_full(module: nn.Module, args: tuple[Tensor, ...], result: object) -> None:
+            heads, seq_len, _ = args[0].shape
+            padded_len = self.attention.hash.chunk_count(seq_len) * spec.chunk_length
+            found.append(torch.zeros(heads * spec.num_hashes, padded_len, dtype=torch.int32))
 
         def end(module: nn.Module, args: object, result: object) -> None:
-            if unhashed:
-                qk = torch.cat(unhashed).unflatten(0, (-1, attention.spec.heads))
-                hashed.append(attention.hash(qk, torch.ones(qk.shape[0], qk.shape[2], dtype=torch.bool)))
-            buckets["attention.hash"] = torch.cat(hashed)
+            if is_ours():
+                buckets["attention.hash"] = torch.cat(found)
 
         with ExitStack() as stack:
             for handle in (
                 original.register_forward_pre_hook(begin),
                 original.lsh_attn.register_forward_pre_hook(enter),
                 original.lsh_attn.register_forward_hook(leave, always_call=True),
-                original.full_attn.register_forward_hook(attend_to_all),
+                original.full_attn.register_forward_hook(attend_in_full),
                 original.register_forward_hook(end),
             ):
                 stack.callback(handle.remove)
             yield
+
+
+class FullSelfAttention(nn.Module):
+    """LSHSelfAttention with `use_full_attn`: attention of all pairs with shared queries and keys, without hashing and
+    without positions. It has no operator of ours, but the original's own code does not export."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        check_options(layer)
+        self.heads, self.causal, self.repeats = layer.heads, layer.full_attn.causal, layer.v_head_repeats
+        self.toqk, self.tov, self.to_out = (copy.deepcopy(part) for part in (layer.toqk, layer.tov, layer.to_out))
+
+    def forward(
+        self,
+        x: Tensor,
+        keys: Tensor | None = None,
+        input_mask: Tensor | None = None,
+        input_attn_mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        **kwargs: object,
+    ) -> Tensor:
+        """As `SelfAttention.forward`."""
+        refuse(keys=keys, input_attn_mask=input_attn_mask, context_mask=context_mask)
+        qk = split_heads(self.toqk(x), self.heads)
+        v = split_heads(self.tov(x).repeat(1, 1, self.repeats), self.heads)
+        projected: Tensor = self.to_out(merge_heads(attend_to_all(qk, v, keep_from_mask(x, input_mask), self.causal)))
+        return projected
+
+
+def attend_to_all(qk: Tensor, v: Tensor, keep: Tensor, causal: bool) -> Tensor:
+    """What the original's FullQKAttention gives tokens that are not padding: [batch, heads, seq, head_dim], as v."""
+    visible = keep[:, None, None, :]
+    if causal:
+        visible = visible & causal_mask(qk.shape[2], keep.device)
+    position = torch.arange(qk.shape[2], device=keep.device)
+    is_self = position[:, None] == position
+    context, _ = window_attention(qk, scaled_unit_keys(qk), v, visible, is_self, self_logit=SELF_LOGIT)
+    return context
+
+
+def refuse(**arguments: object) -> None:
+    """Raise SpecError for arguments of LSHSelfAttention that ours does not take."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise SpecError(f"LSHSelfAttention got {name}, which has no counterpart; call it without {name}")
 
 
 class OurRotations(TorchFunctionMode):
@@ -183,10 +241,20 @@ class ReversibleSequence(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.irrev_blocks = copy.deepcopy(layer.irrev_blocks)
-        for module in self.irrev_blocks.modules():
-            if qualified_name(module) == "reformer_pytorch.reformer_pytorch.Chunk":
-                module.chunks = 1  # type: ignore[assignment]
+        self.irrev_blocks = nn.ModuleList()
+        uses: dict[int, list[nn.Module]] = {}
+        for block in layer.irrev_blocks:
+            # one by one, so that a layer of several blocks becomes several: each of its calls has rotations of its own
+            own = copy.deepcopy(block)
+            for theirs, ours in zip(block.modules(), own.modules(), strict=True):
+                if qualified_name(ours) == CHUNK:
+                    ours.chunks = 1
+                elif qualified_name(ours) == ATTENTION:
+                    uses.setdefault(id(theirs), []).append(ours)
+            self.irrev_blocks.append(own)
+        for copies in uses.values():
+            for turn, ours in enumerate(copies):
+                setattr(ours, TURN, (turn, len(copies)))
 
     def forward(self, x: Tensor, arg_route: tuple[bool, bool] = (True, False), **kwargs: Any) -> Tensor:
         """x [batch, seq, 2 · dim]: both streams. arg_route: whether attention, and feed-forward layers, get kwargs."""
@@ -205,20 +273,23 @@ def parameter(value: Tensor) -> nn.Parameter:
     return nn.Parameter(value.detach().clone())
 
 
-def spec_from_layer(layer: Any, seq_len: int) -> LSHSpec:
-    """The spec of an LSHSelfAttention. Raises NotExportableError for options that no spec has: the layer draws random
-    numbers, so it cannot stay as it is."""
-    inner = layer.lsh_attn
+def check_options(layer: Any) -> None:
+    """Raise NotExportableError for options of an LSHSelfAttention that ours has not. The layer cannot stay as it is:
+    it draws random numbers."""
     options = {
-        "n_local_attn_heads": (layer.n_local_attn_heads, 0, "heads that attend to neighbours in the sequence"),
-        "num_mem_kv": (layer.num_mem_kv, 0, "learned keys behind the sequence"),
-        "rehash_each_round": (inner._rehash_each_round, True, "rounds that share one rotation"),
+        "n_local_attn_heads": (layer.n_local_attn_heads, 0, "heads that attend to their neighbours"),
+        "num_mem_kv": (layer.num_mem_kv, 0, "learned keys beside those of the tokens"),
+        "rehash_each_round": (layer.lsh_attn._rehash_each_round, True, "rounds that share one rotation"),
     }
     for name, (value, expected, meaning) in options.items():
         if value != expected:
             raise NotExportableError(f"{name} is {value}, and {meaning} have no counterpart; expected {expected}")
-    if layer.use_full_attn:
-        raise NotReplaceableError("use_full_attn is set, which is attention of all pairs, without hashing")
+
+
+def spec_from_layer(layer: Any, seq_len: int) -> LSHSpec:
+    """The spec of an LSHSelfAttention. Raises NotExportableError for options that no spec has."""
+    check_options(layer)
+    inner = layer.lsh_attn
     weights = layer.toqk.weight.detach()
     return LSHSpec(
         dim=layer.dim,
@@ -245,7 +316,7 @@ ADAPTER = Adapter(
     package="reformer-pytorch",
     tested=("1.4.4",),
     replacements={
-        "reformer_pytorch.reformer_pytorch.LSHSelfAttention": SelfAttention,
+        ATTENTION: self_attention,
         "reformer_pytorch.autopadder.Autopadder": lambda layer, seq_len: Autopadder(layer),
         "reformer_pytorch.reversible.ReversibleSequence": lambda layer, seq_len: ReversibleSequence(layer),
     },
