@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,8 +44,8 @@ class SelfAttention(nn.Module):
     def __init__(self, layer: Any, seq_len: int) -> None:
         super().__init__()
         self.full_attn_thres: int = layer.full_attn_thres
-        self.turn, self.turns = getattr(layer, TURN, (0, 1))
-        self.attention = LSHAttention(spec_from_layer(layer, seq_len).of_layer(self.turn))
+        self.turn: tuple[int, int] = getattr(layer, TURN, (0, 1))
+        self.attention = LSHAttention(spec_from_layer(layer, seq_len).of_layer(self.turn[0]))
         self.attention.query_key.weight = parameter(layer.toqk.weight)
         # heads that share one value projection become heads with equal ones
         self.attention.value.weight = parameter(layer.tov.weight.repeat(layer.v_head_repeats, 1))
@@ -68,7 +67,10 @@ class SelfAttention(nn.Module):
         refuse(keys=keys, input_attn_mask=input_attn_mask, context_mask=context_mask)
         attention, keep = self.attention, keep_from_mask(x, input_mask)
         qk, v = attention.project(x)
-        angles = None if pos_emb is None else pos_emb[0].chunk(2, dim=-1)
+        angles = None
+        if pos_emb is not None:
+            sines, cosines = pos_emb[0].chunk(2, dim=-1)
+            angles = sines, cosines
         if self.full_attn_thres == 0:
             context = attention.mix((qk, v), keep, angles)
         else:
@@ -93,24 +95,25 @@ class SelfAttention(nn.Module):
         spec = self.attention.spec
         draws = OurRotations(self.attention)
         found: list[Tensor] = []  # the original may take the heads of a batch in several parts
-        calls = itertools.count()
-        turns: list[int] = []  # of the call under way
+        turn, turns = self.turn
+        calls = 0
 
         def is_ours() -> bool:
-            return turns[-1] == self.turn
+            return (calls - 1) % turns == turn
 
         def begin(module: nn.Module, args: object) -> None:
-            turns.append(next(calls) % self.turns)
+            nonlocal calls
+            calls += 1
             found.clear()
             draws.rows = 0
 
         def enter(module: nn.Module, args: object) -> None:
             if is_ours():
-                draws.__enter__()
+                draws.__enter__()  # type: ignore[no-untyped-call]
 
         def leave(module: nn.Module, args: tuple[Tensor, ...], result: Any) -> None:
             if is_ours():
-                draws.__exit__(None, None, None)
+                draws.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 if result is not None:  # None: an error passes through
                     found.append(layout_of_ours(result[2], spec, seq_len=args[0].shape[1]))
 
@@ -205,7 +208,7 @@ class OurRotations(TorchFunctionMode):
 
 def layout_of_ours(buckets: Tensor, spec: LSHSpec, seq_len: int) -> Tensor:
     """[heads of a batch, rounds · seq], numbered on from round to round → int32 [heads of a batch · rounds, seq]."""
-    by_round = buckets.unflatten(1, (spec.num_hashes, seq_len))
+    by_round: Tensor = buckets.unflatten(1, (spec.num_hashes, seq_len))
     first = seq_len // spec.chunk_length * torch.arange(spec.num_hashes, device=buckets.device)
     return (by_round - first[:, None]).flatten(0, 1).to(torch.int32)
 
