@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError
-from effexport.models.layers import MultiHeadAttention, keep_from_mask, merge_heads, split_heads
+from effexport.models.layers import MultiHeadAttention, keep_from_mask, merge_heads, rotate_pairs, split_heads
 from effexport.models.linear import LinearAttention
 from effexport.models.local import LocalAttention
 from effexport.models.spec import LinearSpec, LocalSpec
@@ -48,7 +47,8 @@ class SelfAttention(nn.Module):
         pos_emb: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """x [batch, seq, dim] → the same shape; masks boolean, True = keep; pos_emb [1, seq, head_dim]."""
+        """x [batch, seq, dim] → the same shape; masks boolean, True = keep; pos_emb [1, seq, head_dim]: the sines
+        of head_dim / 2 angles, then their cosines."""
         if self.receives_context:
             assert context is not None, "this layer attends to a context; give one"
             source, mask = context, context_mask
@@ -65,7 +65,8 @@ class SelfAttention(nn.Module):
         q = split_heads(layer.query(x), heads)
         k, v = split_heads(layer.key(source), heads), split_heads(layer.value(source), heads)
         if pos_emb is not None and not self.receives_context:
-            q, k = rotated(q, pos_emb), rotated(k, pos_emb)
+            sines, cosines = pos_emb[0].chunk(2, dim=-1)
+            q, k = rotate_pairs(q, sines, cosines), rotate_pairs(k, sines, cosines)
         part: Tensor = layer.out(merge_heads(layer.mix((q, k, v), keep_from_mask(source, mask))))
         return part
 
@@ -126,16 +127,6 @@ def copy_heads(ours: MultiHeadAttention, layer: Any, first: int, end: int) -> No
         projection.weight = nn.Parameter(theirs.weight.detach()[rows].clone())
         projection.register_parameter("bias", None)  # theirs have none
     ours.out.weight = nn.Parameter(layer.to_out.weight.detach()[:, rows].clone())
-
-
-def rotated(x: Tensor, pos_emb: Tensor) -> Tensor:
-    """Rotary positions: channels 2i and 2i + 1 turn by an angle. x [batch, heads, seq, head_dim].
-
-    pos_emb [1, seq, head_dim]: the sines of the head_dim / 2 angles, then their cosines.
-    """
-    sin, cos = (torch.stack([half, half], dim=-1).flatten(-2) for half in pos_emb[0].chunk(2, dim=-1))
-    turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
-    return x * cos + turned * sin
 
 
 class Whole(nn.Module):

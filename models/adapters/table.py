@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from effexport.models.adapters import (
     aft_pytorch,
+    fast_transformers,
     labml_nn,
     linear_attention_transformer,
     nystrom_attention,
@@ -15,6 +16,7 @@ from effexport.models.adapters.adapter import Adapter, Replacement
 
 ADAPTERS: tuple[Adapter, ...] = (
     aft_pytorch.ADAPTER,
+    fast_transformers.ADAPTER,
     labml_nn.ADAPTER,
     linear_attention_transformer.ADAPTER,
     nystrom_attention.ADAPTER,
