@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".pytest_cache" / "d" / "effexport"
-NATIVE = (ROOT / "plugins", ROOT / "tests" / "plugins" / "native")
+NATIVE = (ROOT / "plugins", ROOT / "tests" / "plugins" / "native", ROOT / "examples" / "my_operator")
 
 
 def kept(name: str, decided_by: Iterable[str | Path], make: Callable[[Path], object], base: Path = FOLDER) -> Path:
