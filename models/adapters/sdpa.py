@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ def attention_calls_as_operators() -> Iterator[AttentionCalls]:
 
     These are calls that are not causal, without a mask or with one that hides the same keys from all queries and heads
     of a sample: a boolean mask [batch, 1, 1, keys], or one that PyTorch operations made of it, as the BERT family of
-    transformers does. Other calls stay PyTorch's. Works while torch.export traces (strict=False).
+    transformers 4 and 5 does. Other calls stay PyTorch's. Works while torch.export traces (strict=False).
 
     For a query without any visible key the operator averages over all keys; PyTorch returns zeros.
     """
@@ -83,6 +83,7 @@ class _Mode(TorchFunctionMode):
         self.calls = calls
         # a mask is kept with its entry, so that its id stays its own
         self.known: dict[int, _Rows] = {}
+        self.positions: dict[int, Tensor] = {}  # tensors without negative numbers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,8 +92,11 @@ class _Mode(TorchFunctionMode):
         result = func(*args, **kwargs)
         if writes(func, kwargs):
             self.forget(kwargs.get("out", args[0] if args else None))
-        elif isinstance(result, Tensor) and result.dim() == 4:
-            self.follow(func, result, args, kwargs)
+        elif isinstance(result, Tensor):
+            if is_position(func, args, kwargs, self.positions):
+                self.positions[id(result)] = result
+            elif result.dim() == 4:
+                self.follow(func, result, args, kwargs)
         return result
 
     def attention(
@@ -137,8 +141,14 @@ class _Mode(TorchFunctionMode):
 
     def follow(self, func: Any, result: Tensor, args: Any, kwargs: Any) -> None:
         """Note what is known of the result of a PyTorch function."""
-        if func is Tensor.expand and args[0].dim() == 4 and is_one_row(args[0]):
-            self.known[id(result)] = _Rows(result, args[0])
+        if func is Tensor.expand and (id(args[0]) in self.known or is_one_row(args[0])):
+            entry = self.known.get(id(args[0])) or _Rows(args[0], args[0])
+            self.known[id(result)] = _Rows(result, entry.row, hidden=entry.hidden)
+            return
+        if func is Tensor.ge and id(args[0]) in self.positions and type(args[1]) is int and args[1] == 0:
+            # how transformers 5 begins a mask that is not causal
+            true = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=result.device)
+            self.known[id(result)] = _Rows(result, true)
             return
         masks = [x for x in args if isinstance(x, Tensor) and x.dim() > 0]
         entries = [self.known.get(id(x)) for x in masks]
@@ -164,6 +174,15 @@ class _Mode(TorchFunctionMode):
         self.known = {
             key: rows for key, rows in self.known.items() if memory not in map(storage, (rows.mask, rows.row))
         }
+
+
+def is_position(func: Any, args: Any, kwargs: Any, positions: Mapping[int, Tensor]) -> bool:
+    """Whether a PyTorch function returns numbers from 0 on: positions of tokens. positions: known ones, by id."""
+    if func is torch.arange:
+        return len(args) == 1 and not kwargs.keys() & {"start", "step"}
+    if func in (Tensor.add, torch.add):
+        return id(args[0]) in positions and type(args[1]) is int and args[1] >= 0 and not kwargs
+    return func is Tensor.__getitem__ and id(args[0]) in positions
 
 
 def writes(func: Any, kwargs: Any) -> bool:

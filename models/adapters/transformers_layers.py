@@ -278,7 +278,7 @@ NYSTROMFORMER = "transformers.models.nystromformer.modeling_nystromformer"
 REFORMER = "transformers.models.reformer.modeling_reformer"
 ADAPTER = Adapter(
     package="transformers",
-    tested=("4.57",),
+    tested=("4.57", "5.23"),
     replacements={
         f"{NYSTROMFORMER}.NystromformerSelfAttention": NystromformerSelfAttention,
         f"{REFORMER}.LocalSelfAttention": LocalSelfAttention,
