@@ -1,10 +1,12 @@
-"""linear-attention-transformer: its attention layer, and the feed-forward network that works chunk by chunk."""
+"""linear-attention-transformer: its attention layer, the feed-forward network that works chunk by chunk, and axial
+positions."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError
@@ -19,24 +21,24 @@ MIN_DENOMINATOR = 1e-3
 
 
 class SelfAttention(nn.Module):
-    """Two layers of ours whose results add up: one has the heads with linear attention, one the local heads, if any.
+    """Layers of ours whose results add up: one has the heads with linear attention, one the local heads.
 
     The softmax of the keys over the sequence is their normalizer; the causal form divides by the sum of e^k instead.
     """
 
     def __init__(self, layer: Any, seq_len: int) -> None:
         super().__init__()
-        local_heads = layer.local_attn_heads
-        linear = linear_spec(layer, seq_len)
-        # the first layer of a model stands for the model in reports, so this comes before the local heads
-        self.linear = LinearAttention(linear)
-        copy_heads(self.linear, layer, local_heads, layer.heads)
-        self.linear.out.bias = nn.Parameter(layer.to_out.bias.detach().clone())
-        self.local = LocalAttention(local_spec(layer, seq_len)) if local_heads else None
-        if self.local is not None:
-            copy_heads(self.local, layer, 0, local_heads)
-            self.local.out.register_parameter("bias", None)  # the other part has it
+        local_heads, heads = layer.local_attn_heads, layer.heads
         self.receives_context = layer.receives_context
+        parts: list[MultiHeadAttention] = []
+        # the first layer of a model stands for the model in reports, so linear attention comes first
+        if local_heads < heads:
+            parts.append(with_heads(LinearAttention(linear_spec(layer, seq_len)), layer, local_heads, heads))
+        if local_heads:
+            parts.append(with_heads(LocalAttention(local_spec(layer, seq_len)), layer, 0, local_heads))
+        for part in parts[1:]:
+            part.out.register_parameter("bias", None)  # the first part has it
+        self.parts = nn.ModuleList(parts)
 
     def forward(
         self,
@@ -54,12 +56,10 @@ class SelfAttention(nn.Module):
             source, mask = context, context_mask
         else:
             source, mask = x, input_mask
-        result = self.part(self.linear, x, source, mask, pos_emb)
-        return result if self.local is None else result + self.part(self.local, x, source, mask, pos_emb)
+        first, *rest = (self.part(layer, x, source, mask, pos_emb) for layer in self.parts)
+        return sum(rest, start=first)
 
-    def part(
-        self, layer: MultiHeadAttention, x: Tensor, source: Tensor, mask: Tensor | None, pos_emb: Tensor | None
-    ) -> Tensor:
+    def part(self, layer: Any, x: Tensor, source: Tensor, mask: Tensor | None, pos_emb: Tensor | None) -> Tensor:
         """What some of the heads add to the result."""
         heads = layer.spec.heads
         q = split_heads(layer.query(x), heads)
@@ -73,14 +73,9 @@ class SelfAttention(nn.Module):
 
 def linear_spec(layer: Any, seq_len: int) -> LinearSpec:
     """The spec of the heads with linear attention."""
-    heads = layer.heads - layer.local_attn_heads
-    if not heads:
-        raise NotReplaceableError("all its heads are local, and none has linear attention")
-    if layer.receives_context and layer.local_attn_heads:
-        raise NotReplaceableError("local heads attend to a context, whose length may be another")
     common: dict[str, Any] = {
         "dim": layer.to_q.in_features,
-        "heads": heads,
+        "heads": layer.heads - layer.local_attn_heads,
         "head_dim": layer.d_heads,
         "seq_len": seq_len,
         "feature_map": "softmax",
@@ -106,6 +101,8 @@ def linear_spec(layer: Any, seq_len: int) -> LinearSpec:
 
 def local_spec(layer: Any, seq_len: int) -> LocalSpec:
     """The spec of the local heads: windows that see their neighbours."""
+    if layer.receives_context:
+        raise NotReplaceableError("local heads attend to a context, whose length may be another")
     local = layer.local_attn
     return LocalSpec(
         dim=layer.to_q.in_features,
@@ -120,13 +117,15 @@ def local_spec(layer: Any, seq_len: int) -> LocalSpec:
     )
 
 
-def copy_heads(ours: MultiHeadAttention, layer: Any, first: int, end: int) -> None:
-    """Give ours the weights of the heads from `first` to before `end`."""
+def with_heads(ours: MultiHeadAttention, layer: Any, first: int, end: int) -> MultiHeadAttention:
+    """Ours with the weights of the heads from `first` to before `end`, and with the bias of the output."""
     rows = slice(first * layer.d_heads, end * layer.d_heads)
     for projection, theirs in ((ours.query, layer.to_q), (ours.key, layer.to_k), (ours.value, layer.to_v)):
         projection.weight = nn.Parameter(theirs.weight.detach()[rows].clone())
         projection.register_parameter("bias", None)  # theirs have none
     ours.out.weight = nn.Parameter(layer.to_out.weight.detach()[:, rows].clone())
+    ours.out.bias = nn.Parameter(layer.to_out.bias.detach().clone())
+    return ours
 
 
 class Whole(nn.Module):
@@ -144,8 +143,27 @@ class Whole(nn.Module):
         return result
 
 
+class AxialPositions(nn.Module):
+    """`AxialPositionalEmbedding` as the table of all its positions, whose size tells how many tokens a model takes."""
+
+    def __init__(self, layer: Any, seq_len: int) -> None:
+        super().__init__()
+        weight = layer.weights[0]
+        with torch.no_grad():
+            table = layer(weight.new_zeros(1, layer.max_seq_len, layer.dim))
+        self.table = nn.Parameter(table[0].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] → the positions of these tokens, of the same shape and dtype."""
+        return self.table[: x.shape[1]].to(x).expand(x.shape[0], -1, -1)
+
+
 ADAPTER = Adapter(
     package="linear-attention-transformer",
     tested=("0.19.1",),
-    replacements={f"{PACKAGE}.SelfAttention": SelfAttention, f"{PACKAGE}.Chunk": Whole},
+    replacements={
+        f"{PACKAGE}.SelfAttention": SelfAttention,
+        f"{PACKAGE}.Chunk": Whole,
+        "axial_positional_embedding.axial_positional_embedding.AxialPositionalEmbedding": AxialPositions,
+    },
 )
