@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from effexport.models.spec import AttentionSpec
 
-# Sizes that tell the axes of an output apart.
+# Sizes that tell the axes of an output apart; others are taken where a parameter has the same.
 PROBE_BATCH, PROBE_SEQ_LEN = 3, 37
 # The length to export for if neither the user nor a layer says one.
 DEFAULT_SEQ_LEN = 1024
@@ -282,9 +283,13 @@ def tuned_length(specs: Sequence[AttentionSpec], name: str, seq_len: int | None,
 
 def probe_length(module: nn.Module, longest: int) -> int:
     """A length up to `longest` that is not the size of a parameter, so that it tells the axes of an output apart."""
-    sizes = {size for parameter in module.parameters() for size in parameter.shape}
+    sizes = parameter_sizes(module)
     lengths = (length for length in range(min(PROBE_SEQ_LEN, longest), 0, -1) if length not in sizes)
     return next(lengths, longest)
+
+
+def parameter_sizes(module: nn.Module) -> set[int]:
+    return {size for parameter in module.parameters() for size in parameter.shape}
 
 
 def at_length(dims: Dims, seq_len: int) -> Dims:
@@ -350,6 +355,12 @@ class Probe:
     def is_free(self) -> bool:
         return "seq" in self.inputs.axes
 
+    @property
+    def batch(self) -> int:
+        """A batch that is not the size of a parameter, such as the number of classes."""
+        sizes = parameter_sizes(self.module)
+        return next(batch for batch in itertools.count(PROBE_BATCH) if batch not in sizes)
+
     def sizes(self, batch: int, seq_len: int) -> dict[str, int]:
         """Sizes of the free axes. Those without a name of ours differ from each other, and from run to run."""
         sizes = {axis: size + batch for axis, size in self.inputs.sizes.items()} | {"batch": batch, "seq": seq_len}
@@ -362,10 +373,10 @@ class Probe:
         Raises SpecError for a module that fails at both lengths, or that returns something else than tensors.
         """
         try:
-            values = self.run(PROBE_BATCH, some)
+            values = self.run(self.batch, some)
         except ModuleFailedError:
             try:
-                return self.axes_of(self.run(PROBE_BATCH, tuned), tuned), False
+                return self.axes_of(self.run(self.batch, tuned), tuned), False
             except ModuleFailedError as last:
                 remedy = "; if it takes other lengths, give one with --seq-len" * self.is_free
                 raise ModuleFailedError(f"{last}{remedy}") from last.__cause__
@@ -387,7 +398,7 @@ class Probe:
             after = others.get(name)
             shape = None if after is None else list(after.shape)
             what = f"for 1 × {seq_len} tokens" if self.is_free else "for 1 sample"
-            before_what = f"{PROBE_BATCH} samples{' of another length' * self.is_free}"
+            before_what = f"{self.batch} samples{' of another length' * self.is_free}"
             require(
                 shape == list(shape_of(dims, sizes)),
                 f"{name} of {self.name} is {shape} {what}, but {list(before.shape)} for {before_what}; expected axes "
@@ -439,8 +450,8 @@ class Probe:
         return [tuple(value.shape) for value in values.values()] == [shape_of(d, sizes) for d in outputs.values()]
 
     def axes_of(self, values: Mapping[str, Any], seq_len: int) -> dict[str, Dims]:
-        """Axes of the outputs by name, inferred from their sizes for a batch of PROBE_BATCH."""
-        names = {size: axis for axis, size in self.sizes(PROBE_BATCH, seq_len).items()}
+        """Axes of the outputs by name, inferred from their sizes for a batch of `batch`."""
+        names = {size: axis for axis, size in self.sizes(self.batch, seq_len).items()}
         return {name: tuple(names.get(size, size) for size in value.shape) for name, value in values.items()}
 
     def run(self, batch: int, seq_len: int) -> dict[str, Tensor]:

@@ -74,6 +74,21 @@ def test_a_module_of_layers_of_any_length_has_no_limit() -> None:
     assert checkpoint_from_dict(spec.to_dict()) == spec
 
 
+@pytest.mark.parametrize("spec", [LINEAR, FIXED])
+def test_a_number_of_classes_is_not_taken_for_the_batch(spec: AttentionSpec) -> None:
+    class Classes(OneLayer):
+        def __init__(self) -> None:
+            super().__init__(spec)
+            self.heads = nn.ModuleList(nn.Linear(32, count) for count in (3, 4, 37))
+
+        def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+            states = super().forward(hidden_states, attention_mask)
+            return tuple(head(states) for head in self.heads)
+
+    outputs = spec_from_module(Classes(), "mine").outputs
+    assert [(dims[0], dims[2]) for dims in outputs.values()] == [("batch", 3), ("batch", 4), ("batch", 37)]
+
+
 def test_learned_positions_limit_the_length() -> None:
     assert spec_from_module(OneLayer(AFTFullSpec(dim=32, heads=2, seq_len=50)), "mine").max_seq_len == 50
     # of the layer, and of the module itself
