@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effexport.models.spec import AttentionSpec
+from effexport.models.spec import AttentionSpec, QueryKeySpec
 from effexport.models.validation import SpecError
 
 # What a layer remembers between the steps of a decoder: float32 tensors by name.
@@ -197,7 +197,9 @@ def fused_operators(module: nn.Module, enabled: bool) -> Iterator[None]:
 class MultiHeadAttention(AttentionLayer):
     """An attention variant on separate query, key and value projections, split into heads."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    spec: QueryKeySpec
+
+    def __init__(self, spec: QueryKeySpec) -> None:
         super().__init__(spec, spec.inner_dim)
         self.query = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
         self.key = nn.Linear(spec.dim, spec.inner_dim, bias=spec.bias)
@@ -205,9 +207,9 @@ class MultiHeadAttention(AttentionLayer):
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, each [batch, heads, seq, head_dim]."""
-        heads = self.spec.heads
-        return (
-            split_heads(self.query(hidden_states), heads),
-            split_heads(self.key(hidden_states), heads),
-            split_heads(self.value(hidden_states), heads),
-        )
+        spec = self.spec
+        q, k, v = (split_heads(linear(hidden_states), spec.heads) for linear in (self.query, self.key, self.value))
+        if spec.rotary:
+            angles = rotary_angles(hidden_states.shape[1], spec.head_size, hidden_states.device)
+            q, k = rotate_pairs(q, *angles), rotate_pairs(k, *angles)
+        return q, k, v

@@ -230,7 +230,29 @@ class AttentionSpec(ShortRepr, ABC):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SoftmaxSpec(AttentionSpec):
+class QueryKeySpec(AttentionSpec):
+    """What the variants share that compare queries with keys.
+
+    rotary: rotate queries and keys by their positions, which count from the first token, before all else.
+    """
+
+    rotary: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not self.rotary or self.head_size % 2 == 0,
+            f"rotary positions rotate pairs of channels, and a head has {self.head_size}; use an even head_dim",
+        )
+
+    @property
+    def has_decode_step(self) -> bool:
+        """A step does not know its position."""
+        return super().has_decode_step and not self.rotary
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SoftmaxSpec(QueryKeySpec):
     """Softmax attention.
 
     conv_kernel_size: taps of the depth-wise convolution over v that Nyströmformer adds (None, or 0 in a file: no
@@ -271,7 +293,7 @@ class SoftmaxSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LinearSpec(AttentionSpec):
+class LinearSpec(QueryKeySpec):
     """Linear attention. eps: added once to the denominator. chunk_length: block length of the causal form.
 
     feature_map: φ, "elu" for elu + 1. "softmax" maps queries and keys differently: queries to their softmax over the
@@ -341,7 +363,7 @@ class LinearSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class NystromSpec(AttentionSpec):
+class NystromSpec(QueryKeySpec):
     """Nyströmformer attention.
 
     num_landmarks: m, rows of the landmark matrices. pinv_iterations: part of the model, not an accuracy knob.
@@ -491,7 +513,7 @@ def without_convolution(spec: SoftmaxSpec | NystromSpec) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LookAroundSpec(AttentionSpec):
+class LookAroundSpec(QueryKeySpec):
     """Chunked attention: what the two Reformer layers share.
 
     chunk_length: tokens per chunk; each chunk also attends `num_chunks_before` chunks before and
@@ -562,11 +584,10 @@ class LSHSpec(LookAroundSpec):
     even number, for inputs of up to `max_seq_len` tokens. rotations_per_head: False: all heads share one rotation.
     pad_bucket: "last" keeps padding apart, behind all buckets; "hashed" hashes and sorts it with the rest, and a token
     that is padding sees only itself. scaled_keys: divide logits by √head_dim, with keys of length one without an
-    epsilon under the root. rotary: rotate queries and keys by their positions, after hashing. self_logit: the logit of
-    a token's own key. attend_across_buckets: False: a token sees only its own bucket (eq. 4 of the paper).
-    allow_duplicates: False: a pair that meets in several rounds counts once. As in reformer-pytorch, a pair that meets
-    across the ends of two rounds (`circular`) is not counted there, which raises its logit by log(1e9) if it meets
-    nowhere else.
+    epsilon under the root. rotary: rotates after hashing. self_logit: the logit of a token's own key.
+    attend_across_buckets: False: a token sees only its own bucket (eq. 4 of the paper). allow_duplicates: False: a pair
+    that meets in several rounds counts once. As in reformer-pytorch, a pair that meets across the ends of two rounds
+    (`circular`) is not counted there, which raises its logit by log(1e9) if it meets nowhere else.
     """
 
     variant: ClassVar[str] = "lsh"
@@ -587,17 +608,12 @@ class LSHSpec(LookAroundSpec):
     rotations_per_head: bool = True
     pad_bucket: Literal["last", "hashed"] = "last"
     scaled_keys: bool = False
-    rotary: bool = False
     self_logit: float = -1e5
     attend_across_buckets: bool = True
     allow_duplicates: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.rotary or self.head_size % 2 == 0,
-            f"rotary positions rotate pairs of channels, and a head has {self.head_size}; use an even head_dim",
-        )
         require(
             -1e8 <= self.self_logit <= 0,
             f"self_logit is {self.self_logit}; expected -1e8 to 0, between the logits of hidden and of other keys",

@@ -321,7 +321,7 @@ def test_an_unknown_field_is_answered_with_the_closest() -> None:
     # fields of one variant are unknown to another
     with pytest.raises(SpecError, match="softmax attention has no field 'num_hashes'") as caught:
         attention_spec("softmax", {"num_hashes": 8})
-    assert "Its fields: dim, heads, head_dim, seq_len, causal, bias, conv_kernel_size" in str(caught.value)
+    assert "Its fields: dim, heads, head_dim, seq_len, causal, bias, rotary, conv_kernel_size" in str(caught.value)
 
 
 def test_a_table_without_its_key_is_refused() -> None:
