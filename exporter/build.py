@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -39,7 +39,7 @@ from effexport.errors import EffexportError, RuntimeFailedError, StageError, Una
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
 from effexport.export.onnx_from_module import example_inputs, onnx_from_module
-from effexport.export.onnx_graph import user_operators_of_model
+from effexport.export.onnx_graph import operators_of_model
 from effexport.export.specialised_length import assumed_sizes
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, reference_from_module
@@ -168,8 +168,8 @@ def artifact_from_spec(
         else:
             export = "exporting to ONNX"
         with watch.stage(export):
-            write_graphs(build)
-            spec = with_user_operators(spec, build.model)
+            replaced = write_graphs(build)
+            spec = with_operators_of_graph(spec, build.model)
             build = replace(build, spec=spec)
         with watch.stage("running the PyTorch reference"):
             seed = spec.seed + REFERENCE_SEED_OFFSET
@@ -204,6 +204,7 @@ def artifact_from_spec(
             runtime=settings.runtime,
             notes=[
                 *notes,
+                *([] if spec.inline else [replaced_note(op, count) for op, count in replaced.items()]),
                 *([] if previous is None else [refit_note(previous, source.origin, digest)]),
                 *([f"--trace: {found.reason}"] if trace and isinstance(found, Unavailable) else []),
             ],
@@ -250,22 +251,33 @@ def artifact_from_refit(
     )
 
 
-def write_graphs(build: Build) -> None:
-    """Export the model, and its decode step and prefill if it has them."""
+def write_graphs(build: Build) -> Mapping[str, int]:
+    """Export the model, and its decode step and prefill if it has them. Returns what `attach_function_bodies` does."""
     module, spec = build.module, build.spec
-    onnx_from_module(module, spec, build.model, build.traced)
+    replaced = onnx_from_module(module, spec, build.model, build.traced)
     if spec.model.has_decode_step:
         onnx_from_decode_step(module, spec, build.folder / DECODE_STEP, build.traced)
         onnx_from_prefill(module, spec, build.folder / PREFILL, build.traced)
+    return replaced
 
 
-def with_user_operators(spec: BuildSpec, model: Path) -> BuildSpec:
-    """The spec of a user's own module, which also counts the operators of users that its graph has."""
+def with_operators_of_graph(spec: BuildSpec, model: Path) -> BuildSpec:
+    """The spec of a user's own module, with the numbers of operators that its graph has: also of those of users, and
+    without those that were replaced by their bodies."""
     described = spec.model
-    if not isinstance(described, ModuleSpec) or not (found := user_operators_of_model(model)):
+    if not isinstance(described, ModuleSpec) or (found := operators_of_model(model)) == spec.custom_ops:
         return spec
-    fused, unfused = {**described.fused_op_counts, **found}, {**described.unfused_op_counts, **found}
-    return replace(spec, model=replace(described, fused_op_counts=fused, unfused_op_counts=unfused))
+    if spec.fused:
+        return replace(spec, model=replace(described, fused_op_counts=found))
+    return replace(spec, model=replace(described, unfused_op_counts=found))
+
+
+def replaced_note(op: str, count: int) -> str:
+    """For the report: why some nodes of an operator are not in the graph."""
+    return (
+        f"{op}: {count} node{'s' * (count > 1)} whose attributes differ from those of other nodes became standard "
+        "operators, because one function body serves all nodes of an operator."
+    )
 
 
 def blame(checks: Sequence[Check], reference: Path | None) -> str:

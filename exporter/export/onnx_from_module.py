@@ -10,7 +10,8 @@ import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ BUCKETS_SUFFIX = "buckets"
 CONFLICT = "Found the following conflicts"
 
 
-def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path, traced: Path | None = None) -> None:
+def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path, traced: Path | None = None) -> Counter[str]:
     """Export `module`, which must be in evaluation mode and float32, to `path`.
 
     Lower precision is reached in a copy of the module. Weights go to `<path>.data` beside the file when
@@ -49,7 +50,7 @@ def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path, traced: Pat
     Raises StageError if the exporter fails or the graph does not have the signature of the spec.
     """
     signature = GraphSignature(spec.inputs, spec.outputs, spec.custom_ops)
-    write_graph(at_precision(module, spec.precision), example_inputs(spec), signature, spec, path, traced)
+    return write_graph(at_precision(module, spec.precision), example_inputs(spec), signature, spec, path, traced)
 
 
 def write_graph(
@@ -59,10 +60,10 @@ def write_graph(
     spec: BuildSpec,
     path: Path,
     traced: Path | None = None,
-) -> None:
+) -> Counter[str]:
     """Trace `module` on `example`, complete the graph, save it and check its signature.
 
-    traced: as in `onnx_from_module`.
+    traced: as in `onnx_from_module`. Returns what `attach_function_bodies` does.
     A graph of our own layers must also be portable. What a module of the user computes is the user's to decide.
     """
     graph = None if traced is None else read_traced(traced, path.name)
@@ -78,14 +79,15 @@ def write_graph(
     mark_custom_nodes(model)
     if isinstance(spec.model, ModuleSpec):
         name_output_axes(model, signature)
-    attach_function_bodies(model, spec.opset)
+    replaced = attach_function_bodies(model, spec.opset)
     strip_metadata(model)
     if spec.inline:
         inline_functions(model)
     save(model, spec, path)
-    check_graph(path, signature)
+    check_graph(path, replace(signature, custom_ops=Counter(signature.custom_ops) - replaced))
     if not isinstance(spec.model, ModuleSpec):
         check_portable(path)
+    return replaced
 
 
 def at_precision(module: nn.Module, precision: str) -> nn.Module:
@@ -340,16 +342,54 @@ def module_path(node: ir.Node) -> str:
     return scopes[-2] if len(scopes) > 1 else ""
 
 
-def attach_function_bodies(model: ir.Model, opset: int) -> None:
-    """Give every custom operator in the graph its body of standard operators."""
-    import onnx_ir as ir
+def attach_function_bodies(model: ir.Model, opset: int) -> Counter[str]:
+    """Give every custom operator in the graph its body of standard operators.
 
+    Functions are found by the name of their operator alone, so nodes whose attributes ask for another body than most
+    nodes of theirs are replaced by that body. Returns the number of these by operator.
+    """
+    from onnx_ir.passes.common import InlinePass
+
+    bodies, replaced = [], Counter[str]()
     for op in known_ops().values():
         nodes = [n for n in model.graph if n.domain == DOMAIN and n.op_type == op.onnx_name]
-        if nodes:
-            protos = [ir.serde.serialize_node(node) for node in nodes]
-            function = ir.serde.deserialize_function(op.load().onnx_function_body(protos, opset))
+        most, *others = nodes_of_one_body(op, nodes, opset) if nodes else [[]]
+        if most:
+            bodies.append(body_of(op, most, opset))
+        for i, group in enumerate(others):
+            function = body_of(op, group, opset)
+            function.name = f"{op.onnx_name}_{i}"
             model.functions[function.identifier()] = function
+            for node in group:
+                node.op_type = function.name
+            replaced[op.onnx_name] += len(group)
+    if replaced:
+        InlinePass()(model)
+    for function in bodies:
+        model.functions[function.identifier()] = function
+    return replaced
+
+
+def nodes_of_one_body(op: Op, nodes: Sequence[ir.Node], opset: int) -> list[list[ir.Node]]:
+    """The nodes of an operator, in groups that one body serves, the largest group first."""
+    try:
+        body_of(op, nodes, opset)
+    except ValueError:
+        groups: dict[str, list[ir.Node]] = {}
+        for node in nodes:
+            groups.setdefault(str(sorted(map(str, node.attributes.values()))), []).append(node)
+        if len(groups) == 1:
+            raise
+        return sorted(groups.values(), key=len, reverse=True)
+    return [list(nodes)]
+
+
+def body_of(op: Op, nodes: Sequence[ir.Node], opset: int) -> ir.Function:
+    """The function body of these nodes. Raises ValueError if they need several."""
+    import onnx_ir as ir
+
+    protos = [ir.serde.serialize_node(node) for node in nodes]
+    return ir.serde.deserialize_function(op.load().onnx_function_body(protos, opset))
 
 
 def strip_metadata(model: ir.Model) -> None:

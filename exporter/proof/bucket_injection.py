@@ -27,6 +27,11 @@ def hash_values(path: Path, expected: Sequence[str]) -> list[str]:
     return sorted_values if len(sorted_values) == len(expected) else []
 
 
+def bucket_dims(value: str) -> list[str]:
+    """Names of the axes of a bucket value: layers may differ in their rounds and in the length of their chunks."""
+    return [f"rows of {value}", f"padded of {value}"]
+
+
 def with_given_buckets(path: Path, values: Sequence[str]) -> bytes:
     """The serialised model in which every consumer of a bucket value reads a new input `<value>.given` instead, and
     the value itself becomes an output."""
@@ -42,8 +47,8 @@ def with_given_buckets(path: Path, values: Sequence[str]) -> bytes:
                 if name == value:
                     node.input[i] = given
         for new, dims, collection in (
-            (given, ["rows", "padded"], model.graph.input),
-            (value, ["own rows", "own padded"], model.graph.output),
+            (given, bucket_dims(value), model.graph.input),
+            (value, [f"own {dim}" for dim in bucket_dims(value)], model.graph.output),
         ):
             collection.append(onnx.helper.make_tensor_value_info(new, onnx.TensorProto.INT32, dims))
     serialised: bytes = model.SerializeToString()

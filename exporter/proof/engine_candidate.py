@@ -14,7 +14,7 @@ from effexport.engines.sidecar import EngineInfo
 from effexport.engines.spec import EngineSpec
 from effexport.export.onnx_graph import external_sizes, load_graph, model_digest
 from effexport.models.spec import LSHSpec
-from effexport.proof.bucket_injection import hash_values, with_given_buckets
+from effexport.proof.bucket_injection import bucket_dims, hash_values, with_given_buckets
 from effexport.proof.candidates import RunnerCandidate
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import limits_from_spec
@@ -80,12 +80,12 @@ def engine_with_given_buckets(
         (folder / location).parent.mkdir(parents=True, exist_ok=True)
         (folder / location).symlink_to((model.parent / location).resolve())
     path = folder / f"given{ENGINE_SUFFIX}"
-    changed_spec = spec_with_given_buckets(info, spec)
+    changed_spec = spec_with_given_buckets(info, spec, values)
     engine_from_onnx(changed, changed_spec, path, current_compute_capability, precision=info.precision)
     return path
 
 
-def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec) -> EngineSpec:
+def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec, values: Sequence[str]) -> EngineSpec:
     """The spec of an engine, with ranges for its buckets, int32 [rows, padded]: one row per sample, head and round, and
     sequences padded to whole chunks."""
     attention = spec.attention
@@ -97,10 +97,9 @@ def spec_with_given_buckets(info: EngineInfo, spec: BuildSpec) -> EngineSpec:
     for profile in info.profiles:
         sizes = profile_from_shapes(spec.inputs, profile).ranges
         batch, seq = sizes["batch"], sizes.get("seq", Range(*(3 * [spec.seq_len])))
-        padded = Range(*(-(-size // chunk) * chunk for size in seq))
-        profiles.append(
-            Profile({"batch": batch, "seq": seq, "rows": Range(*(n * rows for n in batch)), "padded": padded})
-        )
+        of_buckets = (Range(*(n * rows for n in batch)), Range(*(-(-size // chunk) * chunk for size in seq)))
+        ranges = {dim: size for value in values for dim, size in zip(bucket_dims(value), of_buckets, strict=True)}
+        profiles.append(Profile({"batch": batch, "seq": seq, **ranges}))
     options = {
         **info.options,
         "compute_capabilities": tuple(info.options["compute_capabilities"]),

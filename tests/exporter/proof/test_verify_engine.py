@@ -128,9 +128,9 @@ def test_the_second_engine_takes_one_row_per_sample_head_and_round_in_whole_chun
 ) -> None:
     artifact = built("lsh", "encoder")
     info = read_sidecar(engine_of(artifact, tmp_path, "batch=1:2:3,seq=1:50:64"))
-    (profile,) = spec_with_given_buckets(info, artifact.spec).profiles
+    (profile,) = spec_with_given_buckets(info, artifact.spec, ["x"]).profiles
     # 2 heads, 2 rounds, chunks of 16
-    assert str(profile) == "batch=1:2:3,seq=1:50:64,rows=4:8:12,padded=16:64:64"
+    assert str(profile) == "batch=1:2:3,seq=1:50:64,rows of x=4:8:12,padded of x=16:64:64"
 
 
 @pytest.mark.slow
