@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -249,9 +250,8 @@ class WithoutMask(WithMask):
 @torch.no_grad()
 def test_the_file_equals_the_original(model: type[WithMask], num_landmarks: int, fused: bool, tmp_path: Path) -> None:
     original = model(num_landmarks).eval()
-    adapted = with_our_layers(original, SEQ_LEN).module
-    # the build itself compares kernels and function bodies with `adapted`
-    effexport.build(module=adapted, output=tmp_path / "out", fused=fused)
+    result = effexport.build(module=original, output=tmp_path / "out", fused=fused)
+    assert result.report.verdict == "passed"
     for implementation in ("auto", "body"):
         with effexport.load(tmp_path / "out", settings=OrtSettings(implementation=implementation)) as runner:
             for seq_len in LENGTHS:
@@ -259,3 +259,16 @@ def test_the_file_equals_the_original(model: type[WithMask], num_landmarks: int,
                 given = runner.run({"hidden_states": x.numpy(), "attention_mask": mask.long().numpy()})
                 expected = original(x, mask)
                 assert relative_error(torch.from_numpy(given["output"]), expected) <= TOLERANCE, seq_len
+
+
+@torch.no_grad()
+def test_the_vision_transformer_of_the_examples_exports(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    original, example_inputs = runpy.run_path(str(root / "examples" / "nystrom_attention_model.py"))["make"]()
+    result = effexport.export(original, example_inputs, tmp_path / "out")
+    assert result.report.verdict == "passed"
+    with effexport.load(tmp_path / "out") as runner:
+        for batch in (1, 5):
+            pixels = tokens(batch, 3, 224, 224)
+            (given,) = runner.run({"pixels": pixels.numpy()}).values()
+            assert relative_error(torch.from_numpy(given), original(pixels)) <= TOLERANCE
