@@ -31,7 +31,10 @@ class Replacement(nn.Module):
     ) -> Tensor:
         """x [batch, seq, dim]; mask: boolean [batch, seq]. Returns [batch, seq, dim]."""
         if return_attn or return_attn_matrices:
-            raise NotExportableError("return_attn asks for matrices that fused operators do not form; leave it out")
+            raise NotExportableError(
+                "NystromAttention was called with return_attn, but fused operators do not form these matrices; "
+                "leave it out"
+            )
         result: Tensor = self.layer(x, mask)
         return result
 
