@@ -302,3 +302,18 @@ def test_the_file_computes_what_the_original_does(name: str, tmp_path: Path) -> 
                 difference = np.abs(given[mask.numpy()] - expected)
                 # buckets are its own: a near-tie of two would show here, on another processor
                 assert difference.max() / np.sqrt(np.square(expected).mean()) <= 1e-4
+
+
+@pytest.mark.requires("onnx", "ort", "native")
+@pytest.mark.slow
+def test_the_file_fails_for_more_tokens_than_there_are_rotations_for(tmp_path: Path) -> None:
+    from onnxruntime import InferenceSession
+    from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+
+    model = attention(n_hashes=1, heads=1)
+    x, _ = inputs_of(model, SEQ_LEN)
+    path = effexport.export(model, {"x": x}, tmp_path / "built").artifact.model_path
+    session = InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert np.isfinite(session.run(None, {"x": np.ones((1, 8192, DIM), np.float32)})[0]).all()
+    with pytest.raises(InvalidArgument, match="out of data bounds"):
+        session.run(None, {"x": np.ones((1, 8193, DIM), np.float32)})
