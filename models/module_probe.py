@@ -136,7 +136,9 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
     if has_seq and is_free and subject.limit != 1:
         longest = probe.longest(outputs, tuned, subject.limit)
         if adapted.replaced:
-            multiple = replace(probe, module=original).length_multiple(tuned)
+            # with our numbers, at the lengths for which they replace those of the original
+            with frozen(subject.original, subject.adapted):
+                multiple = replace(probe, module=original).length_multiple(tuned)
     elif has_seq:
         if inputs.is_guess:
             has_seq = is_sequence_of(inputs)

@@ -53,8 +53,6 @@ def attention_calls_as_operators() -> Iterator[AttentionCalls]:
     These are calls that are not causal, without a mask or with one that hides the same keys from all queries and heads
     of a sample: a boolean mask [batch, 1, 1, keys], or one that PyTorch operations made of it, as the BERT family of
     transformers 4 and 5 does. Other calls stay PyTorch's. Works while torch.export traces (strict=False).
-
-    For a query without any visible key the operator averages over all keys; PyTorch returns zeros.
     """
     calls = AttentionCalls()
     with _Mode(calls):
@@ -65,14 +63,15 @@ def attention_calls_as_operators() -> Iterator[AttentionCalls]:
 class _Rows:
     """A mask whose rows are alike. mask: [batch, 1 or heads, queries, keys]; row: the same as [batch, 1, 1, keys].
 
-    nonzero_of: the mask of which this one says where it is not 0. hidden: boolean, like row: the mask is a large
-    negative number where it is True, and 0 elsewhere.
+    nonzero_of: the mask of which this one says where it is not 0. hidden: boolean, like row: the mask is `low`, a large
+    negative number, where it is True, and 0 elsewhere.
     """
 
     mask: Tensor
     row: Tensor
     nonzero_of: Tensor | None = None
     hidden: Tensor | None = None
+    low: float = -math.inf
 
 
 class _Mode(TorchFunctionMode):
@@ -121,7 +120,10 @@ class _Mode(TorchFunctionMode):
         self.calls.turned += 1
         factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         turned: Tensor = masked_attention(query, key, value, keep, factor)
-        return turned
+        known = self.known.get(id(attn_mask))
+        if attn_mask is None or (known is not None and known.low > -math.inf):
+            return turned  # like PyTorch, the average of all values if there is no visible key
+        return zero_without_keys(turned, keep)
 
     def visible_keys(self, key: Tensor, mask: Tensor | None) -> Tensor | None:
         """Boolean [batch, keys], or None if the operator cannot express the mask."""
@@ -143,7 +145,7 @@ class _Mode(TorchFunctionMode):
         """Note what is known of the result of a PyTorch function."""
         if func is Tensor.expand and (id(args[0]) in self.known or is_one_row(args[0])):
             entry = self.known.get(id(args[0])) or _Rows(args[0], args[0])
-            self.known[id(result)] = _Rows(result, entry.row, hidden=entry.hidden)
+            self.known[id(result)] = _Rows(result, entry.row, hidden=entry.hidden, low=entry.low)
             return
         if func is Tensor.ge and id(args[0]) in self.positions and type(args[1]) is int and args[1] == 0:
             # how transformers 5 begins a mask that is not causal
@@ -163,7 +165,7 @@ class _Mode(TorchFunctionMode):
             made.nonzero_of = args[0]
         hides = entries[1] if func in (Tensor.masked_fill, torch.masked_fill) and len(entries) == 2 else None
         if hides is not None and hides.nonzero_of is args[0] and isinstance(args[2], float) and args[2] <= HIDES:
-            made.hidden = hides.row
+            made.hidden, made.low = hides.row, args[2]
         self.known[id(result)] = made
 
     def forget(self, written: Any) -> None:
@@ -174,6 +176,14 @@ class _Mode(TorchFunctionMode):
         self.known = {
             key: rows for key, rows in self.known.items() if memory not in map(storage, (rows.mask, rows.row))
         }
+
+
+def zero_without_keys(context: Tensor, keep: Tensor) -> Tensor:
+    """Zeros for the samples without any visible key, as PyTorch has them; our operator has the average of all values.
+
+    context [batch, heads, queries, head_dim]; keep boolean [batch, keys].
+    """
+    return context * keep.to(context.dtype).amax(dim=1)[:, None, None, None]
 
 
 def is_position(func: Any, args: Any, kwargs: Any, positions: Mapping[int, Tensor]) -> bool:

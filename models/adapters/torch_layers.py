@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError
+from effexport.models.adapters.sdpa import zero_without_keys
 from effexport.models.layers import MASKED_LOGIT, at_least_float32, merge_heads, split_heads
 from effexport.models.softmax import SoftmaxAttention
 from effexport.models.spec import SoftmaxSpec
@@ -18,8 +19,8 @@ class MultiheadAttention(nn.Module):
     """`nn.MultiheadAttention` in evaluation mode, on the layer `attention`.
 
     The fused operator computes calls without `attn_mask` whose `key_padding_mask` is boolean or None. Other masks are
-    added to the logits, in plain operations. A query that sees no key gets the average of all values; PyTorch returns
-    zeros or NaN for it.
+    added to the logits, in plain operations. For a query that sees no key the attention is zero, as on one of PyTorch's
+    paths; others return NaN.
     """
 
     # An encoder layer of PyTorch reads these before its fast path, which they rule out.
@@ -65,9 +66,11 @@ class MultiheadAttention(nn.Module):
         fits_operator = attn_mask is None and (key_padding_mask is None or key_padding_mask.dtype == torch.bool)
         # an exported graph leaves out weights that nothing uses
         weights = attention_weights(q, k, bias) if need_weights or not fits_operator else None
-        if fits_operator:
-            hidden = torch.zeros_like(key[:, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
-            context = layer.mix((q, k, v), ~hidden)
+        if fits_operator and key_padding_mask is None:
+            context = layer.mix((q, k, v), torch.ones_like(key[:, :, 0], dtype=torch.bool))
+        elif fits_operator:
+            assert key_padding_mask is not None
+            context = zero_without_keys(layer.mix((q, k, v), ~key_padding_mask), ~key_padding_mask)
         else:
             assert weights is not None
             context = weights.to(v.dtype) @ v
@@ -83,14 +86,19 @@ class MultiheadAttention(nn.Module):
 
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    """softmax(q kᵀ / √d + bias) in float32, or in float64 if q is: [batch, heads, queries, keys]."""
+    """softmax(q kᵀ / √d + bias) in float32, or in float64 if q is: [batch, heads, queries, keys]. Zero where bias is −∞
+    for all keys."""
     divisor = math.sqrt(math.sqrt(q.shape[-1]))
     logits = at_least_float32((q / divisor) @ (k / divisor).transpose(-1, -2))
-    return torch.softmax(logits if bias is None else logits + bias, dim=-1)
+    if bias is None:
+        return torch.softmax(logits, dim=-1)
+    # finite logits, so that a query that sees nothing gets no NaN, which the next layer would spread to all tokens
+    weights = torch.softmax(logits + bias.clamp(min=MASKED_LOGIT), dim=-1)
+    return weights * (bias.amax(dim=-1, keepdim=True) > -math.inf)
 
 
 def logit_bias(key_padding_mask: Tensor | None, attn_mask: Tensor | None, heads: int) -> Tensor | None:
-    """The sum of the masks of `MultiheadAttention.forward`, finite, broadcastable to [batch, heads, queries, keys]."""
+    """The sum of the masks of `MultiheadAttention.forward`, broadcastable to [batch, heads, queries, keys]."""
     parts = []
     if key_padding_mask is not None:
         parts.append(added_to_logits(key_padding_mask)[:, None, None, :])
@@ -99,8 +107,7 @@ def logit_bias(key_padding_mask: Tensor | None, attn_mask: Tensor | None, heads:
         parts.append(bias if bias.dim() == 2 else torch.unflatten(bias, 0, (-1, heads)))
     if not parts:
         return None
-    # finite, so that a query that sees nothing gets no NaN, which the next layer would spread to all tokens
-    return sum(parts[1:], start=parts[0]).clamp(min=MASKED_LOGIT)
+    return sum(parts[1:], start=parts[0])
 
 
 def added_to_logits(mask: Tensor) -> Tensor:

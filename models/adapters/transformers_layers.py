@@ -106,6 +106,8 @@ class LSHSelfAttention(nn.Module):
 
     The original draws them in every call, from `hash_seed` if it has one. At most one chunk of tokens is plain
     attention there, in which a token that sees none but itself gets exactly its own value.
+    The original takes other lengths than whole chunks if all rounds together are whole chunks. A chunk then holds
+    tokens of two rounds, which is not reproduced.
     """
 
     def __init__(self, layer: Any, seq_len: int) -> None:
@@ -156,7 +158,10 @@ class LSHSelfAttention(nn.Module):
         attention, spec = self.attention, self.attention.spec
         running = ExitStack()
 
-        def enter(layer: Any, args: object, kwargs: object) -> None:
+        def enter(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            seq_len = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).shape[1]
+            if seq_len > spec.chunk_length and seq_len % spec.chunk_length:
+                raise SpecError(f"{seq_len} tokens are not whole chunks of {spec.chunk_length}, so its rounds overlap")
             running.enter_context(GivenRotations(attention.hash.rotations))
 
         def leave(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:

@@ -189,6 +189,14 @@ def test_freezing_leaves_the_original_and_the_generator_as_they_were() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_lengths_at_which_rounds_overlap_are_not_compared() -> None:
+    original = trained_like(ReformerClassifier("lsh", num_hashes=2, num_buckets=8))
+    x, keep = random_states(2, 40, DIM), torch.ones(2, 40)
+    original(x, keep)  # 80 sorted tokens are 5 chunks
+    with pytest.raises(SpecError, match="40 tokens are not whole chunks of 16"):
+        answers(original, with_our_layers(original, 112), x, keep)
+
+
 def test_a_copy_in_float64_uses_the_same_rotations() -> None:
     original = trained_like(ReformerClassifier("lsh", num_hashes=2))
     adapted = with_our_layers(original, 112)
