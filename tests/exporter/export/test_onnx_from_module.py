@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -209,9 +210,11 @@ def test_weights_go_beside_the_file_above_the_threshold(
     spec = small_spec("aft-simple", "attention")
     module = module_from_spec(spec.model, 0)
     weight_bytes = sum(p.numel() * 4 for p in module.parameters())
-    monkeypatch.setattr("effexport.export.onnx_from_module.EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes * 2)
+    # its dotted name does not lead there: `effexport.export` is a function too
+    exporting = sys.modules[onnx_from_module.__module__]
+    monkeypatch.setattr(exporting, "EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes * 2)
     onnx_from_module(module, spec, tmp_path / "inside.onnx")
-    monkeypatch.setattr("effexport.export.onnx_from_module.EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes // 2)
+    monkeypatch.setattr(exporting, "EXTERNAL_DATA_THRESHOLD_BYTES", weight_bytes // 2)
     onnx_from_module(module, spec, tmp_path / "outside.onnx")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["inside.onnx", "outside.onnx", "outside.onnx.data"]
 
