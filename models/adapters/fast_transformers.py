@@ -30,7 +30,7 @@ class AttentionLayer(nn.Module):
         super().__init__()
         name = qualified_name(layer.inner_attention)
         if name not in ATTENTIONS:
-            raise NotReplaceableError(f"its attention is a {name.rpartition('.')[2]}")
+            raise NotReplaceableError(f"its attention is of the class {name.rpartition('.')[2]}")
         keys = layer.query_projection.out_features // layer.n_heads
         common = {"dim": layer.query_projection.in_features, "heads": layer.n_heads, "head_dim": keys}
         self.attention: MultiHeadAttention = ATTENTIONS[name](layer.inner_attention, common | {"seq_len": seq_len})

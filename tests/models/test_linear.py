@@ -9,7 +9,7 @@ from torch import Tensor
 from effexport.models.encoder import module_from_spec
 from effexport.models.layers import State
 from effexport.models.linear import LinearAttention, causal_sums, feature_map, total_sums
-from effexport.models.spec import LinearSpec
+from effexport.models.spec import HostileInputs, LinearSpec
 from effexport.models.validation import SpecError
 
 # Sums of positive terms lose nothing by cancellation: every form is some roundings of 6e-8 away from float64.
@@ -407,6 +407,11 @@ def test_a_blindspot_has_no_decode_step() -> None:
     assert not layer.spec.has_decode_step
     with pytest.raises(SpecError, match="blindspot 8 has no decode step; use blindspot 1"):
         layer.initial_state(1)
+
+
+def test_the_case_of_small_keys_is_left_out_where_its_queries_overflow() -> None:
+    assert LinearSpec(feature_map="relu").hostile_inputs == LinearSpec.hostile
+    assert LinearSpec(feature_map="exp").hostile_inputs == HostileInputs()
 
 
 def test_only_the_default_formula_has_a_fused_operator() -> None:

@@ -199,7 +199,7 @@ def test_what_no_spec_expresses_is_kept_with_a_reason() -> None:
     assert reason(other) == "its feature map is none of elu, relu, exp of each channel"
     across = layer_of(FT.LinearAttention(8, activation(lambda x: x.softmax(dim=-1))))
     assert reason(across) == "its feature map is none of elu, relu, exp of each channel"
-    assert reason(layer_of(nn.Identity())) == "its attention is a Identity"
+    assert reason(layer_of(nn.Identity())) == "its attention is of the class Identity"
     wrapped = layer_of(FT.LinearAttention(8))
     wrapped.key_projection = nn.Sequential(wrapped.key_projection)
     assert reason(wrapped) == "its key_projection is a Sequential, not an nn.Linear"
