@@ -38,6 +38,20 @@ FAITHFUL: dict[str, dict[str, Any]] = {
         "num_hashes": 3,
         "num_buckets": (2, 4),
     },
+    "lsh of reformer-pytorch": {
+        "variant": "lsh",
+        "chunk_length": 16,
+        "circular": True,
+        "mask_constants": "hf",
+        "self_logit": -5e4,
+        "scaled_keys": True,
+        "buckets_by_length": True,
+        "rotations_per_head": False,
+        "pad_bucket": "hashed",
+        "attend_across_buckets": False,
+        "allow_duplicates": False,
+        "rotary": True,
+    },
 }
 
 
@@ -53,6 +67,24 @@ def test_a_faithful_spec_builds_and_says_that_batch_invariance_does_not_hold(
     assert invariance
     assert {check.status for check in invariance} == {"not run"}
     assert {check.reason for check in invariance} == {spec.model.why_not_invariant} != {""}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"variant": "linear", "causal": True},
+        pytest.param({"variant": "softmax"}, marks=pytest.mark.slow),
+        pytest.param({"variant": "nystrom", "num_landmarks": 8}, marks=pytest.mark.slow),
+        pytest.param({"variant": "lsh", "chunk_length": 16}, marks=pytest.mark.slow),
+    ],
+    ids=lambda options: options["variant"],
+)
+def test_rotary_positions_are_exported_with_the_same_operators(options: dict[str, Any], tmp_path: Path) -> None:
+    spec = build_spec_from_options(SMALL | options | {"rotary": True, "scope": "attention"}, None)
+    _, report = artifact_from_spec(spec, tmp_path / "artifact")
+    assert report.verdict == "passed"
+    assert spec.model.custom_ops(fused=True)
+    assert not (tmp_path / "artifact" / "decode_step.onnx").exists()
 
 
 def test_a_global_scale_with_masked_landmarks_accepts_any_length(tmp_path: Path) -> None:
