@@ -46,6 +46,9 @@ def replaced_remarks(original: nn.Module, replaced: Mapping[str, nn.Module]) -> 
     """One sentence for each class that was replaced."""
     by_class: dict[str, list[str]] = {}
     for path in replaced:
+        # a container whose layers are replaced, too, is not worth a sentence
+        if any(other != path and other.startswith(f"{path}." if path else "") for other in replaced):
+            continue
         by_class.setdefault(qualified_name(original.get_submodule(path)), []).append(path)
     for name, paths in by_class.items():
         variants = sorted({layer.spec.variant for path in paths for layer in our_layers(replaced[path])})
