@@ -44,8 +44,6 @@ def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
     runs = RepeatedRuns("PyTorch")
     original = Original(user, spec, runs)
     exact = Float64Module(user.original, spec, runs, as_in=lambda copy, case: frozen(copy, user.adapted))
-    hashed = spec.attention.is_hashed
-    rounded = at_precision(user.module, spec.precision) if hashed else user.module
     cases: list[Case] = []
     checks: list[Check] = []
     for name, inputs in (case_inputs(spec, seed) | example_case(user, spec)).items():
@@ -59,8 +57,6 @@ def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
                 checks.append(not_run(Kind.SHAPES, str(error), empty.label))
                 continue
         checks += [check] * bool(user.adapted.replaced)
-        if hashed:
-            case = with_hash_noise(case, user.module, rounded, spec, runs)
         if name in FLOAT64_CASES:
             checks.append(exact.check(case, peak.size_bytes))
         cases.append(case)
@@ -92,10 +88,12 @@ class Original:
     def __init__(self, user: UserModel, spec: BuildSpec, runs: RepeatedRuns) -> None:
         assert isinstance(spec.model, ModuleSpec)
         self._user, self._spec, self._runs, self._name = user, spec, runs, spec.model.module
+        self._hashed = spec.attention.is_hashed
+        self._rounded = at_precision(user.module, spec.precision) if self._hashed else user.module
 
     def answer(self, case: Case) -> tuple[Case, Check]:
-        """The case with the outputs of the original, its buckets, and their margins in our copy; and how far our copy
-        is from it, both in PyTorch."""
+        """The case with the outputs of the original, its buckets, and their margins and noise in our copy; and how far
+        our copy is from it, both in PyTorch."""
 
         def compute() -> Answer:
             outputs, buckets = self._run_original(case)
@@ -115,6 +113,8 @@ class Original:
         if not value <= limit.value:
             layer = first_other_layer(self._user, self._spec, full)
             detail = f"the first layer that differs is {layer}" if layer else ""
+        if self._hashed:
+            full = with_hash_noise(full, self._user.module, self._rounded, self._spec, self._runs)
         return full, judged(Kind.REPLACEMENT, case.label, METRIC, value, limit, detail)
 
     def _run_original(self, case: Case) -> tuple[dict[str, Array], dict[str, Array]]:
