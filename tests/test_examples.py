@@ -1,0 +1,37 @@
+"""The examples run as they stand, each in a process and a folder of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_every_package_that_is_known_has_an_example() -> None:
+    from effexport.models.adapters.table import ADAPTERS
+
+    texts = "".join((ROOT / "examples" / name).read_text(encoding="utf-8") for name in EXAMPLES)
+    packages = {adapter.package: adapter.package.replace("-", "_").removeprefix("pytorch_") for adapter in ADAPTERS}
+    assert not [package for package, module in packages.items() if module not in texts]
+
+
+@pytest.mark.slow
+@pytest.mark.requires("torch", "onnx", "ort", "foreign", "transformers")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_proven(name: str, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / name], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    if "is not installed" in result.stdout:
+        # the one package that is built from source, in minutes
+        assert name == "fast_transformers_model.py"
+        assert importlib.util.find_spec("fast_transformers") is None
+    else:
+        assert "passed" in result.stdout
