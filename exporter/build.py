@@ -39,7 +39,7 @@ from effexport.errors import EffexportError, RuntimeFailedError, StageError, Una
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
 from effexport.export.onnx_from_module import example_inputs, onnx_from_module
-from effexport.export.onnx_graph import operators_of_model
+from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
 from effexport.export.specialised_length import assumed_sizes
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, reference_from_module
@@ -205,6 +205,7 @@ def artifact_from_spec(
             notes=[
                 *notes,
                 *([] if spec.inline else [replaced_note(op, count) for op, count in replaced.items()]),
+                *not_for_tensorrt(build.model),
                 *([] if previous is None else [refit_note(previous, source.origin, digest)]),
                 *([f"--trace: {found.reason}"] if trace and isinstance(found, Unavailable) else []),
             ],

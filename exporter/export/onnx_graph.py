@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 STAGE = "graph check"
 STANDARD_DOMAINS = ("", "ai.onnx")
 # Nodes that no exported graph may contain, each with its reason.
-FORBIDDEN_OPS: dict[str, str] = {
+RANDOM_OPS: dict[str, str] = {
     "RandomNormal": "two runs would differ, and TensorRT ignores the seed",
     "RandomNormalLike": "two runs would differ, and TensorRT ignores the seed",
     "RandomUniform": "two runs would differ, and TensorRT ignores the seed",
     "RandomUniformLike": "two runs would differ, and TensorRT ignores the seed",
     "Bernoulli": "two runs would differ",
     "Multinomial": "two runs would differ",
+}
+# Nodes that no graph of our own layers and no TensorRT engine may contain. In a user's own model they are noted.
+FORBIDDEN_OPS: dict[str, str] = RANDOM_OPS | {
     "Loop": "TensorRT runs it step by step, and some runtimes compute it differently",
     "Scan": "TensorRT runs it step by step",
     "ReduceLogSumExp": "TensorRT imports it without subtracting the maximum",
@@ -53,8 +56,8 @@ class GraphSignature:
     custom_ops: Mapping[str, int]
 
 
-def check_graph(path: Path, signature: GraphSignature) -> None:
-    """Raise StageError unless the file is valid ONNX and has the signature."""
+def check_graph(path: Path, signature: GraphSignature, forbidden: Mapping[str, str] = FORBIDDEN_OPS) -> None:
+    """Raise StageError unless the file is valid ONNX and has the signature, and no node of a forbidden type."""
     import onnx
 
     try:
@@ -71,8 +74,8 @@ def check_graph(path: Path, signature: GraphSignature) -> None:
     if bodies != set(found):
         raise StageError(STAGE, f"function bodies are {sorted(bodies)}; expected {sorted(found)}")
     for node in all_nodes(model):
-        if node.op_type in FORBIDDEN_OPS:
-            raise StageError(STAGE, f"node {node.name!r} is a {node.op_type}: {FORBIDDEN_OPS[node.op_type]}")
+        if node.op_type in forbidden:
+            raise StageError(STAGE, f"node {node.name!r} is a {node.op_type}: {forbidden[node.op_type]}")
         if node.domain == DOMAIN and (PLUGIN_NAMESPACE, DOMAIN.encode()) not in [(a.name, a.s) for a in node.attribute]:
             raise StageError(STAGE, f"node {node.name!r} does not carry {PLUGIN_NAMESPACE}={DOMAIN!r}")
     for what, actual, expected in (
@@ -83,6 +86,18 @@ def check_graph(path: Path, signature: GraphSignature) -> None:
             raise StageError(
                 STAGE, f"{what} are {', '.join(map(str, actual))}; expected {', '.join(map(str, expected))}"
             )
+
+
+def not_for_tensorrt(path: Path) -> tuple[str, ...]:
+    """A sentence on the standard operators of a file that no engine may contain; none if it has none of them."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    found = sorted({node.op_type for node in all_nodes(model) if node.op_type in FORBIDDEN_OPS})
+    if not found:
+        return ()
+    reasons = "; ".join(f"{op}: {FORBIDDEN_OPS[op]}" for op in found)
+    return (f"The model has operators that TensorRT engines of effexport do without ({reasons}).",)
 
 
 def check_portable(path: Path) -> None:

@@ -12,6 +12,8 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.errors import StageError
+
 if TYPE_CHECKING:
     import onnx_ir as ir
     from torch import nn
@@ -55,6 +57,7 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
     import onnx
     import onnx_ir as ir
     import torch.onnx
+    from onnx_ir.passes import PassError
     from onnx_ir.tensor_adapters import TorchTensor
 
     model = ir.from_proto(onnx.ModelProto.FromString(traced))
@@ -67,7 +70,13 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
         value.const_value = tensor
         model.graph.register_initializer(value)
     program = torch.onnx.ONNXProgram(model, None)
-    program.optimize()
+    try:
+        program.optimize()
+    except PassError as error:
+        cause = " ".join(str(error.__cause__ or error).split())
+        raise StageError(
+            "export", f"torch.onnx could not optimise the graph: {cause}; --debug shows the traceback"
+        ) from error
     return program.model
 
 

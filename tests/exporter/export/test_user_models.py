@@ -227,6 +227,17 @@ def test_a_layer_that_torch_onnx_cannot_export_is_named(tmp_path: Path) -> None:
         effexport.export(Model(DataDependent()), EXAMPLES, tmp_path / "out")
 
 
+class Cumulative(TheirAttention):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask).cumsum(dim=1)
+
+
+def test_operators_that_only_tensorrt_minds_are_noted(tmp_path: Path) -> None:
+    report = effexport.export(Model(Cumulative()), EXAMPLES, tmp_path / "out").report
+    assert report.verdict == "passed"
+    assert any("TensorRT engines of effexport do without (CumSum: " in note for note in report.notes)
+
+
 def test_a_model_without_values_or_on_another_device_is_refused(tmp_path: Path) -> None:
     model = Model()
     model.block.attn.to_out.to("meta")
