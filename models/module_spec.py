@@ -50,6 +50,10 @@ class ModuleSpec(CheckpointSpec):
     remarks: tuple[str, ...] = ()
 
     @property
+    def title(self) -> str:
+        return self.module
+
+    @property
     def attention(self) -> AttentionSpec:
         return attention_from_dict(self.attention_fields)
 

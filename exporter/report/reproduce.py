@@ -87,7 +87,7 @@ def _checkpoint_command(report: Report, output: str) -> str:
     words += _flags({n: v for n, v in build.items() if v != _build_defaults()[n]})
     chosen = ("seq_len",) if is_module else ("seq_len", "task", "num_hashes", "pinv_init")
     for name in chosen:
-        if name in model:
+        if name in model and model.get("has_seq", True):
             words += [f"--{name.replace('_', '-')}", str(model[name])]
     return " ".join(map(quoted, [*words, *_targets(report), "-o", output]))
 

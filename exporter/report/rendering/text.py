@@ -109,6 +109,8 @@ def size_text(fields: dict[str, Any]) -> str:
         "seq_len": lambda length: f"exported for {counted(length, 'token')}",
         "batch": "batch {}".format,
     }
+    if not fields.get("has_seq", True):  # a user's own model without an axis of tokens
+        del words["seq_len"]
     return ", ".join(text(fields[name]) for name, text in words.items() if name in fields)
 
 
@@ -122,10 +124,13 @@ def field_text(value: Any) -> str:
 
 
 def flat_fields(spec: dict[str, Any]) -> dict[str, Any]:
-    """A nested spec as one table."""
+    """A nested spec as one table; of several fields with one name, the outermost."""
     flat: dict[str, Any] = {}
     for name, value in spec.items():
-        flat |= flat_fields(value) if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            flat |= {key: inner for key, inner in flat_fields(value).items() if key not in spec}
+        else:
+            flat[name] = value
     return flat
 
 
