@@ -7,13 +7,15 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from effexport.models.adapters.replace import Adapted
 from effexport.models.validation import SpecError, require
+
+if TYPE_CHECKING:
+    from effexport.models.adapters.replace import Adapted
 
 
 class UnexpectedOutputError(SpecError):

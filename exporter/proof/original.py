@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from effexport.dtypes import numpy_dtype
 from effexport.errors import StageError
 from effexport.export.onnx_from_module import at_precision
-from effexport.models.adapters.remarks import named
+from effexport.models.adapters.adapter import named
 from effexport.models.adapters.replace import frozen
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.user_model import recorded_results

@@ -59,3 +59,9 @@ def qualified_name(layer: object) -> str:
     """The module and name of a layer's class, such as "torch.nn.modules.activation.MultiheadAttention"."""
     kind = type(layer)
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def named(original: nn.Module, path: str) -> str:
+    """A layer with its place, such as "blocks.0.attn (nystrom_attention.NystromAttention)"."""
+    name = qualified_name(original.get_submodule(path))
+    return f"{path} ({name})" if path else name

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from effexport.models.adapters.adapter import Adapter, DrawsNumbers, qualified_name
+from effexport.models.adapters.adapter import Adapter, DrawsNumbers, named, qualified_name
 from effexport.models.adapters.replace import Adapted
 from effexport.models.adapters.table import replacements
 
@@ -129,12 +129,6 @@ def our_layers(module: nn.Module) -> list[AttentionLayer]:
     from effexport.models.layers import AttentionLayer
 
     return [child for child in module.modules() if isinstance(child, AttentionLayer)]
-
-
-def named(original: nn.Module, path: str) -> str:
-    """A layer with its place, such as "blocks.0.attn (nystrom_attention.NystromAttention)"."""
-    name = qualified_name(original.get_submodule(path))
-    return f"{path} ({name})" if path else name
 
 
 def places(paths: list[str]) -> str:
