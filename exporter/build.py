@@ -42,12 +42,11 @@ from effexport.export.onnx_from_module import example_inputs, onnx_from_module
 from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
 from effexport.export.specialised_length import assumed_sizes
 from effexport.models.module_spec import ModuleSpec
-from effexport.proof.answers import REFERENCE_SEED_OFFSET, reference_from_module
+from effexport.proof.answers import REFERENCE_SEED_OFFSET, Answers, reference_from_module
 from effexport.proof.candidates import open_in_ort
 from effexport.proof.cases import Case, load_reference, save_reference
 from effexport.proof.checks.result import Check, Kind
 from effexport.proof.module_runs import hash_modules
-from effexport.proof.original import answers_of_user
 from effexport.proof.references.answers_file import is_original, original_cases, with_hashes
 from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
@@ -172,11 +171,7 @@ def artifact_from_spec(
             spec = with_operators_of_graph(spec, build.model)
             build = replace(build, spec=spec)
         with watch.stage("running the PyTorch reference"):
-            seed = spec.seed + REFERENCE_SEED_OFFSET
-            if source.user is None:
-                answers = reference_from_module(module, spec, seed)
-            else:
-                answers = answers_of_user(source.user, spec, seed)
+            answers = answers_from_source(source, module, spec)
             check_reference(answers.checks)
             save_reference([*answers.cases, *with_hashes(originals, module, spec)], folder / REFERENCE)
         # as written and read back: what is checked is what users get
@@ -250,6 +245,17 @@ def artifact_from_refit(
         on_stage=on_stage,
         on_progress=on_progress,
     )
+
+
+def answers_from_source(source: ModuleSource, module: nn.Module, spec: BuildSpec) -> Answers:
+    """The reference: PyTorch's answers, of the user's own model if the module is a copy of one."""
+    seed = spec.seed + REFERENCE_SEED_OFFSET
+    if source.user is None:
+        return reference_from_module(module, spec, seed)
+    # loads PyTorch, whose absence is reported before
+    from effexport.proof.original import answers_of_user
+
+    return answers_of_user(source.user, spec, seed)
 
 
 def write_graphs(build: Build) -> Mapping[str, int]:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,13 @@ def dead_pid() -> int:
 def quick_export(built: Built, monkeypatch: pytest.MonkeyPatch) -> BuildSpec:
     """A spec whose export only copies a file, so that tests of what surrounds it are fast."""
     artifact = built("softmax", "attention", fused=False)
-    monkeypatch.setattr(
-        importlib.import_module("effexport.build"),  # effexport.build itself is the function
-        "onnx_from_module",
-        lambda module, spec, path, traced: shutil.copy(artifact.model_path, path),
-    )
+
+    def copied_file(module: object, spec: BuildSpec, path: Path, traced: object) -> Counter[str]:
+        shutil.copy(artifact.model_path, path)
+        return Counter()
+
+    # effexport.build itself is the function
+    monkeypatch.setattr(importlib.import_module("effexport.build"), "onnx_from_module", copied_file)
     return artifact.spec
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -139,7 +140,9 @@ def test_a_second_folder_leaves_the_artifact_alone_and_needs_no_traced_graph(
     (folder / "traced.zip").unlink()
     rewrite_manifest(folder)
     before, stages = state_of(folder), list[str]()
-    again = effexport.refit(folder, weights=file, output=tmp_path / "second", on_stage=stages.append).path
+    again = effexport.refit(
+        folder, weights=file, output=tmp_path / "second", progress=lambda stage, share: stages.append(stage)
+    ).path
     assert "exporting to ONNX" in stages
     assert state_of(folder) == before
     for name in ("model.onnx", "model.onnx.data", "reference.safetensors", "traced.zip"):
@@ -158,8 +161,9 @@ def test_stale_weights_are_caught_by_the_proof_and_the_artifact_stays(
     folder = copied("softmax", "attention")
     before = state_of(folder)
 
-    def stale(module: object, spec: BuildSpec, path: Path, traced: object) -> None:
+    def stale(module: object, spec: BuildSpec, path: Path, traced: object) -> Counter[str]:
         path.write_bytes(before["model.onnx"])
+        return Counter()
 
     monkeypatch.setattr(importlib.import_module("effexport.build"), "onnx_from_module", stale)
     file = weights_file(tmp_path, open_artifact(folder).spec)
