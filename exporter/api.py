@@ -147,10 +147,12 @@ def build(
     from effexport.engines.profile import profiles_from_texts
     from effexport.engines.spec import EngineSpec, check_target
     from effexport.environment import require_torch
+    from effexport.errors import check_type
     from effexport.spec import BuildSpec
 
     require_torch("effexport.build")
     check_build_types(variant, module, settings, engines)
+    check_type("targets", targets, (list, tuple), "a list of names, such as ['trt-rtx']")
     check_texts(**{f"targets[{i}]": target for i, target in enumerate(targets)})
     wanted = spec if isinstance(spec, BuildSpec) else optional_path("spec", spec)
     request = BuildRequest(

@@ -12,7 +12,7 @@ from effexport.models.adapters.replace import Adapted, frozen
 from effexport.models.module_inputs import ModuleInput, ModuleInputs
 from effexport.models.probe import PROBE_SEQ_LEN, Probe
 from effexport.models.user_model import CalledByPosition, recorded_results
-from effexport.models.validation import SpecError
+from effexport.models.validation import SpecError, require
 from effexport.plugins.ops import OPS
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> 
 
     from effexport.models.adapters.sdpa import AttentionCalls, attention_calls_as_operators
     from effexport.models.layers import fused_operators
+    from effexport.models.lsh import LSHHash
 
     names = {op.torch_name: op.onnx_name for op in OPS.values()}
     calls: Counter[str] = Counter()
@@ -52,10 +53,24 @@ def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> 
                 calls[names[name]] += 1
             return func(*args, **(kwargs or {}))
 
+    hashes = Counter[str]()
+    handles = [
+        child.register_forward_pre_hook(lambda child, arguments, path=path: hashes.update([path]))
+        for path, child in module.named_modules()
+        if isinstance(child, LSHHash)
+    ]
     as_operators = attention_calls_as_operators() if fused else contextlib.nullcontext(AttentionCalls())
     # operators that are a part of the unfused formulas are called only where gradients are wanted
     with as_operators as attention, fused_operators(module, fused), torch.set_grad_enabled(not fused), Counting():  # type: ignore[no-untyped-call]
         module(*probe.inputs.tensors(probe.sizes(1, min(tuned, PROBE_SEQ_LEN) if probe.is_free else tuned)))
+    for handle in handles:
+        handle.remove()
+    for path, count in hashes.items():
+        require(
+            count == 1,
+            f"the LSH layer {path.rpartition('.hash')[0]} of {probe.name} is called {count} times in one run; expected "
+            "one call, because the buckets of each are compared by name: give each call a copy of the layer",
+        )
     return Calls(dict(calls), attention.turned)
 
 
@@ -87,39 +102,44 @@ def close(a: Tensor, b: Tensor) -> bool:
 
     if not a.is_floating_point():
         return torch.equal(a, b)
-    scale = float(b.square().mean().sqrt()) if b.numel() else 0.0
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-4 * scale, equal_nan=True)
+    scale = b[b.isfinite()].square().mean().sqrt().nan_to_num()  # of no elements, NaN
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(scale), equal_nan=True)
 
 
 def with_range(one: ModuleInput, inputs: ModuleInputs, original: CalledByPosition) -> ModuleInput:
     """An input of integers with its range: the rows of the embedding that it selects from, or what the example has."""
     if one.high is not None or one.mask or not one.dtype.startswith("int"):
         return one
-    rows = rows_selected(one.name, inputs, original)
+    rows, padding = rows_selected(one.name, inputs, original)
     example = inputs.examples.get(one.name)
     highest = 1 if example is None or not example.numel() else int(example.max())
-    return replace(one, high=max(rows, highest + 1))
+    return replace(one, high=max(rows, highest + 1), padding=padding)
 
 
-def rows_selected(name: str, inputs: ModuleInputs, original: CalledByPosition) -> int:
-    """Rows of the smallest embedding that gets an input as it is; 0 if there is none."""
+def rows_selected(name: str, inputs: ModuleInputs, original: CalledByPosition) -> tuple[int, int | None]:
+    """Rows of the smallest embedding that gets an input as it is, and its padding_idx; 0 and None if there is none."""
     import torch
     from torch import nn
 
     sizes = {axis: 2 if axis == "batch" else max(2, inputs.sizes.get(axis, PROBE_SEQ_LEN)) for axis in inputs.axes}
-    tensors = list(inputs.tensors(sizes))
-    given = tensors[[one.name for one in inputs.inputs].index(name)]
-    found: list[int] = []
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for one, tensor in zip(inputs.inputs, inputs.tensors(sizes), strict=True):
+        # zeros and ones in a pattern of its own: examples of several inputs may be alike, such as all zeros
+        is_indices = one.dtype.startswith("int") and not one.mask
+        pattern = torch.randint(0, 2, tensor.shape, generator=generator, dtype=tensor.dtype) if is_indices else tensor
+        tensors[one.name] = pattern
+    found: list[tuple[int, int | None]] = []
 
     def record(embedding: nn.Embedding, arguments: tuple[Any, ...]) -> None:
-        if arguments and torch.equal(arguments[0], given):
-            found.append(embedding.num_embeddings)
+        if arguments and torch.equal(arguments[0], tensors[name]):
+            found.append((embedding.num_embeddings, embedding.padding_idx))
 
     embeddings = [child for child in original.modules() if isinstance(child, nn.Embedding)]
     handles = [child.register_forward_pre_hook(record) for child in embeddings]
     # what the run raises is judged elsewhere
     with contextlib.suppress(Exception), torch.inference_mode():
-        original(*tensors)
+        original(*tensors.values())
     for handle in handles:
         handle.remove()
-    return min(found, default=0)
+    return min(found, default=(0, None), key=lambda pair: pair[0])

@@ -25,6 +25,7 @@ MASKS: dict[str, MaskKind] = {
     "input_mask": "keep",
     "mask": "keep",
     "key_padding_mask": "ignore",
+    "pad_mask": "ignore",
     "padding_mask": "ignore",
     "src_key_padding_mask": "ignore",
 }
@@ -41,7 +42,8 @@ class ModuleInput:
     """One input.
 
     dims: sizes, and the names of free axes ("batch" and "seq" have the meaning that they have everywhere).
-    low, high: integers are low to high − 1; high is None until the model is run.
+    low, high: integers are low to high − 1; high is None until the model is run. padding: the padding_idx of the
+    embedding that they select from.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ModuleInput:
     dtype: Element = "float"
     low: int = 0
     high: int | None = None
+    padding: int | None = None
     mask: MaskKind = ""
 
 
@@ -57,7 +60,7 @@ class ModuleInputs:
     """The inputs of a module in the order of the exported file.
 
     sizes: of the free axes when the model is exported; without "batch". examples: the tensors that were given, by name;
-    empty if there are none. constants: arguments that are not tensors. is_guess: whether "seq" was only assumed.
+    empty if there are none. constants: arguments that are not tensors. is_guess: whether nobody has named the axes.
     """
 
     inputs: tuple[ModuleInput, ...]
@@ -75,7 +78,7 @@ class ModuleInputs:
         """The same with a length that is a number."""
         size = self.sizes["seq"]
         fixed = (replace(one, dims=tuple(size if dim == "seq" else dim for dim in one.dims)) for one in self.inputs)
-        return replace(self, inputs=tuple(fixed), is_guess=False)
+        return replace(self, inputs=tuple(fixed))
 
     def tensors(self, sizes: Mapping[str, int]) -> Iterator[Tensor]:
         """Tensors of other sizes of the free axes: the examples repeated or cut off, or constants without them."""
@@ -87,7 +90,9 @@ class ModuleInputs:
                 yield resized(example, one.dims, sizes)
                 continue
             shape = [sizes[dim] if isinstance(dim, str) else dim for dim in one.dims]
-            fill = int(one.mask == "keep") if one.mask else one.low
+            # one, if it may be: zero often stands for padding
+            fill = int(one.mask == "keep") if one.mask else max(one.low, min(1, (one.high or 2) - 1))
+            fill *= one.dtype != "float"
             yield torch.full(shape, fill, dtype=torch_dtype(one.dtype))
 
 
@@ -127,6 +132,8 @@ def inputs_from_examples(
             f"the example input {key!r} of {name} is a {type(value).__name__}; expected a tensor, a number or None",
         )
     require(bool(tensors), f"the example inputs of {name} hold no tensor; expected one for each input")
+    for key, value in tensors.items():
+        require(not value.is_meta, f"the example input {key!r} of {name} is on meta, without values; give real numbers")
     ordered = sorted(tensors, key=lambda key: key in ("attention_mask", "token_type_ids"))
     dims = guessed_dims(tensors) if dynamic is None else given_dims(name, tensors, dynamic)
     sizes = sizes_of(name, tensors, dims)
@@ -200,12 +207,18 @@ def is_sequence(tensor: Tensor) -> bool:
 
 
 def given_dims(name: str, tensors: Mapping[str, Tensor], dynamic: Mapping[str, object]) -> dict[str, Dims]:
-    """The dims of each example, with the names that `dynamic` gives to axes."""
+    """The dims of each example, with the names that `dynamic` gives to axes; those of inputs that it does not name are
+    guessed."""
+    require(isinstance(dynamic, Mapping), f"dynamic is {dynamic!r}; expected a dictionary of free axes by input")
     for key in dynamic:
         require(key in tensors, f"dynamic names {key!r}{did_you_mean(key, list(tensors))} Inputs: {', '.join(tensors)}")
+    guessed = guessed_dims(tensors)
     dims: dict[str, Dims] = {}
     for key, tensor in tensors.items():
-        axes = dynamic.get(key) or {}
+        if key not in dynamic:
+            dims[key] = guessed[key]
+            continue
+        axes = dynamic[key] or {}
         expected = f"expected names by axis, such as {{0: 'batch', 1: 'seq'}}, for {list(tensor.shape)}"
         pairs = axes.items() if isinstance(axes, Mapping) else enumerate(axes) if isinstance(axes, tuple | list) else ()
         require(isinstance(axes, Mapping | tuple | list), f"dynamic[{key!r}] is {axes!r}; {expected}")

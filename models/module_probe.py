@@ -13,6 +13,7 @@ from effexport.models.adapters.replace import Adapted, frozen, with_our_layers
 from effexport.models.model_spec import Dims
 from effexport.models.module_calls import check_repeatable, operator_calls, with_range
 from effexport.models.module_inputs import (
+    ModuleInput,
     ModuleInputs,
     inputs_from_examples,
     inputs_from_signature,
@@ -25,6 +26,7 @@ from effexport.models.user_model import (
     UserModel,
     called_by_position,
     check_model,
+    precision_note,
     shared_note,
     training_note,
     unwrapped,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 # The length to export for if neither the user nor a layer says one.
 DEFAULT_SEQ_LEN = 1024
+SHORTER_LENGTHS = (DEFAULT_SEQ_LEN, 512, 256, 128, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +79,9 @@ def model_and_spec(
     name: for reports. seq_len: the length to export for, in tokens; None for that of the examples or of the layers.
     Raises SpecError for a model that fails, that cannot be exported, or whose outputs have sizes of another rule.
     """
+    require(seq_len is None or seq_len >= 1, f"seq_len is {seq_len}; expected a positive integer")
     check_model(module, name)
-    notes = training_note(module, name)
+    notes = (*training_note(module, name), *precision_note(module, name))
     original = copied(unwrapped(module), name)
     calling = calling or Calling()
     given = next(calling.candidates(original, name, (1,)), None) if calling != Calling() else None
@@ -88,12 +92,16 @@ def model_and_spec(
     specs = [layer.spec for layer in attention_layers(adapted.module)]
     limit = min((spec.max_seq_len for spec in specs if spec.max_seq_len is not None), default=None)
     tuned = tuned_length(specs, name, wanted, limit)
+    subject = Subject(original, adapted, name, specs, notes, tuned, limit)
+    # if nobody and no layer has said a length, a shorter one may do
+    lengths = (tuned,) if wanted or specs else SHORTER_LENGTHS
     failures: list[SpecError] = []
-    for inputs in calling.candidates(original, name, [spec.dim for spec in specs]):
-        try:
-            return probed(Subject(original, adapted, name, specs, notes, tuned, limit), inputs)
-        except ModuleFailedError as error:
-            failures.append(error)
+    for length in lengths:
+        for inputs in calling.candidates(original, name, [spec.dim for spec in specs]):
+            try:
+                return probed(replace(subject, tuned=length), inputs)
+            except ModuleFailedError as error:
+                failures.append(error)
     raise failures[0]
 
 
@@ -117,16 +125,17 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
     original = called_by_position(subject.original, names, constants)
     module = called_by_position(subject.adapted.module, names, constants)
     adapted = replace(subject.adapted, module=module)
+    Probe(original, subject.name, inputs).check_examples()
     lengths = lengths_of(subject, Probe(module, subject.name, inputs), Probe(original, subject.name, inputs))
     inputs, tuned = lengths.inputs, lengths.tuned
     probe = Probe(module, subject.name, inputs)
+    calls = {fused: operator_calls(module, probe, tuned, fused) for fused in (True, False)}
     check_repeatable(original, adapted, Probe(original, subject.name, inputs), tuned)
     found = probe.run(1, tuned)
     inputs = replace(inputs, inputs=tuple(with_range(one, inputs, original) for one in inputs.inputs))
     mask = next((one for one in inputs.inputs if one.mask), None)
     specs = subject.specs or [PyTorchSpec(seq_len=tuned)]
     attention = next((spec for spec in specs if spec.is_hashed), specs[0])
-    calls = {fused: operator_calls(module, probe, tuned, fused) for fused in (True, False)}
     spec = ModuleSpec(
         vocab_size=max([2, *(one.high or 0 for one in inputs.inputs if one.name == "input_ids")]),
         seq_len=tuned,
@@ -143,12 +152,33 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         ranges={one.name: [one.low, one.high] for one in inputs.inputs if one.dtype.startswith("int") and not one.mask},
         axis_sizes={axis: size for axis, size in inputs.sizes.items() if axis != "seq" and axis in inputs.axes},
         length_multiple=lengths.multiple,
+        padding={one.name: one.padding for one in inputs.inputs if one.padding is not None},
         mask="" if mask is None else mask.name,
         mask_ignores=mask is not None and mask.mask == "ignore",
         replaced={path: qualified_name(subject.original.get_submodule(path)) for path in adapted.replaced},
-        remarks=(*subject.notes, *remarks_on(subject.original, adapted, calls[True].turned)),
+        remarks=(
+            *subject.notes,
+            *remarks_on(subject.original, adapted, calls[True].turned),
+            *fixed_notes(subject.name, inputs),
+        ),
     )
     return UserModel(original, adapted, inputs.examples), spec
+
+
+def fixed_notes(name: str, inputs: ModuleInputs) -> tuple[str, ...]:
+    """A sentence on guessed axes that became numbers, although those of tokens usually are free; none if all are."""
+    fixed = [one.name for one in inputs.inputs if one.name in inputs.examples and is_fixed_sequence(one)]
+    if not inputs.is_guess or not fixed:
+        return ()
+    return (
+        f"The second axis of {', '.join(fixed)} has one size in the exported file, that of the example; if {name} "
+        "takes others, name the axis with dynamic, or in --inputs.",
+    )
+
+
+def is_fixed_sequence(one: ModuleInput) -> bool:
+    """Whether an input has the form of tokens or vectors, with a number for their count."""
+    return len(one.dims) == (3 if one.dtype == "float" else 2) and isinstance(one.dims[1], int)
 
 
 @dataclass(frozen=True)
@@ -175,7 +205,8 @@ def lengths_of(subject: Subject, probe: Probe, original: Probe) -> Lengths:
         return Lengths(inputs, 1, False, outputs)
     tuned = subject.tuned
     outputs, takes_others = probe.output_dims(probe_length(probe.module, tuned), tuned)
-    if takes_others and subject.limit != 1:
+    # a length that the parameters do not have may be the only one, and a shorter one may fit by chance
+    if takes_others and subject.limit != 1 and (tuned == 1 or probe.length_multiple(tuned) == 1):
         longest, multiple = probe.longest(outputs, tuned, subject.limit), 1
         if subject.adapted.replaced:
             # with our numbers, at the lengths for which they replace those of the original

@@ -23,6 +23,7 @@ class ModuleSpec(CheckpointSpec):
     has_seq: whether there is an axis of tokens at all; seq_len is 1 without one.
     longest: the most tokens that the module takes; None if no limit was found. length_multiple: the original takes
     multiples of this only, and the exported file every length.
+    padding: what stands in padded places of inputs of indices, by input.
     mask: the input that tells which tokens are kept, "" if there is none; mask_ignores: whether its ones are padding.
     replaced: class names of layers that ours stand for, by path. remarks: sentences for the report.
     """
@@ -44,6 +45,7 @@ class ModuleSpec(CheckpointSpec):
     ranges: Mapping[str, Any] = field(default_factory=dict)
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     length_multiple: int = 1
+    padding: Mapping[str, int] = field(default_factory=dict)
     mask: str = "attention_mask"
     mask_ignores: bool = False
     replaced: Mapping[str, str] = field(default_factory=dict)
@@ -114,4 +116,4 @@ class ModuleSpec(CheckpointSpec):
     def input_limits(self) -> dict[str, int]:
         if not self.ranges:  # an artifact from before there were others
             return {"input_ids": self.vocab_size, "token_type_ids": 2}
-        return {name: high for name, (_, high) in self.ranges.items()}
+        return {name: high for name, (low, high) in self.ranges.items() if low >= 0}

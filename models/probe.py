@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.models.model_spec import Dims, longer_length, shape_of
 from effexport.models.module_inputs import ModuleInputs
-from effexport.models.user_model import CalledByPosition, UnexpectedOutputError
+from effexport.models.user_model import CalledByPosition, UnexpectedOutputError, failing_module
 from effexport.models.validation import SpecError, require
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Probe:
             self.check_sizes(found, values, tuned)
         except ModuleFailedError as error:
             remedy = f"{some} tokens work: give a length that the module takes with --seq-len"
-            raise SpecError(f"{error}; {remedy}") from error.__cause__
+            raise ModuleFailedError(f"{error}; {remedy}") from error.__cause__
         with contextlib.suppress(ModuleFailedError):
             self.check_sizes(found, values, 1)
         return found, True
@@ -123,6 +123,33 @@ class Probe:
             step *= 2
         return tuned
 
+    def failure(self, error: Exception, what: str) -> str:
+        """What the user's code raised, and where. what: it was run on."""
+        owner = failing_module(error, self.module)
+        text = " ".join(str(error).split()) or type(error).__name__
+        return f"{self.name} fails on {what}: {text}{f' (in {owner})' * bool(owner)}"
+
+    def check_examples(self) -> None:
+        """Raise SpecError if the model does not take its own examples."""
+        import torch
+
+        examples = [self.inputs.examples[one.name] for one in self.inputs.inputs if one.name in self.inputs.examples]
+        if len(examples) < len(self.inputs.inputs):
+            return
+        try:
+            with torch.inference_mode():
+                outputs = self.module.by_name(*examples)
+        except UnexpectedOutputError:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            raise SpecError(self.failure(error, "its example inputs")) from error
+        for name, value in outputs.items():
+            require(
+                not value.is_complex(),
+                f"{name} of {self.name} is {str(value.dtype).removeprefix('torch.')}; expected real numbers: return "
+                "torch.view_as_real of it",
+            )
+
     def follows(self, outputs: dict[str, Dims], seq_len: int) -> bool:
         """Whether the module takes that many tokens, and its outputs have the expected sizes."""
         try:
@@ -150,8 +177,7 @@ class Probe:
         except Exception as error:  # whatever the user's code raises
             tokens = f" × {seq_len} tokens" * self.is_free
             what = f"a batch of {batch}{tokens}" if batch > 1 or not tokens else f"{batch}{tokens}"
-            text = " ".join(str(error).split()) or type(error).__name__
-            raise ModuleFailedError(f"{self.name} fails on {what}: {text}") from error
+            raise ModuleFailedError(self.failure(error, what)) from error
         require(bool(outputs), f"{self.name} returns no tensor; expected at least one")
         return outputs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -135,7 +136,7 @@ def named_parts(result: object, name: str) -> Iterator[tuple[str, object]]:
     else:
         where = "" if top else f" as {name}"
         raise UnexpectedOutputError(
-            f"the model returns a {type(result).__name__}{where}; expected tensors, or dictionaries, dataclasses and "
+            f"the model returns {type(result).__name__}{where}; expected tensors, or dictionaries, dataclasses and "
             "tuples of them: return less, or leave it out with an argument of forward"
         )
     yield from ((key if top else f"{name}_{key}", value) for key, value in parts)
@@ -172,16 +173,28 @@ def check_model(model: nn.Module, name: str) -> None:
 
 
 def training_note(model: nn.Module, name: str) -> tuple[str, ...]:
-    """A sentence on dropout that is on in the model as it was given, and off in the file; none if there is none."""
+    """A sentence on layers that compute something else in training mode, which is on; none if there are none."""
+    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
     active = [
-        path or name
+        f"{path or name} ({type(child).__name__})"
         for path, child in model.named_modules()
-        if child.training and isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0
+        if child.training and isinstance(child, kinds) and getattr(child, "p", 1) > 0
     ]
     if not active:
         return ()
     more = f" and {len(active) - 1} other place{'s' * (len(active) > 2)}" if len(active) > 1 else ""
-    return (f"{name} is in training mode, with dropout in {active[0]}{more}; it is exported as after eval(), without.",)
+    return (f"{name} is in training mode, which changes {active[0]}{more}; it is exported as after eval().",)
+
+
+def precision_note(model: nn.Module, name: str) -> tuple[str, ...]:
+    """A sentence on weights in half precision; none if there are none."""
+    found = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype in (torch.half, torch.bfloat16)}
+    if not found:
+        return ()
+    return (
+        f"{name} has weights in {' and '.join(sorted(found))}; the reference is a copy in float32, and the file has "
+        "the precision of the build.",
+    )
 
 
 def shared_note(model: nn.Module, replaced: Mapping[str, nn.Module]) -> tuple[str, ...]:
@@ -216,3 +229,21 @@ def recorded_results(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def failing_module(error: BaseException, model: nn.Module) -> str:
+    """The path and class of the innermost submodule in whose code, or in whose part of a traced graph, an error was
+    raised; "" if there is none."""
+    paths = {id(child): path for path, child in model.named_modules() if path}
+    found = ""
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            owner, node = frame.f_locals.get("self"), frame.f_locals.get("node")
+            if id(owner) in paths:
+                found = f"{paths[id(owner)]} ({type(owner).__module__}.{type(owner).__qualname__})"
+            elif isinstance(node, torch.fx.Node) and (stack := node.meta.get("nn_module_stack")):
+                path, kind = list(stack.values())[-1]
+                found = f"{path} ({kind if isinstance(kind, str) else f'{kind.__module__}.{kind.__qualname__}'})"
+        cause = cause.__cause__ or cause.__context__
+    return found

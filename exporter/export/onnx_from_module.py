@@ -41,6 +41,10 @@ BUCKETS_SUFFIX = "buckets"
 CONFLICT = "Found the following conflicts"
 
 
+# How torch.onnx ends a message whose reason is in the error that caused it.
+REFERS = "See the stack trace"
+
+
 def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path, traced: Path | None = None) -> Counter[str]:
     """Export `module`, which must be in evaluation mode and float32, to `path`.
 
@@ -157,11 +161,14 @@ def program_from_module(
             )
         except torch.onnx.OnnxExporterError as error:
             # its own message is a page of general advice; the cause has the reason
-            cause = first_paragraph(str(error.__cause__ or error))
+            cause = reason_of(error)
             if isinstance(spec.model, ModuleSpec) and cause.startswith(CONFLICT):
                 cause = assumed_sizes(module, example, signature.inputs) or cause
+            from effexport.models.user_model import failing_module
+
             owner = failing_module(error, module)
-            place = f"the module: in {owner}" if owner else "the module"
+            line = line_of_user(error)
+            place = f"the module{f': in {owner}' * bool(owner)}{f' ({line})' * bool(line)}"
             message = f"torch.onnx could not export {place}: {cause}{unknown_op(cause)}; --debug shows the traceback"
             raise StageError(STAGE, message) from error
     if program is None:
@@ -169,18 +176,26 @@ def program_from_module(
     return program
 
 
-def failing_module(error: BaseException, module: nn.Module) -> str:
-    """The path and class of the innermost submodule in whose code an error was raised; "" if there is none."""
-    paths = {id(child): path for path, child in module.named_modules() if path}
+def line_of_user(error: BaseException) -> str:
+    """The innermost line of code that is neither PyTorch's nor ours and led to an error; "" if there is none."""
     found = ""
     cause: BaseException | None = error
     while cause is not None:
-        for frame, _ in traceback.walk_tb(cause.__traceback__):
-            owner = frame.f_locals.get("self")
-            if id(owner) in paths:
-                found = f"{paths[id(owner)]} ({type(owner).__module__}.{type(owner).__qualname__})"
+        for frame in traceback.extract_tb(cause.__traceback__):
+            if frame.name == "forward" and not is_of_package(frame.filename):
+                found = f"{Path(frame.filename).name}, line {frame.lineno}"
         cause = cause.__cause__ or cause.__context__
     return found
+
+
+def is_of_package(file: str) -> bool:
+    """Whether a file belongs to PyTorch, or to us."""
+    import torch
+
+    from effexport import models, plugins
+
+    homes = [Path(str(package.__file__)).parent for package in (torch, models, plugins)]
+    return any(Path(file).is_relative_to(home) for home in [*homes, Path(__file__).parents[1]])
 
 
 def free_axis(name: str, spec: BuildSpec) -> Any:
@@ -223,6 +238,14 @@ def unknown_op(cause: str) -> str:
         f". No installed package declares effexport::{called[1]}; install the one that does, or compile the operator's "
         "folder with: effexport plugins build --with FOLDER"
     )
+
+
+def reason_of(error: BaseException) -> str:
+    """What torch.onnx says about a failure, in one line: of chained errors, the first that does not refer to others."""
+    cause = error.__cause__ or error
+    while cause.__cause__ is not None and REFERS in str(cause):
+        cause = cause.__cause__
+    return first_paragraph(str(cause)) or type(cause).__name__
 
 
 def first_paragraph(text: str) -> str:

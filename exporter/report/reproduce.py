@@ -81,6 +81,8 @@ def _checkpoint_command(report: Report, output: str) -> str:
     """Flags are those of the build and what may be chosen for a checkpoint: config.json has said the rest."""
     model = report.spec["model"]
     is_module = model.get("family") == MODULE_FAMILY
+    if is_module and ":" not in report.weights_from:
+        return f"effexport.export(model, example_inputs, {output!r})  # in Python; model: a {report.weights_from}"
     words = ["effexport", "build", "--module" if is_module else "--checkpoint"]
     words.append(report.weights_from or ("MODULE" if is_module else "CHECKPOINT"))
     build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}

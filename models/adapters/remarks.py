@@ -88,7 +88,7 @@ def version_remarks(original: nn.Module, replaced: Mapping[str, nn.Module]) -> I
 def turned_remarks(turned: int) -> Iterator[str]:
     if turned:
         calls = "1 call" if turned == 1 else f"{turned} calls"
-        yield f"{calls} of F.scaled_dot_product_attention run as effexport's softmax attention."
+        yield f"{calls} of F.scaled_dot_product_attention became effexport's softmax attention."
 
 
 def unknown_remarks(original: nn.Module, adapted: Adapted, turned: str) -> Iterator[str]:
@@ -103,9 +103,9 @@ def unknown_remarks(original: nn.Module, adapted: Adapted, turned: str) -> Itera
     for path, child in original.named_modules():
         if any(path == other or path.startswith(f"{other}." if other else "") for other in inside):
             continue
-        if isinstance(child, AttentionLayer):
-            inside.add(path)
-        elif resembled(child) not in ("", turned) and not any(other.startswith(path) for other in inside):
+        if any(isinstance(part, AttentionLayer) for part in child.modules()):
+            continue
+        if resembled(child) not in ("", turned) and not any(other.startswith(path) for other in inside):
             by_class.setdefault(qualified_name(child), []).append(path)
             inside.add(path)
     for name, paths in by_class.items():

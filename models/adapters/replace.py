@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+# Where the parts of known layers come from, beside their own package: a part of any other has been exchanged.
+PARTS = ("torch", "local_attention", "axial_positional_embedding", "product_key_memory", "einops")
+
+
 @dataclass(frozen=True)
 class Adapted:
     """A copy of a model with our layers in the place of others.
@@ -79,17 +83,30 @@ def replacement_of(
     """Ours for a layer, or the layer itself if there is none; `kept` then gets the reason if the layer is known."""
     name = qualified_name(layer)
     if name not in known:
+        base = next((kind for kind in type(layer).__mro__ if f"{kind.__module__}.{kind.__qualname__}" in known), None)
+        if base is not None:
+            kept[path] = (
+                f"its class is derived from {base.__module__}.{base.__qualname__}, and may compute something else"
+            )
         return layer
     if why := why_changed(layer):
         kept[path] = why
         return layer
     try:
-        return known[name][1](layer, seq_len).eval()
+        made = known[name][1](layer, seq_len).eval()
     except NotReplaceableError as error:
         kept[path] = str(error)
         return layer
     except NotExportableError as error:
         raise NotExportableError(f"{path or 'the model'} ({name}): {error}") from error
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        # parts of another kind than the package makes, such as adapters of low rank in the place of a projection
+        kept[path] = f"its parts are not those that its package makes ({' '.join(str(error).split())})"
+        return layer
+    if why := exchanged_part(layer):
+        kept[path] = why
+        return layer
+    return made
 
 
 def why_changed(layer: nn.Module) -> str:
@@ -97,8 +114,17 @@ def why_changed(layer: nn.Module) -> str:
     home = type(layer).__module__
     if "forward" in vars(layer) or type(layer).forward.__module__ != home:
         return "its forward was replaced after the class was defined"
-    if layer._forward_hooks or layer._forward_pre_hooks:
+    if any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules()):
         return "it has forward hooks, which may change what it computes"
+    return ""
+
+
+def exchanged_part(layer: nn.Module) -> str:
+    """Which part of a layer is not one that its package makes, as half a sentence; or ""."""
+    expected = {type(layer).__module__.partition(".")[0], *PARTS}
+    for name, part in layer.named_children():
+        if type(part).__module__.partition(".")[0] not in expected:
+            return f"its part {name} is a {qualified_name(part)}"
     return ""
 
 

@@ -165,7 +165,11 @@ class TransformerEncoderLayer(nn.Module):
 
 
 class TransformerEncoder(nn.Module):
-    """`nn.TransformerEncoder` without nested tensors, and without a look at the values of its mask."""
+    """`nn.TransformerEncoder` without nested tensors, and without a branch on the values of its mask.
+
+    Of batches whose padding is at the end of every sample, PyTorch computes the kept tokens alone, and gives zeros for
+    the others, before the last norm. So does this.
+    """
 
     layers: nn.ModuleList
 
@@ -173,6 +177,7 @@ class TransformerEncoder(nn.Module):
         super().__init__()
         take_parts(self, encoder)
         self.norm, self.num_layers = encoder.norm, encoder.num_layers
+        self.zeros_padding = bool(getattr(encoder, "use_nested_tensor", False))
 
     def forward(
         self,
@@ -183,6 +188,13 @@ class TransformerEncoder(nn.Module):
     ) -> Tensor:
         for layer in self.layers:
             src = layer(src, mask, src_key_padding_mask, bool(is_causal))
+        if self.zeros_padding and mask is None and src_key_padding_mask is not None and src.dim() == 3:
+            keep = src_key_padding_mask.logical_not()
+            positions = torch.arange(1, keep.shape[1] + 1, device=keep.device)
+            # as many tokens as the place of the last one: none is missing before it
+            missing = (keep * positions).amax(dim=1) - keep.sum(dim=1)
+            at_the_end = missing.amax(dim=0) == 0
+            src = torch.where((keep | ~at_the_end).unsqueeze(-1), src, 0.0)
         return src if self.norm is None else self.norm(src)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.dtypes import numpy_dtype
+from effexport.dtypes import TensorInfo, numpy_dtype
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.model_spec import Dims, longer_length, shape_of
@@ -118,7 +118,26 @@ def module_cases(spec: BuildSpec, model: ModuleSpec, seed: int) -> dict[str, dic
         shapes["padded single"] = (1, padded_len, [max(1, padded_len // 2)])
     else:
         shapes["batch"] = (3, padded_len, None)
-    return {name: random_inputs(spec, rng, *shape) for name, shape in shapes.items()}
+    cases = {name: random_inputs(spec, rng, *shape) for name, shape in shapes.items()}
+    marks = [tensor.name for tensor in spec.inputs if marks_tokens(tensor, model)]
+    if model.padding or marks:
+        # models make masks of padding tokens, or take marks of tokens under any name: at the end, and at the beginning
+        inputs = random_inputs(spec, rng, 3, padded_len, None)
+        ends = np.array([padded_len, max(1, padded_len * 2 // 3), max(1, padded_len // 3)])[:, None]
+        beyond = np.arange(padded_len) >= ends
+        for name, hidden in (("padding at the end", beyond), ("padding at the beginning", beyond[:, ::-1])):
+            padded = {
+                key: np.where(hidden, value, inputs[key]).astype(inputs[key].dtype)
+                for key, value in model.padding.items()
+                if inputs[key].shape == hidden.shape
+            }
+            cases[name] = inputs | padded | {key: np.ascontiguousarray(hidden) for key in marks}
+    return cases
+
+
+def marks_tokens(tensor: TensorInfo, model: ModuleSpec) -> bool:
+    """Whether an input is one boolean for each token, and not known as a mask."""
+    return tensor.dtype == "bool" and tensor.name != model.mask and len(tensor.dims) == 2 and "seq" in tensor.dims[1:]
 
 
 def module_inputs(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from effexport.errors import Unavailable
+from effexport.models.spec import PyTorchSpec
 from effexport.proof.checks.result import METRIC, Check, outcome_of, outcomes_text
 from effexport.proof.trace.trace import Suspect, Trace
 from effexport.report.problems import problems_of
@@ -111,6 +112,8 @@ def size_text(fields: dict[str, Any]) -> str:
     }
     if not fields.get("has_seq", True):  # a user's own model without an axis of tokens
         del words["seq_len"]
+    if fields.get("variant") == PyTorchSpec.variant:  # one without attention of ours, whose sizes are not known
+        del words["dim"], words["heads"]
     return ", ".join(text(fields[name]) for name, text in words.items() if name in fields)
 
 

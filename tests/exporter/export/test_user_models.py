@@ -21,7 +21,7 @@ from effexport.errors import StageError, UserError
 from effexport.models import attention_from_spec
 from effexport.models.adapters import remarks, replace
 from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError, Replacement
-from effexport.models.spec import SoftmaxSpec
+from effexport.models.spec import LSHSpec, SoftmaxSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 
@@ -202,7 +202,8 @@ def test_an_unknown_layer_is_exported_as_it_stands_with_what_it_resembles(tmp_pa
 def test_dropout_that_is_on_is_said_and_off_in_the_file(tmp_path: Path) -> None:
     report = effexport.export(Model(dropout=0.5), EXAMPLES, tmp_path / "out").report
     assert report.verdict == "passed"
-    assert "Model is in training mode, with dropout in drop; it is exported as after eval(), without." in report.notes
+    note = "Model is in training mode, which changes drop (Dropout); it is exported as after eval()."
+    assert note in report.notes
 
 
 class Noisy(TheirAttention):
@@ -222,9 +223,51 @@ class DataDependent(TheirAttention):
 
 def test_a_layer_that_torch_onnx_cannot_export_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        StageError, match=r"torch.onnx could not export the module: in block.attn \(.*DataDependent\): "
+        StageError,
+        match=r"torch.onnx could not export the module: in block.attn \(.*DataDependent\) \(test_user_models.py, line",
     ):
         effexport.export(Model(DataDependent()), EXAMPLES, tmp_path / "out")
+
+
+class Classifier(nn.Module):
+    """PyTorch's default encoder on padded tokens, averaged over all of them: hidden tokens count, as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, DIM, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.encoder(self.embed(tokens), src_key_padding_mask=tokens == 0).mean(dim=1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("examples", [None, torch.zeros(2, 40, dtype=torch.int64)])
+def test_padding_by_tokens_is_part_of_the_proof(examples: Tensor | None, tmp_path: Path) -> None:
+    result = effexport.export(Classifier(), examples, tmp_path / "out", seq_len=40)
+    assert result.report.verdict == "passed"
+    assert {"padding at the end", "padding at the beginning"} <= {check.case.name for check in result.report.checks}
+    tokens = torch.randint(1, 50, (3, 30))
+    tokens[1, 20:] = 0
+    with torch.inference_mode(), effexport.load(result.path) as runner:
+        expected = Classifier().eval()(tokens)
+        actual = runner.run({"tokens": tokens.numpy()})["output"]
+    np.testing.assert_allclose(actual, expected, atol=1e-5)  # float32 rounding
+
+
+def test_an_lsh_layer_that_is_called_twice_is_refused(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = attention_from_spec(LSHSpec(dim=DIM, heads=2, seq_len=32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x))
+
+    with pytest.raises(UserError, match="the LSH layer layer of Twice is called 2 times in one run; expected one call"):
+        effexport.export(Twice(), torch.randn(2, 32, DIM), tmp_path / "out")
 
 
 class Cumulative(TheirAttention):
@@ -250,7 +293,7 @@ def test_a_model_that_returns_something_else_is_refused(tmp_path: Path) -> None:
         def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Any:
             return {"states": self.embed(tokens), "cache": object()}
 
-    with pytest.raises(UserError, match="the model returns a object as cache; expected tensors"):
+    with pytest.raises(UserError, match="the model returns object as cache; expected tensors"):
         effexport.export(Returns(), EXAMPLES, tmp_path / "out")
 
 
