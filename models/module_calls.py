@@ -7,8 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from effexport.models.adapters.adapter import named
-from effexport.models.adapters.replace import Adapted, frozen
+from effexport.models.adapters.adapter import Adapted, frozen, named
 from effexport.models.module_inputs import ModuleInput, ModuleInputs
 from effexport.models.probe import PROBE_SEQ_LEN, Probe
 from effexport.models.user_model import CalledByPosition, recorded_results

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from effexport.models.adapters.adapter import qualified_name
+from effexport.models.adapters.adapter import Adapted, frozen, qualified_name
 from effexport.models.adapters.remarks import remarks_on
-from effexport.models.adapters.replace import Adapted, frozen, with_our_layers
+from effexport.models.adapters.replace import with_our_layers
 from effexport.models.model_spec import Dims
 from effexport.models.module_calls import check_repeatable, operator_calls, with_range
 from effexport.models.module_inputs import (

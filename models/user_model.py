@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from effexport.models.validation import SpecError, require
 
 if TYPE_CHECKING:
-    from effexport.models.adapters.replace import Adapted
+    from effexport.models.adapters.adapter import Adapted
 
 
 class UnexpectedOutputError(SpecError):

@@ -15,12 +15,15 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from effexport.plugins.errors import LibraryError
 from effexport.plugins.ops import FLOAT_TYPES, OPS, Op
 
 GROUP = "effexport.operators"
 REQUIRED_FILES = ("op.py", "kernel.h", "kernel_cpu.cc", "ort.cc")
+# What op.py defines.
+IN_OP = ("SIGNATURE", "reference", "onnx_function_body")
 ELEMENT_TYPES = (*FLOAT_TYPES, "int32")
 
 
@@ -95,6 +98,20 @@ def operator_of_folder(folder: Path) -> Op:
             "__init__.py. Rename the folder, or add the file"
         )
     return checked(getattr(module, "OP", None), where)
+
+
+def loaded(op: Op) -> ModuleType:
+    """The `op.py` of an operator. Raises LibraryError for one of a user's that does not load, or lacks a part."""
+    if not op.package:
+        return op.load()
+    try:
+        module = op.load()
+    except Exception as error:  # code of the user's, which may raise anything
+        place = f"{op.user_folder / 'op.py'} does not load: {type(error).__name__}: {error}"
+        raise LibraryError(f"{place}; correct it") from error
+    if missing := [name for name in IN_OP if not hasattr(module, name)]:
+        raise LibraryError(f"{module.__file__} lacks {', '.join(missing)}; expected {', '.join(IN_OP)}. Add it")
+    return module
 
 
 def checked(row: object, where: str) -> Op:

@@ -27,6 +27,7 @@ from effexport.models.module_spec import ModuleSpec
 from effexport.models.validation import LARGEST_SIZE
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
+from effexport.plugins.user_operators import loaded
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def program_from_module(
     ]
     register_schemas()
     table: dict[Any, Any] = {
-        getattr(torch.ops.effexport, op.torch_name).default: op.load().SIGNATURE.onnx_translation()
+        getattr(torch.ops.effexport, op.torch_name).default: loaded(op).SIGNATURE.onnx_translation()
         for op in declared_ops()
     }
     calls: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -321,7 +322,7 @@ def register_schemas() -> None:
 
     for op in declared_ops():
         if not onnx.defs.has(op.onnx_name, DOMAIN):
-            onnx.defs.register_schema(op.load().SIGNATURE.onnx_schema())
+            onnx.defs.register_schema(loaded(op).SIGNATURE.onnx_schema())
 
 
 def name_output_axes(model: ir.Model, signature: GraphSignature) -> None:
@@ -415,7 +416,7 @@ def body_of(op: Op, nodes: Sequence[ir.Node], opset: int) -> ir.Function:
     import onnx_ir as ir
 
     protos = [ir.serde.serialize_node(node) for node in nodes]
-    return ir.serde.deserialize_function(op.load().onnx_function_body(protos, opset))
+    return ir.serde.deserialize_function(loaded(op).onnx_function_body(protos, opset))
 
 
 def strip_metadata(model: ir.Model) -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from effexport.dtypes import numpy_dtype
 from effexport.errors import StageError
 from effexport.export.onnx_from_module import at_precision
-from effexport.models.adapters.adapter import named
-from effexport.models.adapters.replace import frozen
+from effexport.models.adapters.adapter import frozen, named
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.user_model import recorded_results
 from effexport.proof.answers import FLOAT64_CASES, Answers, with_hash_noise

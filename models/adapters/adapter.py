@@ -1,9 +1,9 @@
-"""What an adapter is: the layers of one package that have a counterpart of ours."""
+"""What an adapter is: the layers of one package that have a counterpart of ours; and a model in which they are ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -65,3 +65,43 @@ def named(original: nn.Module, path: str) -> str:
     """A layer with its place, such as "blocks.0.attn (nystrom_attention.NystromAttention)"."""
     name = qualified_name(original.get_submodule(path))
     return f"{path} ({name})" if path else name
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A copy of a model with our layers in the place of others.
+
+    replaced: our modules by the path of the layer they stand for, "" for the model itself. kept: why a known layer was
+    kept as it stands, by path, as half a sentence.
+    """
+
+    module: nn.Module
+    replaced: Mapping[str, nn.Module]
+    kept: Mapping[str, str]
+
+
+@contextmanager
+def frozen(original: nn.Module, adapted: Adapted) -> Iterator[dict[str, Tensor]]:
+    """Have the layers of an original use the numbers of their replacements for the length of a `with` block.
+
+    original: the model that `adapted` was made from, or a copy of it. Yields the buckets that its hashes choose in each
+    run, by the path of our hash in `adapted.module`.
+    """
+    buckets: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for path, ours in adapted.replaced.items():
+            if isinstance(ours, DrawsNumbers):
+                own = PrefixedBuckets(buckets, f"{path}." if path else "")
+                stack.enter_context(ours.frozen(original.get_submodule(path), own))
+        yield buckets
+
+
+class PrefixedBuckets(dict[str, "Tensor"]):
+    """Passes what is written into it on, under names that begin with a prefix."""
+
+    def __init__(self, target: dict[str, Tensor], prefix: str) -> None:
+        super().__init__()
+        self._target, self._prefix = target, prefix
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._target[self._prefix + name] = value

@@ -6,8 +6,7 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from effexport.models.adapters.adapter import Adapter, DrawsNumbers, named, qualified_name
-from effexport.models.adapters.replace import Adapted
+from effexport.models.adapters.adapter import Adapted, Adapter, DrawsNumbers, named, qualified_name
 from effexport.models.adapters.table import replacements
 
 if TYPE_CHECKING:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from effexport.models.adapters.adapter import (
+    Adapted,
     Adapter,
-    DrawsNumbers,
     NotExportableError,
     NotReplaceableError,
     Replacement,
@@ -19,24 +17,11 @@ from effexport.models.adapters.adapter import (
 from effexport.models.adapters.table import replacements
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 # Where the parts of known layers come from, beside their own package: a part of any other has been exchanged.
 PARTS = ("torch", "local_attention", "axial_positional_embedding", "product_key_memory", "einops")
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """A copy of a model with our layers in the place of others.
-
-    replaced: our modules by the path of the layer they stand for, "" for the model itself. kept: why a known layer was
-    kept as it stands, by path, as half a sentence.
-    """
-
-    module: nn.Module
-    replaced: Mapping[str, nn.Module]
-    kept: Mapping[str, str]
 
 
 def with_our_layers(original: nn.Module, seq_len: int) -> Adapted:
@@ -126,33 +111,6 @@ def exchanged_part(layer: nn.Module) -> str:
         if type(part).__module__.partition(".")[0] not in expected:
             return f"its part {name} is a {qualified_name(part)}"
     return ""
-
-
-@contextmanager
-def frozen(original: nn.Module, adapted: Adapted) -> Iterator[dict[str, Tensor]]:
-    """Have the layers of an original use the numbers of their replacements for the length of a `with` block.
-
-    original: the model that `adapted` was made from, or a copy of it. Yields the buckets that its hashes choose in each
-    run, by the path of our hash in `adapted.module`.
-    """
-    buckets: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        for path, ours in adapted.replaced.items():
-            if isinstance(ours, DrawsNumbers):
-                own = PrefixedBuckets(buckets, f"{path}." if path else "")
-                stack.enter_context(ours.frozen(original.get_submodule(path), own))
-        yield buckets
-
-
-class PrefixedBuckets(dict[str, "Tensor"]):
-    """Passes what is written into it on, under names that begin with a prefix."""
-
-    def __init__(self, target: dict[str, Tensor], prefix: str) -> None:
-        super().__init__()
-        self._target, self._prefix = target, prefix
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        self._target[self._prefix + name] = value
 
 
 def _holder(model: nn.Module) -> nn.Module:

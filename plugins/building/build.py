@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -112,7 +113,11 @@ def build_library(
         plan = make_plan(cuda, on_stage, user_operators(chosen, strict=True))
         return _library_of_plan(plan, force, chosen, on_stage)
     except LibraryError as error:
-        if kept := find_build():
+        kept = None
+        # an operator of the library built before may have the name of one that was asked for now
+        with contextlib.suppress(LibraryError):
+            kept = find_build()
+        if kept:
             raise type(error)(f"{error}\nThe library built before is kept and stays in use: {kept.path}") from error
         raise
 

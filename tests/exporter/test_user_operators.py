@@ -20,7 +20,7 @@ from effexport.plugins.building.library import find_library
 from effexport.plugins.errors import LibraryError
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import OPS
-from effexport.plugins.user_operators import GROUP, REQUIRED_FILES, installed_operators, operator_of_folder
+from effexport.plugins.user_operators import GROUP, REQUIRED_FILES, installed_operators, loaded, operator_of_folder
 from effexport.runners.ort.kernels import kernels_for
 from effexport.runners.ort.settings import OrtSettings
 
@@ -314,3 +314,12 @@ def test_the_gradient_of_the_example_is_that_of_its_formula(monkeypatch: pytest.
     torch.manual_seed(0)
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 5), (2, 3, 5), (5,))]
     assert torch.autograd.gradcheck(lambda *given: op.gated_rms_norm(*given, 1e-5), tensors)
+
+
+def test_an_op_file_that_does_not_load_or_lacks_a_part_is_named(tmp_path: Path) -> None:
+    broken, partial = (write_operator(tmp_path) for _ in range(2))
+    with pytest.raises(LibraryError, match=r"op\.py does not load: SyntaxError: .*; correct it"):
+        loaded(operator_of_folder(broken))
+    (partial / "op.py").write_text("SIGNATURE = reference = None\n")
+    with pytest.raises(LibraryError, match=r"op\.py lacks onnx_function_body; expected SIGNATURE, reference, onnx"):
+        loaded(operator_of_folder(partial))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import effexport
-from effexport.models.adapters.adapter import NotExportableError
-from effexport.models.adapters.replace import Adapted, frozen, with_our_layers
+from effexport.models.adapters.adapter import Adapted, NotExportableError, frozen
+from effexport.models.adapters.replace import with_our_layers
 from effexport.models.lsh import LSHAttention, LSHHash
 from effexport.models.validation import SpecError
 

@@ -11,8 +11,8 @@ from adapted_models import exported, padding, random_states, relative_error, tra
 from torch import Tensor, nn
 
 import effexport
-from effexport.models.adapters.adapter import DrawsNumbers
-from effexport.models.adapters.replace import Adapted, frozen, with_our_layers
+from effexport.models.adapters.adapter import Adapted, DrawsNumbers, frozen
+from effexport.models.adapters.replace import with_our_layers
 from effexport.models.validation import SpecError
 
 pytestmark = pytest.mark.requires("torch", "transformers")
