@@ -21,10 +21,12 @@ from effexport.commands._options import (
 from effexport.errors import MissingExtraError, UserError
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.serving.settings import ServingSettings
+from effexport.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from effexport.serving.server.model_repository import ModelRepository
     from effexport.serving.server.served_model import ServedModel
     from effexport.serving.server.target import ServingTarget
 
@@ -43,8 +45,14 @@ def setting(option: str, field: str, help: str) -> Callable[[Callable[..., None]
 
 
 @click.command("serve")
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--name", help="The model's name in URLs.  [default: the name of the artifact's folder]")
+@click.argument("artifacts", metavar="ARTIFACT...", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    help="The model's name in URLs; for several artifacts, once for each, in their order.  [default: the names of the "
+    "artifacts' folders]",
+)
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 listens on all interfaces."
 )
@@ -71,8 +79,8 @@ def setting(option: str, field: str, help: str) -> Callable[[Callable[..., None]
 )
 @common_options
 def command(
-    artifact: Path,
-    name: str | None,
+    artifacts: tuple[Path, ...],
+    names: tuple[str, ...],
     host: str,
     port: int,
     runtime: str,
@@ -82,17 +90,25 @@ def command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Serve an artifact over HTTP with the KServe V2 protocol, until SIGTERM or Ctrl-C.
+    """Serve artifacts over HTTP with the KServe V2 protocol, until SIGTERM or Ctrl-C.
 
-    Requests of equal length run as one batch. When the server stops, it still answers accepted requests. With --json,
-    it prints one object with its URL on stdout as soon as it is ready.
+    Each model has its own queue. Requests of equal length to one model run as one batch. When the server stops, it
+    still answers accepted requests. With --json, it prints one object with its URL on stdout as soon as it is ready.
     """
     from effexport.serving.server.target import ServingTarget
 
     if not 0 <= port <= LAST_PORT:
         raise UserError(f"--port is {port}; expected 0 to {LAST_PORT}")
     settings = ServingSettings(**{field.name: flags.pop(field.name) for field in fields(ServingSettings)})
-    target = ServingTarget(artifact, name, runtime, implementation, settings, device=device)
+    if names and len(names) != len(artifacts):
+        raise UserError(
+            f"--name is given {counted(len(names), 'time')} for {counted(len(artifacts), 'artifact')}; expected one "
+            "name for each artifact, in their order, or none"
+        )
+    targets = [
+        ServingTarget(artifact, name, runtime, implementation, settings, device=device)
+        for artifact, name in zip(artifacts, names or [None] * len(artifacts), strict=True)
+    ]
     # the other options are fields of ReplicaSettings
     replicas = {option: value for option, value in flags.items() if value is not None}
     if on_ray:
@@ -100,13 +116,15 @@ def command(
             raise UserError(
                 f"--device {device} does not work with --ray, which gives each replica its GPUs; leave it out"
             )
-        serve_on_ray(target, host, port, replicas, as_json)
+        if len(targets) > 1:
+            raise UserError(f"--ray serves one artifact; {len(targets)} were given: deploy each with its own command")
+        serve_on_ray(targets[0], host, port, replicas, as_json)
         return
     if replicas:
         option = next(iter(replicas)).replace("_", "-")
         option = f"--replica-{option}" if option in ("cpus", "gpus") else f"--{option}"
         raise UserError(f"{option} only works with --ray")
-    serve_here(target, host, port, as_json)
+    serve_here(targets, settings, host, port, as_json)
 
 
 def require(*modules: str, extra: str) -> None:
@@ -118,8 +136,10 @@ def require(*modules: str, extra: str) -> None:
             raise MissingExtraError(PACKAGES.get(module, module), extra) from error
 
 
-def serve_here(target: ServingTarget, host: str, port: int, as_json: bool) -> None:
-    """Serve one model in this process."""
+def serve_here(
+    targets: Sequence[ServingTarget], settings: ServingSettings, host: str, port: int, as_json: bool
+) -> None:
+    """Serve the models in this process."""
     require(*SERVER_MODULES, extra="serve")
     from effexport.cli import print_json
     from effexport.serving.server.app import create_app
@@ -129,21 +149,45 @@ def serve_here(target: ServingTarget, host: str, port: int, as_json: bool) -> No
     bound = bound_socket(host, port)
     try:
         with stage_progress(console) as on_stage:
-            on_stage(f"loading {target.artifact} for {target.runtime}")
-            model = target.load()
+            models = loaded(targets, settings, on_stage)
     except BaseException:
         bound.close()
         raise
 
     def on_ready() -> None:
-        say(console, ready_line(model, url_of(bound)))
-        if host not in LOOPBACK and model.settings.token is None:
+        say(console, ready_text(list(models), url_of(bound)))
+        if host not in LOOPBACK and settings.token is None:
             say(console, f"warning: other machines can reach {host} and no token is required; set {TOKEN_VARIABLE}")
         if as_json:
-            print_json({"url": url_of(bound), "model": model.name, "version": model.version, "ready": True})
+            print_json({"url": url_of(bound), **described_models(list(models)), "ready": True})
 
-    run_server(create_app(model), bound, on_ready)
+    run_server(create_app(models), bound, on_ready)
     say(console, "stopped: every accepted request was answered")
+
+
+def loaded(
+    targets: Sequence[ServingTarget], settings: ServingSettings, on_stage: Callable[[str], None]
+) -> ModelRepository:
+    """Load all models, or none: a mistake in one of them is found before the first is loaded."""
+    from effexport.serving.server.model_repository import ModelRepository, check_names
+
+    check_names([target.checked()[1] for target in targets])
+    models: list[ServedModel] = []
+    try:
+        for target in targets:
+            on_stage(f"loading {target.artifact} for {target.runtime}")
+            models.append(target.load())
+    except BaseException:
+        for model in models:
+            model.close()
+        raise
+    return ModelRepository(models, settings)
+
+
+def described_models(models: Sequence[ServedModel]) -> dict[str, object]:
+    """The models for --json; `model` and `version` are there for a single model."""
+    only = {"model": models[0].name, "version": models[0].version} if len(models) == 1 else {}
+    return {**only, "models": [model.name for model in models]}
 
 
 def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, object], as_json: bool) -> None:
@@ -162,18 +206,25 @@ def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, o
         end = "it keeps running; stop it with: serve shutdown" if address else "stop with Ctrl-C"
         say(console, f"serving {name} at {url} on Ray; {end}")
         if as_json:
-            print_json({"url": url, "model": name, "version": VERSION, "ready": True})
+            print_json({"url": url, "model": name, "version": VERSION, "models": [name], "ready": True})
 
     deploy_until_stopped(target, ReplicaSettings.from_options(given, target.runtime), host, port, on_ready)
     if not address:
         say(console, "stopped")
 
 
-def ready_line(model: ServedModel, url: str) -> str:
+def ready_text(models: Sequence[ServedModel], url: str) -> str:
+    """One line for one model; for several, a line for each and one for the server."""
+    if len(models) == 1:
+        return f"serving {models[0].name} at {url} ({how_it_runs(models[0])}); stop with Ctrl-C"
+    lines = [f"{model.name}: {how_it_runs(model)}" for model in models]
+    return "\n".join([*lines, f"serving {len(models)} models at {url}; stop with Ctrl-C"])
+
+
+def how_it_runs(model: ServedModel) -> str:
     settings = model.settings
     batches = (
         f"not batched: {model.why_not_joined}" if model.why_not_joined else f"batched up to {settings.max_batch} rows"
     )
     ran = implementation_text(model.implementation, verb="runs as")
-    limits = f"requests are {batches}; up to {settings.queue_size} may wait"
-    return f"serving {model.name} at {url} ({limits}{ran}); stop with Ctrl-C"
+    return f"requests are {batches}; up to {settings.queue_size} may wait{ran}"

@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ START_S = 120.0
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """`effexport serve` as a user starts it."""
+    """`effexport serve` as a user starts it. model: the first of its models."""
 
     process: subprocess.Popen[str]
     port: int
@@ -41,18 +41,21 @@ class ServerProcess:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
             return bytes(answer.read())
 
-    def metric(self, name: str) -> float:
-        """Sum over the labels of one metric."""
+    def metric(self, name: str, model: str | None = None) -> float:
+        """Sum over the labels of one metric; model: only of this one."""
         lines = self.get("/metrics").decode().splitlines()
-        found = [line.rsplit(" ", 1)[1] for line in lines if line.split("{")[0].split(" ")[0] == name]
-        return sum(map(float, found))
+        found = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
+        label = "" if model is None else f'model="{model}"'
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found if label in line)
 
     def batch_sizes(self) -> Counter[int]:
-        """How many runs had how many rows, so far."""
+        """How many runs of the first model had how many rows, so far."""
         sizes: Counter[int] = Counter()
         below = 0.0
         for line in self.get("/metrics").decode().splitlines():
-            if line.startswith("effexport_batch_size_bucket") and 'le="+Inf"' not in line:
+            if not line.startswith("effexport_batch_size_bucket") or f'model="{self.model}"' not in line:
+                continue
+            if 'le="+Inf"' not in line:
                 size = int(float(line.split('le="')[1].split('"')[0]))
                 count = float(line.rsplit(" ", 1)[1])
                 sizes[size] += int(count - below)
@@ -96,7 +99,7 @@ def running_server(artifact: Path, folder: Path, *options: str, **environment: s
             line += process.stdout.readline()
         assert line, f"the server did not start:\n{log.read_text()}"
         ready = json.loads(line)
-        yield ServerProcess(process, int(ready["url"].rsplit(":", 1)[1]), ready["model"], log)
+        yield ServerProcess(process, int(ready["url"].rsplit(":", 1)[1]), ready["models"][0], log)
     finally:
         if process.poll() is None:
             process.kill()
@@ -139,6 +142,21 @@ def binary_request(model: str, feeds: dict[str, np.ndarray], *, extra: str = "")
     head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
     body = head + b"".join(value.tobytes() for value in feeds.values())
     return post(f"/v2/models/{model}/infer", body, f"Inference-Header-Content-Length: {len(head)}\r\n{extra}")
+
+
+def token_ids(rows: int, seq_len: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(2, 250, (rows, seq_len))
+
+
+def samples_of(run: Callable[[dict[str, Any]], Any], lengths: Sequence[int], model: str = "small") -> list[Sample]:
+    """24 requests of these lengths for a model, with their right answers."""
+    made = []
+    for seed in range(24):
+        feeds = {"input_ids": token_ids(1, lengths[seed % len(lengths)], seed)}
+        right = run(feeds)["last_hidden_state"]
+        # rounding of float32 in sums over 32 channels; the rows of a joined run may be summed in another order
+        made.append(Sample(binary_request(model, feeds), right.tobytes(), 1e-5))
+    return made
 
 
 def post(path: str, body: bytes, headers: str = "") -> bytes:

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from effexport.serving.protocol.body import THREAD_BYTES, ByteBudget, Receive, compress, read_body, wanted_encoding
 from effexport.serving.protocol.errors import ClientGoneError
-from effexport.serving.protocol.infer_request import InferRequest, request_from_body
-from effexport.serving.protocol.infer_response import answer_from_outputs
+from effexport.serving.protocol.infer_request import request_from_body
+from effexport.serving.protocol.infer_response import Answer, answer_from_outputs
 from effexport.serving.server.batcher import Job, waited_too_long
 from effexport.serving.server.served_model import ServedModel
 
@@ -22,48 +22,45 @@ if TYPE_CHECKING:
 HEADER_LENGTH = "inference-header-content-length"
 
 
-class Inference:
-    """The handler of infer requests for one model."""
+async def infer(request: Request, model: ServedModel, budget: ByteBudget) -> Response:
+    """Answer an infer request. Raises RequestError if it is refused, ClientGoneError if the client has gone."""
+    settings = model.settings
+    # before its body is read, so that an overloaded server refuses at once
+    model.batcher.refuse_if_full()
+    with budget.account() as take:
+        body = await read_body(request.receive, request.headers, settings.max_request_bytes, settings.timeout_s, take)
+        infer_request = request_from_body(body, request.headers.get(HEADER_LENGTH), model.signature)
+        timeout_s = min(settings.timeout_s, infer_request.timeout_s or settings.timeout_s)
+        outputs = await outputs_of(model, infer_request.feeds, infer_request.rows, timeout_s, request.receive)
+    answer = answer_from_outputs(infer_request, outputs, model.name, model.version)
+    return await encoded(answer, wanted_encoding(request.headers.get("accept-encoding")))
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
-        self._budget = ByteBudget(model.settings.max_bytes_in_memory)
 
-    async def answer(self, request: Request) -> Response:
-        """Answer a request. Raises RequestError if it is refused, ClientGoneError if the client has gone."""
-        settings = self._model.settings
-        # before its body is read, so that an overloaded server refuses at once
-        self._model.batcher.refuse_if_full()
-        with self._budget.account() as take:
-            body = await read_body(
-                request.receive, request.headers, settings.max_request_bytes, settings.timeout_s, take
-            )
-            infer_request = request_from_body(body, request.headers.get(HEADER_LENGTH), self._model.signature)
-            outputs = await self._outputs(infer_request, request.receive)
-        return await self._response(infer_request, outputs, wanted_encoding(request.headers.get("accept-encoding")))
+async def outputs_of(
+    model: ServedModel, feeds: Mapping[str, Array], rows: int, timeout_s: float, receive: Receive
+) -> Mapping[str, Array]:
+    """Queue feeds and wait for their outputs. Raises as `first_of`."""
+    job = model.batcher.submit(feeds, rows, timeout_s)
+    gone = asyncio.ensure_future(client_gone(receive))
+    try:
+        return await first_of(job, gone, timeout_s)
+    finally:
+        gone.cancel()
+        job.answer.cancel()
 
-    async def _outputs(self, request: InferRequest, receive: Receive) -> Mapping[str, Array]:
-        timeout_s = min(self._model.settings.timeout_s, request.timeout_s or self._model.settings.timeout_s)
-        job = self._model.batcher.submit(request.feeds, request.rows, timeout_s)
-        gone = asyncio.ensure_future(client_gone(receive))
-        try:
-            return await first_of(job, gone, timeout_s)
-        finally:
-            gone.cancel()
-            job.answer.cancel()
 
-    async def _response(self, request: InferRequest, outputs: Mapping[str, Array], encoding: str | None) -> Response:
-        answer = answer_from_outputs(request, outputs, self._model.name, self._model.version)
-        body, headers = answer.body, {}
-        if answer.header_length is not None:
-            headers["Inference-Header-Content-Length"] = str(answer.header_length)
-        if encoding is not None:
-            headers["Content-Encoding"] = encoding
-            headers["Vary"] = "Accept-Encoding"
-            packed = len(body) > THREAD_BYTES
-            body = await asyncio.to_thread(compress, body, encoding) if packed else compress(body, encoding)
-        kind = "application/octet-stream" if answer.header_length is not None else "application/json"
-        return Response(body, headers=headers, media_type=kind)
+async def encoded(answer: Answer, encoding: str | None) -> Response:
+    """The response with the body of an answer, compressed if `encoding` is not None."""
+    body, headers = answer.body, {}
+    if answer.header_length is not None:
+        headers["Inference-Header-Content-Length"] = str(answer.header_length)
+    if encoding is not None:
+        headers["Content-Encoding"] = encoding
+        headers["Vary"] = "Accept-Encoding"
+        packed = len(body) > THREAD_BYTES
+        body = await asyncio.to_thread(compress, body, encoding) if packed else compress(body, encoding)
+    kind = "application/octet-stream" if answer.header_length is not None else "application/json"
+    return Response(body, headers=headers, media_type=kind)
 
 
 async def first_of(job: Job, gone: asyncio.Future[None], timeout_s: float) -> Mapping[str, Array]:

@@ -1,8 +1,8 @@
-"""Prometheus metrics of one server."""
+"""Prometheus metrics: each model has its own, and one exposition shows all of them with the model's name as a label."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # Seconds: from a short sequence on a GPU to a long one on a busy CPU.
@@ -11,34 +11,51 @@ LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 SIZE_BUCKETS = (*range(1, 17), 24, 32, 48, 64, 128, 256)
 
 
-class Metrics:
-    """The metrics of one server, in a registry of their own, so that servers in one process do not mix."""
+class RequestMetrics:
+    """Counts of the requests to one model, in a registry of their own. model: "" for requests that reach no model."""
 
     def __init__(self, model: str) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+        from prometheus_client import CollectorRegistry
 
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        options: dict[str, Any] = {"labelnames": ("model",), "registry": self.registry}
-        labels = {"model": model}
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            return Histogram(name, text, buckets=buckets, **options).labels(**labels)
-
-        statuses = {**options, "labelnames": ("model", "status")}
-        self._requests = Counter("effexport_requests_total", "Infer requests, by status of the answer.", **statuses)
-        reasons = {**options, "labelnames": ("model", "reason")}
-        self._rejected = Counter("effexport_rejected_total", "Infer requests refused, by reason.", **reasons)
         self._model = model
-        self._queue_depth = Gauge("effexport_queue_depth", "Requests that wait for the runner.", **options).labels(
-            **labels
-        )
-        self._batch_size = histogram("effexport_batch_size", "Rows of a run.", SIZE_BUCKETS)
-        self._queue_s = histogram("effexport_queue_seconds", "Wait of a request for the runner.", LATENCY_BUCKETS)
-        self._compute_s = histogram("effexport_compute_seconds", "Duration of a run.", LATENCY_BUCKETS)
-        self._total_s = histogram(
+        self._requests = self._counter("effexport_requests_total", "Infer requests, by status of the answer.", "status")
+        self._rejected = self._counter("effexport_rejected_total", "Infer requests refused, by reason.", "reason")
+        self._total_s = self._histogram(
             "effexport_request_seconds", "From request to answer, in the server.", LATENCY_BUCKETS
         )
+
+    def answered(self, status: int, seconds: float) -> None:
+        self._requests.labels(self._model, str(status)).inc()
+        self._total_s.observe(seconds)
+
+    def rejected(self, reason: str) -> None:
+        self._rejected.labels(self._model, reason).inc()
+
+    def _counter(self, name: str, text: str, label: str) -> Any:
+        from prometheus_client import Counter
+
+        return Counter(name, text, labelnames=("model", label), registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
+        from prometheus_client import Histogram
+
+        return Histogram(name, text, labelnames=("model",), buckets=buckets, registry=self.registry).labels(self._model)
+
+
+class Metrics(RequestMetrics):
+    """The metrics of one model: its requests, its queue and its runs."""
+
+    def __init__(self, model: str) -> None:
+        from prometheus_client import Gauge
+
+        super().__init__(model)
+        self._queue_depth = Gauge(
+            "effexport_queue_depth", "Requests that wait for the runner.", labelnames=("model",), registry=self.registry
+        ).labels(model)
+        self._batch_size = self._histogram("effexport_batch_size", "Rows of a run.", SIZE_BUCKETS)
+        self._queue_s = self._histogram("effexport_queue_seconds", "Wait of a request for the runner.", LATENCY_BUCKETS)
+        self._compute_s = self._histogram("effexport_compute_seconds", "Duration of a run.", LATENCY_BUCKETS)
 
     def observe_queue(self, depth: Callable[[], int]) -> None:
         self._queue_depth.set_function(depth)
@@ -50,15 +67,24 @@ class Metrics:
         self._batch_size.observe(rows)
         self._compute_s.observe(seconds)
 
-    def answered(self, status: int, seconds: float) -> None:
-        self._requests.labels(self._model, str(status)).inc()
-        self._total_s.observe(seconds)
 
-    def rejected(self, reason: str) -> None:
-        self._rejected.labels(self._model, reason).inc()
+def exposition(parts: Sequence[RequestMetrics]) -> tuple[bytes, str]:
+    """The text that Prometheus reads, and its content type: the metrics of the process and of all models."""
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
-    def exposition(self) -> tuple[bytes, str]:
-        """The text that Prometheus reads, and its content type."""
-        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+    class Joined:
+        """The samples of all parts, as Prometheus wants them: those of one name together."""
 
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        def collect(self) -> Iterator[Any]:
+            families: dict[str, Any] = {}
+            for part in parts:
+                for family in part.registry.collect():
+                    families.setdefault(family.name, []).append(family)
+            for first, *others in families.values():
+                first.samples += [sample for family in others for sample in family.samples]
+                yield first
+
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(Joined())
+    return generate_latest(registry), CONTENT_TYPE_LATEST

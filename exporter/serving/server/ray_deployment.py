@@ -56,8 +56,9 @@ def application(target: ServingTarget, replicas: ReplicaSettings) -> Any:
 
     def build_app() -> Any:
         from effexport.serving.server.app import create_app
+        from effexport.serving.server.model_repository import ModelRepository
 
-        return create_app(target.load())
+        return create_app(ModelRepository([target.load()], settings))
 
     deployment = serve.deployment(
         name="effexport",

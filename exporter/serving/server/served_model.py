@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from effexport.runners.runner import Runner
     from effexport.spec import BuildSpec
 
-# The only version: an artifact is one version of a model, and a server has one artifact.
+# The only version: an artifact is one version of a model.
 VERSION = "1"
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from effexport.errors import UserError
-from effexport.serving.server.app import Service
+from effexport.serving.server.service import Service
 
 # Time that a client may take to send the headers of a request.
 HEADER_TIMEOUT_S = 10.0
@@ -154,7 +154,7 @@ def raise_file_limit() -> None:
 
 
 def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Serve until SIGTERM or SIGINT. The application's lifespan closes the model."""
+    """Serve until SIGTERM or SIGINT. The application's lifespan closes the models."""
     raise_file_limit()
     config = uvicorn.Config(
         app,
@@ -167,6 +167,6 @@ def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> 
         server_header=False,
         timeout_keep_alive=75,
         # after that, the only clients left are those that do not read their answers
-        timeout_graceful_shutdown=math.ceil(30 + 2 * app.state.service.model.settings.timeout_s),
+        timeout_graceful_shutdown=math.ceil(30 + 2 * app.state.service.settings.timeout_s),
     )
     Server(config, app.state.service, on_ready).run(sockets=[bound])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from serving_load import Sample, ServerProcess, binary_request, running_server
+from serving_load import Sample, ServerProcess, running_server, samples_of
 
 from effexport.artifact import Artifact
 
@@ -32,21 +31,6 @@ def expected(artifact: Artifact) -> Iterator[Callable[[dict[str, Any]], dict[str
 
     with effexport.load(artifact.path) as runner:
         yield runner.run
-
-
-def token_ids(rows: int, seq_len: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).integers(2, 250, (rows, seq_len))
-
-
-def samples_of(run: Callable[[dict[str, Any]], Any], lengths: Sequence[int]) -> list[Sample]:
-    """24 requests of these lengths for the model "small", with their right answers."""
-    made = []
-    for seed in range(24):
-        feeds = {"input_ids": token_ids(1, lengths[seed % len(lengths)], seed)}
-        right = run(feeds)["last_hidden_state"]
-        # rounding of float32 in sums over 32 channels; the rows of a joined run may be summed in another order
-        made.append(Sample(binary_request("small", feeds), right.tobytes(), 1e-5))
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,112 @@
+"""What all endpoints of a server share: its models, the memory for request bodies, tokens, and the count of answers."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from effexport.serving.protocol.body import ByteBudget
+from effexport.serving.protocol.errors import CROWDED, UNAUTHORIZED, ClientGoneError, RequestError
+from effexport.serving.server.metrics import RequestMetrics
+from effexport.serving.server.model_repository import ModelRepository
+from effexport.serving.server.served_model import ServedModel
+
+Handler = Callable[[Request], Awaitable[Response]]
+# Method, path and handler of an endpoint.
+Endpoint = tuple[str, str, Handler]
+
+# Health probes need no token.
+OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
+# Not an HTTP standard, but customary. Only metrics show it, because the client has gone.
+CLIENT_GONE_STATUS = 499
+
+
+class Service:
+    """The state that the endpoints of a server share.
+
+    draining: the server is stopping, so it is not ready.
+    is_crowded: whether too many connections are open; then only health probes are answered.
+    budget: for the bodies of the requests to all models. metrics: of requests that no model answers.
+    """
+
+    def __init__(self, models: ModelRepository) -> None:
+        self.models = models
+        self.settings = models.settings
+        self.draining = False
+        self.is_crowded: Callable[[], bool] = lambda: False
+        self.budget = ByteBudget(self.settings.max_bytes_in_memory)
+        self.metrics = RequestMetrics("")
+
+    @property
+    def is_ready(self) -> bool:
+        return self.models.is_ready and not self.draining
+
+    def model(self, request: Request, name: str | None = None) -> ServedModel:
+        """The model that the path of a request names, or `name`; the request counts as one of this model from now on.
+
+        Raises RequestError if there is none.
+        """
+        version = request.path_params.get("version")
+        request.state.model = self.models.get(request.path_params["name"] if name is None else name, version)
+        model: ServedModel = request.state.model
+        return model
+
+    def metrics_of(self, request: Request) -> RequestMetrics:
+        """The metrics of the request's model, or those of the server if it has none."""
+        model: ServedModel | None = getattr(request.state, "model", None)
+        return self.metrics if model is None else model.metrics
+
+    def retry_after_s(self, request: Request) -> int:
+        """For the Retry-After header: until the queue of the request's model is empty, or the longest of all queues."""
+        model: ServedModel | None = getattr(request.state, "model", None)
+        models = self.models if model is None else [model]
+        return max((one.batcher.retry_after_s for one in models), default=1)
+
+    async def counted(self, request: Request, answer: Handler) -> Response:
+        """Answer a request and count it with its status and duration."""
+        started = time.perf_counter()
+        status = 500
+        try:
+            response = await answer(request)
+            status = response.status_code
+            return response
+        except RequestError as error:
+            status = error.kind.status
+            raise
+        except ClientGoneError:
+            status = CLIENT_GONE_STATUS
+            return Response(status_code=CLIENT_GONE_STATUS)
+        finally:
+            self.metrics_of(request).answered(status, time.perf_counter() - started)
+
+    def guarded(self, handler: Handler) -> Handler:
+        """The handler, for requests with a token, while there are not too many connections."""
+
+        async def call(request: Request) -> Response:
+            self.check_connections(request)
+            self.check_token(request)
+            return await handler(request)
+
+        return call
+
+    def check_connections(self, request: Request) -> None:
+        if self.is_crowded() and request.url.path not in OPEN_PATHS:
+            raise RequestError("too many connections are open; try again later", CROWDED)
+
+    def check_token(self, request: Request) -> None:
+        token = self.settings.token
+        if token is None or request.url.path in OPEN_PATHS:
+            return
+        given = request.headers.get("authorization", "").encode("latin-1")
+        # compared in constant time, so that a token cannot be guessed letter by letter
+        if not hmac.compare_digest(given, f"Bearer {token}".encode("ascii")):
+            raise RequestError("expected the header Authorization: Bearer, with the token of this server", UNAUTHORIZED)
+
+
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status, headers, media_type="application/json")
