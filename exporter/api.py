@@ -116,6 +116,7 @@ def build(
     inputs: str | Path | None = None,
     examples: object = None,
     dynamic: Mapping[str, object] | None = None,
+    tokenizer: str | Path | None = None,
     reference: str | Path | None = None,
     settings: OrtSettings | None = None,
     targets: Sequence[str] = (),
@@ -133,6 +134,7 @@ def build(
     Name one of spec (a BuildSpec or a TOML file), variant, checkpoint (a folder) and module (an nn.Module, which stays
     as it is, or "package.module:factory"). weights: a safetensors file for a variant.
     inputs: a TOML file that describes the inputs of the module. examples, dynamic: as for `export`.
+    tokenizer: a folder with the tokenizer of the model; by default that of the checkpoint, and "none" leaves it out.
     reference: a safetensors file with inputs and answers of the model that the weights come from, to compare with.
     options: the other fields of the spec, named as the flags: seq_len, causal, precision, …
     output: the folder to write; by default artifacts/ and the name of the variant, checkpoint or module.
@@ -164,6 +166,7 @@ def build(
         optional_path("inputs", inputs),
         examples,
         dynamic,
+        optional_path("tokenizer", tokenizer),
     )
     with user_errors():
         for target in targets:
@@ -178,6 +181,7 @@ def build(
             folder,
             source=source,
             engines=wanted_engines,
+            tokenizer=request.tokenizer_source,
             notes=notes,
             settings=settings,
             reference=optional_path("reference", reference),

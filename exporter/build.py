@@ -64,6 +64,7 @@ from effexport.runners.ort.session import check_settings
 from effexport.runners.ort.settings import OrtSettings
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
+from effexport.text.attaching import NO_TOKENIZER, TokenizerSource, copy_tokenizer, tokenizer_of_refit
 from effexport.units import memory
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ def artifact_from_spec(
     *,
     source: ModuleSource | None = None,
     engines: Sequence[EngineSpec] = (),
+    tokenizer: TokenizerSource = NO_TOKENIZER,
     notes: Sequence[str] = (),
     settings: OrtSettings | None = None,
     reference: Path | None = None,
@@ -136,6 +138,7 @@ def artifact_from_spec(
 
     source: where the module comes from; None draws its weights from the seed.
     engines: TensorRT engines to build as well. Without a GPU they are not checked, and the report says so.
+    tokenizer: where the files come from that turn texts into tokens.
     notes: sentences on the model that the report repeats.
     reference: a file with answers of the original model, see `original_cases`: the model is compared with them, too.
     trace: also compare the intermediate values of the graph, for the errors of each layer in the report. A build that
@@ -152,6 +155,7 @@ def artifact_from_spec(
     source = source or source_from_seed()
     originals = original_cases(reference, spec) if reference is not None else []
     with ARTIFACT_FOLDER.new(output, force=force) as folder:
+        text_notes = copy_tokenizer(tokenizer, folder, spec.model.input_limits.get("input_ids"))
         with watch.stage("loading PyTorch and the ONNX exporter"):
             check_settings(settings)
             for engine in engines:
@@ -199,6 +203,7 @@ def artifact_from_spec(
             runtime=settings.runtime,
             notes=[
                 *notes,
+                *text_notes,
                 *([] if spec.inline else [replaced_note(op, count) for op, count in replaced.items()]),
                 *not_for_tensorrt(build.model),
                 *([] if previous is None else [refit_note(previous, source.origin, digest)]),
@@ -233,12 +238,14 @@ def artifact_from_refit(
     Arguments, results and errors as for `artifact_from_spec`; also raises as `RefitRequest.resolve`.
     """
     source, engines, notes = request.resolve()
+    tokenizer, text_notes = tokenizer_of_refit(request.artifact, request.checkpoint)
     return artifact_from_spec(
         request.artifact.spec,
         request.place,
         source=source,
         engines=engines,
-        notes=notes,
+        tokenizer=tokenizer,
+        notes=[*notes, *text_notes],
         settings=settings,
         force=request.replaces,
         previous=request.artifact,

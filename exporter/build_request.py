@@ -18,6 +18,7 @@ from effexport.models.families import check_weights_file
 from effexport.models.spec import ATTENTION_SPECS, field_names
 from effexport.models.validation import require
 from effexport.spec import BuildSpec, build_spec_from_checkpoint, build_spec_from_module, build_spec_from_options
+from effexport.text.attaching import TokenizerSource, tokenizer_of_build
 from effexport.toml_file import read_toml
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class BuildRequest:
 
     flags: fields of the spec; None means "not given". spec: a TOML file, or a spec that needs no flags. module: a
     module, or `package.module:factory`. inputs: a TOML file that describes the inputs of the module. examples, dynamic:
-    what the module was called with, and the free axes of that.
+    what the module was called with, and the free axes of that. tokenizer: a folder, "none", or None for that of the
+    checkpoint.
     """
 
     flags: Mapping[str, Any]
@@ -41,6 +43,12 @@ class BuildRequest:
     inputs: Path | None = None
     examples: object = None
     dynamic: Mapping[str, object] | None = None
+    tokenizer: str | Path | None = None
+
+    @property
+    def tokenizer_source(self) -> TokenizerSource:
+        """Where the tokenizer comes from. Raises UserError for a path that is not a folder."""
+        return tokenizer_of_build(self.tokenizer, self.checkpoint)
 
     def resolve(self) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
         """The spec, where its module comes from, notes for the report, and a name for the folder.

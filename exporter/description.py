@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from effexport.artifact import open_artifact
+from effexport.artifact import MANIFEST, open_artifact
 from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
 from effexport.errors import UserError
 from effexport.export.onnx_graph import graph_summary, load_graph
@@ -28,7 +28,8 @@ def describe(path: Path) -> tuple[Kind, dict[str, Any]]:
         info = read_sidecar(path)
         check_engine_file(path, info)
         return "engine", {"path": str(path), "engine": info.to_dict()}
-    if is_checkpoint(path):
+    # an artifact of a checkpoint has its config.json, too
+    if is_checkpoint(path) and not (path / MANIFEST).is_file():
         return "checkpoint", describe_checkpoint(path)
     if not path.exists():
         raise UserError(f"nothing is at {path}; {EXPECTED}{how_to_download(path)}")

@@ -50,6 +50,7 @@ PACKAGES = tuple({package.module: package for package in reversed(_ALL)}.values(
 # What `doctor` lists: every extra of effexport is in it, other than those for developers.
 PARTS = (
     *dict.fromkeys(_ALL),
+    Package(("tokenizers",), "tokenizers", "read text", "text", optional=True),
     Package(("uvicorn",), "uvicorn", "serve over HTTP", "serve", optional=True),
     Package(("ray",), "ray", "serve on Ray", "serve-ray", optional=True),
 )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from effexport.report.model import Report
 
 SECTIONS = {
-    "What to export": ("variant", "checkpoint", "task", "factory", "inputs", "spec_file", "weights"),
+    "What to export": ("variant", "checkpoint", "task", "factory", "inputs", "spec_file", "weights", "tokenizer"),
     "Sizes and options of the model": (
         *("scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "num_hashes", "pinv_init", "seed"),
     ),
@@ -130,6 +130,11 @@ EXAMPLES = (
     metavar="FILE.toml",
     help="File with options of the model; options of the command line override it.",
 )
+@click.option(
+    "--tokenizer",
+    metavar="DIR|none",
+    help="Folder with the tokenizer that travels with the model; default: that of the checkpoint, if it has one.",
+)
 @runtime_options(ORT_RUNTIMES)
 @engine_options
 @click.option(
@@ -155,6 +160,7 @@ def command(
     factory: str | None,
     inputs: Path | None,
     spec_file: Path | None,
+    tokenizer: str | None,
     runtime: str,
     implementation: str,
     device: int,
@@ -176,7 +182,7 @@ def command(
 
     require_torch("effexport build")
     engine_flags = {name: flags.pop(name) for name in ENGINE_FLAGS}
-    request = BuildRequest(flags, spec_file, checkpoint, weights, factory, inputs)
+    request = BuildRequest(flags, spec_file, checkpoint, weights, factory, inputs, tokenizer=tokenizer)
     settings = settings_from_options(runtime, implementation, device)
     spec, source, notes, name = request.resolve()
     if implementation == "kernel" and not spec.custom_ops:
@@ -193,6 +199,7 @@ def command(
             output,
             source=source,
             engines=engines,
+            tokenizer=request.tokenizer_source,
             notes=notes,
             settings=settings,
             reference=reference,

@@ -1,0 +1,236 @@
+"""tokenizer.json with the settings of the files beside it, as the fast classes of transformers 4.57.1 read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from effexport.errors import MissingExtraError, UserError
+from effexport.models.families import CONFIG, read_json
+from effexport.models.validation import SpecError
+from effexport.text.tokenizer_classes import CLASS_OF_MODEL, SPECIAL_TOKENS, TOKENIZER_CLASSES, TokenizerClass
+from effexport.text.tokenizer_files import (
+    ADDED_TOKENS,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    json_of,
+    refuse_custom_code,
+)
+
+if TYPE_CHECKING:
+    import tokenizers
+
+REMEDY = "copy the tokenizer's files again from their source"
+# transformers writes 1e30 for "no limit"
+LONGEST = 2**31
+
+
+@dataclass(frozen=True)
+class FastTokenizer:
+    """A tokenizer of the `tokenizers` library. special_tokens: by their name in tokenizer_config.json."""
+
+    tokenizer: tokenizers.Tokenizer
+    special_tokens: Mapping[str, str]
+    vocab_size: int
+    max_length: int | None
+    has_type_ids: bool
+    cleans_up: bool
+
+    def special(self, name: str) -> str | None:
+        return self.special_tokens.get(name)
+
+    def special_id(self, name: str) -> int | None:
+        token = self.special(name)
+        return None if token is None else self.tokenizer.token_to_id(token)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        text: str = self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
+        if self.cleans_up:
+            for spaced in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"):
+                text = text.replace(spaced, spaced.strip())
+        return text
+
+
+def fast_tokenizer(folder: Path) -> FastTokenizer:
+    """The tokenizer of a folder with tokenizer.json. Runs no code of the folder's.
+
+    Raises UserError for a damaged file or one that asks for code of its own, MissingExtraError without tokenizers.
+    """
+    try:
+        import tokenizers
+    except ImportError:
+        raise MissingExtraError("tokenizers", "text") from None
+    refuse_custom_code(folder)
+    options = json_of(folder / TOKENIZER_CONFIG)
+    kind = class_of(folder, options)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+        if not tokenizer.get_vocab_size():
+            raise ValueError("its vocabulary is empty")
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = bool(options.get("split_special_tokens", False))
+        special = add_missing_tokens(tokenizer, folder, options, kind)
+        set_add_prefix_space(tokenizer, bool(options.get("add_prefix_space", False)))
+        if kind.sets_normalizer:
+            set_normalizer(tokenizer, options)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises Exception itself
+        raise UserError(f"the tokenizer in {folder} cannot be read: {error}; {REMEDY}") from error
+    limit = options.get("model_max_length", options.get("max_len"))
+    names = options.get("model_input_names")
+    return FastTokenizer(
+        tokenizer,
+        special,
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        max_length=int(limit) if isinstance(limit, int | float) and 0 < limit < LONGEST else None,
+        has_type_ids="token_type_ids" in names if isinstance(names, list) else kind.has_type_ids,
+        cleans_up=bool(options.get("clean_up_tokenization_spaces", False)),
+    )
+
+
+def class_of(folder: Path, options: Mapping[str, Any]) -> TokenizerClass:
+    """The class that transformers reads a folder with."""
+    name = options.get("tokenizer_class")
+    if name is None and (folder / CONFIG).is_file():
+        try:
+            config = read_json(folder / CONFIG, "")
+        except SpecError as error:
+            raise UserError(str(error)) from error
+        name = config.get("tokenizer_class") or CLASS_OF_MODEL.get(str(config.get("model_type")))
+    return TOKENIZER_CLASSES.get(str(name).removesuffix("Fast"), TokenizerClass())
+
+
+def add_missing_tokens(
+    tokenizer: tokenizers.Tokenizer, folder: Path, options: Mapping[str, Any], kind: TokenizerClass
+) -> dict[str, str]:
+    """Add the tokens that only the other files name, in the order of transformers, which decides their ids.
+
+    Returns the special tokens by name.
+    """
+    from tokenizers import AddedToken
+
+    given, listed = given_tokens(folder, options)
+    by_text = {token.content: token for token in listed.values()}
+    defaults: dict[str, Any] = dict(kind.special_tokens)
+    special: dict[str, str | AddedToken] = {}
+    for name in (*SPECIAL_TOKENS, *extra_names(options)):
+        token = given.get(name, defaults.get(name))
+        if name in given and token:
+            token = by_text.get(str_of(token), token)
+        if name == "mask_token" and kind.wide_mask and isinstance(token, str):
+            token = AddedToken(token, lstrip=True, normalized=kind.normalized_mask)
+        if token:
+            special[name] = token
+    additional = [token for token in given.get("additional_special_tokens") or () if token]
+    texts = {str_of(token) for token in (*special.values(), *additional)}
+    known = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    missing: list[str | AddedToken] = [token for _, token in sorted(listed.items()) if repr(token) not in known]
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()} | set(map(str_of, missing))
+    seen: set[str] = set()
+    for token in (*special.values(), *additional):
+        # as an AddedToken, it also replaces the properties that tokenizer.json gives it
+        if str_of(token) not in seen and (not isinstance(token, str) or token not in present):
+            missing.append(token)
+        seen.add(str_of(token))
+    tokenizer.add_tokens([with_special(token, special=str_of(token) in texts) for token in missing])
+    return {name: str_of(token) for name, token in special.items()}
+
+
+def extra_names(options: Mapping[str, Any]) -> list[str]:
+    extra = options.get("extra_special_tokens")
+    return list(extra) if isinstance(extra, Mapping) else []
+
+
+def given_tokens(folder: Path, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, tokenizers.AddedToken]]:
+    """The special tokens that the files name, by name, and all added tokens that they list, by id.
+
+    tokenizer_config.json with added_tokens_decoder is complete; without it, older files count, too.
+    """
+    names = (*SPECIAL_TOKENS, "additional_special_tokens")
+    given = {name: token_from_json(options[name]) for name in names if name in options}
+    extra = options.get("extra_special_tokens")
+    if isinstance(extra, Mapping):
+        given |= {name: token_from_json(value) for name, value in extra.items()}
+    decoder = options.get("added_tokens_decoder")
+    if decoder is not None:
+        if not isinstance(decoder, Mapping) or not all(isinstance(token, Mapping) for token in decoder.values()):
+            raise UserError(
+                f"{folder / TOKENIZER_CONFIG}: added_tokens_decoder is not an object of tokens by id; {REMEDY}"
+            )
+        return given, {int(number): token_from_json(dict(token)) for number, token in decoder.items()}
+    for name, value in json_of(folder / SPECIAL_TOKENS_MAP).items():
+        if name == "additional_special_tokens" and isinstance(value, list):
+            known = given.get(name) or []
+            found = [token_from_json(token, special=True) for token in value]
+            given[name] = [*known, *(token for token in found if token not in known)]
+        else:
+            given[name] = token_from_json(value, special=True)
+    special = {str_of(token) for name in SPECIAL_TOKENS if (token := given.get(name))}
+    special |= {str_of(token) for token in given.get("additional_special_tokens") or ()}
+    listed = {
+        number: token_from_json({"content": text, "normalized": text not in special, "special": text in special})
+        for text, number in json_of(folder / ADDED_TOKENS).items()
+    }
+    for token in json_of(folder / TOKENIZER_JSON).get("added_tokens", []):
+        listed[token["id"]] = token_from_json({key: value for key, value in token.items() if key != "id"})
+    return given, listed
+
+
+def token_from_json(value: Any, *, special: bool = False) -> Any:
+    """A token as the files write it: a text, or an object with a content and properties."""
+    from tokenizers import AddedToken
+
+    if isinstance(value, list):
+        return [token_from_json(item, special=special) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    fields = {key: item for key, item in value.items() if key != "__type"}
+    return AddedToken(**(fields | {"special": True} if special else fields))
+
+
+def with_special(token: str | tokenizers.AddedToken, *, special: bool) -> tokenizers.AddedToken:
+    from tokenizers import AddedToken
+
+    if isinstance(token, str):
+        return AddedToken(token, special=special)
+    token.special = token.special or special
+    return token
+
+
+def str_of(token: str | tokenizers.AddedToken) -> str:
+    return token if isinstance(token, str) else str(token.content)
+
+
+def set_add_prefix_space(tokenizer: tokenizers.Tokenizer, wanted: bool) -> None:
+    """Give the setting of tokenizer_config.json to a pre-tokenizer that has one."""
+    from tokenizers import pre_tokenizers
+
+    if tokenizer.pre_tokenizer is None:
+        return
+    state = json.loads(tokenizer.pre_tokenizer.__getstate__())
+    if state.get("add_prefix_space", wanted) != wanted:
+        kind = getattr(pre_tokenizers, state.pop("type"))
+        tokenizer.pre_tokenizer = kind(**(state | {"add_prefix_space": wanted}))
+
+
+def set_normalizer(tokenizer: tokenizers.Tokenizer, options: Mapping[str, Any]) -> None:
+    """Give the settings of tokenizer_config.json to a normalizer that has them."""
+    from tokenizers import normalizers
+
+    if tokenizer.normalizer is None:
+        return
+    state = json.loads(tokenizer.normalizer.__getstate__())
+    wanted = {
+        "lowercase": options.get("do_lower_case", True),
+        "strip_accents": options.get("strip_accents"),
+        "handle_chinese_chars": options.get("tokenize_chinese_chars", True),
+    }
+    if any(state.get(name, value) != value for name, value in wanted.items()):
+        kind = getattr(normalizers, state.pop("type"))
+        tokenizer.normalizer = kind(**(state | wanted))
