@@ -64,7 +64,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("artifact",),
     ("export",),
     ("spec", "runtimes", "dtypes", "environment"),
-    ("plots", "errors", "disk", "files", "toml_file", "units", "version"),
+    ("plots", "errors", "disk", "files", "toml_file", "process_memory", "units", "version"),
     ("models",),
     ("plugins",),
 )

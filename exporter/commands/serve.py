@@ -21,12 +21,11 @@ from effexport.commands._options import (
 from effexport.errors import MissingExtraError, UserError
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.serving.settings import ServingSettings
-from effexport.units import counted
+from effexport.units import bytes_from_text, counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from effexport.serving.server.model_repository import ModelRepository
     from effexport.serving.server.served_model import ServedModel
     from effexport.serving.server.target import ServingTarget
 
@@ -65,6 +64,17 @@ def setting(option: str, field: str, help: str) -> Callable[[Callable[..., None]
 @length_option("--max-seq-len", help="Longest sequence, in tokens.  [default: the model's own limit, or 16384]")
 @setting("--timeout", "timeout_s", "Seconds that a request may wait for its run, and that its body may take to arrive.")
 @click.option(
+    "--allow-load",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Let clients load artifacts that are directly in this folder, and unload models.  [default: neither]",
+)
+@click.option(
+    "--max-memory",
+    metavar="SIZE",
+    help="Load no model beyond this memory of the process, such as 8GiB.  [default: no limit]",
+)
+@click.option(
     "--token",
     envvar=TOKEN_VARIABLE,
     help=f"Require Authorization: Bearer TOKEN, except at /v2/health; better set with {TOKEN_VARIABLE}.",
@@ -86,6 +96,8 @@ def command(
     runtime: str,
     implementation: str,
     device: int,
+    allow_load: Path | None,
+    max_memory: str | None,
     on_ray: bool,
     as_json: bool,
     **flags: Any,
@@ -99,7 +111,10 @@ def command(
 
     if not 0 <= port <= LAST_PORT:
         raise UserError(f"--port is {port}; expected 0 to {LAST_PORT}")
+    flags["max_memory_bytes"] = None if max_memory is None else bytes_from_text(max_memory, "--max-memory")
     settings = ServingSettings(**{field.name: flags.pop(field.name) for field in fields(ServingSettings)})
+    if allow_load is not None and not allow_load.is_dir():
+        raise UserError(f"--allow-load is {allow_load}, which is not a folder; expected a folder of artifacts")
     if names and len(names) != len(artifacts):
         raise UserError(
             f"--name is given {counted(len(names), 'time')} for {counted(len(artifacts), 'artifact')}; expected one "
@@ -118,13 +133,15 @@ def command(
             )
         if len(targets) > 1:
             raise UserError(f"--ray serves one artifact; {len(targets)} were given: deploy each with its own command")
+        if allow_load is not None:
+            raise UserError("--allow-load does not work with --ray, whose replicas have one model; leave it out")
         serve_on_ray(targets[0], host, port, replicas, as_json)
         return
     if replicas:
         option = next(iter(replicas)).replace("_", "-")
         option = f"--replica-{option}" if option in ("cpus", "gpus") else f"--{option}"
         raise UserError(f"{option} only works with --ray")
-    serve_here(targets, settings, host, port, as_json)
+    serve_here(targets, allow_load, host, port, as_json)
 
 
 def require(*modules: str, extra: str) -> None:
@@ -136,52 +153,32 @@ def require(*modules: str, extra: str) -> None:
             raise MissingExtraError(PACKAGES.get(module, module), extra) from error
 
 
-def serve_here(
-    targets: Sequence[ServingTarget], settings: ServingSettings, host: str, port: int, as_json: bool
-) -> None:
+def serve_here(targets: Sequence[ServingTarget], allow_load: Path | None, host: str, port: int, as_json: bool) -> None:
     """Serve the models in this process."""
     require(*SERVER_MODULES, extra="serve")
     from effexport.cli import print_json
     from effexport.serving.server.app import create_app
+    from effexport.serving.server.model_repository import repository_from_targets
     from effexport.serving.server.server import bound_socket, run_server, url_of
 
     console = stderr_console()
     bound = bound_socket(host, port)
     try:
         with stage_progress(console) as on_stage:
-            models = loaded(targets, settings, on_stage)
+            models = repository_from_targets(targets, allow_load, on_stage)
     except BaseException:
         bound.close()
         raise
 
     def on_ready() -> None:
         say(console, ready_text(list(models), url_of(bound)))
-        if host not in LOOPBACK and settings.token is None:
+        if host not in LOOPBACK and models.settings.token is None:
             say(console, f"warning: other machines can reach {host} and no token is required; set {TOKEN_VARIABLE}")
         if as_json:
             print_json({"url": url_of(bound), **described_models(list(models)), "ready": True})
 
     run_server(create_app(models), bound, on_ready)
     say(console, "stopped: every accepted request was answered")
-
-
-def loaded(
-    targets: Sequence[ServingTarget], settings: ServingSettings, on_stage: Callable[[str], None]
-) -> ModelRepository:
-    """Load all models, or none: a mistake in one of them is found before the first is loaded."""
-    from effexport.serving.server.model_repository import ModelRepository, check_names
-
-    check_names([target.checked()[1] for target in targets])
-    models: list[ServedModel] = []
-    try:
-        for target in targets:
-            on_stage(f"loading {target.artifact} for {target.runtime}")
-            models.append(target.load())
-    except BaseException:
-        for model in models:
-            model.close()
-        raise
-    return ModelRepository(models, settings)
 
 
 def described_models(models: Sequence[ServedModel]) -> dict[str, object]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from effexport.errors import UserError
+from effexport.process_memory import STATUS
 
 # Longest sequence if neither the model nor --max-seq-len limits it.
 DEFAULT_MAX_SEQ_LEN = 16384
@@ -22,6 +23,7 @@ class ServingSettings:
     queue_size: requests that may wait for the runner; further ones are answered with 503.
     max_request_bytes: largest body, before and after decompression.
     max_seq_len: longest sequence; None: the model's own limit, or DEFAULT_MAX_SEQ_LEN if it has none.
+    max_memory_bytes: resident memory of the process beyond which no model is loaded; None: no limit.
     timeout_s: how long a request may wait for the runner, and how long its body may take to arrive.
     token: the token that `Authorization: Bearer` must contain; None: no authorization.
     """
@@ -31,6 +33,7 @@ class ServingSettings:
     queue_size: int = 64
     max_request_bytes: int = 64 << 20
     max_seq_len: int | None = None
+    max_memory_bytes: int | None = None
     timeout_s: float = 30.0
     token: str | None = field(default=None, repr=False)
 
@@ -44,6 +47,8 @@ class ServingSettings:
             if not (low <= value < math.inf):
                 option = "--timeout" if name == "timeout_s" else "--batch-delay-ms"
                 raise UserError(f"{option} is {value:g}; expected a number of at least {low:g}")
+        if self.max_memory_bytes is not None and not STATUS.exists():
+            raise UserError("--max-memory needs /proc, which this system does not have; leave it out")
         if self.token is not None and (not self.token or not self.token.isascii() or not self.token.isprintable()):
             raise UserError(
                 "the token is empty or has characters that an HTTP header cannot contain; expected printable ASCII"

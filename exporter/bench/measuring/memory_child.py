@@ -5,9 +5,6 @@ Reads one JSON object on stdin: case, model (path or null), threads, memory_aren
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 import json
 import resource
 import sys
@@ -16,20 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.bench.results import Case
+from effexport.process_memory import give_back_freed, status_bytes
 from effexport.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
     from effexport.bench.measuring.candidates import Candidate
     from effexport.dtypes import Array
 
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 RUNS = 2
 
 
 def peak_bytes_of(work: Callable[[], object]) -> int:
     """Peak resident memory while `work` runs, beyond what was resident before."""
-    gc.collect()
     give_back_freed()
     before = status_bytes("VmRSS")
     try:
@@ -40,20 +37,6 @@ def peak_bytes_of(work: Callable[[], object]) -> int:
     work()
     peak = status_bytes("VmHWM") if was_reset else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return max(0, peak - before)
-
-
-def status_bytes(field: str) -> int:
-    """VmRSS (resident now) or VmHWM (its peak) of this process."""
-    for line in STATUS.read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(f"{STATUS} has no field {field}")
-
-
-def give_back_freed() -> None:
-    """Have the C library return freed memory, which later allocations would otherwise reuse unnoticed."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_of_candidate(candidate: Candidate, feeds: dict[str, Array], device: str) -> int:

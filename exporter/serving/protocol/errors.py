@@ -15,6 +15,7 @@ class Refusal:
 
 INVALID = Refusal(400, "invalid")
 UNAUTHORIZED = Refusal(401, "unauthorized")
+FORBIDDEN = Refusal(403, "forbidden")
 NOT_FOUND = Refusal(404, "not_found")
 SLOW_BODY = Refusal(408, "slow_body")
 TOO_LARGE = Refusal(413, "too_large")

@@ -64,7 +64,8 @@ def json_length(body: bytes, header: str | None) -> int:
     return length
 
 
-def parsed_object(text: bytes) -> dict[str, Any]:
+def parsed_object(text: bytes, expected: str = "a JSON object with inputs") -> dict[str, Any]:
+    """The JSON object in the body of a request. Raises RequestError, which says what was expected."""
     import orjson
 
     try:
@@ -72,7 +73,7 @@ def parsed_object(text: bytes) -> dict[str, Any]:
     except (orjson.JSONDecodeError, RecursionError) as error:
         raise RequestError(f"the request is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise RequestError(f"the request is {shown(fields)}; expected a JSON object with inputs")
+        raise RequestError(f"the request is {shown(fields)}; expected {expected}")
     return fields
 
 

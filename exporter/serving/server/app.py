@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -13,12 +12,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from effexport.serving.protocol.errors import CROWDED, FAILED, UNAUTHORIZED, Refusal, RequestError
-from effexport.serving.server import v2_endpoints
+from effexport.serving.server import repository_endpoints, v2_endpoints
 from effexport.serving.server.model_repository import ModelRepository
 from effexport.serving.server.service import Endpoint, Service, json_response
 
 # Every group of endpoints is a module of its own.
-GROUPS: tuple[Callable[[Service], list[Endpoint]], ...] = (v2_endpoints.endpoints,)
+GROUPS: tuple[Callable[[Service], list[Endpoint]], ...] = (
+    v2_endpoints.endpoints,
+    repository_endpoints.endpoints,
+)
 
 
 def create_app(models: ModelRepository) -> Starlette:
@@ -28,7 +30,7 @@ def create_app(models: ModelRepository) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(models.close)
+        await models.close()
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)

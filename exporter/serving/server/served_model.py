@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from effexport.errors import UserError
 from effexport.serving.protocol.signature import Signature, signature_from_spec
 from effexport.serving.server.batcher import Batcher
 from effexport.serving.server.metrics import Metrics
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 # The only version: an artifact is one version of a model.
 VERSION = "1"
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class ServedModel:
@@ -32,7 +31,7 @@ class ServedModel:
     version = VERSION
 
     def __init__(self, runner: Runner, spec: BuildSpec, name: str, settings: ServingSettings, platform: str) -> None:
-        self.name = checked_name(name)
+        self.name = name
         self.settings = settings
         self.platform = platform
         self.signature: Signature = signature_from_spec(spec, settings)
@@ -42,6 +41,9 @@ class ServedModel:
         self._warm_up_length = min(spec.fixed_seq_len or spec.seq_len, self.signature.max_sizes["seq"])
         self.batcher = Batcher(runner.run, settings, self.metrics, joins=not self.why_not_joined)
         self._closed = False
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
 
     @property
     def is_ready(self) -> bool:
@@ -76,6 +78,22 @@ class ServedModel:
                 feeds[tensor.name] = np.zeros(shape, numpy_dtype(tensor.dtype))
         return feeds
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the model loaded during the block. Only the event loop uses it."""
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    async def unused(self) -> None:
+        """Return when no request uses the model; the caller has seen to it that no further one finds it."""
+        await self._unused.wait()
+
     def close(self) -> None:
         self._closed = True
         self.batcher.close()
@@ -88,13 +106,3 @@ def why_not_joined(spec: BuildSpec) -> str:
     return spec.model.why_not_invariant or (
         "" if has_batch_axes else "an input or output does not begin with a batch axis"
     )
-
-
-def checked_name(name: str) -> str:
-    """Raises UserError for a name that does not fit into a URL."""
-    if not NAME_PATTERN.fullmatch(name):
-        raise UserError(
-            f"the model's name is {name!r}; expected at most 128 letters, digits, '.', '_' and '-', the first a letter "
-            "or digit: choose one with --name"
-        )
-    return name

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import orjson
 from starlette.requests import Request
@@ -55,6 +56,13 @@ class Service:
         request.state.model = self.models.get(request.path_params["name"] if name is None else name, version)
         model: ServedModel = request.state.model
         return model
+
+    @contextmanager
+    def using(self, request: Request, name: str | None = None) -> Iterator[ServedModel]:
+        """As `model`; it stays loaded during the block, which should last until the answer is complete."""
+        model = self.model(request, name)
+        with model.in_use():
+            yield model
 
     def metrics_of(self, request: Request) -> RequestMetrics:
         """The metrics of the request's model, or those of the server if it has none."""

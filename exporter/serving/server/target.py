@@ -1,18 +1,25 @@
-"""The artifact to serve, and how to run it."""
+"""The artifacts to serve, and how to run them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.errors import UserError
+from effexport.process_memory import status_bytes
 from effexport.runners.runner import ModelOptions
-from effexport.runtimes import RUNTIMES
+from effexport.runtimes import RUNTIMES, engine_name
 from effexport.serving.settings import ServingSettings
+from effexport.units import memory
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.serving.server.served_model import ServedModel
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -36,15 +43,20 @@ class ServingTarget:
         return ModelOptions(self.implementation, self.threads, device=self.device)
 
     def load(self) -> ServedModel:
-        """Open the artifact and warm it up in this process. Raises UserError if it cannot be served."""
+        """Open the artifact and warm it up in this process.
+
+        Raises UserError if it cannot be served, or takes more memory than the server may.
+        """
         from effexport.runners.artifact_runner import runner_from_artifact
         from effexport.serving.server.served_model import ServedModel
 
         artifact, name = self.checked()
+        check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, self.runtime))
         runner = runner_from_artifact(artifact, self.runtime, self.options)
         model = ServedModel(runner, artifact.spec, name, self.settings, RUNTIMES[self.runtime].platform)
         try:
             model.warm_up()
+            check_memory(name, self.settings.max_memory_bytes)
         except BaseException:
             model.close()
             raise
@@ -55,10 +67,71 @@ class ServingTarget:
         from effexport.artifact import open_artifact
         from effexport.runners.artifact_runner import check_runtime
         from effexport.serving.protocol.signature import signature_from_spec
-        from effexport.serving.server.served_model import checked_name
 
         check_runtime(self.runtime, self.options)
         artifact = open_artifact(self.artifact)
         name = checked_name(self.name if self.name is not None else artifact.path.resolve().name)
         signature_from_spec(artifact.spec, self.settings)
         return artifact, name
+
+
+@dataclass(frozen=True)
+class LoadableModels:
+    """The artifacts that a running server may load: the folders in `folder`, and those that it was started with.
+
+    started: what the server was started with, by name. Artifacts of the folder are opened with the same options.
+    """
+
+    folder: Path
+    started: Mapping[str, ServingTarget]
+
+    def names(self) -> list[str]:
+        """The models that can be loaded."""
+        from effexport.artifact import MANIFEST
+
+        found = sorted(path.parent.name for path in self.folder.glob(f"*/{MANIFEST}"))
+        return list(dict.fromkeys([*self.started, *(name for name in found if NAME_PATTERN.fullmatch(name))]))
+
+    def target(self, name: str) -> ServingTarget:
+        """Raises UserError for a name that does not stay in the folder, or is not there."""
+        from effexport.artifact import MANIFEST
+
+        if name in self.started:
+            return self.started[name]
+        path = self.folder / checked_name(name)
+        if path.resolve().parent != self.folder.resolve():
+            raise UserError(f"{name!r} leads out of the folder {self.folder}; expected the name of an artifact in it")
+        if not (path / MANIFEST).is_file():
+            raise UserError(f"no artifact {name!r} in {self.folder}; the repository index lists what can be loaded")
+        return replace(next(iter(self.started.values())), artifact=path, name=name)
+
+
+def checked_name(name: str) -> str:
+    """Raises UserError for a name that does not fit into a URL."""
+    if not NAME_PATTERN.fullmatch(name):
+        raise UserError(
+            f"the model's name is {name[:160]!r}; expected at most 128 letters, digits, '.', '_' and '-', the first a "
+            "letter or digit: choose one with --name"
+        )
+    return name
+
+
+def model_bytes(artifact: Artifact, runtime: str) -> int:
+    """Size of the files that a runtime loads: the engine, or the model with its weights."""
+    from effexport.artifact import MODEL
+
+    first = engine_name(runtime) if RUNTIMES[runtime].engine else MODEL
+    return sum(entry.bytes for name, entry in artifact.manifest.files.items() if name.startswith(first))
+
+
+def check_memory(name: str, limit_bytes: int | None, more_bytes: int = 0) -> None:
+    """Raises UserError if the process has, or would have with `more_bytes`, more resident memory than the limit."""
+    if limit_bytes is None:
+        return
+    used = status_bytes("VmRSS")
+    if used + more_bytes > limit_bytes:
+        state = f"with the {memory(more_bytes)} of {name}" if more_bytes else f"with {name} loaded"
+        raise UserError(
+            f"{state}, the server would use {memory(used + more_bytes)} of memory; --max-memory allows "
+            f"{memory(limit_bytes)} for all models together: unload or leave out another model, or allow more"
+        )

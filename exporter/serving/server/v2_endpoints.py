@@ -19,7 +19,6 @@ def endpoints(service: Service) -> list[Endpoint]:
         ("GET", "/v2/health/live", v2.live),
         ("GET", "/v2/health/ready", v2.ready),
         ("GET", "/v2", v2.server_metadata),
-        ("POST", "/v2/repository/index", v2.repository_index),
         ("GET", "/metrics", v2.metrics),
     ]
     for prefix in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
@@ -55,15 +54,10 @@ class V2:
         is_ready = model.is_ready and not self._service.draining
         return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
 
-    async def repository_index(self, request: Request) -> Response:
-        index = self._service.models.index()
-        if self._service.draining:
-            index = [{**entry, "state": "UNAVAILABLE", "reason": "the server is stopping"} for entry in index]
-        return json_response(index)
-
     async def infer(self, request: Request) -> Response:
         async def answer(request: Request) -> Response:
-            return await infer(request, self._service.model(request), self._service.budget)
+            with self._service.using(request) as model:
+                return await infer(request, model, self._service.budget)
 
         return await self._service.counted(request, answer)
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from serving_load import Sample, ServerProcess, closed_loop, exchange_once, json_of, post, running_server, samples_of
 
 import effexport
 from effexport.artifact import Artifact
+from effexport.errors import UserError
+from effexport.serving.server.target import ServingTarget
+from effexport.serving.settings import ServingSettings
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "serve"), pytest.mark.xdist_group("serving")]
 
@@ -70,3 +76,117 @@ def test_names_that_do_not_fit_the_artifacts_are_refused(
     cli: Callable[..., Any], artifact: Artifact, options: tuple[str, ...], message: str
 ) -> None:
     assert message in cli("serve", artifact.path, artifact.path, "--port", "0", *options).error(2)
+
+
+@pytest.fixture(scope="module")
+def loading(artifact: Artifact, other: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of "small" that may load "second" and "damaged", whose weights are cut off."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("second", "damaged"):
+        shutil.copytree(other.path, folder / name)
+    (folder / "leads-out").symlink_to(artifact.path)
+    model = folder / "damaged" / "model.onnx"
+    model.write_bytes(model.read_bytes()[:-100])
+    options = ("--name", "small", "--allow-load", str(folder))
+    with running_server(artifact.path, tmp_path_factory.mktemp("server"), *options) as running:
+        yield running
+
+
+def ask(server: ServerProcess, path: str, body: object = None) -> Any:
+    """(status, JSON of the answer) of a POST to the repository."""
+    sent = b"" if body is None else json.dumps(body).encode()
+    reply = asyncio.run(exchange_once(server.port, post(f"/v2/repository/{path}", sent)))
+    return reply.status, json_of(reply) if reply.body else None
+
+
+def states(server: ServerProcess, **body: object) -> dict[str, tuple[str, str]]:
+    return {entry["name"]: (entry["state"], entry["reason"]) for entry in ask(server, "index", body)[1]}
+
+
+def test_models_are_loaded_again_and_unloaded_under_load_without_a_lost_or_wrong_answer(
+    loading: ServerProcess, mixed_samples: list[Sample]
+) -> None:
+    second = mixed_samples[1::2]
+
+    async def change(path: str) -> int:
+        return (await exchange_once(loading.port, post(f"/v2/repository/models/second/{path}", b"{}"))).status
+
+    async def scenario() -> tuple[Any, list[int]]:
+        assert await change("load") == 200
+        load = asyncio.create_task(closed_loop(loading.port, second, 8, 600))
+        statuses = []
+        for path in ("load", "unload", "unload", "load"):
+            await asyncio.sleep(0.1)
+            statuses.append(await change(path))
+        return await load, statuses
+
+    outcome, statuses = asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert statuses == [200, 200, 404, 200]
+    assert set(outcome.statuses) == {200, 404}
+    assert (outcome.wrong, outcome.lost) == (0, 0)
+    assert states(loading)["second"] == ("READY", "")
+    assert asyncio.run(closed_loop(loading.port, second, 2, 24)).statuses == {200: 24}
+
+
+def test_a_load_that_fails_changes_nothing_and_the_index_says_why(
+    loading: ServerProcess, samples: list[Sample]
+) -> None:
+    assert states(loading)["damaged"] == ("UNAVAILABLE", "not loaded")
+    status, answer = ask(loading, "models/damaged/load")
+    assert status == 400
+    assert "damaged was not loaded" in answer["error"]
+    state, reason = states(loading)["damaged"]
+    assert state == "UNAVAILABLE"
+    assert "model.onnx" in reason
+    assert "damaged" not in states(loading, ready=True)
+    assert asyncio.run(closed_loop(loading.port, samples, 2, 24)).statuses == {200: 24}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("models/absent/load", {}, "no artifact 'absent' in"),
+        ("models/leads-out/load", {}, "leads out of the folder"),
+        ("models/../load", {}, "the model's name is '..'"),
+        ("models/.hidden/load", {}, "the model's name is '.hidden'"),
+        ("models/second/load", {"parameters": {"config": "{}"}}, "the parameter 'config', which this server does not"),
+        ("models/absent/unload", {}, "no model 'absent'"),
+        ("models/damaged/unload", {}, "'damaged'"),
+        ("index", {"ready": "yes"}, "ready 'yes'; expected true or false"),
+        ("index", [], "expected a JSON object"),
+    ],
+)
+def test_repository_requests_that_cannot_work_are_refused(
+    loading: ServerProcess, path: str, body: object, message: str
+) -> None:
+    before = states(loading)
+    status, answer = ask(loading, path, body)
+    assert 400 <= status < 500
+    assert message in answer["error"]
+    assert states(loading) == before
+
+
+def test_without_permission_nothing_is_loaded_or_unloaded(both: ServerProcess) -> None:
+    for path in ("models/small/unload", "models/small/load", "models/x/load"):
+        status, answer = ask(both, path)
+        assert status == 403
+        assert "start it with --allow-load" in answer["error"]
+    assert states(both) == {"small": ("READY", ""), "second": ("READY", "")}
+
+
+def test_memory_is_bounded_for_all_models_together(cli: Callable[..., Any], artifact: Artifact) -> None:
+    error = cli("serve", artifact.path, "--port", "0", "--max-memory", "10MB").error(2)
+    assert "--max-memory allows 10.0 MB for all models together" in error
+    assert "--max-memory is 'much'" in cli("serve", artifact.path, "--max-memory", "much").error(2)
+
+    # the process before and after loading: only the weights' size, and only the first run, show that it is too much
+    weights = (artifact.path / "model.onnx").stat().st_size
+    target = ServingTarget(artifact.path, "small", "ort", "auto", ServingSettings(max_memory_bytes=10**9))
+    for resident, words in (([10**9 - weights + 1], "with the"), ([0, 10**9 + 1], "with small loaded")):
+        threads = threading.active_count()
+        with (
+            mock.patch("effexport.serving.server.target.status_bytes", side_effect=resident),
+            pytest.raises(UserError, match=f"{words}.*the server would use 1.00 GB .* leave out another model"),
+        ):
+            target.load()
+        assert threading.active_count() == threads
