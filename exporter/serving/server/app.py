@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,8 +14,10 @@ from starlette.routing import Route
 
 from effexport.serving.protocol.errors import CROWDED, FAILED, UNAUTHORIZED, Refusal, RequestError
 from effexport.serving.server import repository_endpoints, v2_endpoints
-from effexport.serving.server.model_repository import ModelRepository
 from effexport.serving.server.service import Endpoint, Service, json_response
+
+if TYPE_CHECKING:
+    from effexport.serving.server.model_repository import ModelRepository
 
 # Every group of endpoints is a module of its own.
 GROUPS: tuple[Callable[[Service], list[Endpoint]], ...] = (

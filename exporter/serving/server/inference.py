@@ -14,10 +14,10 @@ from effexport.serving.protocol.errors import ClientGoneError
 from effexport.serving.protocol.infer_request import request_from_body
 from effexport.serving.protocol.infer_response import Answer, answer_from_outputs
 from effexport.serving.server.batcher import Job, waited_too_long
-from effexport.serving.server.served_model import ServedModel
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+    from effexport.serving.server.served_model import ServedModel
 
 HEADER_LENGTH = "inference-header-content-length"
 

@@ -6,6 +6,7 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import orjson
 from starlette.requests import Request
@@ -14,8 +15,10 @@ from starlette.responses import Response
 from effexport.serving.protocol.body import ByteBudget
 from effexport.serving.protocol.errors import CROWDED, UNAUTHORIZED, ClientGoneError, RequestError
 from effexport.serving.server.metrics import RequestMetrics
-from effexport.serving.server.model_repository import ModelRepository
-from effexport.serving.server.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from effexport.serving.server.model_repository import ModelRepository
+    from effexport.serving.server.served_model import ServedModel
 
 Handler = Callable[[Request], Awaitable[Response]]
 # Method, path and handler of an endpoint.
