@@ -174,7 +174,7 @@ def open_artifact(path: Path) -> Artifact:
         spec = artifact.spec
     except (ValueError, KeyError, TypeError) as error:  # SpecError is a ValueError
         raise UserError(f"{path / MANIFEST} holds a spec that cannot work: {error}") from error
-    graphs = (MODEL, DECODE_STEP) if spec.model.has_decode_step else (MODEL,)
+    graphs = (MODEL, DECODE_STEP) if spec.has_decode_step else (MODEL,)
     for required in (*graphs, REFERENCE):
         if required not in manifest.files:
             raise UserError(f"{path / MANIFEST} does not list {required}; {REMEDY}")

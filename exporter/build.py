@@ -269,7 +269,7 @@ def write_graphs(build: Build) -> Mapping[str, int]:
     """Export the model, and its decode step and prefill if it has them. Returns what `attach_function_bodies` does."""
     module, spec = build.module, build.spec
     replaced = onnx_from_module(module, spec, build.model, build.traced)
-    if spec.model.has_decode_step:
+    if spec.has_decode_step:
         onnx_from_decode_step(module, spec, build.folder / DECODE_STEP, build.traced)
         onnx_from_prefill(module, spec, build.folder / PREFILL, build.traced)
     return replaced
@@ -339,7 +339,7 @@ def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
         with watch.stage("checking the function bodies of custom operators"):
             open_with_bodies = open_in_ort(replace(settings, implementation="body", memory_arena=False))
             result += verify_bodies(build.model, cases, spec, build.hashes, result.implementation, open_with_bodies)
-    if spec.model.has_decode_step:
+    if spec.has_decode_step:
         with watch.stage("checking the decode step and the prefill"):
             step, prefill = build.folder / DECODE_STEP, build.folder / PREFILL
             result += verify_decoder(
@@ -356,11 +356,11 @@ def prove_engine(
     spec, target = build.spec, engine.target
     remarks = tuple(profile_remarks(engine.profiles, spec))
     entries = [build_engine(build, engine, MODEL, on_progress, remarks)]
-    if spec.model.has_decode_step:
+    if spec.has_decode_step:
         entries += [build_engine(build, engine, model, on_progress) for model in (DECODE_STEP, PREFILL)]
     with build.watch.stage(f"checking parity of the {target} engine"):
         result += verify_engine_if_possible(build.folder / engine_name(target), build.model, cases, spec, build.hashes)
-        if spec.model.has_decode_step:
+        if spec.has_decode_step:
             result += verify_decode_engines_if_possible(build.folder, target, cases, spec)
     return entries
 

@@ -104,4 +104,4 @@ class BuildRequest:
         calling = Calling(examples=examples, dynamic=dynamic, table=table)
         user, model = model_and_spec(module, origin, self.flags.get("seq_len"), calling)
         spec = build_spec_from_module(self.flags, model)
-        return spec, source_from_user(user, origin), model.notes, origin.rpartition(":")[2]
+        return spec, source_from_user(user, origin, spec), model.notes, origin.rpartition(":")[2]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from effexport.dtypes import DTYPE_OF_PRECISION, TensorInfo
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
+from effexport.models.head_spec import Head, Pooling
 from effexport.models.model_spec import ModelSpec, Scope
 from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_from_dict, attention_spec, field_names
 from effexport.models.validation import ShortRepr, SpecError, check_field_types, did_you_mean, require
@@ -40,6 +41,7 @@ class BuildSpec(ShortRepr):
     tools that support neither our kernels nor function bodies.
     inline: whether the file has the bodies of custom operators in place of the operators, so that it contains standard
     operators only.
+    pool, truncate_dim, normalize: of the `head`.
     """
 
     model: ModelSpec
@@ -50,6 +52,9 @@ class BuildSpec(ShortRepr):
     external_data: bool = False
     fused: bool = True
     inline: bool = False
+    pool: Pooling | None = None
+    truncate_dim: int | None = None
+    normalize: bool = False
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -60,6 +65,12 @@ class BuildSpec(ShortRepr):
         require(self.batch >= 1, f"batch is {self.batch}; expected at least 1")
         require(self.opset in OPSETS, f"opset is {self.opset}; expected {OPSETS.start} to {OPSETS.stop - 1}")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2^63 - 1")
+        self.head.check(self.model)
+
+    @property
+    def head(self) -> Head:
+        """What the file returns, if not what the model does."""
+        return Head(self.pool, self.normalize, self.truncate_dim)
 
     @property
     def scope(self) -> Scope:
@@ -104,8 +115,21 @@ class BuildSpec(ShortRepr):
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:
+        if self.head.is_wanted:
+            return tuple(TensorInfo(name, self.dtype, dims) for name, dims in self.head.outputs(self.model).items())
         outputs = self.model.outputs.items()
         return tuple(TensorInfo(name, self.dtype_of(name, self.dtype), dims) for name, dims in outputs)
+
+    @property
+    def has_decode_step(self) -> bool:
+        """Whether the artifact also has graphs that run token by token."""
+        return self.model.has_decode_step and not self.head.is_wanted
+
+    @property
+    def pooled_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that have no axis of tokens."""
+        fixed = self.fixed_seq_len is not None and not self.head.is_wanted  # then the length is a number
+        return () if fixed else tuple(tensor.name for tensor in self.outputs if "seq" not in tensor.dims)
 
     def dtype_of(self, name: str, usual: str) -> str:
         """The element type of an input or output. usual: if the model does not say otherwise."""

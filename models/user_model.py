@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from effexport.models.layers import SameWeights
 from effexport.models.validation import SpecError, require
 
 if TYPE_CHECKING:
@@ -23,22 +24,15 @@ class UnexpectedOutputError(SpecError):
     """A model returned something that is not a tensor."""
 
 
-class CalledByPosition(nn.Module):
-    """A model that takes tensors in the order of its inputs, and returns the tensors of its result as a tuple.
+class CalledByPosition(SameWeights):
+    """A model that takes tensors in the order of its inputs, and returns the tensors of its result as a tuple."""
 
-    It has the weights and submodules of the model under the same paths: it shares the model's own dictionaries.
-    """
-
-    _model: nn.Module
     _names: tuple[str, ...]
     _constants: Mapping[str, Any]
 
     def __init__(self, model: nn.Module, names: Sequence[str], constants: Mapping[str, Any]) -> None:
-        super().__init__()
-        shared = {name: vars(model)[name] for name in ("_parameters", "_buffers", "_modules")}
-        # not as attributes, which would make the model a submodule with paths of its own
-        vars(self).update(shared, _model=model, _names=tuple(names), _constants=dict(constants))
-        self.training = model.training
+        super().__init__(model)
+        self._names, self._constants = tuple(names), dict(constants)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.by_name(*tensors).values())
@@ -50,13 +44,6 @@ class CalledByPosition(nn.Module):
         first = [named.pop(name) for name in self._names if name not in keywords]
         outputs = named_outputs(self._model(*first, **named, **self._constants))
         return {f"{key}_out" if key in self._names else key: value for key, value in outputs.items()}
-
-    def get_submodule(self, target: str) -> nn.Module:
-        return self._model.get_submodule(target)
-
-    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Those of the model, with the model itself as the first: it may be a layer of ours."""
-        yield from self._model.named_modules(*args, **options)
 
 
 def called_by_position(model: nn.Module, names: Sequence[str], constants: Mapping[str, Any]) -> CalledByPosition:
@@ -80,7 +67,7 @@ class UserModel:
     was given with, by name; empty if there are none.
     """
 
-    original: CalledByPosition
+    original: SameWeights
     adapted: Adapted
     examples: Mapping[str, Tensor] = field(default_factory=dict)
 

@@ -25,6 +25,7 @@ from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.environment import require_torch
 from effexport.errors import UserError
 from effexport.models.families import tasks
+from effexport.models.head_spec import POOLINGS
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.runtimes import ORT_RUNTIMES
 from effexport.spec import SCOPES
@@ -37,6 +38,7 @@ SECTIONS = {
     "Sizes and options of the model": (
         *("scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "num_hashes", "pinv_init", "seed"),
     ),
+    "What it returns": ("pool", "truncate_dim", "normalize"),
     "The ONNX file": ("precision", "opset", "external_data", "fused", "inline"),
     "The check": ("runtime", "implementation", "device", "reference", "trace"),
     "TensorRT engines": ENGINE_FLAGS,
@@ -45,6 +47,7 @@ EXAMPLES = (
     "effexport build --variant lsh                  # random weights, to try it out",
     "effexport build --checkpoint DIR -o OUT        # a trained Reformer or Nyströmformer",
     "effexport build --module my_model:make         # any model of your own",
+    "effexport build --checkpoint DIR --task base --pool mean --normalize   # one vector for each text",
     "effexport build --variant linear --causal --seq-len 4096 --precision fp16",
     "effexport build --variant lsh --target trt-rtx --profile batch=1:4:16,seq=128:1024:4096",
 )
@@ -97,6 +100,16 @@ EXAMPLES = (
     type=Named(tasks()),
     metavar="NAME",
     help=f"With --checkpoint: the head to export, if not the one in config.json: {', '.join(tasks())}.",
+)
+@click.option(
+    "--pool",
+    type=OneOf(POOLINGS),
+    help="One vector for each sample instead of hidden states: the mean or the largest of every channel over its "
+    "tokens, or its first token.",
+)
+@click.option("--truncate-dim", type=int, metavar="N", help="With --pool: only the first N channels of the vector.")
+@click.option(
+    "--normalize/--no-normalize", default=None, help="With --pool: scale the vector, after --truncate-dim, to length 1."
 )
 @click.option("--num-hashes", type=int, help="Hash rounds of LSH attention; may exceed the number used in training.")
 @click.option(

@@ -9,7 +9,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,23 +57,30 @@ def source_from_path(path: Path | None, which: str = OF_ARTIFACT) -> ModuleSourc
     return ModuleSource(path.resolve().name, lambda spec: module_from_path(spec, path, which))
 
 
-def source_from_user(user: UserModel, name: str) -> ModuleSource:
+def source_from_user(user: UserModel, name: str, spec: BuildSpec) -> ModuleSource:
+    """The source of a user's own model: the original and the copy with our layers, both with the head of the spec."""
+    from effexport.models.head import with_head
+
+    adapted = replace(user.adapted, module=with_head(user.module, spec.head, spec.model))
+    user = replace(user, original=with_head(user.original, spec.head, spec.model), adapted=adapted)
     return ModuleSource(name, lambda spec: user.module, user)
 
 
 def module_from_seed(spec: BuildSpec) -> nn.Module:
     from effexport.models.encoder import module_from_spec
+    from effexport.models.head import with_head
 
     assert isinstance(spec.model, AttentionSpec | EncoderSpec)
-    return module_from_spec(spec.model, spec.seed)
+    return with_head(module_from_spec(spec.model, spec.seed), spec.head, spec.model)
 
 
 def module_from_path(spec: BuildSpec, path: Path, which: str = OF_ARTIFACT) -> nn.Module:
     """The module with its weights. Raises SpecError for weights that do not fit."""
     from effexport.models import checkpoint
+    from effexport.models.head import with_head
 
     if isinstance(spec.model, CheckpointSpec):
-        return checkpoint.module_from_checkpoint(path, spec.model)
+        return with_head(checkpoint.module_from_checkpoint(path, spec.model), spec.head, spec.model)
     module = module_from_seed(spec)
     found = checkpoint.read_tensors(path)
     # buffers, such as rotations, may be in the file; without them they come from the spec

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.dtypes import DTYPE_OF_PRECISION
+from effexport.dtypes import DTYPE_OF_PRECISION, TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable
@@ -174,7 +174,16 @@ def program_from_module(
             raise StageError(STAGE, message) from error
     if program is None:
         raise StageError(STAGE, "torch.onnx returned no program")
+    for value in [value for node in program.model.graph for value in node.outputs]:
+        if not value.is_graph_output():
+            value.name = inner_name(value.name, signature.outputs)
     return program
+
+
+def inner_name(name: str | None, outputs: Sequence[TensorInfo]) -> str | None:
+    """The name of a value inside the graph that torch.onnx has named after its operation: another one if an output has
+    it, which torch.onnx does not look at."""
+    return f"{name}.inner" if any(name == tensor.name for tensor in outputs) else name
 
 
 def line_of_user(error: BaseException) -> str:

@@ -63,7 +63,7 @@ def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int, names: 
         if names and name not in names:
             continue
         with PeakMemory() if name in FLOAT64_CASES else nullcontext() as peak:
-            case = answered_case(Case(name, inputs, {}), module, spec, runs)
+            case = answered_case(Case(name, inputs, {}, pooled=spec.pooled_outputs), module, spec, runs)
         if hashed:
             case = with_hash_noise(case, module, rounded, spec, runs)
         elif name in hostile:
@@ -83,7 +83,7 @@ def answered_case(case: Case, module: nn.Module, spec: BuildSpec, runs: Repeated
         return {"outputs": outputs, "buckets": dict(buckets), "margins": dict(margins)}
 
     answer = runs.answer(case.label, compute)
-    return Case(case.name, case.inputs, answer["outputs"], answer["buckets"], answer["margins"])
+    return dataclasses.replace(case, outputs=answer["outputs"], buckets=answer["buckets"], margins=answer["margins"])
 
 
 def repeated_outputs(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Mapping[str, Array]:

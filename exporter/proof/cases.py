@@ -34,6 +34,7 @@ class Case:
     own_error: in an adversarial case, how much rounding at the precision of the spec changes PyTorch's own answer, see
     `answers.change_by_rounding`; no runtime can be expected to do better. 0 in other cases.
     tokens: which of them count, if not those that an `attention_mask` keeps: see KEPT.
+    pooled: outputs that have no axis of tokens, even if one of their axes is as long.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Case:
     precision_noise: float = 0.0
     own_error: float = 0.0
     tokens: Mapping[str, Array] = field(default_factory=dict)
+    pooled: tuple[str, ...] = ()
 
     @property
     def keep(self) -> Array:
@@ -56,11 +58,15 @@ class Case:
     def label(self) -> CaseLabel:
         return CaseLabel(self.name, self.keep.shape, not self.keep.all())
 
-    def kept(self, array: Array, sample: int) -> Array:
+    def kept(self, output: str, array: Array, sample: int) -> Array:
         """The part of one sample of an output that is compared, [tokens, channels]: its kept tokens, or all of a pooled
         output."""
         own = np.asarray(array[sample])
-        if len(array) != len(self.keep) or own.shape[: self.keep.ndim - 1] != self.keep.shape[1:]:
+        if (
+            output in self.pooled
+            or len(array) != len(self.keep)
+            or own.shape[: self.keep.ndim - 1] != self.keep.shape[1:]
+        ):
             return own.reshape(1, -1)
         keep = self.keep[sample]
         rows: Array = own[keep]
@@ -78,7 +84,10 @@ def save_reference(cases: Sequence[Case], path: Path) -> None:
         for name, array in getattr(case, part).items()
     }
     noise = {case.name: [case.seed_noise, case.precision_noise, case.own_error] for case in cases}
-    path.write_bytes(save(tensors, metadata={"noise": json.dumps(noise)}))
+    metadata = {"noise": json.dumps(noise)}
+    if pooled := cases[0].pooled if cases else ():
+        metadata["pooled"] = json.dumps(pooled)
+    path.write_bytes(save(tensors, metadata=metadata))
 
 
 def load_reference(path: Path) -> list[Case]:
@@ -90,6 +99,7 @@ def load_reference(path: Path) -> list[Case]:
             if "noise" not in (file.metadata() or {}):
                 raise UserError(f"{path} holds no stored answers; {EXPECTED}; weights go with --weights")
             noise = json.loads(file.metadata()["noise"])
+            pooled = tuple(json.loads(file.metadata().get("pooled", "[]")))
             parts: dict[str, dict[str, dict[str, Array]]] = {name: {part: {} for part in PARTS} for name in noise}
             for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 owner, part, name = key.split("/", 2)
@@ -98,8 +108,8 @@ def load_reference(path: Path) -> list[Case]:
         for name, arrays in parts.items():
             # files from before there were adversarial cases do not store own_error
             seed_noise, precision_noise, own_error = [*noise[name], 0.0][:3]
-            case = Case(name, **arrays, seed_noise=seed_noise, precision_noise=precision_noise, own_error=own_error)
-            cases.append(case)
+            noises = {"seed_noise": seed_noise, "precision_noise": precision_noise, "own_error": own_error}
+            cases.append(Case(name, **arrays, **noises, pooled=pooled))
         return cases
     except FileNotFoundError:
         raise UserError(f"no reference file at {path}") from None

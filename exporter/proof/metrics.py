@@ -70,7 +70,7 @@ def largest(parts: Iterable[Array]) -> tuple[float, tuple[int, int]]:
 def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
     """The largest change of any element that is compared, relative to the scale of its token."""
     changes = [
-        relative_error(case.kept(outputs[name], row), case.kept(expected, row))[0]
+        relative_error(case.kept(name, outputs[name], row), case.kept(name, expected, row))[0]
         for name, expected in case.outputs.items()
         for row in range(len(expected))
     ]
@@ -82,7 +82,7 @@ def rms_change(case: Case, outputs: Mapping[str, Array]) -> float:
     changes = []
     for name, expected in case.outputs.items():
         actual, wanted = (
-            np.concatenate([case.kept(array, sample) for sample in range(len(array))])
+            np.concatenate([case.kept(name, array, sample) for sample in range(len(array))])
             for array in (outputs[name].astype(np.float32), expected)
         )
         # a reference of zeros, as a layer without biases makes of zero tokens, must be met exactly

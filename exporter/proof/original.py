@@ -46,7 +46,7 @@ def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
     cases: list[Case] = []
     checks: list[Check] = []
     for name, inputs in (case_inputs(spec, seed) | example_case(user, spec)).items():
-        empty = Case(name, inputs, {}, tokens=kept_tokens(inputs, spec))
+        empty = Case(name, inputs, {}, tokens=kept_tokens(inputs, spec), pooled=spec.pooled_outputs)
         with PeakMemory() as peak:
             try:
                 case, check = original.answer(empty)

@@ -176,7 +176,7 @@ def verify_artifact(
             result += candidate.verify(reference.cases)
             cases += reference.cases
         result.checks += reference.checks
-        if reference.kind == "golden" and candidate.model in (None, artifact.model_path) and spec.model.has_decode_step:
+        if reference.kind == "golden" and candidate.model in (None, artifact.model_path) and spec.has_decode_step:
             result += candidate.verify_decoder(reference.cases)
     # an engine has no function bodies: TensorRT has compiled them
     if not request.cases and not candidate.is_engine and custom_ops_of_model(candidate.path):

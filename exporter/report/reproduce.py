@@ -16,12 +16,16 @@ from effexport.report.rendering.text import flat_fields
 from effexport.spec import BuildSpec
 
 # What `effexport build` has a flag for; other fields go into a file for --spec.
-_FLAGS = ("dim", "heads", "layers", "seq_len", "batch", "precision", "opset", "seed", "num_hashes", "pinv_init")
+_FLAGS = (
+    *("dim", "heads", "layers", "seq_len", "batch", "precision", "opset", "seed", "num_hashes", "pinv_init"),
+    *("pool", "truncate_dim"),
+)
 _SWITCHES = {
     "causal": ("--causal", "--no-causal"),
     "external_data": ("--external-data", "--no-external-data"),
     "fused": ("--fused", "--unfused"),
     "inline": ("--inline", "--no-inline"),
+    "normalize": ("--normalize", "--no-normalize"),
 }
 # They are the subjects of other flags.
 _IDENTITY = ("scope", "variant")

@@ -38,5 +38,5 @@ def decoder_from_artifact(
 
 def check_has_decode_step(artifact: Artifact) -> None:
     """Raises UserError for an artifact that cannot decode token by token."""
-    if not artifact.spec.model.has_decode_step:
+    if not artifact.spec.has_decode_step:
         raise UserError(f"{artifact.path} has no decode step; only causal linear and aft-simple models have one")

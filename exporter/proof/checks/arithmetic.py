@@ -59,7 +59,7 @@ def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, kin
     figures = Figures()
     for output, expected in case.outputs.items():
         for sample in range(len(expected)):
-            actual, wanted = case.kept(outputs[output], sample), case.kept(expected, sample)
+            actual, wanted = case.kept(output, outputs[output], sample), case.kept(output, expected, sample)
             error, (row, channel) = figures.add(actual, wanted)
             # NaN wins over every number, and stays
             if value == value and (error > value or error != error):

@@ -52,7 +52,12 @@ def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[st
         else:
             result = candidate.run(alone)
         for output in case.outputs:
-            worst.add(result[output][0], outputs[output][row, :length], f"worst in sample {row}")
+            joined = outputs[output][row : row + 1]
+            if output in case.pooled:
+                own, joined = case.kept(output, result[output], 0), case.kept(output, joined, 0)
+            else:
+                own, joined = result[output][0], joined[0, :length]
+            worst.add(own, joined, f"worst in sample {row}")
     limit = limit_without(case, spec, "neither other samples nor padding may add to it")
     return judged(kind, case.label, metric, worst.error, limit, worst.detail)
 
@@ -65,7 +70,7 @@ def check_padding_content(candidate: Candidate, case: Case, outputs: Mapping[str
     changed, worst = candidate.run(padding_of_other_content(case, spec)), Worst()
     for output in case.outputs:
         for row in range(len(case.keep)):
-            actual, expected = case.kept(changed[output], row), case.kept(outputs[output], row)
+            actual, expected = case.kept(output, changed[output], row), case.kept(output, outputs[output], row)
             worst.add(actual, expected, f"worst in sample {row} of {output}")
     limit = limit_without(case, spec, "padding may not add to it")
     return judged(kind, case.label, metric, worst.error, limit, worst.detail)
@@ -77,6 +82,8 @@ def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array],
     if spec.attention.is_hashed:
         reason = "later tokens occupy slots in the sort and shift chunk boundaries"
         return not_run(kind, reason, case.label, metric)
+    if case.pooled:
+        return not_run(kind, "a vector stands for all tokens, those that come later too", case.label, metric)
     length = max(1, case.keep.shape[1] // 2 + 1)
     prefix = {key: value[:, :length] for key, value in case.inputs.items()}
     if not candidate.accepts(prefix):

@@ -111,7 +111,7 @@ def case_from_tensors(path: Path, owner: str, tensors: dict[str, Array], spec: B
             )
         answers[tensor.name] = np.asarray(array, np.float32)
     name = f"{ORIGINAL} {owner.replace('/', ' ')}" if owner else ORIGINAL
-    case = Case(name, inputs, answers)
+    case = Case(name, inputs, answers, pooled=spec.pooled_outputs)
     check_finite_answers(path, case)
     return case
 
@@ -119,7 +119,7 @@ def case_from_tensors(path: Path, owner: str, tensors: dict[str, Array], spec: B
 def check_finite_answers(path: Path, case: Case) -> None:
     """Raise UserError for NaN or infinity among the answers that are compared: those to padding are not."""
     for name, answer in case.outputs.items():
-        bad = sum(int(np.count_nonzero(~np.isfinite(case.kept(answer, sample)))) for sample in range(len(answer)))
+        bad = sum(int(np.count_nonzero(~np.isfinite(case.kept(name, answer, sample)))) for sample in range(len(answer)))
         if bad:
             raise UserError(
                 f"{path}: {bad} of {answer.size} values of {name} in {case.label} are NaN, infinite or beyond float32; "

@@ -232,10 +232,10 @@ def transformers_references(
         raise UserError(f"--reference transformers: {module}")
     assert weights is not None
     on_stage("comparing with transformers on the golden inputs")
-    yield Reference("transformers", *with_answers_of_transformers(golden, model, weights))
+    yield Reference("transformers", *with_answers_of_transformers(golden, artifact.spec, weights))
     on_stage("comparing with transformers on new inputs")
     cases, _ = new_answers(artifact, module, names)
-    yield Reference("transformers", *with_answers_of_transformers(cases, model, weights))
+    yield Reference("transformers", *with_answers_of_transformers(cases, artifact.spec, weights))
 
 
 def runtime_reference(choice: ReferenceChoice, artifact: Artifact, cases: Sequence[Case]) -> Reference:

@@ -12,12 +12,14 @@ import numpy as np
 
 from effexport.errors import UserError
 from effexport.models.checkpoint_spec import CheckpointSpec
+from effexport.models.head_spec import EMBEDDING, Head
 from effexport.models.nystromformer_spec import NystromformerSpec
 from effexport.models.reformer_spec import ReformerSpec
 from effexport.models.spec import LSHSpec
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.repeated_runs import RepeatedRuns
 from effexport.proof.warm_up import warm_up
+from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,20 +47,22 @@ def import_transformers() -> Any:
 
 
 def with_answers_of_transformers(
-    cases: Sequence[Case], spec: CheckpointSpec, folder: Path
+    cases: Sequence[Case], build: BuildSpec, folder: Path
 ) -> tuple[list[Case], list[Check]]:
     """The cases with the outputs of transformers in float32; whether it repeated itself, and what it could not answer.
 
-    cases: of our own module, whose buckets and noise are kept: with equal rotations transformers chooses the same
-    buckets. folder: the checkpoint.
+    build: its head is applied to what transformers returns. cases: of our own module, whose buckets and noise are kept:
+    with equal rotations transformers chooses the same buckets. folder: the checkpoint.
     """
+    spec = build.model
+    assert isinstance(spec, CheckpointSpec)
     model = model_from_checkpoint(spec, folder)
     warm_up()
     runs = RepeatedRuns("transformers")
     answered, missing = [], []
     for case in cases:
         try:
-            answer = runs.answer(case.label, functools.partial(answer_to_case, model, spec, case))
+            answer = runs.answer(case.label, functools.partial(answer_to_case, model, spec, build.head, case))
         except NoAnswerError as error:
             missing.append(not_run(Kind.TRANSFORMERS, str(error), case.label))
         else:
@@ -102,9 +106,11 @@ class NoAnswerError(Exception):
     """transformers does not answer a case; the message says why."""
 
 
-def answer_to_case(model: nn.Module, spec: CheckpointSpec, case: Case) -> dict[str, dict[str, Array]]:
+def answer_to_case(model: nn.Module, spec: CheckpointSpec, head: Head, case: Case) -> dict[str, dict[str, Array]]:
     """Float32 outputs by name, as one part of an answer. Raises NoAnswerError if transformers has none."""
     import torch
+
+    from effexport.models.head import embedding
 
     seq_len = case.keep.shape[-1]
     extra = 0
@@ -126,7 +132,12 @@ def answer_to_case(model: nn.Module, spec: CheckpointSpec, case: Case) -> dict[s
     for name, dims in spec.outputs.items():
         array = result[name].numpy()
         outputs[name] = np.ascontiguousarray(array[:, :seq_len] if "seq" in dims else array)
+    if head.is_wanted:
+        (hidden,) = outputs.values()
+        vectors = embedding(torch.from_numpy(hidden), torch.from_numpy(case.keep), head)
+        outputs = {EMBEDDING: vectors.numpy()}
+    for name, array in outputs.items():
         for sample in range(len(array)):
-            if not np.isfinite(case.kept(outputs[name], sample)).all():
+            if not np.isfinite(case.kept(name, array, sample)).all():
                 raise NoAnswerError("transformers' own answer to this case is not finite")
     return {"outputs": outputs}

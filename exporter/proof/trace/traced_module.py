@@ -12,6 +12,7 @@ from effexport.export.onnx_from_module import (
     BUCKETS_SUFFIX,
     at_precision,
     example_inputs,
+    inner_name,
     mark_custom_nodes,
     module_path,
     program_from_module,
@@ -153,7 +154,11 @@ def graph_names(program: ExportedProgram, spec: BuildSpec, made: Mapping[str, Or
     """Operation of the program → its value in the graph: the same name, but for outputs and buckets."""
     import torch
 
-    names = {node.name: node.name for node in program.graph.nodes if node.op == "call_function"}
+    names = {
+        node.name: str(inner_name(node.name, spec.outputs))
+        for node in program.graph.nodes
+        if node.op == "call_function"
+    }
     owners = iter([value for value, origin in made.items() if value.split(".")[-1] == BUCKETS_SUFFIX])
     for node in program.graph.nodes:
         if node.target is torch.ops.effexport.lsh_sort.default:

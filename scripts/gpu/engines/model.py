@@ -88,7 +88,7 @@ def build_separately(model: Model) -> Outcome:
     from effexport.runtimes import engine_name
 
     artifact_from_spec(model.spec, model.artifact)
-    for name in (MODEL, DECODE_STEP, PREFILL) if model.spec.model.has_decode_step else (MODEL,):
+    for name in (MODEL, DECODE_STEP, PREFILL) if model.spec.has_decode_step else (MODEL,):
         source, output = model.artifact / name, model.artifact / engine_name(model.target, name)
         engine_from_onnx(source, engine_spec(model), output, current_compute_capability, precision=model.spec.precision)
     return Outcome(engine_data(model.engine))

@@ -98,7 +98,9 @@ def test_answers_are_the_golden_outputs(running: Running, name: str, protocol: s
         limit = case_limit(artifact.spec, case.own_error).value
         for output, expected in case.outputs.items():
             for row in range(len(case.keep)):
-                error = value_error(case.kept(answer[output].astype(np.float32), row), case.kept(expected, row))
+                error = value_error(
+                    case.kept(output, answer[output].astype(np.float32), row), case.kept(output, expected, row)
+                )
                 # the limits of the parity check; these small cases hash without near-ties, as their report says
                 assert error <= limit, (case.label, output, error)
 

@@ -1,0 +1,68 @@
+"""Models with a head: one vector in place of their hidden states."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import torch
+from torch import Tensor, nn
+
+from effexport.models.head_spec import Head, Pooling, mask_of
+from effexport.models.layers import SameWeights, at_least_float32
+from effexport.models.model_spec import ModelSpec
+
+# The length below which a vector is not scaled to 1: a vector of zeros stays one.
+SHORTEST = 1e-12
+
+
+def with_head(module: nn.Module, head: Head, model: ModelSpec) -> nn.Module:
+    """A module that returns the outputs of a head, with the weights of a module of this model; without a head, the
+    module itself."""
+    return PooledModel(module, head, model) if head.is_wanted else module
+
+
+class PooledModel(SameWeights):
+    """A model whose hidden states become one vector for each sample."""
+
+    def __init__(self, model: nn.Module, head: Head, spec: ModelSpec) -> None:
+        super().__init__(model)
+        mask, self._mask_ignores = mask_of(spec)
+        self._mask = list(spec.inputs).index(mask) if mask else None
+        self._head = head
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The inputs of the model → [batch, channels], in the precision of the hidden states."""
+        result = self._model.forward(*inputs)
+        hidden = result[0] if isinstance(result, tuple) else result
+        keep = None if self._mask is None else (inputs[self._mask] != 0) != self._mask_ignores
+        return embedding(hidden, keep, self._head)
+
+
+def embedding(hidden: Tensor, keep: Tensor | None, head: Head) -> Tensor:
+    """Hidden states [batch, seq, channels] → one vector for each sample, [batch, channels].
+
+    keep: boolean [batch, seq], the tokens that count; None for all. A sample without any gets zeros as mean or maximum.
+    Sums and lengths are computed in float32, or in float64 if the hidden states are.
+    """
+    assert head.pool is not None
+    pooled = pool(at_least_float32(hidden), keep, head.pool)[:, : head.truncate_dim]
+    if head.normalize:
+        length = pooled.square().sum(dim=-1, keepdim=True).sqrt()
+        pooled = pooled / length.clamp(min=SHORTEST)
+    return pooled.to(hidden.dtype)
+
+
+def pool(hidden: Tensor, keep: Tensor | None, kind: Pooling) -> Tensor:
+    """Hidden states [batch, seq, channels] → [batch, channels]."""
+    if kind == "cls":
+        return hidden[:, 0]
+    if keep is None:
+        return hidden.mean(dim=1) if kind == "mean" else hidden.amax(dim=1)
+    kept = keep.unsqueeze(-1)
+    count = kept.to(hidden.dtype).sum(dim=1)
+    if kind == "mean":
+        return torch.where(kept, hidden, 0.0).sum(dim=1) / count.clamp(min=1)
+    if kind == "max":
+        lowest = torch.finfo(hidden.dtype).min
+        return torch.where(count > 0, torch.where(kept, hidden, lowest).amax(dim=1), 0.0)
+    assert_never(kind)

@@ -1,0 +1,92 @@
+"""What a model returns in place of its hidden states: one vector for each sample. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from effexport.models.model_spec import Dims, ModelSpec
+from effexport.models.validation import did_you_mean, require
+
+Pooling = Literal["mean", "cls", "max"]
+POOLINGS: tuple[str, ...] = get_args(Pooling)
+EMBEDDING = "embedding"
+# The output that hidden states may not come from: numbers per word or label, of which no mean is an embedding.
+LOGITS = "logits"
+
+
+@dataclass(frozen=True)
+class Head:
+    """The outputs of an exported model, made from those of the model itself.
+
+    pool: which vector stands for a sample: the mean or the largest of every channel over its kept tokens, or its first
+    token. truncate_dim: how many channels remain. normalize: whether the vector, truncated, gets the length 1.
+    """
+
+    pool: Pooling | None
+    normalize: bool
+    truncate_dim: int | None
+
+    @property
+    def is_wanted(self) -> bool:
+        return self != Head(None, False, None)
+
+    def check(self, model: ModelSpec) -> None:
+        """Raise SpecError for options that contradict each other, or that this model cannot have."""
+        require(
+            self.pool is None or self.pool in POOLINGS,
+            f"pool is {self.pool!r}{did_you_mean(str(self.pool), POOLINGS)} Expected: {', '.join(POOLINGS)}",
+        )
+        for name, given in (("normalize", self.normalize), ("truncate_dim", self.truncate_dim is not None)):
+            require(
+                self.pool is not None or not given,
+                f"{name} was given without pool; expected pool mean, cls or max, which makes the vector: add --pool",
+            )
+        require(
+            not self.is_wanted or model.scope != "attention",
+            "pool was given with scope attention; one layer is not a model whose tokens have a meaning of their own: "
+            "use scope encoder",
+        )
+        if self.pool is not None:
+            width = hidden_width(model)
+            cut = self.truncate_dim
+            require(
+                cut is None or 1 <= cut <= width,
+                f"truncate_dim is {cut}; expected 1 to {width}, the width of the hidden states",
+            )
+
+    def outputs(self, model: ModelSpec) -> dict[str, Dims]:
+        """Axes of the outputs by name."""
+        return {EMBEDDING: ("batch", self.truncate_dim or hidden_width(model))}
+
+
+def hidden_width(model: ModelSpec) -> int:
+    """The channels of a model's hidden states. Raises SpecError for a model that returns something else, or whose mask
+    does not mark tokens."""
+    given = ", ".join(f"{name} [{', '.join(map(str, dims))}]" for name, dims in model.outputs.items())
+    (name, dims), *others = model.outputs.items()
+    is_hidden = len(dims) == 3 and dims[0] == "batch" and dims[1] in ("seq", model.fixed_seq_len)
+    width = dims[-1] if is_hidden else None
+    remedy = {"checkpoint": "with --checkpoint, use --task base", "encoder": "leave lm_head out"}.get(model.scope, "")
+    require(
+        isinstance(width, int)
+        and not others
+        and name != LOGITS
+        and model.element_types.get(name, "float").startswith(("float", "bfloat")),
+        f"pool was given, but the model returns {given}; expected hidden states alone, floats [batch, seq, channels]"
+        f"; {remedy}",
+    )
+    mask, _ = mask_of(model)
+    axes = model.inputs.get(mask, dims[:2])
+    require(
+        tuple(axes) == tuple(dims[:2]),
+        f"pool was given, but the mask {mask} has the axes {list(axes)}; expected {list(dims[:2])}: give the model a "
+        "mask with one value for each token",
+    )
+    assert isinstance(width, int)
+    return width
+
+
+def mask_of(model: ModelSpec) -> tuple[str, bool]:
+    """The input that tells which tokens are kept, "" if there is none; and whether its ones are padding."""
+    return getattr(model, "mask", "attention_mask"), getattr(model, "mask_ignores", False)
