@@ -67,7 +67,7 @@ class UserModel:
     was given with, by name; empty if there are none.
     """
 
-    original: SameWeights
+    original: nn.Module
     adapted: Adapted
     examples: Mapping[str, Tensor] = field(default_factory=dict)
 

@@ -108,8 +108,15 @@ def load_reference(path: Path) -> list[Case]:
         for name, arrays in parts.items():
             # files from before there were adversarial cases do not store own_error
             seed_noise, precision_noise, own_error = [*noise[name], 0.0][:3]
-            noises = {"seed_noise": seed_noise, "precision_noise": precision_noise, "own_error": own_error}
-            cases.append(Case(name, **arrays, **noises, pooled=pooled))
+            case = Case(
+                name,
+                **arrays,
+                seed_noise=seed_noise,
+                precision_noise=precision_noise,
+                own_error=own_error,
+                pooled=pooled,
+            )
+            cases.append(case)
         return cases
     except FileNotFoundError:
         raise UserError(f"no reference file at {path}") from None
