@@ -55,6 +55,11 @@ class Calling:
     dynamic: Mapping[str, object] | None = None
     table: Mapping[str, Any] | None = None
 
+    @property
+    def is_guess(self) -> bool:
+        """Whether only the signature of `forward` tells how it is called."""
+        return self.examples is None and self.table is None
+
     def candidates(self, model: nn.Module, name: str, widths: Sequence[int]) -> Iterator[ModuleInputs]:
         """The inputs, or several guesses, the most likely first."""
         if self.table is not None:
@@ -84,7 +89,7 @@ def model_and_spec(
     notes = (*training_note(module, name), *precision_note(module, name))
     original = copied(unwrapped(module), name)
     calling = calling or Calling()
-    given = next(calling.candidates(original, name, (1,)), None) if calling != Calling() else None
+    given = None if calling.is_guess else next(calling.candidates(original, name, ()))
     wanted = seq_len or (given.sizes.get("seq") if given is not None else None)
     adapted = with_our_layers(original, wanted or DEFAULT_SEQ_LEN)
     adapted.module.requires_grad_(False)
@@ -94,7 +99,7 @@ def model_and_spec(
     tuned = tuned_length(specs, name, wanted, limit)
     subject = Subject(original, adapted, name, specs, notes, tuned, limit)
     # if nobody and no layer has said a length, a shorter one may do
-    lengths = (tuned,) if wanted or specs else SHORTER_LENGTHS
+    lengths = (tuned,) if given or wanted or specs else SHORTER_LENGTHS
     failures: list[SpecError] = []
     for length in lengths:
         for inputs in calling.candidates(original, name, [spec.dim for spec in specs]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,32 +123,38 @@ class Probe:
             step *= 2
         return tuned
 
-    def failure(self, error: Exception, what: str) -> str:
-        """What the user's code raised, and where. what: it was run on."""
-        owner = failing_module(error, self.module)
-        text = " ".join(str(error).split()) or type(error).__name__
-        return f"{self.name} fails on {what}: {text}{f' (in {owner})' * bool(owner)}"
-
     def check_examples(self) -> None:
-        """Raise SpecError if the model does not take its own examples."""
+        """Raise ModuleFailedError if the model does not take its own examples."""
+        examples = [self.inputs.examples.get(one.name) for one in self.inputs.inputs]
+        given = [example for example in examples if example is not None]
+        if len(given) == len(examples):
+            self.outputs_of(given, "its example inputs")
+
+    def outputs_of(self, tensors: Sequence[Tensor], what: str) -> dict[str, Tensor]:
+        """What the module returns, by name. what: the tensors, for errors.
+
+        Raises ModuleFailedError if the user's code fails, and SpecError for outputs that no file can have.
+        """
         import torch
 
-        examples = [self.inputs.examples[one.name] for one in self.inputs.inputs if one.name in self.inputs.examples]
-        if len(examples) < len(self.inputs.inputs):
-            return
         try:
             with torch.inference_mode():
-                outputs = self.module.by_name(*examples)
+                outputs = self.module.by_name(*tensors)
         except UnexpectedOutputError:
             raise
         except Exception as error:  # whatever the user's code raises
-            raise SpecError(self.failure(error, "its example inputs")) from error
+            owner = failing_module(error, self.module)
+            text = " ".join(str(error).split()) or type(error).__name__
+            place = f" (in {owner})" if owner else ""
+            raise ModuleFailedError(f"{self.name} fails on {what}: {text}{place}") from error
+        require(bool(outputs), f"{self.name} returns no tensor; expected at least one")
         for name, value in outputs.items():
             require(
                 not value.is_complex(),
                 f"{name} of {self.name} is {str(value.dtype).removeprefix('torch.')}; expected real numbers: return "
                 "torch.view_as_real of it",
             )
+        return outputs
 
     def follows(self, outputs: dict[str, Dims], seq_len: int) -> bool:
         """Whether the module takes that many tokens, and its outputs have the expected sizes."""
@@ -165,21 +171,10 @@ class Probe:
         return {name: tuple(names.get(size, size) for size in value.shape) for name, value in values.items()}
 
     def run(self, batch: int, seq_len: int) -> dict[str, Tensor]:
-        """What the module returns, by name. Raises ModuleFailedError."""
-        import torch
-
-        tensors = list(self.inputs.tensors(self.sizes(batch, seq_len)))
-        try:
-            with torch.inference_mode():
-                outputs = self.module.by_name(*tensors)
-        except UnexpectedOutputError:
-            raise
-        except Exception as error:  # whatever the user's code raises
-            tokens = f" × {seq_len} tokens" * self.is_free
-            what = f"a batch of {batch}{tokens}" if batch > 1 or not tokens else f"{batch}{tokens}"
-            raise ModuleFailedError(self.failure(error, what)) from error
-        require(bool(outputs), f"{self.name} returns no tensor; expected at least one")
-        return outputs
+        """What the module returns for these sizes, by name. Raises as `outputs_of`."""
+        tokens = f" × {seq_len} tokens" * self.is_free
+        what = f"a batch of {batch}{tokens}" if batch > 1 or not tokens else f"{batch}{tokens}"
+        return self.outputs_of(list(self.inputs.tensors(self.sizes(batch, seq_len))), what)
 
 
 def probe_length(module: nn.Module, longest: int) -> int:

@@ -39,9 +39,9 @@ class CalledByPosition(SameWeights):
 
     def by_name(self, *tensors: Tensor) -> dict[str, Tensor]:
         """The outputs by name, see `named_outputs`; one with the name of an input gets the suffix _out."""
-        keywords = keyword_parameters(self._model)
+        parameters = inspect.signature(self._model.forward).parameters.values()
         named = dict(zip(self._names, tensors, strict=True))
-        first = [named.pop(name) for name in self._names if name not in keywords]
+        first = [named.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in named]
         outputs = named_outputs(self._model(*first, **named, **self._constants))
         return {f"{key}_out" if key in self._names else key: value for key, value in outputs.items()}
 
@@ -75,21 +75,6 @@ class UserModel:
     def module(self) -> nn.Module:
         """What is exported; called by position, too."""
         return self.adapted.module
-
-
-def keyword_parameters(module: nn.Module) -> set[str] | AnyName:
-    """The names under which `forward` takes arguments."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return AnyName()
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-class AnyName:
-    """Contains every name."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
 
 
 def named_outputs(result: object, name: str = "output") -> dict[str, Tensor]:
