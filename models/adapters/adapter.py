@@ -61,6 +61,11 @@ def qualified_name(layer: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def is_below(path: str, other: str) -> bool:
+    """Whether a path leads into the layer at `other`, "" being the model itself, or is that layer's."""
+    return path == other or path.startswith(f"{other}." if other else "")
+
+
 def named(original: nn.Module, path: str) -> str:
     """A layer with its place, such as "blocks.0.attn (nystrom_attention.NystromAttention)"."""
     name = qualified_name(original.get_submodule(path))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from effexport.models.adapters.adapter import Adapter, NotExportableError, qualified_name
+from effexport.models.adapters.given_draws import GivenDraws
 from effexport.models.layers import causal_mask, keep_from_mask, merge_heads, split_heads
 from effexport.models.look_around import window_attention
 from effexport.models.lsh import LSHAttention, scaled_unit_keys
@@ -183,7 +183,7 @@ def refuse(**arguments: object) -> None:
             raise SpecError(f"LSHSelfAttention got {name}, which has no counterpart; call it without {name}")
 
 
-class OurRotations(TorchFunctionMode):
+class OurRotations(GivenDraws):
     """While it is active, torch.randn returns the rotations of a layer of ours, as many as asked for."""
 
     def __init__(self, attention: LSHAttention) -> None:
@@ -191,19 +191,15 @@ class OurRotations(TorchFunctionMode):
         self.attention = attention
         self.rows = 0  # of the heads of a batch, in a row: how many have got theirs
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not torch.randn:
-            return func(*args, **(kwargs or {}))
-        count, _, _, half = args[0]
+    def draw(self, shape: Sequence[int]) -> Tensor:
+        count, _, _, half = shape
         rotations = self.attention.hash.rotations
         if half > rotations.shape[3]:
             limit = self.attention.spec.max_seq_len
             raise SpecError(f"the sequence has more than {limit} tokens, for which rotations were drawn; shorten it")
         heads = (torch.arange(count, device=rotations.device) + self.rows) % rotations.shape[0]
         self.rows += count
-        return rotations[heads, :, :, :half].to(**(kwargs or {}))
+        return rotations[heads, :, :, :half]
 
 
 def layout_of_ours(buckets: Tensor, spec: LSHSpec, seq_len: int) -> Tensor:

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from effexport.models.adapters.adapter import Adapted, Adapter, DrawsNumbers, named, qualified_name
+from effexport.models.adapters.adapter import Adapted, Adapter, DrawsNumbers, is_below, named, qualified_name
 from effexport.models.adapters.table import replacements
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def replaced_remarks(original: nn.Module, replaced: Mapping[str, nn.Module]) -> 
     by_class: dict[str, list[str]] = {}
     for path in replaced:
         # a container whose layers are replaced, too, is not worth a sentence
-        if any(other != path and other.startswith(f"{path}." if path else "") for other in replaced):
+        if any(other != path and is_below(other, path) for other in replaced):
             continue
         by_class.setdefault(qualified_name(original.get_submodule(path)), []).append(path)
     for name, paths in by_class.items():
@@ -100,11 +100,11 @@ def unknown_remarks(original: nn.Module, adapted: Adapted, turned: str) -> Itera
     by_class: dict[str, list[str]] = {}
     inside = {*adapted.replaced, *adapted.kept}
     for path, child in original.named_modules():
-        if any(path == other or path.startswith(f"{other}." if other else "") for other in inside):
+        if any(is_below(path, other) or is_below(other, path) for other in inside):
             continue
         if any(isinstance(part, AttentionLayer) for part in child.modules()):
             continue
-        if resembled(child) not in ("", turned) and not any(other.startswith(path) for other in inside):
+        if resembled(child) not in ("", turned):
             by_class.setdefault(qualified_name(child), []).append(path)
             inside.add(path)
     for name, paths in by_class.items():

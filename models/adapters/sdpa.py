@@ -169,13 +169,14 @@ class _Mode(TorchFunctionMode):
         self.known[id(result)] = made
 
     def forget(self, written: Any) -> None:
-        """Drop what is known of masks in memory that has been written to."""
+        """Drop what is known of masks and positions in memory that has been written to."""
         if not isinstance(written, Tensor):
             return
         memory = storage(written)
         self.known = {
             key: rows for key, rows in self.known.items() if memory not in map(storage, (rows.mask, rows.row))
         }
+        self.positions = {key: x for key, x in self.positions.items() if storage(x) != memory}
 
 
 def zero_without_keys(context: Tensor, keep: Tensor) -> Tensor:

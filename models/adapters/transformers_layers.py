@@ -5,15 +5,15 @@ These layers end before the output projection, which is a layer of its own (`Nys
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError
+from effexport.models.adapters.given_draws import GivenDraws
 from effexport.models.adapters.weights import linear_weights
 from effexport.models.layers import AttentionLayer, keep_from_mask, split_heads, take_rows
 from effexport.models.local import LocalAttention
@@ -195,19 +195,16 @@ class LSHSelfAttention(nn.Module):
             original.hash_seed, original.num_buckets = before
 
 
-class GivenRotations(TorchFunctionMode):
+class GivenRotations(GivenDraws):
     """While it is active, torch.randn returns these rotations."""
 
     def __init__(self, rotations: Tensor) -> None:
         super().__init__()
         self.rotations = rotations
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.randn:
-            return func(*args, **kwargs)
-        assert tuple(args[0]) == tuple(self.rotations.shape)
-        return self.rotations.to(**kwargs)
+    def draw(self, shape: Sequence[int]) -> Tensor:
+        assert tuple(shape) == tuple(self.rotations.shape)
+        return self.rotations
 
 
 def nystrom_spec(layer: Any, seq_len: int) -> NystromSpec:
