@@ -6,8 +6,6 @@ import contextlib
 import copy
 import inspect
 import logging
-import re
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPE_OF_PRECISION, TensorInfo
 from effexport.errors import StageError, UserError
+from effexport.export.failures import place_of, reason_of, unknown_op
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable
 from effexport.export.portable_graph import make_portable
@@ -40,10 +39,6 @@ STAGE = "export"
 BUCKETS_SUFFIX = "buckets"
 # How torch.export begins to say that the code makes a free size a constant.
 CONFLICT = "Found the following conflicts"
-
-
-# How torch.onnx ends a message whose reason is in the error that caused it.
-REFERS = "See the stack trace"
 
 
 def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path, traced: Path | None = None) -> Counter[str]:
@@ -165,13 +160,8 @@ def program_from_module(
             cause = reason_of(error)
             if isinstance(spec.model, ModuleSpec) and cause.startswith(CONFLICT):
                 cause = assumed_sizes(module, example, signature.inputs) or cause
-            from effexport.models.user_model import failing_module
-
-            owner = failing_module(error, module)
-            line = line_of_user(error)
-            place = f"the module{f': in {owner}' * bool(owner)}{f' ({line})' * bool(line)}"
-            message = f"torch.onnx could not export {place}: {cause}{unknown_op(cause)}; --debug shows the traceback"
-            raise StageError(STAGE, message) from error
+            message = f"torch.onnx could not export the module{place_of(error, module)}: {cause}{unknown_op(cause)}"
+            raise StageError(STAGE, f"{message}; --debug shows the traceback") from error
     if program is None:
         raise StageError(STAGE, "torch.onnx returned no program")
     for value in [value for node in program.model.graph for value in node.outputs]:
@@ -184,28 +174,6 @@ def inner_name(name: str | None, outputs: Sequence[TensorInfo]) -> str | None:
     """The name of a value inside the graph that torch.onnx has named after its operation: another one if an output has
     it, which torch.onnx does not look at."""
     return f"{name}.inner" if any(name == tensor.name for tensor in outputs) else name
-
-
-def line_of_user(error: BaseException) -> str:
-    """The innermost line of code that is neither PyTorch's nor ours and led to an error; "" if there is none."""
-    found = ""
-    cause: BaseException | None = error
-    while cause is not None:
-        for frame in traceback.extract_tb(cause.__traceback__):
-            if frame.name == "forward" and not is_of_package(frame.filename):
-                found = f"{Path(frame.filename).name}, line {frame.lineno}"
-        cause = cause.__cause__ or cause.__context__
-    return found
-
-
-def is_of_package(file: str) -> bool:
-    """Whether a file belongs to PyTorch, or to us."""
-    import torch
-
-    from effexport import models, plugins
-
-    homes = [Path(str(package.__file__)).parent for package in (torch, models, plugins)]
-    return any(Path(file).is_relative_to(home) for home in [*homes, Path(__file__).parents[1]])
 
 
 def free_axis(name: str, spec: BuildSpec) -> Any:
@@ -237,31 +205,6 @@ def check_holds_for_all_sizes(
                 assumed_sizes(module, example, signature.inputs) or "torch.export does not say which line decides it"
             )
             raise StageError(STAGE, f"the graph may be wrong where {axis} exceeds {largest}: {reason}{remedy}")
-
-
-def unknown_op(cause: str) -> str:
-    """What to do if torch.onnx does not know an operator of a user's, because nothing declares it; "" otherwise."""
-    called = re.search(r"\beffexport(?:::|\.)(\w+)", cause)
-    if called is None or any(op.torch_name == called[1] for op in known_ops().values()):
-        return ""
-    return (
-        f". No installed package declares effexport::{called[1]}; install the one that does, or compile the operator's "
-        "folder with: effexport plugins build --with FOLDER"
-    )
-
-
-def reason_of(error: BaseException) -> str:
-    """What torch.onnx says about a failure, in one line: of chained errors, the first that does not refer to others."""
-    cause = error.__cause__ or error
-    while cause.__cause__ is not None and REFERS in str(cause):
-        cause = cause.__cause__
-    return first_paragraph(str(cause)) or type(cause).__name__
-
-
-def first_paragraph(text: str) -> str:
-    """The lines of a message up to the first empty one, as one line."""
-    lines = text.strip().partition("\n\n")[0].splitlines()
-    return " ".join(line.strip() for line in lines).strip(" :")
 
 
 def takes_star_args(module: nn.Module) -> bool:

@@ -69,20 +69,23 @@ def largest_sizes(program: ExportedProgram, inputs: Sequence[TensorInfo]) -> dic
 
 def assumptions(messages: Sequence[str], axes: Mapping[str, str]) -> list[str]:
     """Each assumption of the user's code, with its line, in the order of the trace. axes: names by symbol."""
+    found = []
+    for match in filter(None, map(ASSUMPTION.search, messages)):
+        expression, file, line = match.groups()
+        if not is_of_package(file):
+            found.append(f"{Path(file).name}, line {line}: {readable(expression, axes)}")
+    return list(dict.fromkeys(found))
+
+
+def is_of_package(file: str) -> bool:
+    """Whether a file belongs to PyTorch or to us. file: its path, whose beginning may be cut off."""
     import torch
 
     import effexport.models
     import effexport.plugins
 
-    folders = [
-        Path(str(package.__file__)).parent for package in (torch, effexport, effexport.models, effexport.plugins)
-    ]
-    found = []
-    for match in filter(None, map(ASSUMPTION.search, messages)):
-        expression, file, line = match.groups()
-        if not any(lies_in(file, folder) for folder in folders):
-            found.append(f"{Path(file).name}, line {line}: {readable(expression, axes)}")
-    return list(dict.fromkeys(found))
+    packages = (torch, effexport, effexport.models, effexport.plugins)
+    return any(lies_in(file, Path(str(package.__file__)).parent) for package in packages)
 
 
 def lies_in(file: str, folder: Path) -> bool:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import effexport
 from effexport.build import Build, Stopwatch, why_sizes_fail
 from effexport.errors import StageError
-from effexport.export.onnx_from_module import first_paragraph, onnx_from_module
+from effexport.export.failures import first_paragraph
+from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models import attention_from_spec
 from effexport.models.module_probe import spec_from_module
 from effexport.models.spec import LinearSpec
