@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,3 +74,13 @@ class TensorInfo:
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype} [{', '.join(map(str, self.dims))}]"
+
+
+def named_sizes(tensors: Iterable[TensorInfo], arrays: Mapping[str, Array]) -> dict[str, int]:
+    """The sizes of the free dimensions that arrays have, by the names of the dimensions."""
+    return {
+        dim: size
+        for tensor in tensors
+        for dim, size in zip(tensor.dims, arrays[tensor.name].shape, strict=True)
+        if isinstance(dim, str)
+    }

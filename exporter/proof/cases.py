@@ -61,14 +61,11 @@ class Case:
     def kept(self, output: str, array: Array, sample: int) -> Array:
         """The part of one sample of an output that is compared, [tokens, channels]: its kept tokens, or all of a pooled
         output."""
-        own = np.asarray(array[sample])
-        if (
-            output in self.pooled
-            or len(array) != len(self.keep)
-            or own.shape[: self.keep.ndim - 1] != self.keep.shape[1:]
-        ):
+        own, keep = np.asarray(array[sample]), self.keep
+        is_row = own.shape[: keep.ndim - 1] == keep.shape[1:] and output not in self.pooled
+        if len(array) != len(keep) or not is_row:
             return own.reshape(1, -1)
-        keep = self.keep[sample]
+        keep = keep[sample]
         rows: Array = own[keep]
         return rows.reshape(len(rows), -1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from effexport.dtypes import named_sizes
 from effexport.errors import EffexportError
 from effexport.models.model_spec import shape_of
 from effexport.proof.checks.candidate import Candidate
@@ -48,12 +49,7 @@ class ShapeGuard:
 
 def check_shapes(inputs: Mapping[str, Array], outputs: Mapping[str, Array], spec: BuildSpec) -> None:
     """Raises WrongShapeError unless every output has the sizes of the inputs."""
-    sizes = {
-        dim: size
-        for tensor in spec.inputs
-        for dim, size in zip(tensor.dims, inputs[tensor.name].shape, strict=True)
-        if isinstance(dim, str)
-    }
+    sizes = named_sizes(spec.inputs, inputs)
     for tensor in spec.outputs:
         expected = shape_of(tensor.dims, sizes)
         if outputs[tensor.name].shape != expected:

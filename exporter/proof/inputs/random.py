@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.dtypes import TensorInfo, numpy_dtype
+from effexport.dtypes import TensorInfo, named_sizes, numpy_dtype
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.model_spec import Dims, longer_length, shape_of
@@ -76,9 +76,7 @@ def checkpoint_inputs(spec: BuildSpec, rng: np.random.Generator, mask: Array) ->
     for name, dims in model.inputs.items():
         shape = shape_of(dims, sizes)
         spread = mask if "choices" not in dims else np.broadcast_to(mask[:, None], shape)
-        if name == "hidden_states":
-            inputs[name] = rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(spec.dtype))
-        elif name == "attention_mask":
+        if name == "attention_mask":
             inputs[name] = np.ascontiguousarray(spread)
         else:
             padding = model.pad_token_id if name == "input_ids" else 0
@@ -181,12 +179,7 @@ def kept_tokens(inputs: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array
     model = spec.model
     if not isinstance(model, ModuleSpec) or model.mask == MASK_NAME:
         return {}
-    sizes = {
-        dim: size
-        for tensor in spec.inputs
-        for dim, size in zip(tensor.dims, inputs[tensor.name].shape, strict=True)
-        if isinstance(dim, str)
-    }
+    sizes = named_sizes(spec.inputs, inputs)
     shape = tuple(sizes[axis] for axis in ("batch", "seq") if axis in sizes) or (1,)
     if not model.mask:
         return {KEPT: np.ones(shape, bool)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.dtypes import numpy_dtype
+from effexport.dtypes import named_sizes, numpy_dtype
 from effexport.environment import require_torch
 from effexport.errors import UserError
 from effexport.models.model_spec import shape_of
@@ -94,12 +94,7 @@ def case_from_tensors(path: Path, owner: str, tensors: dict[str, Array], spec: B
         inputs = checked_feeds(tensors, spec.inputs, limits_from_spec(spec))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    sizes = {
-        dim: size
-        for tensor in spec.inputs
-        for dim, size in zip(tensor.dims, inputs[tensor.name].shape, strict=True)
-        if isinstance(dim, str)
-    }
+    sizes = named_sizes(spec.inputs, inputs)
     answers: dict[str, Array] = {}
     for tensor in spec.outputs:
         array, shape = outputs[tensor.name], shape_of(tensor.dims, sizes)
