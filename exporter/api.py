@@ -93,6 +93,10 @@ def export(
     Raises UserError for a module or inputs that cannot work, and errors.StageError if a stage or a check fails; then
     nothing is written.
     """
+    from effexport.errors import UserError
+
+    if module is None:  # which `build` takes for "not given"
+        raise UserError("module is None; expected an nn.Module: does the function that makes it return it?")
     return build(
         output=output,
         module=module,

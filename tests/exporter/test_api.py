@@ -164,6 +164,7 @@ def test_something_else_than_a_path_is_refused_in_one_line(name: str, value: obj
         ("build", {"variant": []}, r"variant is \[\]; expected the name of a variant"),
         ("build", {"spec": {"variant": "lsh"}}, r"spec is {'variant': 'lsh'}; expected a path"),
         ("build", {"variant": "lsh", "output": 3}, "output is 3; expected a path"),
+        ("export", {"module": None}, "module is None; expected an nn.Module"),
         ("build", {"module": 3}, "module is 3; expected an nn.Module, not its class, or 'package.module:factory'"),
         ("build", {"module": str}, "module is <class 'str'>; expected an nn.Module"),
         (
