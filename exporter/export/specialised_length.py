@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,13 +80,8 @@ def assumptions(messages: Sequence[str], axes: Mapping[str, str]) -> list[str]:
 
 def is_of_package(file: str) -> bool:
     """Whether a file belongs to PyTorch or to us. file: its path, whose beginning may be cut off."""
-    import torch
-
-    import effexport.models
-    import effexport.plugins
-
-    packages = (torch, effexport, effexport.models, effexport.plugins)
-    return any(lies_in(file, Path(str(package.__file__)).parent) for package in packages)
+    specs = map(importlib.util.find_spec, ("torch", "effexport", "effexport.models", "effexport.plugins"))
+    return any(lies_in(file, Path(str(spec.origin)).parent) for spec in specs if spec is not None)
 
 
 def lies_in(file: str, folder: Path) -> bool:
