@@ -21,8 +21,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +54,20 @@ from effexport.proof.tolerances import arithmetic_limit  # noqa: E402
 from effexport.runners.runner import Runner  # noqa: E402
 from effexport.spec import BuildSpec, build_spec_from_options  # noqa: E402
 
-PHASES = ("throughput", "latency", "many", "overload", "malformed", "stop")
+PHASES = ("throughput", "mixed", "latency", "many", "overload", "malformed", "stop")
+MIXED_LENGTHS = (64, 2048)
 MIB = 1 << 20
 COMPUTE = "effexport_compute_seconds_sum"
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all phases share."""
+    """What all phases share. start: starts another server, with further options."""
 
     server: ServerProcess
+    start: Callable[..., AbstractContextManager[ServerProcess]]
     runner: Runner
+    path: Path
     samples: Sequence[Sample]
     seq_len: int
     arguments: argparse.Namespace
@@ -71,11 +76,14 @@ class Bench:
         return {"input_ids": np.random.default_rng(rows).integers(2, 250, (rows, self.seq_len))}
 
 
-def make_samples(model: str, runner: Runner, spec: BuildSpec, seq_len: int, count: int) -> list[Sample]:
-    """Requests of one row, with the runner's output for each alone. Rows in a batch may differ from it by rounding."""
+def make_samples(model: str, runner: Runner, spec: BuildSpec, lengths: Sequence[int]) -> list[Sample]:
+    """Requests of one row and these lengths, with the runner's output for each alone.
+
+    Rows in a batch may differ from it by rounding.
+    """
     limit = arithmetic_limit(spec).value
     samples = []
-    for seed in range(count):
+    for seed, seq_len in enumerate(lengths):
         feeds = {"input_ids": np.random.default_rng(1000 + seed).integers(2, 250, (1, seq_len))}
         right = next(iter(runner.run(feeds).values()))
         scale = float(np.sqrt(np.mean(np.square(right, dtype=np.float64))))
@@ -144,6 +152,38 @@ async def throughput(bench: Bench) -> dict[str, Any]:
         "loop_per_s": loops,
         "batch_sizes": sizes_seen,
     }
+
+
+async def mixed(bench: Bench) -> dict[str, Any]:
+    """64 to 2048 tokens, log-uniform: the server in turns with one that does one run at a time, of one length."""
+    shortest, longest = MIXED_LENGTHS
+    spec = open_artifact(bench.path).spec
+    ends = np.log((shortest, min(longest, spec.max_seq_len or longest)))
+    lengths = np.exp(np.random.default_rng(0).uniform(*ends, bench.arguments.mixed_requests)).astype(int)
+    samples = make_samples(bench.server.model, bench.runner, spec, lengths.tolist())
+    rounds: dict[str, list[tuple[float, ...]]] = {"plain": [], "server": []}
+    with bench.start("--max-padding", "0", "--concurrent-runs", "1") as plain:
+        for _ in range(bench.arguments.rounds):
+            for name, server in (("plain", plain), ("server", bench.server)):
+                before = server.batch_sizes()
+                outcome = await closed_loop(server.port, samples, bench.arguments.clients, len(samples))
+                sizes = server.batch_sizes() - before
+                mean = sum(rows * count for rows, count in sizes.items()) / sum(sizes.values())
+                found = (outcome.per_s, outcome.percentile_ms(0.5), outcome.percentile_ms(0.99))
+                rounds[name].append(found)
+                print(
+                    f"  {name:>6}: {found[0]:5.1f}/s, median {found[1]:.0f} ms, p99 {found[2]:.0f} ms, mean batch "
+                    f"{mean:.2f}, {server.rss_bytes / MIB:.0f} MiB; wrong {outcome.wrong}, lost {outcome.lost}, "
+                    f"statuses {dict(outcome.statuses)}; {client_share(outcome)}",
+                    flush=True,
+                )
+    ratios = np.array(rounds["server"]) / np.array(rounds["plain"])
+    per_s, p50, p99 = np.median(ratios, axis=0)
+    print(
+        f"  median ratios of {len(ratios)} rounds: throughput {per_s:.2f} (at least 1.5 wanted; "
+        f"{ratios[:, 0].min():.2f} to {ratios[:, 0].max():.2f}), median latency {p50:.2f}, p99 {p99:.2f}"
+    )
+    return {"rounds": rounds, "throughput": per_s, "p50": p50, "p99": p99}
 
 
 async def capacity_of(bench: Bench) -> float:
@@ -263,14 +303,16 @@ def artifact_of(arguments: argparse.Namespace, folder: Path) -> Path:
     from effexport.build import artifact_from_spec
 
     print(f"building the default {arguments.variant} encoder", flush=True)
-    spec = build_spec_from_options({"variant": arguments.variant, "seq_len": max(1024, arguments.seq_len)}, None)
+    spec = build_spec_from_options(
+        {"variant": arguments.variant, "seq_len": max(MIXED_LENGTHS[1], arguments.seq_len)}, None
+    )
     return artifact_from_spec(spec, folder / arguments.variant)[0].path
 
 
 async def run(bench: Bench, phases: Sequence[str]) -> dict[str, Any]:
     results = {}
     for phase in (phase for phase in PHASES if phase in phases):
-        action = {"throughput": throughput, "latency": latency, "many": many, "overload": overload,
+        action = {"throughput": throughput, "mixed": mixed, "latency": latency, "many": many, "overload": overload,
                   "malformed": malformed, "stop": stop}[phase]  # fmt: skip
         print(f"{phase}: {(action.__doc__ or '').strip().splitlines()[0]}", flush=True)
         results[phase] = await action(bench)
@@ -284,8 +326,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--runtime", default="ort", help="as in effexport serve")
     parser.add_argument("--max-batch", type=int, default=8)
+    parser.add_argument("--server-options", default="", help="further options of the server, in one argument")
     parser.add_argument("--clients", type=int, default=16, help="number of clients that measure throughput")
     parser.add_argument("--requests", type=int, default=400, help="requests per round")
+    parser.add_argument("--mixed-requests", type=int, default=200, help="requests per round of mixed lengths")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each latency measurement")
     parser.add_argument("--many", type=int, default=10_000)
@@ -308,9 +352,10 @@ def main() -> None:
             load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
             print(f"{path.name}: {spec.model.title}, seq {arguments.seq_len}, {os.cpu_count()} cores, load {load}")
             options = ["--max-batch", str(arguments.max_batch), "--runtime", arguments.runtime]
-            with running_server(path, folder, *options) as server:
-                samples = make_samples(server.model, runner, spec, arguments.seq_len, 32)
-                bench = Bench(server, runner, samples, arguments.seq_len, arguments)
+            start = partial(running_server, path, folder, *options)
+            with start(*arguments.server_options.split()) as server:
+                samples = make_samples(server.model, runner, spec, [arguments.seq_len] * 32)
+                bench = Bench(server, start, runner, path, samples, arguments.seq_len, arguments)
                 results = asyncio.run(run(bench, phases))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1))

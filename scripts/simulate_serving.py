@@ -217,14 +217,22 @@ def main() -> None:
         path = artifact_of(arguments, folder)
         with effexport.load(path, runtime=arguments.runtime) as runner:
             spec = open_artifact(path).spec
-            samples = make_samples(path.name, runner, spec, arguments.seq_len, 16)
+            samples = make_samples(path.name, runner, spec, [arguments.seq_len] * 16)
             curve = measured_curve(runner, arguments.seq_len, arguments.max_batch, arguments.rounds)
             load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
             print(f"{path.name}: {spec.model.title}, seq {arguments.seq_len}, {os.cpu_count()} cores, load {load}")
             print("rows of a run: median duration, requests per second")
             for rows, times in curve.items():
                 print(f"  {rows:3d}: {1e3 * statistics.median(times):7.1f} ms {rows / statistics.median(times):7.1f}/s")
-            options = ["--max-batch", str(arguments.max_batch), "--runtime", arguments.runtime]
+            # the simulation has one runner, which uses the whole machine
+            options = [
+                "--max-batch",
+                str(arguments.max_batch),
+                "--runtime",
+                arguments.runtime,
+                "--concurrent-runs",
+                "1",
+            ]
             with running_server(path, folder, *options) as server:
                 overhead_s = overhead_of(server, samples[0])
                 print(f"a lone request takes {1e3 * overhead_s:.1f} ms in addition to its run")

@@ -58,6 +58,16 @@ def setting(option: str, field: str, help: str) -> Callable[[Callable[..., None]
 @click.option("--port", type=int, default=8000, show_default=True, help="Port; 0 picks a free one.")
 @runtime_options(ARTIFACT_RUNTIMES)
 @setting("--max-batch", "max_batch", "Largest batch of a run, in rows.")
+@setting(
+    "--max-padding",
+    "max_padding",
+    "Largest share of padding in the tokens of a run, which lets requests of different lengths share runs; 0: none.",
+)
+@click.option(
+    "--concurrent-runs",
+    type=int,
+    help="Runs of a model at a time, which share its threads.  [default: 2 for ort on several cores, otherwise 1]",
+)
 @setting("--batch-delay-ms", "batch_delay_ms", "How long a run waits for more requests to fill its batch.")
 @setting("--queue-size", "queue_size", "Requests that may wait; further ones are answered with 503.")
 @setting("--max-request-bytes", "max_request_bytes", "Largest request body, before and after decompression.")
@@ -104,7 +114,7 @@ def command(
 ) -> None:
     """Serve artifacts over HTTP with the KServe V2 protocol, until SIGTERM or Ctrl-C.
 
-    Each model has its own queue. Requests of equal length to one model run as one batch. When the server stops, it
+    Each model has its own queue. Requests of similar length to one model run as one batch. When the server stops, it
     still answers accepted requests. With --json, it prints one object with its URL on stdout as soon as it is ready.
     """
     from effexport.serving.server.target import ServingTarget
@@ -220,8 +230,13 @@ def ready_text(models: Sequence[ServedModel], url: str) -> str:
 
 def how_it_runs(model: ServedModel) -> str:
     settings = model.settings
-    batches = (
-        f"not batched: {model.why_not_joined}" if model.why_not_joined else f"batched up to {settings.max_batch} rows"
-    )
+    if model.why_not_joined:
+        batches = f"not batched: {model.why_not_joined}"
+    elif model.batcher.max_padding:
+        batches = f"batched up to {settings.max_batch} rows, with up to {settings.max_padding:.0%} padding"
+    else:
+        batches = f"batched up to {settings.max_batch} rows of equal length"
+        batches += f" ({model.why_not_padded})" if settings.max_padding else ""
     ran = implementation_text(model.implementation, verb="runs as")
-    return f"requests are {batches}; up to {settings.queue_size} may wait{ran}"
+    at_once = f"; {model.runs} runs at a time" if model.runs > 1 else ""
+    return f"requests are {batches}; up to {settings.queue_size} may wait{at_once}{ran}"

@@ -19,6 +19,9 @@ class ServingSettings:
     """Limits and waiting times of a server.
 
     max_batch: rows of one run, and therefore of one request; requests are joined up to this size.
+    max_padding: largest share of the tokens of a run that may be padding; 0: only requests of one length share a run.
+    concurrent_runs: runs of one model at a time, which share its threads; None: 2 if the runtime is ONNX Runtime on a
+    CPU with several cores, 1 otherwise.
     batch_delay_ms: how long a run waits for more requests to join; 0: it takes those that are already waiting.
     queue_size: requests that may wait for the runner; further ones are answered with 503.
     max_request_bytes: largest body, before and after decompression.
@@ -29,6 +32,8 @@ class ServingSettings:
     """
 
     max_batch: int = 8
+    max_padding: float = 0.1
+    concurrent_runs: int | None = None
     batch_delay_ms: float = 0.0
     queue_size: int = 64
     max_request_bytes: int = 64 << 20
@@ -38,10 +43,12 @@ class ServingSettings:
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "queue_size", "max_request_bytes", "max_seq_len"):
+        for name in ("max_batch", "concurrent_runs", "queue_size", "max_request_bytes", "max_seq_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+        if not 0 <= self.max_padding < 1:
+            raise UserError(f"--max-padding is {self.max_padding:g}; expected a share, at least 0 and below 1")
         for name, low in (("batch_delay_ms", 0.0), ("timeout_s", 1e-3)):
             value = getattr(self, name)
             if not (low <= value < math.inf):

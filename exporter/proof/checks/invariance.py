@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,20 +32,26 @@ class Worst:
             self.error, self.detail = error, detail
 
 
-def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
-    """Each sample alone, without its padding, equals its rows in the batch.
+def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
+    """Each sample alone, without its padding, equals its rows in the batch: the batch invariance of all samples, and
+    the padding length of those that the batch pads.
 
     outputs: of the batch; with the buckets of the case, if the candidate can be given buckets.
     """
-    kind, metric = Kind.BATCH_INVARIANCE, "max |alone − in batch| / RMS"
+    metric = "max |alone − in batch| / RMS"
+    is_padded = not case.keep.all() and spec.attention.fixed_seq_len is None
+    found = {kind: Worst() for kind in (Kind.BATCH_INVARIANCE, *[Kind.PADDING_LENGTH] * is_padded)}
     if spec.model.why_not_invariant:
-        return not_run(kind, spec.model.why_not_invariant, case.label, metric)
-    worst, run_with_buckets = Worst(), candidate.run_with_buckets
+        yield from (not_run(kind, spec.model.why_not_invariant, case.label, metric) for kind in found)
+        return
+    run_with_buckets = candidate.run_with_buckets
     for row, keep in enumerate(case.keep):
         length = int(np.flatnonzero(keep)[-1]) + 1 if spec.attention.fixed_seq_len is None else keep.size
         alone = {key: value[row : row + 1, :length] for key, value in case.inputs.items()}
         if not candidate.accepts(alone):
-            return not_run(kind, f"sample {row} on its own {OUTSIDE}", case.label, metric)
+            reason = f"sample {row} on its own {OUTSIDE}"
+            yield from (not_run(kind, reason, case.label, metric) for kind in found)
+            return
         if run_with_buckets is not None:
             given = {key: sample_buckets(value, row, length, spec) for key, value in case.buckets.items()}
             result, _ = run_with_buckets(alone, given)
@@ -57,9 +63,12 @@ def check_batch_invariance(candidate: Candidate, case: Case, outputs: Mapping[st
                 own, joined = case.kept(output, result[output], 0), case.kept(output, joined, 0)
             else:
                 own, joined = result[output][0], joined[0, :length]
-            worst.add(own, joined, f"worst in sample {row}")
+            for kind, worst in found.items():
+                if kind == Kind.BATCH_INVARIANCE or length < keep.size:
+                    worst.add(own, joined, f"worst in sample {row}")
     limit = limit_without(case, spec, "neither other samples nor padding may add to it")
-    return judged(kind, case.label, metric, worst.error, limit, worst.detail)
+    for kind, worst in found.items():
+        yield judged(kind, case.label, metric, worst.error, limit, worst.detail)
 
 
 def check_padding_content(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:

@@ -51,6 +51,7 @@ class Kind(StrEnum):
         "With its own buckets, the model differs no more than re-drawing the rotations would change it.",
     )
     BATCH_INVARIANCE = "batch invariance", "A sample alone gives the same result as in a batch."
+    PADDING_LENGTH = "padding length", "A sample gives the same result at its own length as padded to a longer one."
     PADDING_CONTENT = "padding content", "The result does not depend on what the padding contains."
     CAUSAL_PREFIX = "causal prefix", "The first tokens give the same result as if nothing followed them."
     LONG_SEQUENCE = "long sequence", "A long sequence does not overflow half precision."
@@ -118,6 +119,7 @@ OF_THE_REFERENCE = (
 WHERE_APPLICABLE = (
     Kind.SHAPES,
     Kind.BATCH_INVARIANCE,
+    Kind.PADDING_LENGTH,
     Kind.PADDING_CONTENT,
     Kind.CAUSAL_PREFIX,
     Kind.LONG_SEQUENCE,

@@ -19,7 +19,7 @@ from effexport.proof.checks.arithmetic import (
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.expected_shapes import ShapeGuard, WrongShapeError
 from effexport.proof.checks.hashed import check_hashed
-from effexport.proof.checks.invariance import check_batch_invariance, check_padding_content, check_prefix
+from effexport.proof.checks.invariance import check_alone, check_padding_content, check_prefix
 from effexport.proof.checks.long_sequences import check_long_sequence
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, not_run
 from effexport.proof.tolerances import case_limit, overall_limit
@@ -65,7 +65,7 @@ def checks_of_answer(
         yield check
         yield from check_overall(case, check, overall_limit(spec, case.own_error))
     if len(case.keep) > 1:
-        yield check_batch_invariance(candidate, case, alike, spec)
+        yield from check_alone(candidate, case, alike, spec)
     if not case.keep.all():
         yield check_padding_content(candidate, case, outputs, spec)
     if spec.model.is_causal and is_first:

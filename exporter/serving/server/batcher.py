@@ -1,4 +1,4 @@
-"""Continuous batching: one thread runs the model; whenever it is free, it takes waiting requests that fit together."""
+"""Continuous batching: threads run the model; whenever one is free, it takes waiting requests that fit together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from effexport.errors import EffexportError, UserError
-from effexport.runners.joining import Key, joined_feeds, joining_key, split_outputs
+from effexport.runners.joining import (
+    NO_PADDING,
+    Key,
+    Padding,
+    joined_feeds,
+    joining_key,
+    padding_share,
+    split_outputs,
+)
 from effexport.serving.protocol.errors import FAILED, QUEUE_FULL, STOPPING, WAITED_TOO_LONG, RequestError
 from effexport.serving.server.metrics import Metrics
 
@@ -27,10 +35,14 @@ Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
 
 @dataclass(eq=False)
 class Job:
-    """A waiting request. Times are from time.perf_counter. Cancelling its answer removes it from the queue."""
+    """A waiting request. Times are from time.perf_counter. Cancelling its answer removes it from the queue.
+
+    length: in tokens; 0 if requests of different lengths never share a run.
+    """
 
     feeds: Mapping[str, Array]
     rows: int
+    length: int
     key: Key
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Mapping[str, Array]]
@@ -43,29 +55,52 @@ Outcome = tuple[Job, "Mapping[str, Array] | Exception"]
 
 
 class Batcher:
-    """A bounded queue and the thread that empties it. joins: whether requests may share a run."""
+    """A bounded queue and the threads that empty it.
 
-    def __init__(self, run: Run, settings: ServingSettings, metrics: Metrics, *, joins: bool) -> None:
+    joins: whether requests may share a run. padding: how those of different lengths do; None if they never do.
+    runs: how many runs may go on at once.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        settings: ServingSettings,
+        metrics: Metrics,
+        *,
+        joins: bool,
+        padding: Padding | None = None,
+        runs: int = 1,
+    ) -> None:
         self._run = run
         self._settings = settings
         self._metrics = metrics
         self._joins = joins
+        self._padding = padding or NO_PADDING
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._busy_s = 0.01  # duration of recent runs, for Retry-After
         metrics.observe_queue(lambda: len(self._waiting))
-        self._thread = threading.Thread(target=self._work, name="effexport-runner", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"effexport-runner-{number}", daemon=True)
+            for number in range(runs)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return all(thread.is_alive() for thread in self._threads)
+
+    @property
+    def max_padding(self) -> float:
+        """Largest share of padding in a run; 0 if requests of different lengths never share one."""
+        return self._settings.max_padding if self._padding.inputs else 0.0
 
     @property
     def retry_after_s(self) -> int:
         """Estimated whole seconds until the present queue is empty, for the Retry-After header."""
-        return max(1, round(len(self._waiting) * self._busy_s))
+        return max(1, round(len(self._waiting) * self._busy_s / len(self._threads)))
 
     def refuse_if_full(self) -> None:
         if len(self._waiting) >= self._settings.queue_size:
@@ -74,21 +109,25 @@ class Batcher:
     def submit(self, feeds: Mapping[str, Array], rows: int, timeout_s: float) -> Job:
         """Queue a request; called by the event loop. Raises RequestError if the queue is full or the server stops."""
         loop = asyncio.get_running_loop()
-        job = Job(feeds, rows, joining_key(feeds), loop, loop.create_future(), time.perf_counter() + timeout_s)
+        key = joining_key(feeds, self._padding)
+        length = self._padding.length_of(feeds) if self._padding.inputs else 0
+        job = Job(feeds, rows, length, key, loop, loop.create_future(), time.perf_counter() + timeout_s)
         with self._changed:
             if self._closing:
                 raise RequestError("the server is stopping; send the request to another one", STOPPING)
             self.refuse_if_full()
             self._waiting.append(job)
-            self._changed.notify()
+            # all, because the one that wakes up may only wait for others to join the oldest job
+            self._changed.notify_all()
         return job
 
     def close(self) -> None:
         """Run what was accepted, then stop."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
-        self._thread.join()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def _work(self) -> None:
         while batch := self._take():
@@ -101,38 +140,46 @@ class Batcher:
         with self._changed:
             while True:
                 self._drop_late()
-                if self._waiting and not self._is_worth_waiting():
-                    return self._first_batch()
+                if self._waiting:
+                    batch = self._first_batch()
+                    if not self._is_worth_waiting(batch):
+                        for job in batch:
+                            self._waiting.remove(job)
+                        return batch
                 if not self._waiting:
                     if self._closing:
                         return []
                     self._changed.wait()
 
-    def _is_worth_waiting(self) -> bool:
-        """Whether more jobs may still join; if so, wait for the next job or the end of the delay."""
+    def _is_worth_waiting(self, batch: Sequence[Job]) -> bool:
+        """Whether more jobs may still join a batch; if so, wait for the next job or the end of the delay."""
         delay_s = self._settings.batch_delay_ms / 1e3
         if not (delay_s and self._joins) or self._closing:
             return False
-        rows = sum(job.rows for job in self._waiting if job.key == self._waiting[0].key)
-        left = self._waiting[0].enqueued + delay_s - time.perf_counter()
-        if rows >= self._settings.max_batch or left <= 0:
+        left = batch[0].enqueued + delay_s - time.perf_counter()
+        if sum(job.rows for job in batch) >= self._settings.max_batch or left <= 0:
             return False
         self._changed.wait(left)
         return True
 
     def _first_batch(self) -> list[Job]:
-        first = self._waiting.popleft()
+        """The oldest job, and those that may share its run: those closest to its length, the older ones first."""
+        first = self._waiting[0]
         batch, rows = [first], first.rows
         if not self._joins:
             return batch
-        for job in [job for job in self._waiting if job.key == first.key]:
+        others = [job for job in self._waiting if job.key == first.key and job is not first]
+        for job in sorted(others, key=lambda job: abs(job.length - first.length)):
             if rows == self._settings.max_batch:
                 break
-            if rows + job.rows <= self._settings.max_batch:
-                self._waiting.remove(job)
+            if rows + job.rows <= self._settings.max_batch and self._may_pad([*batch, job]):
                 batch.append(job)
                 rows += job.rows
         return batch
+
+    def _may_pad(self, batch: Sequence[Job]) -> bool:
+        share = padding_share([job.rows for job in batch], [job.length for job in batch])
+        return share <= self.max_padding
 
     def _drop_late(self) -> None:
         """Remove jobs that were cancelled or waited too long."""
@@ -151,13 +198,14 @@ class Batcher:
                 self._metrics.waited(started - job.enqueued)
         rows = [job.rows for job in batch]
         try:
-            outputs = self._run(joined_feeds([job.feeds for job in batch]))
+            outputs = self._run(joined_feeds([job.feeds for job in batch], self._padding))
         except Exception as error:  # the thread must survive anything that a runtime raises
             if len(batch) > 1:
                 return [outcome for job in batch for outcome in self._outcomes([job])]
             return [(batch[0], refusal_from_error(error))]
         self._metrics.ran(sum(rows), time.perf_counter() - started)
-        return list(zip(batch, split_outputs(outputs, rows), strict=True))
+        parts = split_outputs(outputs, rows, [job.length for job in batch], self._padding)
+        return list(zip(batch, parts, strict=True))
 
 
 def waited_too_long() -> RequestError:

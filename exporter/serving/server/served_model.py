@@ -7,15 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from effexport.proof.checks.result import Kind
+from effexport.runners.joining import Padding
 from effexport.serving.protocol.signature import Signature, signature_from_spec
 from effexport.serving.server.batcher import Batcher
 from effexport.serving.server.metrics import Metrics
 from effexport.serving.settings import ServingSettings
-from effexport.spec import INPUT_DEFAULTS
+from effexport.spec import INPUT_DEFAULTS, MASK_NAME
 
 if TYPE_CHECKING:
+    from effexport.artifact import Artifact
     from effexport.dtypes import Array
     from effexport.runners.runner import Runner
+    from effexport.runtimes import Runtime
     from effexport.spec import BuildSpec
 
 # The only version: an artifact is one version of a model.
@@ -25,21 +29,35 @@ VERSION = "1"
 class ServedModel:
     """A model that answers requests: runner, signature and queue. `close` answers accepted requests, then closes it.
 
-    why_not_joined: why requests never share a run; "" if they may.
+    why_not_joined: why requests never share a run; "" if they may. why_not_padded: the same for requests of different
+    lengths. runs: how many runs may go on at once.
     """
 
     version = VERSION
 
-    def __init__(self, runner: Runner, spec: BuildSpec, name: str, settings: ServingSettings, platform: str) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        artifact: Artifact,
+        name: str,
+        settings: ServingSettings,
+        runtime: Runtime,
+        runs: int = 1,
+    ) -> None:
+        spec = artifact.spec
         self.name = name
         self.settings = settings
-        self.platform = platform
+        self.platform = runtime.platform
         self.signature: Signature = signature_from_spec(spec, settings)
         self.why_not_joined = why_not_joined(spec)
+        self.why_not_padded = why_not_padded(artifact, runtime)
+        self.runs = runs
         self.metrics = Metrics(name)
         self._runner = runner
         self._warm_up_length = min(spec.fixed_seq_len or spec.seq_len, self.signature.max_sizes["seq"])
-        self.batcher = Batcher(runner.run, settings, self.metrics, joins=not self.why_not_joined)
+        padding = None if self.why_not_padded or not settings.max_padding else Padding.from_spec(spec)
+        joins = not self.why_not_joined
+        self.batcher = Batcher(runner.run, settings, self.metrics, joins=joins, padding=padding, runs=runs)
         self._closed = False
         self._users = 0
         self._unused = asyncio.Event()
@@ -106,3 +124,20 @@ def why_not_joined(spec: BuildSpec) -> str:
     return spec.model.why_not_invariant or (
         "" if has_batch_axes else "an input or output does not begin with a batch axis"
     )
+
+
+def why_not_padded(artifact: Artifact, runtime: Runtime) -> str:
+    """Why requests of different lengths must not share a run; "" if the report of the artifact has shown that padding
+    a sample to the length of another one does not change its result."""
+    spec = artifact.spec
+    if reason := why_not_joined(spec):
+        return reason
+    if MASK_NAME not in {tensor.name for tensor in spec.inputs}:
+        return f"the model has no {MASK_NAME}"
+    if spec.fixed_seq_len is not None:
+        return f"the model takes {spec.fixed_seq_len} tokens only"
+    name = f"{runtime.name}: {Kind.PADDING_LENGTH}" if runtime.engine else str(Kind.PADDING_LENGTH)
+    check = artifact.manifest.parity.summary.get(name)
+    if check is None or not check.passed or check.failed:
+        return f"its report has no passed check named {name!r}; build it again"
+    return ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.environment import usable_cores
 from effexport.errors import UserError
 from effexport.process_memory import status_bytes
 from effexport.runners.runner import ModelOptions
@@ -27,7 +28,7 @@ class ServingTarget:
     """An artifact to serve. name: None for the name of its folder. runtime, implementation, device: as in
     `effexport run`.
 
-    threads: of the runtime; None: its default.
+    threads: of the runtime; None: its default, or what concurrent runs leave of the cores.
     """
 
     artifact: Path
@@ -40,7 +41,19 @@ class ServingTarget:
 
     @property
     def options(self) -> ModelOptions:
-        return ModelOptions(self.implementation, self.threads, device=self.device)
+        cores = self.threads or usable_cores()
+        # a run also computes in the thread that started it, so all runs together use every core
+        threads = self.threads if self.runs == 1 else max(1, cores - self.runs + 1)
+        return ModelOptions(self.implementation, threads, device=self.device)
+
+    @property
+    def runs(self) -> int:
+        """How many runs go on at once."""
+        if self.settings.concurrent_runs is not None:
+            return self.settings.concurrent_runs
+        # elsewhere, it was not measured
+        is_ort_on_cpu = RUNTIMES[self.runtime].provider == "cpu"
+        return min(2, self.threads or usable_cores()) if is_ort_on_cpu else 1
 
     def load(self) -> ServedModel:
         """Open the artifact and warm it up in this process.
@@ -53,7 +66,7 @@ class ServingTarget:
         artifact, name = self.checked()
         check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, self.runtime))
         runner = runner_from_artifact(artifact, self.runtime, self.options)
-        model = ServedModel(runner, artifact.spec, name, self.settings, RUNTIMES[self.runtime].platform)
+        model = ServedModel(runner, artifact, name, self.settings, RUNTIMES[self.runtime], self.runs)
         try:
             model.warm_up()
             check_memory(name, self.settings.max_memory_bytes)

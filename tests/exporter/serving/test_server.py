@@ -131,7 +131,8 @@ def overloaded(server: ServerProcess, samples: list[Sample], seconds: float) -> 
     assert outcome.statuses[200] > 0
     assert outcome.retry_after == outcome.statuses[503]
     assert (outcome.wrong, outcome.lost) == (0, 0)
-    assert server.rss_bytes - rss < 64 * MIB
+    # ONNX Runtime keeps the memory of the first two full batches that run at once
+    assert server.rss_bytes - rss < 128 * MIB
     well = asyncio.run(closed_loop(server.port, samples, 1, 20))
     assert well.statuses == {200: 20}
 
@@ -290,6 +291,8 @@ def test_the_port_of_another_server_is_one_clear_error(
     ("options", "message"),
     [
         (("--max-batch", "0"), "--max-batch is 0; expected at least 1"),
+        (("--max-padding", "1"), "--max-padding is 1; expected a share, at least 0 and below 1"),
+        (("--concurrent-runs", "0"), "--concurrent-runs is 0; expected at least 1"),
         (("--timeout", "nan"), "--timeout is nan"),
         (("--queue-size", "-1"), "--queue-size is -1"),
         (("--name", "a/b"), "the model's name is 'a/b'"),

@@ -1,0 +1,255 @@
+"""Requests of different lengths that share a run get the answers that they get alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import effexport
+from effexport.artifact import Artifact
+from effexport.environment import usable_cores
+from effexport.errors import RuntimeFailedError
+from effexport.proof.tolerances import arithmetic_limit
+from effexport.runners.joining import Padding, padding_share
+from effexport.runtimes import RUNTIMES
+from effexport.serving.protocol.errors import RequestError
+from effexport.serving.server.batcher import Batcher, Job
+from effexport.serving.server.metrics import Metrics
+from effexport.serving.server.served_model import why_not_padded
+from effexport.serving.server.target import ServingTarget
+from effexport.serving.settings import ServingSettings
+from effexport.spec import BuildSpec
+
+TOKENS = Padding({"x": 1}, {"y": 1}, {})
+
+
+def random_request(artifact: Artifact, rng: np.random.Generator) -> dict[str, Any]:
+    """One to three rows of 1 to 64 tokens. Every second request has a mask of its own, with holes."""
+    spec = artifact.spec
+    shape = int(rng.integers(1, 4)), int(np.exp(rng.uniform(0, np.log(spec.seq_len))))
+    mask = np.ones(shape, np.int64)
+    if rng.random() < 0.5:
+        mask = rng.integers(0, 2, shape)
+        mask[:, 0] = 1
+    if spec.scope == "encoder":
+        return {"input_ids": rng.integers(0, 258, shape), "attention_mask": mask}
+    hidden = rng.standard_normal((*shape, spec.attention.dim), dtype=np.float32)
+    return {"hidden_states": hidden, "attention_mask": mask}
+
+
+def joined_answers(run: Callable[..., Any], requests: list[dict[str, Any]], padding: Padding) -> list[Any]:
+    """What a queue answers to requests that wait for each other, so that all are in one batch."""
+    rows = [len(request["attention_mask"]) for request in requests]
+
+    async def scenario() -> list[Any]:
+        settings = ServingSettings(max_batch=sum(rows), max_padding=0.999, batch_delay_ms=60_000.0)
+        batcher = Batcher(run, settings, Metrics("m"), joins=True, padding=padding)
+        jobs = [batcher.submit(feeds, count, 60.0) for feeds, count in zip(requests, rows, strict=True)]
+        found = await asyncio.gather(*(job.answer for job in jobs), return_exceptions=True)
+        await asyncio.to_thread(batcher.close)
+        return found
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.requires("torch", "onnx", "ort", "native", "serve")
+def test_a_mix_of_lengths_and_masks_gets_the_answers_of_single_requests(
+    built: Callable[..., Artifact], variant: str, scope: str
+) -> None:
+    """Also if one of them is NaN throughout, which fails the runs of some variants."""
+    artifact = built(variant, scope)
+    assert why_not_padded(artifact, RUNTIMES["ort"]) == ""
+    rng = np.random.default_rng(0)
+    # that of the report: sums in another order, and nothing else
+    limit = arithmetic_limit(artifact.spec).value
+    largest = 0
+    with effexport.load(artifact.path) as runner:
+
+        def run(feeds: Mapping[str, Any]) -> dict[str, Any]:
+            nonlocal largest
+            largest = max(largest, len(feeds["attention_mask"]))
+            return runner.run(feeds)
+
+        for _ in range(3):
+            requests = [random_request(artifact, rng) for _ in range(6)]
+            alone = [runner.run(request) for request in requests]
+            poisoned = 2 if scope == "attention" else -1
+            if scope == "attention":
+                requests[poisoned]["hidden_states"] = requests[poisoned]["hidden_states"] * np.float32("nan")
+            answers = joined_answers(run, requests, Padding.from_spec(artifact.spec))
+            assert largest >= sum(len(request["attention_mask"]) for request in requests)
+            for number, (request, right) in enumerate(zip(requests, alone, strict=True)):
+                if number != poisoned:
+                    check_kept_tokens(answers[number], right, request["attention_mask"], limit)
+
+
+def check_kept_tokens(answer: Mapping[str, Any], right: Mapping[str, Any], mask: Any, limit: float) -> None:
+    for name, expected in right.items():
+        assert answer[name].shape == expected.shape
+        for row, keep in enumerate(mask == 1):
+            scale = np.sqrt(np.mean(np.square(expected[row, keep])))
+            assert np.abs(answer[name][row, keep] - expected[row, keep]).max() <= limit * scale
+
+
+class Runner:
+    """Doubles its input when it is let; remembers the shapes, and refuses a batch that contains `bad`."""
+
+    bad = -1
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.let = threading.Event()
+        self.running = threading.Semaphore(0)
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        self.running.release()
+        assert self.let.wait(30)
+        self.shapes.append(feeds["x"].shape)
+        if (feeds["x"] == self.bad).any():
+            raise RuntimeFailedError("planted")
+        return {"y": feeds["x"] * 2, "pooled": feeds["x"].sum(1)}
+
+
+def answers_of(lengths: list[int], runner: Runner, cancelled: int = -1, **settings: Any) -> list[Any]:
+    """Answers to requests of one row and these lengths, all of which wait while a first request runs; None for the
+    cancelled one. Row i holds i + 1."""
+
+    async def scenario() -> list[Any]:
+        batcher = Batcher(runner.run, ServingSettings(**settings), Metrics("m"), joins=True, padding=TOKENS)
+
+        def submit(value: int, length: int) -> Job:
+            return batcher.submit({"x": np.full((1, length), value)}, 1, 30.0)
+
+        first = submit(0, 100)
+        await asyncio.to_thread(runner.running.acquire)
+        jobs = [submit(number + 1, length) for number, length in enumerate(lengths)]
+        if cancelled >= 0:
+            jobs.pop(cancelled).answer.cancel()
+        runner.let.set()
+        found = await asyncio.gather(first.answer, *(job.answer for job in jobs), return_exceptions=True)
+        await asyncio.to_thread(batcher.close)
+        return found[1:]
+
+    return asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.requires("serve")
+def test_the_oldest_request_runs_with_those_closest_to_its_length() -> None:
+    runner = Runner()
+    lengths = [10, 40, 9, 12, 41, 8]
+    answers = answers_of(lengths, runner, max_padding=0.12)
+    # 8 + 9 + 10 in 3 × 10: 10 % padding; 9 + 10 + 12 would be 14 %, so 12 is the oldest of a later run
+    assert runner.shapes == [(1, 100), (3, 10), (2, 41), (1, 12)]
+    for number, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
+        assert answer["y"].tolist() == [[2 * (number + 1)] * length]
+        assert answer["pooled"].tolist() == [length * (number + 1)]
+
+
+@pytest.mark.requires("serve")
+def test_without_padding_only_equal_lengths_share_a_run() -> None:
+    runner = Runner()
+    answers_of([10, 9, 10], runner, max_padding=0.0)
+    assert runner.shapes == [(1, 100), (2, 10), (1, 9)]
+
+
+@pytest.mark.requires("serve")
+def test_a_failing_or_cancelled_request_costs_its_mates_nothing() -> None:
+    runner = Runner()
+    runner.bad = 2
+    answers = answers_of([10, 10, 9, 9], runner, cancelled=3, max_padding=0.5)
+    assert [answer["y"].shape for answer in answers if isinstance(answer, dict)] == [(1, 10), (1, 9)]
+    assert [type(answer) for answer in answers] == [dict, RequestError, dict]
+    # the whole batch without the cancelled request, then one by one
+    assert runner.shapes == [(1, 100), (3, 10), (1, 10), (1, 10), (1, 9)]
+
+
+@pytest.mark.requires("serve")
+def test_several_runs_go_on_at_once_and_all_end_before_a_stop() -> None:
+    runner = Runner()
+
+    async def scenario() -> None:
+        batcher = Batcher(runner.run, ServingSettings(), Metrics("m"), joins=False, runs=2)
+        jobs = [batcher.submit({"x": np.ones((1, 3))}, 1, 30.0) for _ in range(3)]
+        for _ in range(2):
+            await asyncio.to_thread(runner.running.acquire)
+        assert not runner.running.acquire(blocking=False)
+        closing = asyncio.create_task(asyncio.to_thread(batcher.close))
+        runner.let.set()
+        await asyncio.gather(*(job.answer for job in jobs))
+        await closing
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert len(runner.shapes) == 3
+
+
+@pytest.mark.requires("serve")
+def test_a_delay_for_one_shape_does_not_keep_other_runners_from_sleeping_through_a_stop() -> None:
+    runner = Runner()
+    runner.let.set()
+
+    async def scenario() -> None:
+        settings = ServingSettings(batch_delay_ms=60_000.0)
+        batcher = Batcher(runner.run, settings, Metrics("m"), joins=True, padding=TOKENS, runs=3)
+        job = batcher.submit({"x": np.ones((1, 3))}, 1, 30.0)
+        started = time.perf_counter()
+        await asyncio.to_thread(batcher.close)
+        assert (await job.answer)["y"].tolist() == [[2, 2, 2]]
+        assert time.perf_counter() - started < 10
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_the_share_of_padding_counts_rows() -> None:
+    # 3 rows of 10 and 1 row of 6: 4 of 40 tokens
+    assert padding_share([3, 1], [10, 6]) == pytest.approx(0.1)
+    assert padding_share([2, 1], [7, 7]) == 0.0
+
+
+@pytest.mark.requires("torch", "onnx", "ort")
+def test_lengths_are_mixed_only_if_the_report_has_shown_that_it_changes_nothing(
+    built: Callable[..., Artifact], small_spec: Callable[..., BuildSpec]
+) -> None:
+    artifact = built("linear")
+
+    def reason(runtime: str = "ort", **fields: Any) -> str:
+        changed = msgspec.structs.replace(artifact.manifest, **fields)
+        return why_not_padded(replace(artifact, manifest=changed), RUNTIMES[runtime])
+
+    parity = artifact.manifest.parity
+    summary, check = parity.summary, parity.summary["padding length"]
+    assert (check.passed, check.failed) == (1, 0)
+    old = {name: other for name, other in summary.items() if other is not check}
+    failed = {**summary, "padding length": msgspec.structs.replace(check, failed=1)}
+    for changed in (old, failed):
+        why = reason(parity=msgspec.structs.replace(parity, summary=changed))
+        assert why == "its report has no passed check named 'padding length'; build it again"
+    # an engine is judged by the checks of the engine
+    assert "no passed check named 'trt: padding length'" in reason("trt")
+    dependent = small_spec("nystrom", pinv_init="global")
+    assert reason(spec=dependent.to_dict()).startswith("pinv_init=global: the other samples")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "threads", "given", "runs", "left"),
+    [
+        ("ort", 4, None, 2, 3),
+        ("ort", 1, None, 1, 1),
+        ("ort", 4, 4, 4, 1),
+        ("ort", 2, 8, 8, 1),
+        ("openvino", 4, None, 1, 4),
+    ],
+)
+def test_concurrent_runs_share_the_threads(runtime: str, threads: int, given: int | None, runs: int, left: int) -> None:
+    target = ServingTarget(Path("a"), None, runtime, "auto", ServingSettings(concurrent_runs=given), threads)
+    assert (target.runs, target.options.threads) == (runs, left)
+    # without a number of threads, all cores count
+    assert replace(target, threads=None).runs == (given or (1 if runtime != "ort" else min(2, usable_cores())))
