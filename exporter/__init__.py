@@ -1,7 +1,7 @@
 """effexport: efficient-attention models from PyTorch to ONNX and TensorRT, with proof that they compute the same.
 
 build, verify, refit, inspect and report do what the commands of these names do; export builds from an nn.Module; load
-and load_decoder run an artifact.
+and load_decoder run an artifact, and hf puts one in the place of a model of transformers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.version import __version__
 
 if TYPE_CHECKING:
+    from effexport import hf
     from effexport.api import (
         BuildResult,
         Description,
@@ -37,6 +38,7 @@ __all__ = [
     "__version__",
     "build",
     "export",
+    "hf",
     "inspect",
     "load",
     "load_decoder",
@@ -54,6 +56,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "hf":
+        return importlib.import_module("effexport.hf")
     return getattr(importlib.import_module(_HOMES.get(name, "effexport.api")), name)
 
 

@@ -37,10 +37,12 @@ from effexport.engines.spec import EngineSpec
 from effexport.environment import free_memory_bytes, require_build, versions
 from effexport.errors import EffexportError, RuntimeFailedError, StageError, Unavailable, is_out_of_memory
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
+from effexport.export.exported_model import write_export_json
 from effexport.export.module_source import ModuleSource, source_from_seed, weights_digest
 from effexport.export.onnx_from_module import example_inputs, onnx_from_module
 from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
 from effexport.export.specialised_length import assumed_sizes
+from effexport.models.families import CONFIG
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, Answers, reference_from_module
 from effexport.proof.candidates import open_in_ort
@@ -218,6 +220,8 @@ def artifact_from_spec(
             reasons = [blame(report.checks, reference), why_sizes_fail(build)]
             text = "\n  ".join([failure_text(report.checks, found), *filter(None, reasons)])
             raise StageError("parity", text)
+        if (folder / CONFIG).is_file():
+            write_export_json(spec, build.model)
         sizes = {name: path.stat().st_size for name, path in files_of_folder(folder).items()}
         page = html_from_report(Side(output.resolve().name, report, sizes, spec.inputs, spec.outputs), ".")
         (folder / REPORT_JSON).write_text(json_from_report(report), encoding="utf-8")

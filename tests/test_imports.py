@@ -54,7 +54,7 @@ def relative(path: Path) -> str:
 # From the top of the story to its foundations: a part imports its own row and the rows below it.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("__main__", "commands", "cli"),
-    ("__init__", "api", "build", "build_request", "description", "bench", "sweep", "serving", "triton"),
+    ("__init__", "api", "build", "build_request", "description", "bench", "sweep", "serving", "triton", "hf"),
     ("text",),
     ("refit_request",),
     ("report",),

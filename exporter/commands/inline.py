@@ -81,7 +81,8 @@ class Written:
 def check_outputs(artifact: Artifact, output: Path, *, force: bool) -> None:
     """Refuse, before any work, files that exist or cannot be written. Raises UserError."""
     check_output_file(output, force=force)
-    if f"{artifact.model_path.name}.data" in artifact.manifest.files:
+    weights = artifact.manifest.files.get(f"{artifact.model_path.name}.data")
+    if weights is not None and weights.bytes > 0:
         check_output_file(data_file(output), force=force)
 
 

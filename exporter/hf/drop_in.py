@@ -1,0 +1,189 @@
+"""An artifact as a model of transformers. Loads torch and transformers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import ml_dtypes
+import numpy as np
+import torch
+import transformers
+from transformers import modeling_outputs
+
+from effexport.artifact import Artifact
+from effexport.errors import UserError
+from effexport.export.exported_model import OutputClass, output_class, transformers_class
+from effexport.export.onnx_graph import load_graph
+from effexport.models.families import CONFIG
+from effexport.runners.runner import Runner, tensors_text
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+
+
+class DropIn(transformers.PreTrainedModel):
+    """A model of transformers that an artifact computes: for inference, with tensors on the CPU.
+
+    It has no parameters, and so no gradients. What needs PyTorch's weights raises UserError: training, other devices
+    and element types, saving, and text generation.
+    """
+
+    main_input_name = "input_ids"
+    _supports_sdpa = True  # of no effect; otherwise, transformers looks for another attention
+
+    def __init__(self, config: Any, artifact: Artifact, runner: Runner, outputs: OutputClass) -> None:
+        super().__init__(config)
+        self.base_model_prefix = str(config.model_type)
+        self.artifact = artifact
+        self.runner = runner
+        self.output_class = outputs
+        self.train(False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and outputs are: the CPU, also if the runtime computes on a GPU."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.artifact.spec.dtype)  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """The outputs in their class of transformers, or as a tuple if `return_dict` is false.
+
+        others: the other inputs of the artifact, if it has any; arguments of transformers that ask for nothing, such as
+        labels=None, are accepted.
+        Raises UserError for inputs that do not fit, and for anything that an artifact does not have, such as labels.
+        """
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids, **others}
+        outputs = self.runner.run(self.feeds({name: value for name, value in given.items() if asks_for(value)}))
+        tensors = [tensor_from_array(outputs[tensor.name]) for tensor in self.runner.outputs]
+        if return_dict is False or (return_dict is None and not getattr(self.config, "return_dict", True)):
+            return tuple(tensors)
+        kind = getattr(modeling_outputs, self.output_class.name)
+        return kind(**dict(zip(self.output_class.fields, tensors, strict=True)))
+
+    def feeds(self, given: dict[str, Any]) -> dict[str, Array]:
+        """The inputs as arrays. Segments are left out if the model knows none and every token is in the first."""
+        dtypes = {tensor.name: tensor.dtype for tensor in self.runner.inputs}
+        segments = "token_type_ids"
+        if segments in given and segments not in dtypes and not np.asarray(given[segments]).any():
+            del given[segments]
+        for name in given:
+            if name not in dtypes:
+                raise UserError(
+                    f"{name} was given to an artifact, which runs for inference only and has no hidden states, "
+                    f"attention weights or cache to return; expected: {tensors_text(self.runner.inputs)}"
+                )
+        return {name: array_from_tensor(name, value, dtypes[name]) for name, value in given.items()}
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            refuse("train()", "train the PyTorch model, and export it again")
+        return super().train(False)  # type: ignore[no-any-return]
+
+    def to(self, *args: Any, **options: Any) -> Self:  # type: ignore[override]
+        """Accept the CPU and the artifact's own element type. Raises UserError for others."""
+        for wanted in (*args, *options.values()):
+            if isinstance(wanted, torch.dtype) and wanted != self.dtype:
+                refuse(f"to({wanted})", "build the artifact with another --precision")
+            is_device = isinstance(wanted, (int, str, torch.device)) and not isinstance(wanted, bool)
+            if is_device and not str(wanted).startswith("cpu"):
+                refuse(
+                    f"to({str(wanted)!r})",
+                    "tensors stay on the CPU, so give device='cpu' to a pipeline; to compute on a GPU, open the "
+                    "artifact with runtime='ort-cuda'",
+                )
+        return self
+
+    def cuda(self, *args: Any, **options: Any) -> Self:  # type: ignore[override]
+        return self.to("cuda")
+
+    def half(self, *args: Any) -> Self:
+        return self.to(torch.float16)
+
+    def float(self, *args: Any) -> Self:
+        return self.to(torch.float32)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Numbers in the weights of the graph, which may have tied weights twice; none of them can be trained."""
+        if exclude_embeddings:
+            refuse("num_parameters(exclude_embeddings=True)", "a graph does not say which weights are embeddings")
+        weights = load_graph(self.artifact.model_path).graph.initializer
+        return 0 if only_trainable else sum(math.prod(weight.dims) for weight in weights)
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return False
+
+    def generate(self, *inputs: Any, **options: Any) -> NoReturn:
+        refuse("generate()", "effexport.load_decoder decodes token by token, where the artifact has a decode step")
+
+    def save_pretrained(self, *args: Any, **options: Any) -> NoReturn:
+        refuse("save_pretrained()", f"copy the folder {self.artifact.path}")
+
+
+def refuse(what: str, remedy: str) -> NoReturn:
+    raise UserError(f"{what} does not work with an artifact, which ONNX Runtime or TensorRT runs; {remedy}")
+
+
+def drop_in_from_runner(artifact: Artifact, runner: Runner) -> DropIn:
+    """Raises UserError for an artifact whose outputs no model of transformers has."""
+    outputs = output_class(artifact.spec)
+    if outputs is None:
+        found = tensors_text(artifact.spec.outputs)
+        raise UserError(
+            f"{artifact.path} returns {found}, which no model of transformers does; run it with effexport.load"
+        )
+    # pipelines compare the name of the class with those that they know for their task
+    name = transformers_class(artifact.spec) or DropIn.__name__
+    kind: type[DropIn] = type(name, (DropIn,), {"__module__": __name__})
+    return kind(config_of(artifact), artifact, runner, outputs)
+
+
+def config_of(artifact: Artifact) -> Any:
+    """The configuration in the artifact, for its task; a minimal one if it has none."""
+    model = artifact.spec.model
+    if CONFIG in artifact.manifest.files:
+        config = transformers.AutoConfig.from_pretrained(artifact.path)
+    else:
+        limits = model.input_limits
+        config = transformers.PretrainedConfig(pad_token_id=model.pad_token_id)
+        config.vocab_size = limits.get("input_ids")
+        config.max_position_embeddings = model.max_seq_len
+    if (name := transformers_class(artifact.spec)) is not None:
+        config.architectures = [name]
+    return config
+
+
+def asks_for(value: Any) -> bool:
+    """Whether an argument was given: None and False are what transformers' functions have as defaults."""
+    return value is not None and value is not False
+
+
+def array_from_tensor(name: str, value: Any, dtype: str) -> Array:
+    """A tensor, or what numpy can read, as an array; integers and booleans of other sizes are converted to `dtype`."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise UserError(f"{name} is on {value.device}; expected a tensor on the CPU: {name}.cpu()")
+        value = value.detach()
+        if value.dtype == torch.bfloat16:
+            bits: Array = value.view(torch.int16).numpy()
+            return bits.view(ml_dtypes.bfloat16)
+    array: Array = np.asarray(value)
+    return array.astype(dtype) if dtype == "int64" and array.dtype.kind in "bi" else array
+
+
+def tensor_from_array(array: Array) -> torch.Tensor:
+    """The same numbers as a tensor on the CPU."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -1,0 +1,56 @@
+"""Tiny checkpoints with a tokenizer, and their artifacts, built once for several tests and runs: see kept.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kept import digest_of, kept
+from random_tokenizers import saved_tokenizer
+from small_builds import what_decides_a_build
+from transformers_models import saved
+
+# Plain softmax attention, so that transformers computes the same at every length.
+NYSTROMFORMER: dict[str, Any] = {
+    "vocab_size": 210,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+    "segment_means_seq_len": 8,
+    "num_landmarks": 8,
+    "conv_kernel_size": 3,
+    "pad_token_id": 0,
+}
+LABELS = {"num_labels": 3, "id2label": {0: "ENTAILMENT", 1: "NEUTRAL", 2: "CONTRADICTION"}}
+FIELDS: dict[str, dict[str, Any]] = {
+    "NystromformerForSequenceClassification": LABELS
+    | {"label2id": {"entailment": 0, "neutral": 1, "contradiction": 2}},
+    "NystromformerForTokenClassification": LABELS,
+}
+
+
+@dataclass(frozen=True)
+class CheckpointArtifact:
+    """Two folders. Copy them before changing them."""
+
+    checkpoint: Path
+    artifact: Path
+
+
+def checkpoint_artifact(kind: str, tokenizer: str = "bert", **options: Any) -> CheckpointArtifact:
+    """kind: a class of transformers. tokenizer: a name in random_tokenizers.py. options: of `effexport.build`."""
+    import effexport
+
+    config = NYSTROMFORMER | FIELDS.get(kind, {})
+
+    def make(folder: Path) -> None:
+        saved(folder / "checkpoint", kind, config)
+        saved_tokenizer(tokenizer, folder / "checkpoint")
+        effexport.build(checkpoint=folder / "checkpoint", output=folder / "built", **options)
+
+    decided_by = [repr(config), tokenizer, repr(options), Path(__file__), *what_decides_a_build()]
+    folder = kept(f"checkpoints/{kind}-{digest_of([tokenizer, repr(options)])}", decided_by, make)
+    return CheckpointArtifact(folder / "checkpoint", folder / "built")
