@@ -1,7 +1,7 @@
 """effexport: efficient-attention models from PyTorch to ONNX and TensorRT, with proof that they compute the same.
 
-build, verify, refit, inspect and report do what the commands of these names do; export builds from an nn.Module; load
-and load_decoder run an artifact, and hf puts one in the place of a model of transformers.
+build, verify, refit, inspect and report do what the commands of these names do; export builds from an nn.Module; load,
+load_decoder and load_generator run an artifact, and hf puts one in the place of a model of transformers.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ if TYPE_CHECKING:
         inspect,
         load,
         load_decoder,
+        load_generator,
         refit,
         report,
         verify,
     )
     from effexport.errors import UserError
+    from effexport.generation.sampling import Sampling
     from effexport.runners.ort.settings import OrtSettings
 
 __all__ = [
     "BuildResult",
     "Description",
     "OrtSettings",
+    "Sampling",
     "UserError",
     "__version__",
     "build",
@@ -42,6 +45,7 @@ __all__ = [
     "inspect",
     "load",
     "load_decoder",
+    "load_generator",
     "refit",
     "report",
     "verify",
@@ -49,7 +53,11 @@ __all__ = [
 
 # Where public names are defined, other than in effexport.api. They are imported on first use, so that
 # `import effexport` stays quick.
-_HOMES = {"OrtSettings": "effexport.runners.ort.settings", "UserError": "effexport.errors"}
+_HOMES = {
+    "OrtSettings": "effexport.runners.ort.settings",
+    "Sampling": "effexport.generation.sampling",
+    "UserError": "effexport.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

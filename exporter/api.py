@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.description import Kind
     from effexport.engines.spec import EngineSpec
+    from effexport.generation.text_generator import TextGenerator
     from effexport.report.model import Report
     from effexport.runners.decode import DecodeRunner
     from effexport.runners.ort.runner import OrtRunner
@@ -395,6 +396,22 @@ def load_decoder(path: str | Path, settings: OrtSettings | None = None, *, runti
     check_has_decode_step(artifact)
     limits = limits_from_spec(artifact.spec)
     return decoder_in_ort(artifact.decode_step_path, artifact.prefill_path, limits, settings)
+
+
+def load_generator(path: str | Path, *, runtime: str = "ort") -> TextGenerator:
+    """Open a causal `linear` or `aft-simple` artifact that has logits, to continue texts.
+
+        with effexport.load_generator("artifacts/linear") as generator:
+            for piece in generator.stream("Once upon a time", effexport.Sampling(max_new_tokens=100)):
+                print(piece, end="", flush=True)
+
+    runtime: as in --runtime. Raises UserError for an artifact that cannot generate, or a runtime that is not available.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.generation.text_generator import generator_from_artifact
+
+    check_texts(runtime=runtime)
+    return generator_from_artifact(open_artifact(path_of("path", path)), runtime)
 
 
 def path_of(name: str, path: str | Path) -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from effexport.commands._generate import generate, generation_options, sampling_from_options
 from effexport.commands._options import (
     check_output_file,
     common_options,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, allow_dash=True),
     help="Text file, or - for standard input; each byte becomes a token.",
 )
+@generation_options
 @click.option(
     "-o", "--output", "output_file", type=click.Path(path_type=Path), help=".npz file to write the outputs to."
 )
@@ -48,6 +50,7 @@ def command(
     artifact: Path,
     input_file: Path | None,
     text_file: Path | None,
+    prompt: str | None,
     output_file: Path | None,
     force: bool,
     runtime: str,
@@ -55,11 +58,21 @@ def command(
     device: int,
     precision_hint: str,
     as_json: bool,
+    **flags: Any,
 ) -> None:
-    """Run an artifact on arrays, or on the bytes of a text file.
+    """Run an artifact on arrays, or on the bytes of a text file, or let it continue a text.
 
     A text that is longer than the model allows is cut into windows, which become rows of the batch.
     """
+    sampling = sampling_from_options(flags, prompt)
+    if prompt is not None and sampling is not None:
+        from effexport.runners.runner import ModelOptions
+
+        if input_file is not None or text_file is not None or output_file is not None:
+            raise UserError("--generate continues its own text and prints it; leave out --input, --text and --output")
+        options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
+        generate(artifact, prompt, sampling, runtime, options, as_json=as_json)
+        return
     if (input_file is None) == (text_file is None):
         raise UserError("give either --input FILE.npz or --text FILE, and not both")
     if str(input_file) == "-":

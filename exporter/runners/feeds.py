@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ def array_of(value: Any, tensor: TensorInfo, what: str = "input") -> Array:
         raise UserError(
             f"{what} {tensor.name!r} has rows of different lengths; pad them to one length, and mask the padding"
         ) from error
-    if array.size and array.dtype.name != tensor.dtype and not hasattr(value, "dtype"):
+    if not hasattr(value, "dtype") and array.size and array.dtype.name != tensor.dtype:
         given = f"{what} {tensor.name!r} is a {type(value).__name__} that numpy reads as {array.dtype.name}"
         if tensor.dtype.startswith("int"):
             raise UserError(f"{given}; expected {tensor}, as nested lists of integers that fit in {tensor.dtype}")
@@ -81,20 +82,32 @@ def array_of(value: Any, tensor: TensorInfo, what: str = "input") -> Array:
 
 def check_array(value: Array, tensor: TensorInfo, sizes: dict[str, tuple[int, str]], what: str = "input") -> None:
     """Check dtype, rank and dims of one input. `sizes` collects the named dimensions seen so far."""
-    given = f"{what} {tensor.name!r} is {value.dtype} {list(value.shape)}"
+    expected: str | None = None
     if value.size == 0:
-        raise UserError(f"{given}, which is empty; expected at least one element in every dimension of {tensor}")
-    if value.dtype.name != tensor.dtype:
-        raise UserError(f"{given}; expected {tensor}: convert it with .astype({tensor.dtype!r})")
-    if value.ndim != len(tensor.dims):
-        raise UserError(f"{given}, of rank {value.ndim}; expected rank {len(tensor.dims)}: {tensor}")
-    for dim, size in zip(tensor.dims, value.shape, strict=True):
-        if isinstance(dim, int) and size != dim:
-            raise UserError(f"{given}; expected {tensor}")
-        if isinstance(dim, str) and dim != "?":
-            known, owner = sizes.setdefault(dim, (size, tensor.name))
-            if known != size:
-                raise UserError(f"{given}, but {dim} is {known} in {owner!r}; expected the same {dim} in all {what}s")
+        expected = f", which is empty; expected at least one element in every dimension of {tensor}"
+    elif dtype_name(value.dtype) != tensor.dtype:
+        expected = f"; expected {tensor}: convert it with .astype({tensor.dtype!r})"
+    elif value.ndim != len(tensor.dims):
+        expected = f", of rank {value.ndim}; expected rank {len(tensor.dims)}: {tensor}"
+    else:
+        for dim, size in zip(tensor.dims, value.shape, strict=True):
+            if isinstance(dim, int) and size != dim:
+                expected = f"; expected {tensor}"
+                break
+            if isinstance(dim, str) and dim != "?":
+                known, owner = sizes.setdefault(dim, (size, tensor.name))
+                if known != size:
+                    expected = f", but {dim} is {known} in {owner!r}; expected the same {dim} in all {what}s"
+                    break
+    if expected is not None:
+        raise UserError(f"{what} {tensor.name!r} is {value.dtype} {list(value.shape)}{expected}")
+
+
+@functools.cache
+def dtype_name(dtype: Any) -> str:
+    """The name of a numpy element type, which numpy puts together each time: a decode step asks for dozens."""
+    name: str = dtype.name
+    return name
 
 
 def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> None:

@@ -67,7 +67,7 @@ class OrtGraphs(Closeable):
 
     def run(self, graph: Graph, feeds: dict[str, Array]) -> dict[str, Array]:
         state = self.state or zero_state(self._states, len(next(iter(feeds.values()))))
-        results = self._runner(graph).run({**feeds, **state})
+        results = self._runner(graph).run_checked({**feeds, **state})
         self.state = {t.name: results.pop(NEXT_PREFIX + t.name) for t in self._states}
         return results
 

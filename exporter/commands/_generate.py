@@ -1,0 +1,95 @@
+"""`effexport run --generate`: a text that grows in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from effexport.commands._options import say, stage_progress, stderr_console
+from effexport.errors import UserError
+from effexport.generation.sampling import Sampling
+
+if TYPE_CHECKING:
+    from effexport.runners.runner import ModelOptions
+
+STDIN = "-"
+# What a terminal would obey is shown as a character; line ends and tabs stay.
+VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+VISIBLE |= dict.fromkeys(range(0x7F, 0xA0), 0x2421)
+OPTIONS = {
+    "max_new_tokens": (int, f"end after so many tokens.  [default: {Sampling.max_new_tokens}]"),
+    "temperature": (
+        float,
+        f"divide the logits by it; 0: take the most probable token.  [default: {Sampling.temperature:g}]",
+    ),
+    "top_k": (int, "choose among the K most probable tokens only.  [default: among all]"),
+    "seed": (int, "the same seed gives the same text.  [default: another text each time]"),
+}
+
+
+def generation_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add --generate, and options for fields of Sampling, which are None if they are not given."""
+    for name, (kind, text) in reversed(OPTIONS.items()):
+        command = click.option(flag(name), name, type=kind, help=f"With --generate: {text}")(command)
+    return click.option(
+        "--generate", "prompt", metavar="PROMPT", help="Continue this text, or - for the text on standard input."
+    )(command)
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def sampling_from_options(flags: dict[str, Any], prompt: str | None) -> Sampling | None:
+    """Take the options of Sampling out of `flags`. None without --generate, which they need: else raises UserError."""
+    given = {name: value for name in OPTIONS if (value := flags.pop(name)) is not None}
+    if prompt is not None:
+        return Sampling(**given)
+    if given:
+        raise UserError(f"{flag(next(iter(given)))} only works with --generate")
+    return None
+
+
+def generate(
+    artifact: Path, prompt: str, sampling: Sampling, runtime: str, options: ModelOptions, *, as_json: bool
+) -> None:
+    """Print a text as it arrives; with --json, one object at its end."""
+    from effexport.artifact import open_artifact
+    from effexport.cli import print_json
+    from effexport.generation.text_generator import check_generates, generator_from_artifact
+
+    opened = open_artifact(artifact)
+    check_generates(opened)
+    text = text_of_stdin() if prompt == STDIN else prompt
+    console = stderr_console()
+    with stage_progress(console) as on_stage:
+        on_stage(f"loading {artifact} for {runtime}")
+        generator = generator_from_artifact(opened, runtime, options)
+    with generator:
+        result = generator(text, sampling, None if as_json else typewriter())
+    if as_json:
+        print_json(asdict(result))
+    else:
+        click.echo()
+    count, seed = len(result.tokens), f", seed {result.seed}" if sampling.temperature else ""
+    read = f"{result.prompt_tokens} tokens of the prompt"
+    say(console, f"{count} tokens after {read}, {count / result.seconds:.0f}/s, ended by {result.finish_reason}{seed}")
+
+
+def typewriter() -> Callable[[str], None]:
+    """A function that prints pieces at once. A terminal gets control characters as symbols."""
+    is_terminal = sys.stdout.isatty()
+    return lambda piece: click.echo(piece.translate(VISIBLE) if is_terminal else piece, nl=False)
+
+
+def text_of_stdin() -> str:
+    """Raises UserError for bytes that are not UTF-8."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8: byte {error.start}; expected a text in UTF-8") from error
