@@ -1,7 +1,8 @@
 """effexport: efficient-attention models from PyTorch to ONNX and TensorRT, with proof that they compute the same.
 
 build, verify, refit, inspect and report do what the commands of these names do; export builds from an nn.Module; load,
-load_decoder and load_generator run an artifact, and hf puts one in the place of a model of transformers.
+load_decoder and load_generator run an artifact, load_text gives it texts, and hf puts one in the place of a model of
+transformers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         load,
         load_decoder,
         load_generator,
+        load_text,
         refit,
         report,
         verify,
@@ -31,12 +33,14 @@ if TYPE_CHECKING:
     from effexport.errors import UserError
     from effexport.generation.sampling import Sampling
     from effexport.runners.ort.settings import OrtSettings
+    from effexport.text.task import TextOptions
 
 __all__ = [
     "BuildResult",
     "Description",
     "OrtSettings",
     "Sampling",
+    "TextOptions",
     "UserError",
     "__version__",
     "build",
@@ -46,6 +50,7 @@ __all__ = [
     "load",
     "load_decoder",
     "load_generator",
+    "load_text",
     "refit",
     "report",
     "verify",
@@ -56,6 +61,7 @@ __all__ = [
 _HOMES = {
     "OrtSettings": "effexport.runners.ort.settings",
     "Sampling": "effexport.generation.sampling",
+    "TextOptions": "effexport.text.task",
     "UserError": "effexport.errors",
 }
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from effexport.runners.ort.settings import OrtSettings
     from effexport.runners.runner import Runner
     from effexport.spec import BuildSpec
+    from effexport.text.task import TextOptions
+    from effexport.text.tasks import TextModel
 
 # Called with the name of a stage as it begins, and None; and while TensorRT builds an engine, with what it is doing and
 # how much of that is done, 0 to 1.
@@ -374,6 +376,40 @@ def load(path: str | Path, settings: OrtSettings | None = None, *, runtime: str 
     if runtime is not None:
         return runner_from_artifact(artifact, runtime)
     return OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
+
+
+def load_text(
+    path: str | Path,
+    settings: OrtSettings | None = None,
+    *,
+    runtime: str | None = None,
+    options: TextOptions | None = None,
+) -> TextModel:
+    """Open an artifact with a tokenizer to give it texts; it answers as transformers' pipeline of its task does.
+
+        with effexport.load_text("artifacts/nystromformer") as fill_mask:
+            answers = fill_mask("Paris is the [MASK] of France.")
+
+    settings, runtime: as for `load`. options: how many answers, and how long texts are cut; an effexport.TextOptions.
+    Raises UserError for an artifact that does not read text or answers no task, and MissingExtraError without the
+    package tokenizers.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.errors import check_type
+    from effexport.runners.artifact_runner import runner_from_artifact
+    from effexport.runners.feeds import limits_from_spec
+    from effexport.runners.ort.runner import OrtRunner
+    from effexport.text.task import DEFAULT_OPTIONS, TextOptions
+    from effexport.text.tasks import TextModel, task_from_artifact
+
+    check_settings_or_runtime(settings, runtime)
+    check_type("options", options, (TextOptions, type(None)), "an effexport.TextOptions")
+    artifact = open_artifact(path_of("path", path))
+    task = task_from_artifact(artifact, options or DEFAULT_OPTIONS)
+    if runtime is not None:
+        return TextModel(runner_from_artifact(artifact, runtime), task, artifact.spec.batch)
+    runner = OrtRunner(artifact.model_path, settings, limits=limits_from_spec(artifact.spec))
+    return TextModel(runner, task, artifact.spec.batch)
 
 
 def load_decoder(path: str | Path, settings: OrtSettings | None = None, *, runtime: str | None = None) -> DecodeRunner:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from effexport.commands._generate import generate, generation_options, sampling_from_options
+from effexport.commands._help import HelpfulCommand
 from effexport.commands._options import (
     check_output_file,
     common_options,
@@ -20,25 +21,34 @@ from effexport.commands._options import (
     stage_progress,
     stderr_console,
 )
+from effexport.commands._text_tasks import TASKS, TextRequest, run_task, text_options
 from effexport.errors import UserError
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.units import duration
 
 if TYPE_CHECKING:
-    from effexport.dtypes import Array
-    from effexport.runners.runner import Runner
+    from effexport.text.task import Prepared
+
+EXAMPLES = (
+    'effexport run artifacts/nystromformer --fill-mask "Paris is the [MASK] of France."',
+    'effexport run artifacts/qa --answer "Who wrote it?" --context chapter.txt --json',
+    "effexport run artifacts/embedder --embed lines.txt -o vectors.npz",
+    "effexport run artifacts/lsh --text book.txt -o hidden.npz",
+)
+WAYS = f"--input FILE.npz, --text FILE or a task: {', '.join(TASKS)}, --generate"
 
 
-@click.command("run")
+@click.command("run", cls=HelpfulCommand, examples=EXAMPLES)
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--input", "input_file", type=click.Path(path_type=Path), help=".npz file with one array per input name.")
 @click.option(
     "--text",
     "text_file",
     type=click.Path(path_type=Path, allow_dash=True),
-    help="Text file, or - for standard input; each byte becomes a token.",
+    help="Text file, or - for standard input; the artifact's tokenizer reads it, or each byte becomes a token.",
 )
 @generation_options
+@text_options
 @click.option(
     "-o", "--output", "output_file", type=click.Path(path_type=Path), help=".npz file to write the outputs to."
 )
@@ -60,43 +70,54 @@ def command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Run an artifact on arrays, or on the bytes of a text file, or let it continue a text.
+    """Run an artifact on arrays or on a text, or let it do a task with a text, or continue one.
 
-    A text that is longer than the model allows is cut into windows, which become rows of the batch.
+    A text that is longer than the model allows is cut into windows, which become rows of the outputs.
     """
     sampling = sampling_from_options(flags, prompt)
+    request = TextRequest.of_flags(flags)
+    ways = {"--input": input_file, "--text": text_file, "--generate": prompt, request.option: request.option or None}
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) != 1:
+        raise UserError(f"{' and '.join(given) or 'nothing to run'} given; expected one of {WAYS}")
+    if request.stride is not None and given[0] in ("--input", "--generate"):
+        raise UserError(f"--stride is about windows of a text; it does not apply to {given[0]}: leave it out")
+    if output_file is not None and given[0] not in ("--input", "--text", "--embed"):
+        raise UserError(f"{given[0]} prints its answer; leave out --output, or use --json for a file")
     if prompt is not None and sampling is not None:
         from effexport.runners.runner import ModelOptions
 
-        if input_file is not None or text_file is not None or output_file is not None:
-            raise UserError("--generate continues its own text and prints it; leave out --input, --text and --output")
         options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
         generate(artifact, prompt, sampling, runtime, options, as_json=as_json)
         return
-    if (input_file is None) == (text_file is None):
-        raise UserError("give either --input FILE.npz or --text FILE, and not both")
     if str(input_file) == "-":
         raise UserError("--input does not read standard input; expected an .npz file. A text can be piped: --text -")
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.files import load_npz, save_npz
-    from effexport.proof.inputs.text import windows_from_text
     from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
     from effexport.runners.runner import ModelOptions
+    from effexport.text.files import windows_of_file
+    from effexport.text.task import outputs_of
 
     options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
     check_runtime(runtime, options)
     if output_file is not None:
-        check_outputs(output_file, input_file or text_file, force=force)
+        check_outputs(output_file, input_file or text_file or request.file, force=force)
+    if request.option:
+        run_task(artifact, request, runtime, options, output_file, as_json=as_json)
+        return
     opened = open_artifact(artifact)
-    spec = opened.spec
     with stage_progress(stderr_console()) as on_stage:
-        feeds = load_npz(input_file) if input_file is not None else windows_from_text(text_file or Path(), spec)
+        prepared: Prepared | None = None
+        if text_file is not None:
+            prepared = windows_of_file(text_file, opened, request.stride or 0)
+        feeds = load_npz(input_file or Path()) if prepared is None else dict(prepared.feeds)
         on_stage(f"loading {artifact} for {runtime}")
         with runner_from_artifact(opened, runtime, options) as runner:
             on_stage("running")
             start = time.perf_counter()
-            outputs = runner.run(feeds) if input_file is not None else run_windows(runner, feeds, spec.batch)
+            outputs = runner.run(feeds) if prepared is None else outputs_of(runner.run, prepared, opened.spec.batch)
             seconds = time.perf_counter() - start
     if output_file is not None:
         save_npz(outputs | (feeds if text_file is not None else {}), output_file)
@@ -111,6 +132,8 @@ def command(
     kept = feeds.get("attention_mask")
     rows = first.size if first.dtype.kind == "i" else first.size // first.shape[-1]
     tokens = rows if kept is None else int(kept.sum())
+    if prepared is not None:
+        tokens = len(prepared.encoding)
     where = f"written to {output_file}" if output_file else "not saved; add --output FILE.npz to save the outputs"
     ran = implementation_text(runner.implementation)
     say(console, f"{tokens} tokens in {duration(1e3 * seconds)}{ran}, {where}")
@@ -123,12 +146,3 @@ def check_outputs(output: Path, source: Path | None, *, force: bool) -> None:
     if output.suffix != ".npz" and not output.is_dir():
         raise UserError(f"{output} does not end in .npz; outputs are arrays: choose a name such as {output.stem}.npz")
     check_output_file(output, force=force)
-
-
-def run_windows(runner: Runner, feeds: dict[str, Array], batch: int) -> dict[str, Array]:
-    """Run rows in groups of `batch`, so that memory does not grow with the text."""
-    import numpy as np
-
-    rows = len(feeds["input_ids"])
-    parts = [runner.run({name: value[i : i + batch] for name, value in feeds.items()}) for i in range(0, rows, batch)]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

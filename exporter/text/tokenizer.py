@@ -169,7 +169,9 @@ def tokenizer_from_artifact(artifact: Artifact) -> Tokenizer:
     if isinstance(model, EncoderSpec) and model.vocab_size >= 256 + BYTE_OFFSET:
         return ByteTokenizer(pad_token_id=model.pad_token_id)
     if "input_ids" not in model.inputs:
-        raise UserError(f"{artifact.path} does not read text: its inputs are {', '.join(model.inputs)}")
+        raise UserError(
+            f"{artifact.path} does not read text: its inputs are {', '.join(model.inputs)}; give arrays with --input"
+        )
     if any(name in artifact.manifest.files for name in TOKENIZER_FILES):
         raise UserError(
             f"{artifact.path} has the tokenizer in files that need transformers; build it again with transformers "

@@ -412,10 +412,10 @@ def test_text_that_cannot_be_read(cli: Cli, built: Built, tmp_path: Path) -> Non
     assert "no text file at" in cli("run", encoder, "--text", tmp_path / "absent").error()
     assert "cannot read" in cli("run", encoder, "--text", tmp_path).error()
     bare = cli("run", attention, "--text", tmp_path / "text").error()
-    assert "does not read the bytes of a text; give --input FILE.npz instead" in bare
+    assert "does not read text: its inputs are hidden_states, attention_mask; give arrays with --input" in bare
     both = cli("run", encoder, "--text", tmp_path / "text", "--input", tmp_path / "text").error()
-    assert "give either --input FILE.npz or --text FILE" in both
-    assert "give either --input FILE.npz or --text FILE" in cli("run", encoder).error()
+    assert "--input and --text given; expected one of --input FILE.npz, --text FILE or a task: --fill-mask" in both
+    assert "nothing to run given; expected one of --input FILE.npz" in cli("run", encoder).error()
 
 
 def npz(path: Path, **arrays: Any) -> Path:

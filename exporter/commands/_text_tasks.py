@@ -1,0 +1,228 @@
+"""The tasks of `effexport run` that are about a text: their options, and how their answers are printed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from effexport.commands._options import (
+    implementation_text,
+    result_console,
+    say,
+    stage_progress,
+    stderr_console,
+)
+from effexport.errors import UserError
+from effexport.units import duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from effexport.runners.runner import ModelOptions
+    from effexport.text.task import Prepared
+
+# Option → the tasks that it asks for.
+TASKS = {
+    "--fill-mask": ("fill-mask",),
+    "--classify": ("text-classification", "token-classification"),
+    "--answer": ("question-answering",),
+    "--embed": ("feature-extraction",),
+}
+# How much of a context is shown on each side of an answer, in characters.
+AROUND = 30
+HELP = {
+    "fill_mask": ("TEXT", "Predict the tokens for the masks in a text, such as [MASK]."),
+    "classify": ("TEXT", "Classify a text, or each of its tokens, by what the model was trained for."),
+    "question": ("QUESTION", "Find the answer to a question in the text of --context."),
+}
+FLAG = {"question": "--answer"}
+
+
+def text_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of tasks; `TextRequest.of_flags` takes them out of the arguments."""
+    path = click.Path(path_type=Path, allow_dash=True)
+    for option in (
+        click.option(
+            "--stride",
+            type=int,
+            metavar="N",
+            help="Tokens that neighbouring windows of a long text share; by default none, or what the task needs.",
+        ),
+        click.option("--top", type=int, metavar="N", help="Number of answers; default: 5 tokens, all labels, 1 span."),
+        click.option("--embed", type=path, metavar="FILE", help="Make a vector of each line of a text file."),
+        click.option(
+            "--context", type=path, metavar="FILE", help="With --answer: a text file, or - for standard input."
+        ),
+        *(
+            click.option(FLAG.get(name, f"--{name.replace('_', '-')}"), name, metavar=metavar, help=text)
+            for name, (metavar, text) in reversed(HELP.items())
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """What `effexport run` asks about texts. option: the flag that names the task, "" for none."""
+
+    option: str
+    text: str
+    file: Path
+    top: int | None
+    stride: int | None
+
+    @classmethod
+    def of_flags(cls, flags: dict[str, Any]) -> TextRequest:
+        """Take the options of `text_options` out of flags. Raises UserError for options that do not go together."""
+        names = {"--fill-mask": "fill_mask", "--classify": "classify", "--answer": "question", "--embed": "embed"}
+        values = {option: flags.pop(name) for option, name in names.items()}
+        context, top, stride = (flags.pop(name) for name in ("context", "top", "stride"))
+        given = [option for option, value in values.items() if value is not None]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} were given; expected one task")
+        option = given[0] if given else ""
+        if (context is None) == (option == "--answer"):
+            raise UserError("a question and its context go together: --answer QUESTION --context FILE")
+        if top is not None and option in ("", "--embed"):
+            raise UserError("--top only works with --fill-mask, --classify or --answer")
+        if stride is not None and option == "--fill-mask":
+            raise UserError("--stride does not apply to --fill-mask, which needs the whole text at once; leave it out")
+        text = values[option] if option and option != "--embed" else ""
+        return cls(option, text, context or values["--embed"] or Path(), top, stride)
+
+
+def run_task(
+    artifact: Path,
+    request: TextRequest,
+    runtime: str,
+    options: ModelOptions,
+    output: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Answer one request, or write the vectors of a file. Raises UserError for another task than the artifact's."""
+    from effexport.artifact import open_artifact
+    from effexport.cli import print_json
+    from effexport.runners.artifact_runner import runner_from_artifact
+    from effexport.text.files import lines_of_file, text_of_file
+    from effexport.text.task import TextOptions
+    from effexport.text.tasks import TextModel, task_from_artifact
+
+    opened = open_artifact(artifact)
+    task = task_from_artifact(opened, TextOptions(top=request.top, stride=request.stride))
+    if task.name not in TASKS[request.option]:
+        fitting = next(option for option, names in TASKS.items() if task.name in names)
+        raise UserError(f"{artifact} answers {task.name}, so {request.option} does not apply; use {fitting}")
+    pair = None
+    if request.option == "--embed":
+        texts = lines_of_file(request.file)
+    else:
+        texts, pair = [request.text], text_of_file(request.file) if request.option == "--answer" else None
+    # every text is read before any is run
+    prepared = [task.prepare(text, pair) for text in texts]
+    with stage_progress(stderr_console()) as on_stage:
+        on_stage(f"loading {artifact} for {runtime}")
+        with TextModel(runner_from_artifact(opened, runtime, options), task, opened.spec.batch) as model:
+            on_stage("running")
+            start = time.perf_counter()
+            answers = [task.answer(one, model.outputs(one)) for one in prepared]
+            seconds = time.perf_counter() - start
+            implementation = dict(model.runner.implementation)
+    console = result_console(as_json=as_json)
+    if request.option == "--embed":
+        where = save_vectors(answers, output)
+        say(console, f"embedding: float32 [{len(answers)}, {len(answers[0]['embedding'])}], a row for each line")
+    else:
+        where = ""
+        SHOW[task.name](console, prepared[0], answers[0])
+    tokens = sum(len(one.encoding) for one in prepared)
+    windows = sum(len(one.windows) for one in prepared)
+    cut = f" in {windows} windows" if windows > len(prepared) else ""
+    say(console, f"{tokens} tokens{cut} in {duration(1e3 * seconds)}{implementation_text(implementation)}{where}")
+    if as_json:
+        described = {"task": task.name, "seconds": seconds, "implementation": implementation}
+        if request.option == "--embed":
+            described["answers"] = answers if output is None else [{"tokens": one["tokens"]} for one in answers]
+            described["output_file"] = str(output) if output else None
+        else:
+            described |= {"answer": answers[0], "tokens": tokens_of(prepared[0])}
+        print_json(described)
+
+
+def tokens_of(prepared: Prepared) -> dict[str, Any]:
+    """All tokens of a text, for --json. sequence: which of two texts a token is of; null for added ones."""
+    encoding = prepared.encoding
+    return {
+        "ids": encoding.ids,
+        "offsets": encoding.offsets,
+        "sequence": encoding.sequence,
+        "windows": len(prepared.windows),
+    }
+
+
+def save_vectors(answers: Sequence[Mapping[str, Any]], output: Path | None) -> str:
+    """Write the arrays `embedding` [texts, dim] and `tokens` [texts]. Returns the end of a sentence that says so."""
+    import numpy as np
+
+    from effexport.files import save_npz
+
+    if output is None:
+        return "; not saved: add --output FILE.npz to save the vectors"
+    embedding = np.array([answer["embedding"] for answer in answers], np.float32)
+    save_npz({"embedding": embedding, "tokens": np.array([answer["tokens"] for answer in answers])}, output)
+    return f"; written to {output}"
+
+
+def show_filled(console: Console, prepared: Prepared, answer: Any) -> None:
+    several = isinstance(answer[0], list)
+    for number, proposals in enumerate(answer if several else [answer], 1):
+        if several:
+            say(console, f"mask {number}:")
+        width = max(len(visible(one["token_str"])) for one in proposals)
+        for one in proposals:
+            say(console, f"  {one['score']:.4f}  {visible(one['token_str']):<{width}}  {visible(one['sequence'])}")
+
+
+def show_labels(console: Console, prepared: Prepared, answer: Any) -> None:
+    for one in answer:
+        say(console, f"  {one['score']:.4f}  {visible(one['label'])}")
+
+
+def show_entities(console: Console, prepared: Prepared, answer: Any) -> None:
+    if not answer:
+        say(console, "no token has a label")
+    width = max((len(visible(one["word"])) for one in answer), default=0)
+    for one in answer:
+        word, label = visible(one["word"]), visible(one["entity"])
+        say(console, f"  {one['score']:.4f}  {word:<{width}}  {label}  characters {one['start']} to {one['end']}")
+
+
+def show_spans(console: Console, prepared: Prepared, answer: Any) -> None:
+    context = prepared.pair or ""
+    answers = answer if isinstance(answer, list) else [answer]
+    if not answers:
+        say(console, "no answer was found")
+    for one in answers:
+        start, end = one["start"], one["end"]
+        before, after = context[max(start - AROUND, 0) : start], context[end : end + AROUND]
+        say(console, f"  {one['score']:.4f}  {visible(one['answer'])}  (characters {start} to {end})")
+        say(console, f"          … {visible(before)}»{visible(one['answer'])}«{visible(after)} …")
+
+
+def visible(text: str) -> str:
+    """A text on one line, without what a terminal would obey."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+SHOW: dict[str, Callable[[Console, Prepared, Any], None]] = {
+    "fill-mask": show_filled,
+    "text-classification": show_labels,
+    "token-classification": show_entities,
+    "question-answering": show_spans,
+}

@@ -1,0 +1,242 @@
+"""What every task does: a text becomes inputs of the model, and its outputs become an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from effexport.errors import UserError
+from effexport.spec import MASK_NAME
+from effexport.text.tokenizer import Encoding, Tokenizer
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+    from effexport.spec import BuildSpec
+
+TOKENS, SEGMENTS = "input_ids", "token_type_ids"
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How tasks answer. None stands for what transformers' pipeline of the task does.
+
+    top: how many answers: tokens for a mask (5), labels (all), spans (1). stride: tokens that neighbouring windows of a
+    long text share (question-answering and token-classification: half a window, at most 128; others: none).
+    max_window: tokens of a window, if not as many as the model takes (question-answering: at most 384).
+    max_answer_tokens: the longest answer to a question.
+    """
+
+    top: int | None = None
+    stride: int | None = None
+    max_window: int | None = None
+    max_answer_tokens: int = 15
+
+    def __post_init__(self) -> None:
+        for name, least in (("top", 1), ("stride", 0), ("max_window", 1), ("max_answer_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{name} is {value}; expected at least {least}")
+
+
+DEFAULT_OPTIONS = TextOptions()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A text as inputs of the model: one row for each window.
+
+    windows: the tokens of each row. places: per row, where its tokens stand in `encoding`, the whole text.
+    feeds: all rows, padded to the same length. alone: whether other rows, or padding, could change an answer.
+    """
+
+    text: str
+    pair: str | None
+    encoding: Encoding
+    windows: tuple[Encoding, ...]
+    places: tuple[tuple[int, ...], ...]
+    feeds: Mapping[str, Array]
+    alone: bool
+    fixed: bool
+
+    @property
+    def runs(self) -> list[Mapping[str, Array]]:
+        """What to run, one after the other or each as a request: every row by itself and without padding, if that could
+        change an answer, and otherwise all rows together."""
+        if not self.alone:
+            return [self.feeds]
+        lengths = [None if self.fixed else len(window) for window in self.windows]
+        sequences = {name for name, value in self.feeds.items() if value.shape[1:] == self.feeds[TOKENS].shape[1:]}
+        return [
+            {name: array[i : i + 1, : length if name in sequences else None] for name, array in self.feeds.items()}
+            for i, length in enumerate(lengths)
+        ]
+
+
+class Task(Protocol):
+    """A task of transformers' pipelines. Thread-safe: it has no state.
+
+    name: as in transformers.pipeline(name).
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, text: str, pair: str | None = None) -> Prepared:
+        """The inputs of a text, or of two. Raises UserError for a text that the task or the model cannot take."""
+
+    def answer(self, prepared: Prepared, outputs: Mapping[str, Array]) -> Any:
+        """The answer, ready for JSON, in the form of transformers' pipeline. outputs: of all rows of `prepared`."""
+
+
+def joined_outputs(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    """The outputs of several runs, one below the other; shorter rows end in zeros."""
+    joined = {}
+    for name in parts[0]:
+        arrays = [part[name] for part in parts]
+        shape = [
+            sum(len(array) for array in arrays),
+            *np.max([array.shape[1:] for array in arrays], axis=0).astype(int),
+        ]
+        joined[name] = np.zeros(shape, arrays[0].dtype)
+        row = 0
+        for array in arrays:
+            joined[name][(slice(row, row + len(array)), *map(slice, array.shape[1:]))] = array
+            row += len(array)
+    return joined
+
+
+def outputs_of(
+    run: Callable[[Mapping[str, Array]], Mapping[str, Array]], prepared: Prepared, batch: int
+) -> dict[str, Array]:
+    """Run all rows, at most `batch` at a time, so that memory does not grow with the text."""
+    return joined_outputs([run(rows) for feeds in prepared.runs for rows in groups(feeds, batch)])
+
+
+def groups(feeds: Mapping[str, Array], batch: int) -> Iterable[Mapping[str, Array]]:
+    for start in range(0, len(feeds[TOKENS]), batch):
+        yield {name: array[start : start + batch] for name, array in feeds.items()}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Turns texts into the inputs of a model.
+
+    limit: the most tokens of a row; None if any number works. length: the only number, None if it is free.
+    mask: the name of the input that tells which tokens are kept, "" if there is none; kept: its value for them.
+    pad_token_id: of the model.
+    """
+
+    tokenizer: Tokenizer
+    inputs: tuple[str, ...]
+    limit: int | None
+    length: int | None
+    mask: str
+    kept: int
+    pad_token_id: int
+    alone: bool
+
+    def whole(self, text: str, pair: str | None, task: str) -> Prepared:
+        """A text as one row. Raises UserError for one that is empty, or too long."""
+        encoding = self.encode(text, pair)
+        if self.limit is not None and len(encoding) > self.limit:
+            raise UserError(
+                f"the text has {len(encoding)} tokens; this model takes {self.limit}, and {task} needs all of them at "
+                "once: shorten the text, or split it"
+            )
+        return self.prepared(text, pair, encoding, [tuple(range(len(encoding)))])
+
+    def split(self, text: str, pair: str | None, *, limit: int | None, stride: int, sequence: int = 0) -> Prepared:
+        """A text as windows; every row has the added tokens, and the whole of the other text.
+
+        limit: tokens of a row, None for any number. stride: tokens that neighbouring windows share. sequence: which of
+        two texts is cut.
+        """
+        return self.cut(text, pair, self.encode(text, pair), limit, stride, sequence)
+
+    def cut(
+        self, text: str, pair: str | None, encoding: Encoding, limit: int | None, stride: int, sequence: int = 0
+    ) -> Prepared:
+        """As `split`, for tokens that have been made."""
+        own = [place for place, number in enumerate(encoding.sequence) if number == sequence]
+        before, after = range(own[0]), range(own[-1] + 1, len(encoding))
+        limits = [number for number in (limit, self.limit) if number is not None]
+        room = min(limits) - len(before) - len(after) if limits else len(own)
+        if room <= stride and len(own) > room:
+            raise UserError(
+                f"windows of {min(limits)} tokens have room for {max(room, 0)} of a long text beside the other tokens, "
+                f"and {stride} of them are to be shared; expected a smaller --stride, or a shorter question"
+            )
+        starts = range(0, max(len(own) - stride, 1), max(room - stride, 1)) if len(own) > room else range(1)
+        rows = [(*before, *own[start : start + room], *after) for start in starts]
+        return self.prepared(text, pair, encoding, rows)
+
+    def encode(self, text: str, pair: str | None) -> Encoding:
+        """The tokens of a text. Raises UserError if there are none."""
+        for what, given in (("text", text), ("second text", pair)):
+            if given == "":
+                raise UserError(f"the {what} is empty; expected at least one character")
+        encoding = self.tokenizer.encode(text, pair)
+        for number, what in enumerate(("text", "second text")[: 1 if pair is None else 2]):
+            if number not in encoding.sequence:
+                raise UserError(f"the {what} has no tokens: the tokenizer drops all of its characters")
+        return encoding
+
+    def prepared(self, text: str, pair: str | None, encoding: Encoding, rows: Sequence[tuple[int, ...]]) -> Prepared:
+        windows = tuple(part_of(encoding, row) for row in rows)
+        length = self.length or max(map(len, windows))
+        shape = (len(windows), length)
+        tokens, segments = np.full(shape, self.pad_token_id, np.int64), np.zeros(shape, np.int64)
+        mask = np.full(shape, 1 - self.kept, np.int64)
+        for row, window in enumerate(windows):
+            tokens[row, : len(window)] = window.ids
+            segments[row, : len(window)] = window.type_ids
+            mask[row, : len(window)] = self.kept
+        found = {TOKENS: tokens, SEGMENTS: segments, self.mask: mask}
+        feeds = {name: found[name] for name in self.inputs}
+        return Prepared(
+            text, pair, encoding, windows, tuple(rows), feeds, self.alone or not self.mask, self.length is not None
+        )
+
+
+def part_of(encoding: Encoding, places: Sequence[int]) -> Encoding:
+    """Some tokens of an encoding."""
+    fields = (encoding.ids, encoding.type_ids, encoding.special, encoding.offsets, encoding.sequence, encoding.words)
+    return Encoding(*(tuple(values[place] for place in places) for values in fields))  # type: ignore[arg-type]
+
+
+def reader_from_spec(spec: BuildSpec, tokenizer: Tokenizer, *, given_by_task: Iterable[str] = ()) -> Reader:
+    """Raises UserError for a model with inputs that a text does not give. given_by_task: inputs that the task gives."""
+    model = spec.model
+    mask = getattr(model, "mask", MASK_NAME)
+    dims = {tensor.name: tensor.dims for tensor in spec.inputs}
+    unknown = [name for name in dims if name not in (TOKENS, SEGMENTS, mask, *given_by_task)]
+    if unknown or len(dims.get(TOKENS, ())) != 2:
+        inputs = ", ".join(str(tensor) for tensor in spec.inputs)
+        raise UserError(f"a text cannot be the input of this model, which takes {inputs}; give arrays with --input")
+    return Reader(
+        tokenizer,
+        tuple(name for name in dims if name not in given_by_task),
+        model.fixed_seq_len or model.max_seq_len,
+        model.fixed_seq_len,
+        mask if mask in dims else "",
+        0 if getattr(model, "mask_ignores", False) else 1,
+        model.pad_token_id,
+        bool(model.why_not_invariant),
+    )
+
+
+def softmax(logits: Array) -> Array:
+    """Over the last axis, in float64."""
+    wide = logits.astype(np.float64)
+    powers = np.exp(wide - wide.max(axis=-1, keepdims=True))
+    shares: Array = powers / powers.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def best(scores: Array, count: int) -> Array:
+    """The places of the highest of a row of scores, from the highest; of equal ones, the first."""
+    places: Array = np.argsort(-scores, kind="stable")[:count]
+    return places
