@@ -98,7 +98,7 @@ def command(
     from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
     from effexport.runners.runner import ModelOptions
     from effexport.text.files import windows_of_file
-    from effexport.text.task import outputs_of
+    from effexport.text.task import TextOptions, outputs_of
 
     options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
     check_runtime(runtime, options)
@@ -111,7 +111,7 @@ def command(
     with stage_progress(stderr_console()) as on_stage:
         prepared: Prepared | None = None
         if text_file is not None:
-            prepared = windows_of_file(text_file, opened, request.stride or 0)
+            prepared = windows_of_file(text_file, opened, TextOptions(stride=request.stride))
         feeds = load_npz(input_file or Path()) if prepared is None else dict(prepared.feeds)
         on_stage(f"loading {artifact} for {runtime}")
         with runner_from_artifact(opened, runtime, options) as runner:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from effexport.errors import UserError
+from effexport.models.head_spec import Pooling
 from effexport.text.task import Prepared, Reader
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-
-EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Embedding:
     name: ClassVar[str] = "feature-extraction"
     reader: Reader
     output: str
-    pooled: Literal["mean", "max", "cls"] | None = None
+    pooled: Pooling | None = None
     splits: bool = True
     stride: int = 0
     max_window: int | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
-from effexport.text.task import Prepared, reader_from_spec
+from effexport.text.task import Prepared, TextOptions, reader_from_spec
 from effexport.text.tokenizer import ByteTokenizer, tokenizer_from_artifact
 
 STDIN = Path("-")
@@ -50,18 +50,18 @@ def lines_of_file(path: Path) -> list[str]:
     return lines
 
 
-def windows_of_file(path: Path, artifact: Artifact, stride: int) -> Prepared:
+def windows_of_file(path: Path, artifact: Artifact, options: TextOptions) -> Prepared:
     """A file as inputs of an artifact, in windows if it is longer than the model allows.
 
-    A byte-level model also reads files that are not text. stride: tokens that neighbouring windows share.
+    A byte-level model also reads files that are not text.
     Raises UserError for a file that cannot be read, and for a model that reads no text.
     """
     tokenizer = tokenizer_from_artifact(artifact)
     reader = reader_from_spec(artifact.spec, tokenizer)
-    data = bytes_of_file(path)
+    data, limit, stride = bytes_of_file(path), options.max_window, options.stride or 0
     if isinstance(tokenizer, ByteTokenizer):
-        return reader.cut("", None, tokenizer.encode_bytes(data), None, stride)
-    return reader.split(decoded(data, path), None, limit=None, stride=stride)
+        return reader.cut("", None, tokenizer.encode_bytes(data), limit, stride)
+    return reader.split(decoded(data, path), None, limit=limit, stride=stride)
 
 
 def name_of(path: Path) -> str:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.models.families import CONFIG
+from effexport.models.head_spec import EMBEDDING, Head
 from effexport.text.classification import TextClassification, TokenClassification, labels_from_config
-from effexport.text.embedding import EMBEDDING, Embedding
+from effexport.text.embedding import Embedding
 from effexport.text.fill_mask import DEFAULT_TOP, POSITIONS, FillMask
 from effexport.text.question_answering import DEFAULT_WINDOW, QuestionAnswering
 from effexport.text.task import DEFAULT_OPTIONS, Prepared, Reader, Task, TextOptions, outputs_of, reader_from_spec
@@ -48,7 +49,7 @@ def task_from_spec(
     if {"start_logits", "end_logits"} <= set(outputs):
         return question_answering(reader, options)
     if EMBEDDING in outputs:
-        return pooled(reader, options, getattr(spec, "head", None))
+        return pooled(reader, options, spec.head)
     name, dims = next(iter(outputs.items()))
     if kind == "lm-head" or (name == "logits" and model.is_causal):
         raise UserError(f"{model.title} continues texts: use --generate")
@@ -77,11 +78,10 @@ def question_answering(reader: Reader, options: TextOptions) -> QuestionAnswerin
     return QuestionAnswering(reader, options.top or 1, window, overlap(options, window), options.max_answer_tokens)
 
 
-def pooled(reader: Reader, options: TextOptions, head: Any) -> Embedding:
-    """head: what the graph does with the hidden states; an artifact without one is not known to be a mean."""
-    kind = getattr(head, "pool", None)
-    splits = kind in ("mean", "max") and not getattr(head, "normalize", False)
-    return Embedding(reader, EMBEDDING, kind or "cls", splits, options.stride or 0, options.max_window)
+def pooled(reader: Reader, options: TextOptions, head: Head) -> Embedding:
+    """head: how the graph makes its vector; that of a module of the user's own is not known to be a mean."""
+    splits = head.pool in ("mean", "max") and not head.normalize
+    return Embedding(reader, EMBEDDING, head.pool or "cls", splits, options.stride or 0, options.max_window)
 
 
 def window_of(reader: Reader, options: TextOptions) -> int | None:
