@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,12 @@ from effexport.commands._options import (
 from effexport.commands._text_tasks import TASKS, TextRequest, run_task, text_options
 from effexport.errors import UserError
 from effexport.runtimes import ARTIFACT_RUNTIMES
+from effexport.spec import MASK_NAME
 from effexport.units import duration
 
 if TYPE_CHECKING:
-    from effexport.text.task import Prepared
+    from effexport.dtypes import Array
+    from effexport.runners.runner import ModelOptions
 
 EXAMPLES = (
     'effexport run artifacts/nystromformer --fill-mask "Paris is the [MASK] of France."',
@@ -77,41 +80,59 @@ def command(
     sampling = sampling_from_options(flags, prompt)
     request = TextRequest.of_flags(flags)
     ways = {"--input": input_file, "--text": text_file, "--generate": prompt, request.option: request.option or None}
-    given = [name for name, value in ways.items() if value is not None]
-    if len(given) != 1:
-        raise UserError(f"{' and '.join(given) or 'nothing to run'} given; expected one of {WAYS}")
-    if request.stride is not None and given[0] in ("--input", "--generate"):
-        raise UserError(f"--stride is about windows of a text; it does not apply to {given[0]}: leave it out")
-    if output_file is not None and given[0] not in ("--input", "--text", "--embed"):
-        raise UserError(f"{given[0]} prints its answer; leave out --output, or use --json for a file")
-    if prompt is not None and sampling is not None:
-        from effexport.runners.runner import ModelOptions
-
-        options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
-        generate(artifact, prompt, sampling, runtime, options, as_json=as_json)
-        return
+    check_way([name for name, value in ways.items() if value is not None], request.stride, output_file)
     if str(input_file) == "-":
         raise UserError("--input does not read standard input; expected an .npz file. A text can be piped: --text -")
-    from effexport.artifact import open_artifact
-    from effexport.cli import print_json
-    from effexport.files import load_npz, save_npz
-    from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
+    from effexport.runners.artifact_runner import check_runtime
     from effexport.runners.runner import ModelOptions
-    from effexport.text.files import windows_of_file
-    from effexport.text.task import TextOptions, outputs_of
 
     options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
+    if prompt is not None and sampling is not None:
+        generate(artifact, prompt, sampling, runtime, options, as_json=as_json)
+        return
     check_runtime(runtime, options)
     if output_file is not None:
         check_outputs(output_file, input_file or text_file or request.file, force=force)
     if request.option:
         run_task(artifact, request, runtime, options, output_file, as_json=as_json)
-        return
+    else:
+        run_arrays(artifact, input_file, text_file, request.stride, runtime, options, output_file, as_json=as_json)
+
+
+def check_way(given: list[str], stride: int | None, output: Path | None) -> None:
+    """Raise UserError unless one way to run a model was given, and nothing that does not belong to it."""
+    if len(given) != 1:
+        raise UserError(f"{' and '.join(given) or 'nothing to run'} given; expected one of {WAYS}")
+    if stride is not None and given[0] in ("--input", "--generate"):
+        raise UserError(f"--stride is about windows of a text; it does not apply to {given[0]}: leave it out")
+    if output is not None and given[0] not in ("--input", "--text", "--embed"):
+        raise UserError(f"{given[0]} prints its answer; leave out --output, or use --json for a file")
+
+
+def run_arrays(
+    artifact: Path,
+    input_file: Path | None,
+    text_file: Path | None,
+    stride: int | None,
+    runtime: str,
+    options: ModelOptions,
+    output_file: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Run a model on arrays or on the tokens of a text, and write its outputs, with the inputs made from a text."""
+    from effexport.artifact import open_artifact
+    from effexport.cli import print_json
+    from effexport.files import load_npz, save_npz
+    from effexport.runners.artifact_runner import runner_from_artifact
+    from effexport.text.files import windows_of_file
+    from effexport.text.task import TextOptions, outputs_of
+
     opened = open_artifact(artifact)
     with stage_progress(stderr_console()) as on_stage:
-        prepared: Prepared | None = None
+        prepared = None
         if text_file is not None:
-            prepared = windows_of_file(text_file, opened, TextOptions(stride=request.stride))
+            prepared = windows_of_file(text_file, opened, TextOptions(stride=stride))
         feeds = load_npz(input_file or Path()) if prepared is None else dict(prepared.feeds)
         on_stage(f"loading {artifact} for {runtime}")
         with runner_from_artifact(opened, runtime, options) as runner:
@@ -120,7 +141,7 @@ def command(
             outputs = runner.run(feeds) if prepared is None else outputs_of(runner.run, prepared, opened.spec.batch)
             seconds = time.perf_counter() - start
     if output_file is not None:
-        save_npz(outputs | (feeds if text_file is not None else {}), output_file)
+        save_npz(outputs | (feeds if prepared is not None else {}), output_file)
     shapes = {name: {"dtype": value.dtype.name, "shape": list(value.shape)} for name, value in outputs.items()}
     if as_json:
         result: dict[str, Any] = {"outputs": shapes, "seconds": seconds, "implementation": dict(runner.implementation)}
@@ -128,15 +149,19 @@ def command(
     console = result_console(as_json=as_json)
     for name, info in shapes.items():
         say(console, f"{name}: {info['dtype']} {info['shape']}")
-    first = next(iter(feeds.values()))
-    kept = feeds.get("attention_mask")
-    rows = first.size if first.dtype.kind == "i" else first.size // first.shape[-1]
-    tokens = rows if kept is None else int(kept.sum())
-    if prepared is not None:
-        tokens = len(prepared.encoding)
+    count = number_of_tokens(feeds) if prepared is None else len(prepared.encoding)
     where = f"written to {output_file}" if output_file else "not saved; add --output FILE.npz to save the outputs"
     ran = implementation_text(runner.implementation)
-    say(console, f"{tokens} tokens in {duration(1e3 * seconds)}{ran}, {where}")
+    say(console, f"{count} tokens in {duration(1e3 * seconds)}{ran}, {where}")
+
+
+def number_of_tokens(feeds: Mapping[str, Array]) -> int:
+    """The kept tokens of all rows."""
+    first = next(iter(feeds.values()))
+    kept = feeds.get(MASK_NAME)
+    if kept is not None:
+        return int(kept.sum())
+    return first.size if first.dtype.kind == "i" else first.size // first.shape[-1]
 
 
 def check_outputs(output: Path, source: Path | None, *, force: bool) -> None:
