@@ -128,7 +128,9 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
         if name in feeds:
             low, high = int(feeds[name].min()), int(feeds[name].max())
             if low < 0 or high >= limit:
-                raise UserError(f"{name} contains {low if low < 0 else high}; expected 0 to {limit - 1}")
+                wrong = low if low < 0 else high
+                place = list(map(int, np.argwhere(feeds[name] == wrong)[0]))
+                raise UserError(f"{name} contains {wrong}; expected 0 to {limit - 1}; see {name}{place}")
 
 
 # dtype and shape per input.

@@ -149,7 +149,7 @@ def of_tokens(built: Built) -> Iterator[DecodeRunner]:
         ("step", {}, r"input 'input_ids' is missing; expected: input_ids int64 \[batch, 1\]$"),
         ("step", [[1], [2]], r"the inputs are given as list; expected a dictionary with an array for: input_ids"),
         ("step", {"input_ids": [[1], [-1]]}, "input_ids contains -1; expected 0 to 257"),
-        ("step", {"input_ids": [[1], [258]]}, "input_ids contains 258; expected 0 to 257"),
+        ("step", {"input_ids": [[1], [258]]}, r"input_ids contains 258; expected 0 to 257; see input_ids\[1, 0\]"),
         (
             "step",
             {"input_ids": [[1, 2], [3, 4]]},

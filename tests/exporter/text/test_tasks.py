@@ -20,6 +20,7 @@ from transformers_models import same_rotations
 import effexport
 from effexport.artifact import open_artifact
 from effexport.errors import UserError
+from effexport.text.fill_mask import FillMask
 from effexport.text.task import TextOptions
 
 pytestmark = pytest.mark.requires("torch", "transformers")
@@ -209,6 +210,25 @@ def test_a_model_that_continues_texts_or_knows_no_mask_fills_none(tmp_path: Path
     config.write_text(config.read_text(encoding="utf-8").replace('"mask_token": "[MASK]"', '"mask_token": null'))
     with pytest.raises(UserError, match="has no mask token"):
         our_task(tmp_path / "mlm")
+
+
+def test_a_graph_that_selects_the_tokens_itself_is_given_the_places_of_the_masks(tmp_path: Path) -> None:
+    """An artifact of build --top-k has the input `positions`, and the outputs `scores` and `tokens`."""
+    model = checkpoint(tmp_path, "NystromformerForMaskedLM", "bert")
+    task = our_task(tmp_path)
+    text = "[MASK] is the [MASK] of France."
+    prepared = (in_graph := FillMask(task.reader, top=3, in_graph=4)).prepare(text)
+    assert prepared.feeds["positions"].tolist() == [[1, 4]]
+    (feeds,) = prepared.runs
+    assert feeds["positions"].shape == (1, 2)
+    logits = outputs(model, task.prepare(text))["logits"]
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    shares = np.take_along_axis(shares / shares.sum(-1, keepdims=True), prepared.feeds["positions"][..., None], axis=1)
+    tokens = np.argsort(-shares, axis=-1)[..., :4]
+    given = in_graph.answer(prepared, {"scores": np.take_along_axis(shares, tokens, axis=-1), "tokens": tokens})
+    assert_same_answers(given, answer_on(model, our_task(tmp_path, TextOptions(top=3)), text), LIMIT)
+    with pytest.raises(UserError, match="top is 9; this artifact returns the 4 most probable"):
+        FillMask(task.reader, top=9, in_graph=4)
 
 
 @pytest.mark.parametrize("field", ["top", "stride", "max_window", "max_answer_tokens"])

@@ -176,7 +176,7 @@ def test_what_the_server_cannot_read_is_refused_and_the_server_lives_on(running:
 def test_grpc_says_that_the_argument_was_wrong(running: Running) -> None:
     requests = [{"input_ids": np.full((1, 4), 999)}, {"input_ids": np.full((1, 4), 9)}]
     bad, good = running.server.infer("nystrom", requests, running.folder / "bad", protocol="grpc")
-    assert bad == "StatusCode.INVALID_ARGUMENT: input_ids contains 999; expected 0 to 257"
+    assert bad == "StatusCode.INVALID_ARGUMENT: input_ids contains 999; expected 0 to 257; see input_ids[0, 0]"
     assert good["last_hidden_state"].shape == (1, 4, 32)
 
 
