@@ -54,7 +54,7 @@ required_parts() {
   fi
   if can_have_tensorrt; then parts+=,rtx,ort-rtx; fi
   if [[ "$1" == all ]]; then
-    parts+=,ray,ray-serve
+    parts+=,ray,ray-serve,transformers5
     if has_tool nvcc; then parts+=,nvcc; fi
     if has_browser; then parts+=,browser; fi
     if has_small_disk; then parts+=,small-disk; fi
@@ -92,6 +92,7 @@ ensure_tests() {
     missing_part all native "the kernel library"
   ensure_conformance || missing_part all tensorrt "the environment with TensorRT's Python packages"
   ensure_triton || missing_part all triton "the environment with tritonserver"
+  ensure_transformers5 || missing_part all transformers5 "the environment with transformers 5"
   has_node || install_packages nodejs npm
   ensure_portability || missing_part all portability "the environments of other people's tools"
   has_browser || install_packages chromium
@@ -197,6 +198,35 @@ ensure_triton() (
   fi
   arrange_triton "$folder" || return 1
   triton_stamp >"$folder/effexport.stamp"
+)
+
+# transformers5_stamp: identifies what .venv-transformers5 is made from, and where; tests/conftest.py compares it.
+transformers5_stamp() {
+  { printf '%s\n' "$ROOT" && cat "$ROOT/scripts/transformers5-requirements.txt"; } | sha256sum | cut -d " " -f 1
+}
+
+# ensure_transformers5: .venv-transformers5 with another transformers than .venv, whose other packages it shares. Fails
+# if its packages cannot be installed.
+ensure_transformers5() (
+  folder="$ROOT/.venv-transformers5"
+  lock "$ROOT/scripts/transformers5-requirements.txt"
+  if [[ "$(cat "$folder/effexport.stamp" 2>/dev/null)" == "$(transformers5_stamp)" ]] &&
+    "$folder/bin/python" -c "import torch" 2>/dev/null; then
+    return
+  fi
+  say "creating .venv-transformers5 with transformers 5 and sentence-transformers (60 MB)"
+  rm -rf "$folder"
+  "$VENV/bin/python" -m venv --without-pip "$folder" >&2 || return 1
+  if ! "$VENV/bin/python" -m pip --python "$folder/bin/python" install --quiet --no-deps \
+    -r "$ROOT/scripts/transformers5-requirements.txt" >&2; then
+    say "error: transformers 5 could not be installed, see above"
+    return 1
+  fi
+  where='import sysconfig; print(sysconfig.get_paths()["purelib"])'
+  # its own packages come first
+  printf 'import site; site.addsitedir("%s")\n' "$("$VENV/bin/python" -c "$where")" \
+    >"$("$folder/bin/python" -c "$where")/effexport.pth"
+  transformers5_stamp >"$folder/effexport.stamp"
 )
 
 # ensure_portability: the environments of scripts/portability.py, in the user's cache. Fails if one cannot be made.

@@ -169,23 +169,29 @@ class TensorRTBindings:
             return False
 
 
-class TritonServer:
-    """NVIDIA's tritonserver, in the environment that scripts/test_environment.sh makes of the present requirements."""
+@dataclass(frozen=True)
+class Environment:
+    """An environment that scripts/test_environment.sh makes of the present requirements: .venv-NAME."""
 
-    name = "environment with tritonserver (scripts/test.sh --all makes it)"
-    requirements = ROOT / "scripts" / "triton-requirements.txt"
+    name: str
+    folder: str
+    package: str
+
+    @property
+    def requirements(self) -> Path:
+        return ROOT / "scripts" / f"{self.folder.removeprefix('.venv-')}-requirements.txt"
 
     def is_present(self) -> bool:
-        """As ensure_triton in scripts/test_environment.sh decides."""
+        """As ensure_triton and ensure_transformers5 in scripts/test_environment.sh decide."""
         try:
-            stamp = (ROOT / ".venv-triton" / "effexport.stamp").read_text(encoding="utf-8").strip()
+            stamp = (ROOT / self.folder / "effexport.stamp").read_text(encoding="utf-8").strip()
             made_from = f"{ROOT}\n".encode() + self.requirements.read_bytes()
         except OSError:
             return False
         return stamp == hashlib.sha256(made_from).hexdigest()
 
     def version(self) -> str:
-        found = re.search(r"tritonserver (\S+)", self.requirements.read_text(encoding="utf-8"))
+        found = re.search(rf"{self.package}[ =]+(\d\S+)", self.requirements.read_text(encoding="utf-8"))
         return found[1] if found else "of unknown version"
 
 
@@ -254,14 +260,19 @@ PARTS: dict[str, Part] = {
     "nvcc": CudaCompiler(),
     "browser": Browser(),
     "tensorrt": TensorRTBindings(),
-    "triton": TritonServer(),
+    "triton": Environment(
+        "environment with tritonserver (scripts/test.sh --all makes it)", ".venv-triton", "tritonserver"
+    ),
+    "transformers5": Environment(
+        "environment with transformers 5 (scripts/test.sh --all makes it)", ".venv-transformers5", "transformers"
+    ),
     "portability": PortabilityTools(),
     "small-disk": SmallDisk(),
     "rtx": Packages((Package(RTX.module, RTX.distributions), Package("cuda.bindings.runtime", ("cuda-bindings",)))),
     "ort-rtx": Package(ORT_RTX.module, ORT_RTX.distributions),
 }
 # What takes long to install, to start or to run: the fast part of the suite does without.
-SLOW_PARTS = {"ray", "ray-serve", "nvcc", "browser", "tensorrt", "triton", "portability", "small-disk"}
+SLOW_PARTS = {"ray", "ray-serve", "nvcc", "browser", "tensorrt", "triton", "transformers5", "portability", "small-disk"}
 REQUIRED = pytest.StashKey[tuple[str, ...]]()
 PRESENT = pytest.StashKey[set[str]]()
 SECONDS = pytest.StashKey[Counter[str]]()

@@ -28,7 +28,8 @@ HEAVY = (
     "numpy",
 )
 RUNTIMES = {"onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "transformers"}
-NOT_OURS = {".git", ".venv", ".venv-tensorrt", ".venv-triton", "artifacts", "share", "build", "dist", "__pycache__"}
+ENVIRONMENTS = {".venv", ".venv-tensorrt", ".venv-transformers5", ".venv-triton"}
+NOT_OURS = ENVIRONMENTS | {".git", "artifacts", "share", "build", "dist", "__pycache__"}
 
 
 def tree_files() -> Iterator[Path]:

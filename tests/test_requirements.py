@@ -206,23 +206,26 @@ def test_environments_for_tensorrt_of_earlier_files_count_as_missing(tensorrt_tr
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
 
 
-def test_the_environment_with_tritonserver_counts_only_as_made_from_the_present_requirements(tmp_path: Path) -> None:
-    for folder in ("scripts", "tests", ".venv-triton"):
+@pytest.mark.parametrize(("part", "version"), [("triton", "2.51.0"), ("transformers5", "5.23.0")])
+def test_an_environment_of_its_own_counts_only_as_made_from_the_present_requirements(
+    tmp_path: Path, part: str, version: str
+) -> None:
+    for folder in ("scripts", "tests", f".venv-{part}"):
         (tmp_path / folder).mkdir()
-    for name in ("triton-requirements.txt", *SCRIPTS):
+    for name in (f"{part}-requirements.txt", *SCRIPTS):
         shutil.copy(HERE.parent / "scripts" / name, tmp_path / "scripts")
-    command = "source scripts/test_environment.sh && triton_stamp"
+    command = f"source scripts/test_environment.sh && {part}_stamp"
     stamp = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
-    (tmp_path / ".venv-triton" / "effexport.stamp").write_text(stamp.stdout)
-    suite = TENSORRT_SUITE.replace("tensorrt", "triton")
-    result = run_suite(tmp_path / "tests", require="triton", suite=suite)
+    (tmp_path / f".venv-{part}" / "effexport.stamp").write_text(stamp.stdout)
+    suite = TENSORRT_SUITE.replace("tensorrt", part)
+    result = run_suite(tmp_path / "tests", require=part, suite=suite)
     assert "1 passed" in result.stdout
-    assert "triton 2.51.0" in result.stdout
-    with (tmp_path / "scripts" / "triton-requirements.txt").open("a") as stream:
+    assert f"{part} {version}" in result.stdout
+    with (tmp_path / "scripts" / f"{part}-requirements.txt").open("a") as stream:
         stream.write("\n")
     result = run_suite(tmp_path / "tests", require="", suite=suite)
-    assert "environment with tritonserver (scripts/test.sh --all makes it) is missing" in result.stdout
-    result = run_suite(tmp_path / "tests", require="triton", suite=suite)
+    assert "(scripts/test.sh --all makes it) is missing" in result.stdout
+    result = run_suite(tmp_path / "tests", require=part, suite=suite)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
 
 
@@ -264,11 +267,12 @@ def test_all_that_a_machine_can_have_is_required(tmp_path: Path) -> None:
     triton = ",triton" if subprocess.run(["bash", "-c", script], check=False).returncode == 0 else ""
     linux, mac = "Linux x86_64", "Darwin arm64"
     assert (
-        required_parts(tmp_path, "all", uname=linux) == f"{FAST},rtx,ort-rtx,ray,ray-serve,tensorrt{triton},portability"
+        required_parts(tmp_path, "all", uname=linux)
+        == f"{FAST},rtx,ort-rtx,ray,ray-serve,transformers5,tensorrt{triton},portability"
     )
-    assert required_parts(tmp_path, "all", uname=mac) == f"{FAST},ray,ray-serve"
-    assert required_parts(tmp_path, "all", uname=mac, browser=True) == f"{FAST},ray,ray-serve,browser"
-    assert required_parts(tmp_path, "all", uname=mac, disk=True) == f"{FAST},ray,ray-serve,small-disk"
+    assert required_parts(tmp_path, "all", uname=mac) == f"{FAST},ray,ray-serve,transformers5"
+    assert required_parts(tmp_path, "all", uname=mac, browser=True) == f"{FAST},ray,ray-serve,transformers5,browser"
+    assert required_parts(tmp_path, "all", uname=mac, disk=True) == f"{FAST},ray,ray-serve,transformers5,small-disk"
 
 
 def test_the_fast_part_requires_no_slow_part(tmp_path: Path) -> None:
