@@ -125,7 +125,7 @@ class DropIn(transformers.PreTrainedModel):
         return False
 
     def generate(self, *inputs: Any, **options: Any) -> NoReturn:
-        refuse("generate()", "effexport.load_decoder decodes token by token, where the artifact has a decode step")
+        refuse("generate()", "effexport.load_generator continues texts with a causal linear or aft-simple artifact")
 
     def save_pretrained(self, *args: Any, **options: Any) -> NoReturn:
         refuse("save_pretrained()", f"copy the folder {self.artifact.path}")

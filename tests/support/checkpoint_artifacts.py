@@ -24,6 +24,21 @@ NYSTROMFORMER: dict[str, Any] = {
     "conv_kernel_size": 3,
     "pad_token_id": 0,
 }
+REFORMER: dict[str, Any] = {
+    "vocab_size": 210,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "attention_head_size": 8,
+    "feed_forward_size": 16,
+    "attn_layers": ["local", "lsh"],
+    "lsh_attn_chunk_length": 8,
+    "local_attn_chunk_length": 8,
+    "num_buckets": 4,
+    "axial_pos_shape": [4, 8],
+    "axial_pos_embds_dim": [8, 8],
+    "max_position_embeddings": 32,
+    "is_decoder": True,
+}
 LABELS = {"num_labels": 3, "id2label": {0: "ENTAILMENT", 1: "NEUTRAL", 2: "CONTRADICTION"}}
 FIELDS: dict[str, dict[str, Any]] = {
     "NystromformerForSequenceClassification": LABELS
@@ -44,7 +59,7 @@ def checkpoint_artifact(kind: str, tokenizer: str = "bert", **options: Any) -> C
     """kind: a class of transformers. tokenizer: a name in random_tokenizers.py. options: of `effexport.build`."""
     import effexport
 
-    config = NYSTROMFORMER | FIELDS.get(kind, {})
+    config = (REFORMER if kind.startswith("Reformer") else NYSTROMFORMER) | FIELDS.get(kind, {})
 
     def make(folder: Path) -> None:
         saved(folder / "checkpoint", kind, config)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_artifacts import checkpoint_artifact
+from pipeline_questions import PIPELINES, TEXTS, worst_difference
 from slow_cases import slow_after
 from torch.utils import _pytree as pytree
 
@@ -26,43 +27,6 @@ from effexport.spec import BuildSpec
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
 # Scores are softmaxes of logits that differ by rounding in float32; the limit that docs/text.md states.
 LIMIT = 1e-4
-TEXTS = ["Paris is the capital of France.", "It's asleep."]
-MASKED = ["Paris is the [MASK] of France, and Lyon is not.", "It's [MASK]."]
-# A text to classify against labels needs a model that knows entailment; FIELDS in checkpoint_artifacts.py name it.
-PIPELINES: list[tuple[str, str, Callable[[Any], Any]]] = [
-    ("fill-mask", "NystromformerForMaskedLM", lambda ask: ask(MASKED, batch_size=2)),
-    (
-        "question-answering",
-        "NystromformerForQuestionAnswering",
-        lambda ask: ask(question=["What is Lyon not?", "Who?"], context=TEXTS, top_k=3, batch_size=2),
-    ),
-    (
-        "text-classification",
-        "NystromformerForSequenceClassification",
-        lambda ask: ask(TEXTS, top_k=None, batch_size=2),
-    ),
-    (
-        "zero-shot-classification",
-        "NystromformerForSequenceClassification",
-        lambda ask: ask(TEXTS, candidate_labels=["fox", "dog"]),
-    ),
-    ("token-classification", "NystromformerForTokenClassification", lambda ask: ask(TEXTS, batch_size=2)),
-    ("feature-extraction", "NystromformerModel", lambda ask: ask(TEXTS)),
-]
-
-
-def worst_difference(ours: Any, theirs: Any) -> float:
-    """The largest difference of numbers in two nested answers. Everything else must be equal."""
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        return max(worst_difference(ours[key], theirs[key]) for key in theirs)
-    if isinstance(theirs, list):
-        assert len(ours) == len(theirs)
-        return max(map(worst_difference, ours, theirs), default=0.0)
-    if isinstance(theirs, float | np.floating):
-        return abs(float(ours) - float(theirs))
-    assert ours == theirs
-    return 0.0
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of numpy, in transformers
@@ -144,7 +108,7 @@ def test_the_model_says_of_itself_what_pipelines_ask(masked_lm: Any) -> None:
         (lambda model, tokens: model.to(torch.device("cuda:1")), r"to\('cuda:1'\)"),
         (lambda model, tokens: model.cuda(), r"to\('cuda'\)"),
         (lambda model, tokens: model.half(), r"torch.float16.* --precision"),
-        (lambda model, tokens: model.generate(**tokens), r"generate\(\) .* effexport.load_decoder"),
+        (lambda model, tokens: model.generate(**tokens), r"generate\(\) .* effexport.load_generator"),
         (lambda model, tokens: model.save_pretrained("copy"), r"save_pretrained\(\) .* copy the folder"),
         (lambda model, tokens: model(**tokens, labels=tokens["input_ids"]), r"labels .*expected: input_ids int64"),
         (lambda model, tokens: model(**tokens, output_hidden_states=True), r"output_hidden_states was given"),
