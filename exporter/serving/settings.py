@@ -13,6 +13,13 @@ DEFAULT_MAX_SEQ_LEN = 16384
 # Number of request bodies of the largest size that may be in memory at once, complete or not.
 BODIES_IN_MEMORY = 4
 
+# Texts of one request, as many as clients send to other servers of embeddings; and windows of one text.
+MAX_TEXTS = 2048
+# Of one text, in UTF-8.
+MAX_TEXT_BYTES = 256 << 10
+# Of all texts that are tokens at the same time, each of which takes about 600 bytes.
+TEXT_CHARACTERS_IN_MEMORY = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:

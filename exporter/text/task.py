@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.spec import BuildSpec
 
+# Tokens of all windows of a text together, so that a large stride does not fill the memory.
+MAX_WINDOW_TOKENS = 1 << 21
 TOKENS, SEGMENTS = "input_ids", "token_type_ids"
 
 
@@ -170,6 +172,12 @@ class Reader:
                 f"and {stride} of them are to be shared; expected a smaller --stride, or a shorter question"
             )
         starts = range(0, max(len(own) - stride, 1), max(room - stride, 1)) if len(own) > room else range(1)
+        total = len(starts) * (min(room, len(own)) + len(before) + len(after))
+        if total > MAX_WINDOW_TOKENS:
+            raise UserError(
+                f"the text is {len(starts)} windows, with {total} tokens in all; expected at most {MAX_WINDOW_TOKENS}: "
+                "share fewer tokens (--stride), or split the text"
+            )
         rows = [(*before, *own[start : start + room], *after) for start in starts]
         return self.prepared(text, pair, encoding, rows)
 

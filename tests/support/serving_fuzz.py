@@ -178,3 +178,51 @@ def malformed_requests(model: str, count: int, seed: int = 0) -> list[tuple[str,
         kind = changed_field if number % 2 else KINDS[number // 2 % len(KINDS)]
         made.append((kind.__name__, kind(model, dice)))
     return made
+
+
+# What stands in the place of something right in a request with texts or for embeddings.
+NOT_TEXTS: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    1.5,
+    2**64,
+    {},
+    [],
+    [[]],
+    [None],
+    [{}],
+    ["a", 1],
+    [[1], "a"],
+    [[2**70]],
+    "",
+)
+
+
+def malformed_texts(model: str, count: int, seed: int = 0) -> list[tuple[str, bytes]]:
+    """Requests with texts of which one field is strange, for both forms; the name of the field with each."""
+    dice = random.Random(seed)
+    made = []
+    for number in range(count):
+        value = dice.choice(NOT_TEXTS)
+        if number % 3 == 0:
+            fields: Any = {"model": model, "input": ["a text"]}
+            place = dice.choice(("model", "input", "encoding_format", "dimensions", "request", "unknown"))
+            if place in ("encoding_format", "dimensions") and value is None:
+                value = "x"  # null stands for what is left out
+            fields = value if place == "request" else {**fields, place: value}
+            made.append((f"embeddings {place}", post("/v1/embeddings", json.dumps(fields).encode())))
+            continue
+        tensor: dict[str, Any] = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a text"]}
+        if number % 3 == 1:
+            place = dice.choice(("name", "shape", "datatype", "data"))
+            body = json.dumps({"inputs": [{**tensor, place: value}]}).encode()
+            made.append((f"text {place}", infer(model, body)))
+            continue
+        # a string of another size than its four bytes say, or that is not UTF-8
+        data = dice.choice((b"", b"\x01", b"\x02\0\0\0a", b"\x01\0\0\0ab", b"\xff\xff\xff\xff", b"\x01\0\0\0\xff"))
+        del tensor["data"]
+        tensor["parameters"] = {"binary_data_size": dice.choice((len(data), len(data), -1, 2**40, "1"))}
+        head = json.dumps({"inputs": [tensor]}).encode()
+        made.append(("binary text", infer(model, head + data, f"Inference-Header-Content-Length: {len(head)}\r\n")))
+    return made

@@ -110,13 +110,20 @@ def running_server(artifact: Path, folder: Path, *options: str, **environment: s
 
 @dataclass(frozen=True)
 class Sample:
-    """A request, ready to be sent, and its right answer. limit: for max |error|; what is equal needs none."""
+    """A request, ready to be sent, and its right answer. limit: for max |error|; what is equal needs none.
+
+    status: of the right answer. checked: whether a body is right that is not float32 alone.
+    """
 
     request: bytes
     expected: bytes
     limit: float
+    status: int = 200
+    checked: Callable[[bytes], bool] | None = None
 
-    def is_right(self, body: bytes, header_length: int) -> bool:
+    def is_right(self, status: int, body: bytes, header_length: int) -> bool:
+        if status != self.status or self.checked is not None:
+            return status == self.status and self.checked is not None and self.checked(body)
         # a slice of bytes compares as memory, a memoryview element by element: the client has little time
         data = body[header_length:]
         if data == self.expected:
@@ -253,7 +260,8 @@ class Outcome:
         self.retry_after += "retry-after" in reply.headers
         if reply.status == 200:
             self.latencies_s.append(latency_s)
-            self.wrong += not sample.is_right(reply.body, reply.header_length)
+        if reply.status == 200 or sample.status != 200:
+            self.wrong += not sample.is_right(reply.status, reply.body, reply.header_length)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from effexport.serving.protocol.errors import FAILED, RequestError
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-    from effexport.serving.protocol.infer_request import InferRequest
+    from effexport.serving.protocol.request_fields import Wanted
 
 
 @dataclass(frozen=True)
@@ -22,30 +22,48 @@ class Answer:
     header_length: int | None
 
 
-def answer_from_outputs(request: InferRequest, outputs: Mapping[str, Array], name: str, version: str) -> Answer:
-    """Raises RequestError for NaN and infinity that would be sent as JSON."""
-    import numpy as np
+def answer_from_outputs(
+    wanted: Wanted, outputs: Mapping[str, Array | Sequence[bytes]], name: str, version: str
+) -> Answer:
+    """outputs: arrays, or strings in UTF-8. Raises RequestError for NaN and infinity that would be sent as JSON."""
     import orjson
 
     described: list[dict[str, Any]] = []
-    binary: list[memoryview] = []
-    for output, is_binary in request.outputs.items():
-        array = outputs[output]
-        datatype = DTYPES[array.dtype.name].protocol
-        entry: dict[str, Any] = {"name": output, "datatype": datatype, "shape": list(array.shape)}
-        if is_binary:
-            entry["parameters"] = {"binary_data_size": array.nbytes}
-            # views, so that the only copy is into the body; view as uint8, because memoryview lacks some types
-            binary.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    binary: list[bytes | memoryview] = []
+    for output, is_binary in wanted.outputs.items():
+        value = outputs[output]
+        if isinstance(value, Sequence):
+            entry: dict[str, Any] = {"name": output, "datatype": "BYTES", "shape": [len(value)]}
         else:
-            check_finite(output, array)
-            entry["data"] = array.reshape(-1)
+            entry = {"name": output, "datatype": DTYPES[value.dtype.name].protocol, "shape": list(value.shape)}
+        if is_binary:
+            binary.append(sized_strings(value) if isinstance(value, Sequence) else bytes_of(value))
+            entry["parameters"] = {"binary_data_size": len(binary[-1])}
+        elif isinstance(value, Sequence):
+            entry["data"] = [text.decode() for text in value]
+        else:
+            check_finite(output, value)
+            entry["data"] = value.reshape(-1)
         described.append(entry)
     fields: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": described}
-    if request.id is not None:
-        fields["id"] = request.id
+    if wanted.id is not None:
+        fields["id"] = wanted.id
     text = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
     return Answer(b"".join([text, *binary]), len(text) if binary else None)
+
+
+def bytes_of(array: Array) -> memoryview:
+    """The bytes of an array as a view, so that the only copy is into the body."""
+    import numpy as np
+
+    # as uint8, because memoryview lacks some types
+    view: memoryview = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return view
+
+
+def sized_strings(strings: Sequence[bytes]) -> bytes:
+    """BYTES as binary data: each string after its size in four bytes, little-endian."""
+    return b"".join(part for text in strings for part in (len(text).to_bytes(4, "little"), text))
 
 
 def check_finite(name: str, array: Array) -> None:

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPES
 from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.signature import shown
+from effexport.serving.protocol.signature import BINARY_ONLY, shown
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array, TensorInfo
 
-# The protocol has no JSON for these: they travel as binary data only.
-BINARY_ONLY = ("FP16", "BF16")
 # Element types as Python reads them from JSON. A bool is an int in Python, but not in the protocol.
 _ELEMENTS: dict[str, tuple[set[type], str]] = {
     "BOOL": ({bool}, "true or false"),

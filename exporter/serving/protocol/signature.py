@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from effexport.dtypes import Array
 
+# The protocol has no JSON for these: they travel as binary data only.
+BINARY_ONLY = ("FP16", "BF16")
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -40,10 +43,14 @@ class Signature:
                 raise RequestError(f"{given}; expected {tensor}, every size at least 1")
             if isinstance(dim, int):
                 continue
-            largest = self.max_sizes.get(dim)
-            if largest is not None and size > largest:
-                raise RequestError(f"{given}: {dim} is {size}; this server takes at most {largest}{_REMEDY[dim]}")
+            self.check_size(dim, size, f"{given}: ")
         return tuple(shape)
+
+    def check_size(self, dim: str, size: int, given: str = "") -> None:
+        """Raises RequestError for a size of a named dimension that is beyond its limit."""
+        largest = self.max_sizes.get(dim)
+        if largest is not None and size > largest:
+            raise RequestError(f"{given}{dim} is {size}; this server takes at most {largest}{_REMEDY[dim]}")
 
     def complete(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """The feeds, with defaults for optional inputs. Raises RequestError for feeds that do not fit."""
@@ -81,8 +88,11 @@ def named(tensors: tuple[TensorInfo, ...], name: str, kind: str) -> TensorInfo:
     for tensor in tensors:
         if tensor.name == name:
             return tensor
-    names = [tensor.name for tensor in tensors]
-    raise RequestError(f"unknown {kind} {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")
+    raise unknown_name(name, [tensor.name for tensor in tensors], kind)
+
+
+def unknown_name(name: str, names: list[str], kind: str) -> RequestError:
+    return RequestError(f"unknown {kind} {shown(name)}{did_you_mean(name, names)} Expected: {', '.join(names)}")
 
 
 def tensor_metadata(tensor: TensorInfo) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from effexport.serving.protocol.embedding_request import openai_error
 from effexport.serving.protocol.errors import CROWDED, FAILED, UNAUTHORIZED, Refusal, RequestError
-from effexport.serving.server import repository_endpoints, v2_endpoints
+from effexport.serving.server import openai_endpoints, repository_endpoints, v2_endpoints
 from effexport.serving.server.service import Endpoint, Service, json_response
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 GROUPS: tuple[Callable[[Service], list[Endpoint]], ...] = (
     v2_endpoints.endpoints,
     repository_endpoints.endpoints,
+    openai_endpoints.endpoints,
 )
 
 
@@ -38,7 +40,7 @@ def create_app(models: ModelRepository) -> Starlette:
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         service.metrics_of(request).rejected(error.kind.reason)
-        return refusal(str(error), error.kind, service, request)
+        return refusal(str(error), error.kind, service, request, getattr(error, "param", None))
 
     async def not_served(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -61,7 +63,8 @@ def create_app(models: ModelRepository) -> Starlette:
     return app
 
 
-def refusal(message: str, kind: Refusal, service: Service, request: Request) -> Response:
+def refusal(message: str, kind: Refusal, service: Service, request: Request, param: str | None = None) -> Response:
+    """param: the field at fault, for errors in the form of OpenAI's API."""
     headers = {}
     if kind.status == 503:
         headers["retry-after"] = str(service.retry_after_s(request))
@@ -70,4 +73,5 @@ def refusal(message: str, kind: Refusal, service: Service, request: Request) -> 
     if kind is CROWDED or kind.status in (408, 413):
         # frees a connection, or avoids waiting for the rest of a body
         headers["connection"] = "close"
-    return json_response({"error": message}, kind.status, headers)
+    is_openai = request.url.path.startswith(f"{openai_endpoints.PREFIX}/")
+    return json_response(openai_error(message, kind, param) if is_openai else {"error": message}, kind.status, headers)

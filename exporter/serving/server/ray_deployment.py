@@ -8,11 +8,13 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from effexport.errors import EffexportError, UserError
 from effexport.runtimes import RUNTIMES
-from effexport.serving.server.target import ServingTarget
+
+if TYPE_CHECKING:
+    from effexport.serving.server.target import ServingTarget
 
 # Each attempt takes up to a minute, in which Ray waits for its proxies.
 START_ATTEMPTS = 3

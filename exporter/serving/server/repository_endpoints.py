@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from effexport.serving.protocol.body import read_body
 from effexport.serving.protocol.errors import STOPPING, RequestError
-from effexport.serving.protocol.infer_request import flag, parameters_of, parsed_object
+from effexport.serving.protocol.request_fields import flag, parameters_of, parsed_object
 from effexport.serving.protocol.signature import shown
 from effexport.serving.server.service import Endpoint, Service, json_response
 

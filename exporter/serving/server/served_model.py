@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from effexport.proof.checks.result import Kind
 from effexport.runners.joining import Padding
+from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.signature import Signature, signature_from_spec
 from effexport.serving.server.batcher import Batcher
 from effexport.serving.server.metrics import Metrics
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.runners.runner import Runner
     from effexport.runtimes import Runtime
+    from effexport.serving.server.text_inference import Texts
     from effexport.spec import BuildSpec
 
 # The only version: an artifact is one version of a model.
@@ -31,6 +34,7 @@ class ServedModel:
 
     why_not_joined: why requests never share a run; "" if they may. why_not_padded: the same for requests of different
     lengths. runs: how many runs may go on at once.
+    texts: what answers texts; for a model that does not read any, why not. loaded_at: in seconds since 1970.
     """
 
     version = VERSION
@@ -43,11 +47,14 @@ class ServedModel:
         settings: ServingSettings,
         runtime: Runtime,
         runs: int = 1,
+        texts: Texts | str = "",
     ) -> None:
         spec = artifact.spec
         self.name = name
         self.settings = settings
         self.platform = runtime.platform
+        self.loaded_at = int(time.time())
+        self._texts = texts
         self.signature: Signature = signature_from_spec(spec, settings)
         self.why_not_joined = why_not_joined(spec)
         self.why_not_padded = why_not_padded(artifact, runtime)
@@ -71,9 +78,18 @@ class ServedModel:
     def implementation(self) -> Mapping[str, str]:
         return self._runner.implementation
 
+    @property
+    def texts(self) -> Texts:
+        """Raises RequestError for a model that does not read text."""
+        if isinstance(self._texts, str):
+            raise RequestError(f"model {self.name!r} does not read text: {self._texts or 'send tensors'}")
+        return self._texts
+
     def metadata(self) -> dict[str, Any]:
-        """The V2 model metadata."""
-        return {"name": self.name, "versions": [VERSION], "platform": self.platform, **self.signature.metadata()}
+        """The V2 model metadata. What a client may send instead of tensors is in `parameters`."""
+        texts = {} if isinstance(self._texts, str) else {"parameters": self._texts.metadata()}
+        tensors = self.signature.metadata()
+        return {"name": self.name, "versions": [VERSION], "platform": self.platform, **tensors, **texts}
 
     def warm_up(self) -> None:
         """Run once at the length of the build, so that the first request does not pay for one-time work.

@@ -15,6 +15,8 @@ from starlette.responses import Response
 from effexport.serving.protocol.body import ByteBudget
 from effexport.serving.protocol.errors import CROWDED, UNAUTHORIZED, ClientGoneError, RequestError
 from effexport.serving.server.metrics import RequestMetrics
+from effexport.serving.server.waiting import TextMemory
+from effexport.serving.settings import TEXT_CHARACTERS_IN_MEMORY
 
 if TYPE_CHECKING:
     from effexport.serving.server.model_repository import ModelRepository
@@ -35,7 +37,8 @@ class Service:
 
     draining: the server is stopping, so it is not ready.
     is_crowded: whether too many connections are open; then only health probes are answered.
-    budget: for the bodies of the requests to all models. metrics: of requests that no model answers.
+    budget: for the bodies of the requests to all models. text_memory: for the tokens of their texts.
+    metrics: of requests that no model answers.
     """
 
     def __init__(self, models: ModelRepository) -> None:
@@ -44,6 +47,7 @@ class Service:
         self.draining = False
         self.is_crowded: Callable[[], bool] = lambda: False
         self.budget = ByteBudget(self.settings.max_bytes_in_memory)
+        self.text_memory = TextMemory(TEXT_CHARACTERS_IN_MEMORY)
         self.metrics = RequestMetrics("")
 
     @property

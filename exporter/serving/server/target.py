@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.environment import usable_cores
-from effexport.errors import UserError
+from effexport.errors import EffexportError, UserError
 from effexport.process_memory import status_bytes
 from effexport.runners.runner import ModelOptions
 from effexport.runtimes import RUNTIMES, engine_name
@@ -18,7 +18,9 @@ from effexport.units import memory
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
+    from effexport.serving.server.model_repository import ModelRepository
     from effexport.serving.server.served_model import ServedModel
+    from effexport.serving.server.text_inference import Texts
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -65,8 +67,9 @@ class ServingTarget:
 
         artifact, name = self.checked()
         check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, self.runtime))
+        texts = texts_of(artifact, name)
         runner = runner_from_artifact(artifact, self.runtime, self.options)
-        model = ServedModel(runner, artifact, name, self.settings, RUNTIMES[self.runtime], self.runs)
+        model = ServedModel(runner, artifact, name, self.settings, RUNTIMES[self.runtime], self.runs, texts)
         try:
             model.warm_up()
             check_memory(name, self.settings.max_memory_bytes)
@@ -117,6 +120,41 @@ class LoadableModels:
         if not (path / MANIFEST).is_file():
             raise UserError(f"no artifact {name!r} in {self.folder}; the repository index lists what can be loaded")
         return replace(next(iter(self.started.values())), artifact=path, name=name)
+
+
+def repository_from_targets(
+    targets: Sequence[ServingTarget], allow_load: Path | None, on_stage: Callable[[str], None]
+) -> ModelRepository:
+    """Load all models of a server, or none: mistakes are found before the first is loaded. Raises UserError.
+
+    allow_load: the folder of artifacts that may be loaded later; None: none may. on_stage: called with a text before
+    each model.
+    """
+    from effexport.serving.server.model_repository import ModelRepository, check_names
+
+    names = [target.checked()[1] for target in targets]
+    check_names(names)
+    models: list[ServedModel] = []
+    try:
+        for target in targets:
+            on_stage(f"loading {target.artifact} for {target.runtime}")
+            models.append(target.load())
+    except BaseException:
+        for model in models:
+            model.close()
+        raise
+    loadable = LoadableModels(allow_load, dict(zip(names, targets, strict=True))) if allow_load else None
+    return ModelRepository(models, targets[0].settings, loadable)
+
+
+def texts_of(artifact: Artifact, name: str) -> Texts | str:
+    """What answers texts, or why the artifact cannot."""
+    from effexport.serving.server.text_inference import Texts
+
+    try:
+        return Texts(artifact)
+    except EffexportError as error:
+        return str(error).replace(str(artifact.path), name)
 
 
 def checked_name(name: str) -> str:

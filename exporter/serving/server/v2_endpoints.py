@@ -57,7 +57,7 @@ class V2:
     async def infer(self, request: Request) -> Response:
         async def answer(request: Request) -> Response:
             with self._service.using(request) as model:
-                return await infer(request, model, self._service.budget)
+                return await infer(request, model, self._service)
 
         return await self._service.counted(request, answer)
 

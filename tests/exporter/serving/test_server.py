@@ -79,7 +79,7 @@ def test_a_list_of_encodings_allows_but_does_not_ask_for_compression(server: Ser
     assert json.loads(gzip.decompress(reply.body))["model_name"] == "small"
 
 
-@pytest.mark.parametrize("path", ["/", "/v2/models/small/infer/", "/v1/models/small", "/v2/models/small/config"])
+@pytest.mark.parametrize("path", ["/", "/v2/models/small/infer/", "/v2/models/small/config"])
 def test_what_is_not_served_is_answered_in_json(server: ServerProcess, path: str) -> None:
     reply = exchange(server, get(path))
     assert reply.status == 404
