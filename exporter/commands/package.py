@@ -46,7 +46,9 @@ FORMATS = ("triton",)
     "--name", help="Model name; with several backends, NAME-BACKEND for each.  [default: the artifact's folder]"
 )
 @click.option("--version", type=int, help="Version number.  [default: the next free one]")
-@click.option("--max-batch", type=int, help="Largest batch, in rows.  [default: 8]")
+@click.option(
+    "--max-batch", type=int, help="Largest batch, in rows, or in texts that are generated.  [default: 8; 64 texts]"
+)
 @click.option(
     "--preferred-batch",
     help="Batch sizes that run without further waiting, such as 4,8,16.  [default: --max-batch and half of it]",

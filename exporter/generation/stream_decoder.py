@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from effexport.text.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from effexport.text.tokenizer import Tokenizer
 
 # What a tokenizer writes for bytes that are not UTF-8, such as the first bytes of a character.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

@@ -5,40 +5,34 @@ from __future__ import annotations
 import importlib
 import io
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from effexport.artifact import MANIFEST, Artifact
-from effexport.engines.sidecar import EngineInfo, read_sidecar
+from effexport.engines.sidecar import read_sidecar
 from effexport.errors import UserError
 from effexport.export.onnx_graph import external_files
+from effexport.generation.text_generator import check_generates
 from effexport.plugins.building.library import LIBRARY_NAME
 from effexport.runners.ort.kernels import library_for
 from effexport.runners.ort.settings import OrtSettings
-from effexport.triton.content import Content
+from effexport.text.task import Task
+from effexport.text.tasks import task_from_artifact
+from effexport.text.tokenizer import Tokenizer, tokenizer_from_artifact
+from effexport.text.tokenizer_files import TOKENIZER_JSON
+from effexport.triton.backend import Backend
+from effexport.triton.signature import CONTEXT, TEXT
 from effexport.triton.spec import BACKENDS, PackageSpec
 
 PLAN = "model.plan"
-
-
-@dataclass(frozen=True)
-class Backend:
-    """A backend of Triton that can serve an artifact.
-
-    files: contents of the folder of a version. library: whether they include the kernel library.
-    engine: description of the engine, for the backend tensorrt.
-    """
-
-    name: str
-    kind: str
-    files: Content
-    library: bool = False
-    engine: EngineInfo | None = None
+# What a Python model imports in the server, besides NumPy and, for an artifact with a tokenizer, tokenizers.
+PYTHON_PACKAGES = ("msgspec", "onnx", "onnxruntime")
 
 
 def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backend, ...], tuple[str, ...]]:
     """The requested backends, or all that the artifact has files for; and why the others cannot be used.
+
+    The backend python gets a second model for an artifact that generates text.
 
     Raises UserError if a requested backend cannot run the artifact.
     """
@@ -54,6 +48,11 @@ def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backen
             remarks.append(f"no model for the backend {name}: {error}")
     if not chosen:
         raise UserError(f"no backend of Triton can run {artifact.path}: {'; '.join(remarks)}")
+    if any(backend.name == "python" for backend in chosen) and artifact.spec.model.has_decode_step:
+        try:
+            chosen.append(generation_backend(artifact, spec))
+        except UserError as error:
+            remarks.append(f"no model that generates text: {error}")
     return tuple(chosen), tuple(remarks)
 
 
@@ -74,14 +73,54 @@ def python_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
         raise UserError(
             "Triton's Python backend uses NumPy arrays, which do not support bfloat16; build with fp32 or fp16"
         )
+    try:
+        task = task_from_artifact(artifact)
+    except UserError:  # an artifact without a tokenizer, or whose outputs answer no text
+        return python_model(artifact, spec, "model.py")
+    return python_model(artifact, spec, "model.py", example=example_request(task, tokenizer_from_artifact(artifact)))
+
+
+def generation_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
+    """The backend python with a model that generates text. Raises UserError if the artifact cannot."""
+    check_generates(artifact)
+    tokenizer_from_artifact(artifact)
+    return python_model(artifact, spec, "generation_model.py", generates=True)
+
+
+def python_model(
+    artifact: Artifact,
+    spec: PackageSpec,
+    program: str,
+    *,
+    example: Mapping[str, str] | None = None,
+    generates: bool = False,
+) -> Backend:
+    """program: the file of this folder that becomes model.py."""
     kind = spec.kind or "cpu"
     library = kernel_library(artifact, spec, kind)
     files: dict[str, bytes | Path] = {
         f"artifact/{name}": artifact.path / name for name in (MANIFEST, *artifact.manifest.files)
     }
-    files["model.py"] = Path(__file__).with_name("model.py")
+    files["model.py"] = Path(__file__).with_name(program)
     files["effexport.zip"] = zip_of_effexport()
-    return Backend("python", kind, files | library, bool(library))
+    tokenizes = TOKENIZER_JSON in artifact.manifest.files and (example or generates)
+    packages = (*PYTHON_PACKAGES, "tokenizers") if tokenizes else PYTHON_PACKAGES
+    return Backend(
+        "python",
+        kind,
+        files | library,
+        bool(library),
+        example=example or {},
+        generates=generates,
+        packages=packages,
+    )
+
+
+def example_request(task: Task, tokenizer: Tokenizer) -> dict[str, str]:
+    """The texts of a request for the README."""
+    if task.name == "question-answering":
+        return {TEXT: "Which city is the capital of France?", CONTEXT: "Paris is the capital of France."}
+    return {TEXT: f"Paris is the {tokenizer.mask_token if task.name == 'fill-mask' else 'capital'} of France."}
 
 
 def tensorrt_backend(artifact: Artifact, spec: PackageSpec) -> Backend:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from effexport.dtypes import DTYPES, TensorInfo
+from effexport.dtypes import TensorInfo
 from effexport.plugins.building.library import LIBRARY_NAME
-from effexport.spec import INPUT_DEFAULTS
-from effexport.triton.backends import Backend
+from effexport.triton.backend import Backend
 from effexport.triton.batching import Batching
 from effexport.triton.pbtxt import Message, Word, comment, text_from_message
-from effexport.triton.spec import PackageSpec
+from effexport.triton.signature import Signature, triton_type
+from effexport.triton.spec import DEFAULT_SESSIONS, PackageSpec
 from effexport.triton.warmup import WarmUp
 from effexport.version import __version__
 
@@ -29,8 +29,7 @@ class ModelConfig:
     name: str
     title: str
     backend: Backend
-    inputs: Sequence[TensorInfo]
-    outputs: Sequence[TensorInfo]
+    signature: Signature
     batching: Batching
     warm_ups: Sequence[WarmUp]
     spec: PackageSpec
@@ -42,8 +41,9 @@ def text_from_config(config: ModelConfig) -> str:
         ("name", config.name),
         *BEGINNINGS[config.backend.name],
         ("max_batch_size", config.batching.max_batch),
-        *[("input", tensor_message(config, tensor, is_input=True)) for tensor in config.inputs],
-        *[("output", tensor_message(config, tensor, is_input=False)) for tensor in config.outputs],
+        *([("model_transaction_policy", [("decoupled", True)])] if config.backend.generates else []),
+        *[("input", input_message(config, tensor)) for tensor in config.signature.inputs],
+        *[("output", tensor_message(config, tensor)) for tensor in config.signature.outputs],
         *batching_message(config),
         ("instance_group", instance_message(config)),
         ("version_policy", [("latest", [("num_versions", config.spec.live_versions)])]),
@@ -55,7 +55,12 @@ def text_from_config(config: ModelConfig) -> str:
 
 def header(config: ModelConfig) -> str:
     text = comment(f"{config.title}, written by effexport {__version__} from the manifest of its artifact.")
-    if config.batching.reason:
+    if config.backend.generates:
+        text += "#\n" + comment(
+            "Generates text, for use with Triton's generate and generate_stream. The texts of concurrent requests grow "
+            "together, one token of each in a step of the model; parameter sessions: how many at most."
+        )
+    elif config.batching.reason:
         text += "#\n" + comment(
             f"No dynamic batching: results depend on the rest of the batch ({config.batching.reason}). Every request "
             "runs on its own; its first dimension is the batch that the client chose."
@@ -68,18 +73,19 @@ def header(config: ModelConfig) -> str:
     return text + "\n"
 
 
-def tensor_message(config: ModelConfig, tensor: TensorInfo, *, is_input: bool) -> Message:
+def input_message(config: ModelConfig, tensor: TensorInfo) -> Message:
+    message = tensor_message(config, tensor)
+    return [*message, ("optional", True)] if tensor.name in config.signature.optional else message
+
+
+def tensor_message(config: ModelConfig, tensor: TensorInfo) -> Message:
     """An input or output. If Triton batches requests, its dims are without the batch dimension."""
     dims = tensor.dims[1:] if config.batching.max_batch else tensor.dims
-    message: Message = [
+    return [
         ("name", tensor.name),
-        ("data_type", Word(DTYPES[tensor.dtype].triton)),
+        ("data_type", Word(triton_type(tensor.dtype))),
         ("dims", tuple(dim if isinstance(dim, int) else -1 for dim in dims)),
     ]
-    # effexport's runner has defaults for optional inputs; other backends need every input of the graph
-    if is_input and config.backend.name == "python" and tensor.name in INPUT_DEFAULTS:
-        message.append(("optional", True))
-    return message
 
 
 def batching_message(config: ModelConfig) -> Message:
@@ -108,7 +114,10 @@ def runtime_message(config: ModelConfig) -> Message:
     """The settings of ONNX Runtime: kernel library and threads."""
     backend, threads = config.backend, config.spec.threads
     if backend.name == "python":
-        return [parameter("threads", str(threads or 0))]
+        values = {"threads": threads or 0}
+        if backend.generates:
+            values |= {"sessions": config.spec.max_batch or DEFAULT_SESSIONS, "max_queue": config.spec.max_queue}
+        return [parameter(name, str(value)) for name, value in values.items()]
     message: Message = []
     if backend.library:
         path = f"{config.spec.server_path.rstrip('/')}/{config.name}/{config.version}/{LIBRARY_NAME}"
@@ -128,11 +137,11 @@ def warm_up_message(config: ModelConfig, warm_up: WarmUp) -> Message:
         # if Triton does not batch requests, the batch is one of the dims
         ("batch_size", warm_up.batch if config.batching.max_batch else 1),
     ]
-    dtypes = {tensor.name: tensor.dtype for tensor in config.inputs}
+    dtypes = {tensor.name: tensor.dtype for tensor in config.signature.inputs}
     for name, value in warm_up.inputs.items():
         dims = value.shape[1:] if config.batching.max_batch else value.shape
         entry: Message = [
-            ("data_type", Word(DTYPES[dtypes[name]].triton)),
+            ("data_type", Word(triton_type(dtypes[name]))),
             ("dims", tuple(dims)),
             ("input_data_file", warm_up.files[name]),
         ]

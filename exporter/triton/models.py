@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.metadata
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from effexport.artifact import Artifact
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
-from effexport.triton.backends import Backend
+from effexport.spec import INPUT_DEFAULTS, BuildSpec
+from effexport.triton.backend import Backend
 from effexport.triton.batching import Batching, batching_of
 from effexport.triton.config import ModelConfig, text_from_config
 from effexport.triton.content import Content, digest_of_content, digest_of_folder
 from effexport.triton.record import CONFIG, RECORD, ModelRecord, config_digest, read_record
+from effexport.triton.signature import GENERATION, Signature, tensors_of
 from effexport.triton.spec import LARGEST_VERSION, PackageSpec
 from effexport.triton.warmup import warm_ups
 
 # added: a new version. configured: the version exists, only the configuration changes. unchanged: nothing is written.
 Status = Literal["added", "configured", "unchanged"]
 EXAMPLE_LENGTH = 8
-# Packages that a Python model imports in the server, besides NumPy.
-PYTHON_PACKAGES = ("msgspec", "onnx", "onnxruntime")
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,12 @@ def model_change(
     content = backend.files
     version = version_of(content, versions, spec.version, name)
     is_new = version not in versions
-    batching = batching_of(artifact.spec, spec, backend.engine)
-    warm = warm_ups(artifact, warm_up_sizes(backend, batching), backend.engine) if spec.warm_up else ()
+    batching = Batching(0) if backend.generates else batching_of(artifact.spec, spec, backend.engine)
+    warm_up = spec.warm_up and not backend.generates
+    warm = warm_ups(artifact, warm_up_sizes(backend, batching), backend.engine) if warm_up else ()
     build, title = artifact.spec, f"{artifact.spec.model.title}, {artifact.spec.precision}"
-    config = ModelConfig(name, title, backend, build.inputs, build.outputs, batching, warm, spec, version)
+    signature = signature_of(build, backend, batching)
+    config = ModelConfig(name, title, backend, signature, batching, warm, spec, version)
     text = text_from_config(config).encode()
     record = model_record(artifact, config, text, old)
     if old is not None:
@@ -122,6 +123,15 @@ def warm_up_sizes(backend: Backend, batching: Batching) -> tuple[int, ...]:
     return tuple(sorted({1, *preferred}))
 
 
+def signature_of(build: BuildSpec, backend: Backend, batching: Batching) -> Signature:
+    if backend.generates:
+        return GENERATION
+    # effexport's runner has defaults for missing inputs; other backends need every input of the graph
+    optional = frozenset(INPUT_DEFAULTS) if backend.name == "python" else frozenset()
+    signature = Signature(build.inputs, build.outputs, optional)
+    return signature.with_texts(batching.max_batch) if backend.example else signature
+
+
 def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: ModelRecord | None) -> ModelRecord:
     build, manifest = artifact.spec, artifact.manifest
     origin: dict[str, Any] = {
@@ -130,24 +140,27 @@ def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: Mode
         "built_by": manifest.effexport_version,
         "custom_ops": sorted(manifest.custom_ops),
         "implementation": implementation_of(config.backend, manifest.custom_ops),
+        "example": config.backend.example,
     }
-    installed = {**manifest.environment, "msgspec": msgspec.__version__}
-    packages = {name: version for name in PYTHON_PACKAGES if (version := installed.get(name))}
+    # those that a build does not record are those of this packaging
+    unrecorded = [name for name in config.backend.packages if name not in manifest.environment]
+    installed = {**manifest.environment, **{name: importlib.metadata.version(name) for name in unrecorded}}
+    packages = {name: version for name in config.backend.packages if (version := installed.get(name))}
     return ModelRecord(
         name=config.name,
-        group=config.spec.name,
+        group=config.name if config.backend.generates else config.spec.name,
         backend=config.backend.name,
         kind=config.backend.kind,
         title=config.title,
-        inputs=tuple(config.inputs),
-        outputs=tuple(config.outputs),
+        inputs=config.signature.inputs,
+        outputs=config.signature.outputs,
         max_batch=config.batching.max_batch,
         reason=config.batching.reason,
         example_length=build.fixed_seq_len or min(EXAMPLE_LENGTH, build.max_seq_len or EXAMPLE_LENGTH),
         tensorrt_version=config.backend.engine.tensorrt_version if config.backend.engine else None,
         server_path=config.spec.server_path,
         config_sha256=config_digest(text),
-        packages=packages if config.backend.name == "python" else {},
+        packages=packages,
         versions={**(old.versions if old else {}), str(config.version): origin},
     )
 
@@ -166,7 +179,8 @@ def check_same_model(folder: Path, old: ModelRecord, new: ModelRecord) -> None:
             "with --name"
         )
     for kind in ("inputs", "outputs"):
-        before, now = getattr(old, kind), getattr(new, kind)
+        # a version that reads texts and an older one that does not may share a configuration
+        before, now = tensors_of(getattr(old, kind)), tensors_of(getattr(new, kind))
         if before != now:
             raise UserError(
                 f"{folder} has the {kind} {described(before)}, and this artifact has {described(now)}; versions of one "
@@ -179,7 +193,7 @@ def check_same_model(folder: Path, old: ModelRecord, new: ModelRecord) -> None:
         )
 
 
-def described(tensors: tuple[TensorInfo, ...]) -> str:
+def described(tensors: Sequence[TensorInfo]) -> str:
     return ", ".join(map(str, tensors))
 
 

@@ -39,8 +39,9 @@ def package_artifact(
     backends, remarks = choose_backends(artifact, spec)
     with locked_repository(repository):
         changes = []
+        names = tuple(backend.name for backend in backends if not backend.generates)
         for backend in backends:
-            name = spec.model_name(backend.name, tuple(backend.name for backend in backends))
+            name = f"{spec.name}-generate" if backend.generates else spec.model_name(backend.name, names)
             changes.append(model_change(artifact, repository, name, backend, spec, replace_config=replace_config))
         records = records_of(repository) | {change.name: change.record for change in changes}
         check_server_path(records, spec)

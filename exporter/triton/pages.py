@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from effexport.dtypes import DTYPES, TensorInfo
+from effexport.dtypes import TensorInfo
 from effexport.triton.record import ModelRecord
+from effexport.triton.signature import protocol_type, tensors_of
 from effexport.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG
 from effexport.units import listed
 
@@ -50,7 +51,10 @@ def present_tag(repository: Path) -> str | None:
 def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
     models = [records[name] for name in sorted(records)]
     loaded = [records[name] for name in loaded_models(records)]
-    first = loaded[0]
+    first = next((record for record in loaded if not record.generates), loaded[0])
+    # a model that is loaded, if there is one
+    readers = [record for record in (*loaded, *models) if record.example]
+    generators = [record for record in models if record.generates]
     return {
         "mark": MARK,
         "tag": tag,
@@ -65,7 +69,10 @@ def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
         "first": first,
         "request": json_request(first),
         "client_inputs": [(tensor, example_shape(first, tensor)) for tensor in needed_inputs(first)],
-        "dtypes": DTYPES,
+        "protocol_type": protocol_type,
+        "tensors": tensors_of,
+        "reader": readers[0] if readers else None,
+        "generator": generators[0] if generators else None,
         "has_kernels": any(
             version["implementation"] == "kernel" for record in models for version in record.versions.values()
         ),
@@ -127,7 +134,7 @@ def json_request(record: ModelRecord) -> str | None:
             return None
         # token 1 is not padding; a mask of ones keeps every token
         inputs.append(
-            {"name": tensor.name, "shape": shape, "datatype": DTYPES[tensor.dtype].protocol, "data": [1] * count}
+            {"name": tensor.name, "shape": shape, "datatype": protocol_type(tensor.dtype), "data": [1] * count}
         )
     return json.dumps({"inputs": inputs})
 
@@ -143,5 +150,5 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["listed"] = listed
+    environment.filters |= {"listed": listed, "json": json.dumps}
     return environment.get_template(template).render(values)

@@ -12,6 +12,7 @@ from typing import Any
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.files import json_text
+from effexport.triton.signature import TEXT_INPUT
 
 RECORD = "effexport.json"
 CONFIG = "config.pbtxt"
@@ -44,6 +45,16 @@ class ModelRecord:
     packages: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+
+    @property
+    def generates(self) -> bool:
+        return any(tensor.name == TEXT_INPUT for tensor in self.inputs)
+
+    @property
+    def example(self) -> Mapping[str, str]:
+        """The texts of an example request; {} for a model of tensors only."""
+        texts: Mapping[str, str] = self.versions[max(self.versions, key=int)].get("example", {})
+        return texts
 
     def text(self) -> str:
         return json_text(asdict(self))

@@ -15,6 +15,8 @@ BACKENDS = ("onnxruntime", "python", "tensorrt")
 # Valid as a folder name, in a URL, and in the command line that starts Triton's Python processes.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 DEFAULT_MAX_BATCH = 8
+# Texts that one model generates at the same time.
+DEFAULT_SESSIONS = 64
 DEFAULT_IMAGE_TAG = "26.07-py3"
 LARGEST_VERSION = 2**63 - 1
 # Of 32-bit fields in a configuration.
@@ -28,7 +30,8 @@ class PackageSpec:
     name: of the model; with several backends, `name-backend` each.
     backends: empty for all that the artifact has files for.
     version: number of the model's version; None takes the next free one.
-    max_batch: rows of the largest batch. preferred_batch: sizes that run without further waiting.
+    max_batch: rows of the largest batch, and texts that are generated at the same time.
+    preferred_batch: sizes that run without further waiting.
     None leaves both to the artifact; a model whose results depend on the rest of the batch gets neither.
     queue_delay_us: how long a request may wait for others to join it.
     max_queue: requests that may wait; 0: no limit.

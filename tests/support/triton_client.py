@@ -48,6 +48,42 @@ def infer(folder: Path, job: dict[str, Any]) -> dict[str, str]:
     return errors
 
 
+def stream(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Send several prompts to a model that generates, over one gRPC stream; its answers, in pieces, by prompt.
+
+    A job with `leave_after` cancels the stream after so many responses.
+    """
+    import queue
+
+    import tritonclient.grpc as client
+
+    answers: list[dict[str, Any]] = [{"pieces": [], "finish_reason": None, "error": None} for _ in job["prompts"]]
+    responses: queue.Queue[Any] = queue.Queue()
+    server = client.InferenceServerClient(job["url"])
+    server.start_stream(lambda result, error: responses.put((result, error)))
+    for i, prompt in enumerate(job["prompts"]):
+        inputs = [client.InferInput("text_input", [1], "BYTES"), client.InferInput("stream", [1], "BOOL")]
+        inputs[0].set_data_from_numpy(np.array([prompt.encode()], dtype=object))
+        inputs[1].set_data_from_numpy(np.array([True]))
+        parameters = {name: value[i] for name, value in job["parameters"].items()}
+        server.async_stream_infer(job["model"], inputs, request_id=str(i), parameters=parameters)
+    left, seen = len(answers), 0
+    while left and seen != job.get("leave_after"):
+        result, error = responses.get(timeout=60)
+        seen += 1
+        if error is not None:
+            answers[0]["error"] = error.message()
+            break
+        answer = answers[int(result.get_response().id)]
+        answer["pieces"].append(result.as_numpy("text_output")[0].decode())
+        reason = result.as_numpy("finish_reason")
+        if reason is not None:
+            answer["finish_reason"] = reason[0].decode()
+            left -= 1
+    server.stop_stream(cancel_requests=bool(left))
+    return answers
+
+
 def parse(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     """Every config.pbtxt of a repository, read by the text format parser of protobuf with Triton's own messages."""
     from google.protobuf import json_format, text_format
@@ -78,7 +114,7 @@ def load(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-COMMANDS = {"infer": infer, "parse": parse, "load": load}
+COMMANDS = {"infer": infer, "stream": stream, "parse": parse, "load": load}
 
 if __name__ == "__main__":
     print(json.dumps(COMMANDS[sys.argv[1]](Path(sys.argv[2]), json.loads(sys.argv[3]))))

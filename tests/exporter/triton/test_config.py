@@ -33,9 +33,11 @@ def test_protobuf_reads_the_configurations_of_every_variant(
     assert set(configs) == {"m-onnxruntime", "m-python"}
     for name, config in configs.items():
         assert config["name"] == name
-        assert [tensor["name"] for tensor in config["input"]] == [tensor.name for tensor in spec.inputs]
+        texts = ["text", "context"] if name == "m-python" else []
+        assert [tensor["name"] for tensor in config["input"]] == [*(tensor.name for tensor in spec.inputs), *texts]
         width = spec.attention.dim
-        (output,) = config["output"]
+        output, *answers = config["output"]
+        assert [tensor["name"] for tensor in answers] == ["answer"] * bool(texts)
         assert output["data_type"] == "TYPE_FP32"
         seq = spec.fixed_seq_len or -1
         assert output["dims"] == [str(seq), str(width)]
@@ -76,12 +78,48 @@ def test_every_option_arrives_where_triton_reads_it(built: Built, package: Packa
 def test_a_python_model_does_without_a_mask_and_other_backends_need_it(
     built: Built, package: Packaging, tmp_path: Path
 ) -> None:
-    package(built("softmax"), tmp_path, name="m")
+    package(built("softmax", "attention"), tmp_path, name="m")
     optional = {
         name: [tensor["name"] for tensor in config["input"] if tensor.get("optional")]
         for name, config in parsed(tmp_path).items()
     }
     assert optional == {"m-onnxruntime": [], "m-python": ["attention_mask"]}
+
+
+def test_a_model_that_reads_text_takes_a_text_for_each_row_instead_of_tensors(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    package(built("softmax"), tmp_path, name="rows", backends=("python",))
+    package(built("nystrom", pinv_init="global"), tmp_path, name="apart", backends=("python",))
+    for name, dims in (("rows", ["1"]), ("apart", ["-1"])):
+        config = parsed(tmp_path)[name]
+        assert all(tensor["optional"] for tensor in config["input"])
+        texts = {
+            tensor["name"]: tensor["dims"]
+            for tensor in (*config["input"], *config["output"])
+            if tensor["data_type"] == "TYPE_STRING"
+        }
+        assert texts == {"text": dims, "context": dims, "answer": dims}
+
+
+def test_a_model_that_generates_is_decoupled_and_batches_by_itself(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    artifact = built("linear", causal=True, lm_head=True)
+    package(artifact, tmp_path, name="m", max_batch=5, max_queue=7)
+    configs = parsed(tmp_path)
+    assert set(configs) == {"m-onnxruntime", "m-python", "m-generate"}
+    config = configs["m-generate"]
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    assert {"max_batch_size", "dynamic_batching", "model_warmup"}.isdisjoint(config)
+    assert {name: value["string_value"] for name, value in config["parameters"].items()} == {
+        "threads": "0",
+        "sessions": "5",
+        "max_queue": "7",
+    }
+    assert [tensor["name"] for tensor in config["input"] if not tensor.get("optional")] == ["text_input"]
+    # the logits of a causal model are for the model that generates
+    assert "text" not in [tensor["name"] for tensor in configs["m-python"]["input"]]
 
 
 def test_the_files_of_warm_up_requests_hold_as_many_bytes_as_the_configuration_says(

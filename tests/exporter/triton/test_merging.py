@@ -38,7 +38,7 @@ def request(rows: int, seq: int, start: float = 0.0) -> dict[str, Any]:
 
 
 def run(runner: Any, requests: list[Any], *, merge: bool = True) -> list[Any]:
-    return run_merged(runner, requests, merge=merge)
+    return run_merged(runner, requests, 8 if merge else 0)
 
 
 def test_requests_of_one_shape_become_one_batch_and_get_their_own_rows() -> None:
@@ -73,6 +73,15 @@ def test_requests_stay_apart_where_batch_mates_matter() -> None:
     answers = run(runner, [request(1, 3), request(2, 3)], merge=False)
     assert runner.batches == [1, 2]
     assert [len(answer["y"]) for answer in answers] == [1, 2]
+
+
+def test_a_batch_has_no_more_rows_than_the_model_takes_unless_one_request_has() -> None:
+    runner = Doubling()
+    requests = [request(rows, 2, start) for rows, start in ((3, 0), (4, 10), (2, 20), (9, 30), (1, 40))]
+    answers = run(runner, requests)
+    assert runner.batches == [7, 2, 9, 1]
+    for asked, answer in zip(requests, answers, strict=True):
+        np.testing.assert_array_equal(answer["y"], asked["x"] * 2)
 
 
 def test_a_failure_of_the_model_reaches_every_request_of_its_batch() -> None:

@@ -58,6 +58,50 @@ def test_by_default_an_artifact_becomes_a_model_for_every_backend_that_it_has_fi
     assert result.json["serve"][:2] == ["tritonserver", "--model-repository=/models"]
 
 
+def test_an_artifact_that_continues_texts_also_becomes_a_model_that_generates(
+    built: Built, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    artifact = built("linear", causal=True, lm_head=True).path
+    result = cli("package", artifact, "-o", tmp_path / "both", "--name", "m", "--backend", "python", "--json")
+    assert [model["name"] for model in result.json["models"]] == ["m", "m-generate"]
+    assert "--load-model=m-generate" in result.json["serve"]
+    assert "class TritonReply" in (tmp_path / "both" / "m-generate" / "1" / "model.py").read_text()
+    readme = (tmp_path / "both" / "README.md").read_text()
+    assert "models/m-generate/generate_stream" in readme
+    assert "## Send a text" not in readme
+    again = cli("package", artifact, "-o", tmp_path / "both", "--name", "m", "--backend", "python", "--json")
+    assert [model["status"] for model in again.json["models"]] == ["unchanged", "unchanged"]
+    other = cli("package", artifact, "-o", tmp_path / "other", "--backend", "onnxruntime", "--json")
+    assert len(other.json["models"]) == 1
+
+
+def test_the_readme_shows_how_to_send_a_text_to_a_model_that_reads_it(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    package(built("softmax"), tmp_path, name="m")
+    readme = (tmp_path / "README.md").read_text()
+    assert """models/m-python/generate -d '{"text": "Paris is the capital of France."}'""" in readme
+    assert "Load the model first" in readme
+    package(built("softmax", "attention"), tmp_path / "layer", name="m")
+    assert "Send a text" not in (tmp_path / "layer" / "README.md").read_text()
+
+
+def test_a_version_that_reads_texts_may_follow_one_of_an_effexport_that_did_not(
+    built: Built, other_weights: Callable[..., Path], package: Packaging, tmp_path: Path
+) -> None:
+    package(built("softmax"), tmp_path, name="m", backends=("python",))
+    path = tmp_path / "m" / "effexport.json"
+    record = json.loads(path.read_text())
+    for kind in ("inputs", "outputs"):
+        record[kind] = [tensor for tensor in record[kind] if tensor["dtype"] != "string"]
+    for version in record["versions"].values():
+        del version["example"]
+    path.write_text(json.dumps(record))
+    (change,) = package(other_weights("softmax"), tmp_path, name="m", backends=("python",)).changes
+    assert (change.version, change.status) == (2, "added")
+    assert 'name: "text"' in (tmp_path / "m" / "config.pbtxt").read_text()
+
+
 def test_a_single_backend_gives_the_model_the_name_of_the_artifact(
     built: Built, package: Packaging, tmp_path: Path
 ) -> None:

@@ -1,0 +1,119 @@
+"""Requests with texts: their tokens run like any other request, and the outputs become answers.
+
+Triton's Python models include this module; it runs without PyTorch, and with NumPy 1.26.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.errors import EffexportError, UserError
+from effexport.models.head_spec import EMBEDDING
+from effexport.text.embedding import Embedding
+from effexport.text.task import Prepared, Task, groups, joined_outputs
+from effexport.triton.merging import Answer, run_merged
+from effexport.triton.signature import ANSWER, CONTEXT, TEXT, decoded
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+    from effexport.runners.ort.runner import OrtRunner
+
+# Windows of the texts of one request: the outputs of all of them are in memory until they are answered.
+MOST_WINDOWS = 256
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request: what to run for it, and what makes its answer from the outputs of these runs."""
+
+    runs: Sequence[Mapping[str, Array]]
+    answer: Callable[[Sequence[Answer]], Answer]
+
+
+def run_requests(
+    runner: OrtRunner, task: Task | None, requests: Sequence[Mapping[str, Array]], max_batch: int
+) -> list[Answer]:
+    """The outputs of each request, or its error. A bad request does not affect the others.
+
+    A request has the tensors of the model, or `text`, bytes objects in UTF-8 of any shape, and an optional `context`
+    of the same shape. The output `answer` has the answer to each text as JSON; a model with the output `embedding` also
+    returns that, [texts, dim]. task: None for a model of tensors only. max_batch: see run_merged.
+    """
+    jobs = [job_from_request(task, request, max_batch) for request in requests]
+    outputs = iter(run_merged(runner, [run for job in jobs for run in job.runs], max_batch))
+    return [job.answer([next(outputs) for _ in job.runs]) for job in jobs]
+
+
+def job_from_request(task: Task | None, request: Mapping[str, Array], max_batch: int) -> Job:
+    if task is None or request.keys().isdisjoint((TEXT, CONTEXT)):
+        return Job([request], lambda outputs: outputs[0])
+    try:
+        prepared = prepared_texts(task, request)
+    except EffexportError as error:
+        failure = error
+        return Job([], lambda _: failure)
+    # of each text, at most as many windows as the model takes together
+    runs = [[rows for feeds in one.runs for rows in groups(feeds, max(max_batch, 1))] for one in prepared]
+
+    def answer(outputs: Sequence[Answer]) -> Answer:
+        found = iter(outputs)
+        try:
+            joined = [joined_outputs([outputs_or_error(next(found)) for _ in of_text]) for of_text in runs]
+            return answers_of_texts(task, prepared, joined, request[TEXT].shape)
+        except EffexportError as error:
+            return error
+
+    return Job([run for of_text in runs for run in of_text], answer)
+
+
+def prepared_texts(task: Task, request: Mapping[str, Array]) -> list[Prepared]:
+    """Raises UserError for a request whose texts cannot be answered."""
+    if TEXT not in request or request.keys() - {TEXT, CONTEXT}:
+        given = ", ".join(sorted(request))
+        raise UserError(f"the request has {given}; expected {TEXT}, with or without {CONTEXT}, or the model's tensors")
+    texts, contexts = request[TEXT], request.get(CONTEXT)
+    if contexts is not None and contexts.shape != texts.shape:
+        raise UserError(
+            f"{TEXT} has the shape {list(texts.shape)} and {CONTEXT} {list(contexts.shape)}; expected a {CONTEXT} for "
+            f"each {TEXT}"
+        )
+    if not texts.size:
+        raise UserError(f"{TEXT} has the shape {list(texts.shape)}, which is empty; expected at least one text")
+    prepared = []
+    for i in range(texts.size):
+        try:
+            pair = None if contexts is None else decoded(contexts.flat[i], CONTEXT)
+            prepared.append(task.prepare(decoded(texts.flat[i], TEXT), pair))
+        except UserError as error:
+            raise error if texts.size == 1 else UserError(f"{TEXT} {i + 1} of {texts.size}: {error}") from error
+    windows = sum(len(one.windows) for one in prepared)
+    if windows > MOST_WINDOWS:
+        raise UserError(
+            f"the request has {windows} windows of tokens; expected at most {MOST_WINDOWS}: send less text in a request"
+        )
+    return prepared
+
+
+def outputs_or_error(answer: Answer) -> Mapping[str, Array]:
+    """The outputs of a run. Raises its error."""
+    if isinstance(answer, EffexportError):
+        raise answer
+    return answer
+
+
+def answers_of_texts(
+    task: Task, prepared: Sequence[Prepared], outputs: Sequence[Mapping[str, Array]], shape: tuple[int, ...]
+) -> dict[str, Array]:
+    """shape: of the input `text`, which the answers get, too."""
+    answers = np.empty(shape, dtype=object)
+    for i, (one, found) in enumerate(zip(prepared, outputs, strict=True)):
+        answers.flat[i] = json.dumps(task.answer(one, found), ensure_ascii=False).encode()
+    if not isinstance(task, Embedding) or task.output != EMBEDDING:
+        return {ANSWER: answers}
+    vectors = np.stack([task.vector(one, found) for one, found in zip(prepared, outputs, strict=True)])
+    return {ANSWER: answers, EMBEDDING: vectors.astype(outputs[0][EMBEDDING].dtype)}

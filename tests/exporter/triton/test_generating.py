@@ -1,0 +1,189 @@
+"""Requests that generate text at the same time get what each would get alone, and leave when their client does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from effexport.artifact import Artifact
+from effexport.errors import EffexportError, UserError
+from effexport.generation.sampling import Sampling
+from effexport.generation.text_generator import TextGenerator, generator_from_artifact
+from effexport.triton.codes import OverloadedError, triton_code
+from effexport.triton.generating import GenerationLoop
+from effexport.triton.generation_request import generation_request
+
+Built = Callable[..., Artifact]
+SECONDS = 30
+needs_a_model = pytest.mark.requires("torch", "onnx", "ort", "native")
+
+
+class KeptReply:
+    """Keeps what is sent. gone: the client has gone, as the server knows. broken: it has gone, and sending fails."""
+
+    def __init__(self, *, gone: bool = False, broken: bool = False) -> None:
+        self.gone, self.broken = gone, broken
+        self.parts: list[tuple[str, str | None]] = []
+        self.error: EffexportError | None = None
+        self.cancelled = False
+        self.done = threading.Event()
+
+    def send(self, text: str, finish_reason: str | None) -> None:
+        if self.broken:
+            self.done.set()
+            raise OSError("planted: the connection is closed")
+        assert not self.done.is_set(), "nothing may follow the last part"
+        self.parts.append((text, finish_reason))
+        if finish_reason is not None:
+            self.done.set()
+
+    def fail(self, error: EffexportError) -> None:
+        self.error = error
+        self.done.set()
+
+    def cancel(self, session: Any) -> None:
+        self.cancelled = True
+        self.done.set()
+
+    def is_cancelled(self) -> bool:
+        return self.gone
+
+    @property
+    def text(self) -> str:
+        assert self.done.wait(SECONDS), "no answer"
+        assert self.error is None, self.error
+        return "".join(text for text, _ in self.parts)
+
+
+@pytest.fixture
+def generator(built: Built) -> Iterator[TextGenerator]:
+    with generator_from_artifact(built("linear", causal=True, lm_head=True)) as generator:
+        yield generator
+
+
+@pytest.fixture
+def loop(generator: TextGenerator) -> Iterator[GenerationLoop]:
+    with GenerationLoop(generator, 8) as loop:
+        yield loop
+
+
+def sampling_of(i: int) -> Sampling:
+    return Sampling(max_new_tokens=10 + 2 * i, temperature=0.9 if i % 3 else 0.0, top_k=20, seed=i)
+
+
+@needs_a_model
+def test_texts_that_grow_together_are_what_each_is_alone(loop: GenerationLoop, built: Built) -> None:
+    replies = [KeptReply() for _ in range(16)]
+    for i, reply in enumerate(replies):
+        loop.add(f"prompt {i}", sampling_of(i), reply, in_pieces=i % 2 == 0)
+    texts = [reply.text for reply in replies]
+    with generator_from_artifact(built("linear", causal=True, lm_head=True)) as alone:
+        assert texts == [alone(f"prompt {i}", sampling_of(i)).text for i in range(16)]
+    for i, reply in enumerate(replies):
+        assert [reason for _, reason in reply.parts] == [None] * (len(reply.parts) - 1) + ["length"]
+        assert i % 2 == 0 or len(reply.parts) == 1
+
+
+@needs_a_model
+def test_a_client_that_has_gone_costs_no_more_steps_and_the_others_go_on(
+    loop: GenerationLoop, generator: TextGenerator
+) -> None:
+    gone, broken, there = KeptReply(gone=True), KeptReply(broken=True), KeptReply()
+    sampling = Sampling(max_new_tokens=50, seed=1)
+    for reply in (gone, broken, there):
+        loop.add("a", sampling, reply, in_pieces=True)
+    assert there.text
+    assert gone.cancelled
+    assert gone.parts == []
+    last = KeptReply()
+    loop.add("a", Sampling(max_new_tokens=1), last, in_pieces=False)
+    assert last.text is not None
+    assert generator.stepper.sessions == 0
+
+
+@needs_a_model
+def test_requests_beyond_the_limit_wait_and_beyond_the_queue_are_refused(generator: TextGenerator) -> None:
+    step, proceed = generator.stepper.step, threading.Event()
+
+    def held() -> Any:
+        assert proceed.wait(SECONDS)
+        assert generator.stepper.sessions <= 1
+        return step()
+
+    generator.stepper.step = held  # type: ignore[method-assign]
+    with GenerationLoop(generator, max_sessions=1, max_waiting=2) as loop:
+        replies = [KeptReply() for _ in range(6)]
+        refused, codes = [], set()
+        for reply in replies:
+            try:
+                loop.add("a", Sampling(max_new_tokens=3, seed=5), reply, in_pieces=False)
+            except OverloadedError as error:
+                refused.append(reply)
+                codes.add(triton_code(error))
+        proceed.set()
+        # one runs and two wait; or only two wait, if the loop has not begun
+        assert len(refused) in (3, 4)
+        assert codes == {"UNAVAILABLE"}
+        assert len({reply.text for reply in replies if reply not in refused}) == 1
+
+
+@needs_a_model
+def test_an_unexpected_failure_is_the_answer_of_its_requests_only(
+    loop: GenerationLoop, generator: TextGenerator
+) -> None:
+    step = generator.stepper.step
+
+    def failing() -> Any:
+        generator.stepper.step = step  # type: ignore[method-assign]
+        raise ValueError("planted")
+
+    generator.stepper.step = failing  # type: ignore[method-assign]
+    failed, good = KeptReply(), KeptReply()
+    loop.add("a", Sampling(max_new_tokens=9), failed, in_pieces=True)
+    assert failed.done.wait(SECONDS)
+    assert str(failed.error) == "the decode step failed: planted"
+    assert triton_code(failed.error) == "INTERNAL"  # type: ignore[arg-type]
+    loop.add("a", Sampling(max_new_tokens=4), good, in_pieces=True)
+    assert good.text
+
+
+def test_options_are_inputs_or_parameters() -> None:
+    inputs = {
+        "text_input": np.array(["Größe".encode()], dtype=object),
+        "temperature": np.array([0.7], np.float32),
+        "max_new_tokens": np.array([5], np.int32),
+        "stream": np.array([True]),
+    }
+    request = generation_request(inputs, {"seed": 3, "top_k": 4})
+    assert request.prompt == "Größe"
+    assert request.in_pieces
+    # the temperature that was written, not the nearest float32
+    assert request.sampling == Sampling(max_new_tokens=5, temperature=0.7, top_k=4, seed=3)
+    other = generation_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0})
+    assert other.sampling == Sampling(max_new_tokens=9, temperature=0)
+    assert not other.in_pieces
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parameters", "message"),
+    [
+        (b"a", {"max_token": 3}, "unknown parameter 'max_token'; did you mean 'max_new_tokens'?"),
+        (b"a", {"stream": 1}, "stream is 1; expected true or false"),
+        (b"a", {"temperature": "warm"}, "temperature is 'warm'"),
+        (b"a", {"temperature": -1.0}, "temperature is -1"),
+        (b"a", {"top_k": 0}, "top_k is 0"),
+        (b"a", {"max_tokens": 1.5}, "max_new_tokens is 1.5"),
+        (b"a", {"seed": -1}, "seed is -1"),
+        (b"\xff", {}, "text_input is not UTF-8"),
+        (None, {}, "'text_input' is missing"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(prompt: bytes | None, parameters: dict[str, Any], message: str) -> None:
+    inputs = {} if prompt is None else {"text_input": np.array([prompt], dtype=object)}
+    with pytest.raises(UserError, match=message) as raised:
+        generation_request(inputs, parameters)
+    assert triton_code(raised.value) == "INVALID_ARG"

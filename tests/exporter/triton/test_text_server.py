@@ -1,0 +1,279 @@
+"""The real tritonserver on models that read and write text: their answers are effexport's own."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kept import kept
+from random_tokenizers import saved_tokenizer
+from small_builds import what_decides_a_build
+from transformers_models import saved
+from triton_server import TritonServer, ask_client
+
+import effexport
+from effexport.artifact import Artifact, open_artifact
+from effexport.generation.sampling import Sampling
+from effexport.generation.text_generator import generator_from_artifact
+from effexport.triton.package import Package
+
+pytestmark = [
+    pytest.mark.requires("torch", "onnx", "ort", "native", "transformers", "triton"),
+    pytest.mark.xdist_group("triton"),
+]
+Built = Callable[..., Artifact]
+Packaging = Callable[..., Package]
+CONFIG: dict[str, Any] = {
+    "vocab_size": 210,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 32,
+    "segment_means_seq_len": 8,
+    "num_landmarks": 8,
+    "conv_kernel_size": None,
+    "pad_token_id": 0,
+}
+LOADED = ("masked", "pooled", "writer", "writer-generate", "single-generate")
+MASKED = "Paris is the [MASK] of France."
+TEXTS = [("ab " * count).strip() for count in (1, 3, 9, 20, 2, 9)]
+
+
+def masked_checkpoint(folder: Path) -> None:
+    saved(folder / "checkpoint", "NystromformerForMaskedLM", CONFIG)
+    saved_tokenizer("bert", folder / "checkpoint")
+    effexport.build(checkpoint=folder / "checkpoint", output=folder / "built")
+
+
+@dataclass(frozen=True)
+class Running:
+    server: TritonServer
+    artifacts: dict[str, Artifact]
+    folder: Path
+
+    def infer(self, model: str, **inputs: Any) -> tuple[int, Any]:
+        """Ask over HTTP; lists of texts are strings, other lists tokens."""
+        tensors = []
+        for name, values in inputs.items():
+            array = np.array(values)
+            datatype = "BYTES" if array.dtype.kind == "U" else "INT64"
+            tensors.append({"name": name, "shape": list(array.shape), "datatype": datatype, "data": values})
+        return self.server.post(f"/v2/models/{model}/infer", {"inputs": tensors})
+
+    def generate(self, model: str, **fields: Any) -> tuple[int, Any]:
+        return self.server.post(f"/v2/models/{model}/generate", fields)
+
+
+@pytest.fixture(scope="module")
+def running(built: Built, package: Packaging, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("texts")
+    decided_by = [repr(CONFIG), *what_decides_a_build()]
+    writer = built("linear", causal=True, lm_head=True, seq_len=512)
+    artifacts = {
+        "masked": open_artifact(kept("artifacts/masked-lm", decided_by, masked_checkpoint) / "built"),
+        "pooled": built("linear", pool="mean"),
+        "writer": writer,
+        "single": writer,
+    }
+    for name, artifact in artifacts.items():
+        options = {"max_batch": 1} if name == "single" else {"queue_delay_us": 50_000}
+        if name == "masked":
+            options = {}
+        package(artifact, folder / "models", name=name, backends=("python",), threads=1, **options)
+    with TritonServer(folder / "models", folder / "log", LOADED) as server:
+        yield Running(server, artifacts, folder)
+
+
+def outputs_of(answer: Any) -> dict[str, Any]:
+    return {output["name"]: np.reshape(output["data"], output["shape"]) for output in answer["outputs"]}
+
+
+def test_a_text_gets_the_answer_of_effexport_itself(running: Running) -> None:
+    with effexport.load_text(running.artifacts["masked"].path) as model:
+        expected = model(MASKED), model(MASKED, "Is it?")
+    status, single = running.generate("masked", text=MASKED)
+    assert status == 200, single
+    _, pair = running.infer("masked", text=[MASKED], context=["Is it?"])
+    for answer, wanted in zip((single["answer"], outputs_of(pair)["answer"][0]), expected, strict=True):
+        proposals = json.loads(answer)
+        assert [one["token_str"] for one in proposals] == [one["token_str"] for one in wanted]
+        assert [one["sequence"] for one in proposals] == [one["sequence"] for one in wanted]
+        # the same kernels and the same release of ONNX Runtime
+        np.testing.assert_allclose([one["score"] for one in proposals], [one["score"] for one in wanted], rtol=1e-5)
+
+
+def test_the_image_gets_tokenizers_for_an_artifact_with_a_tokenizer(running: Running) -> None:
+    assert "tokenizers==" in (running.folder / "models" / "Dockerfile").read_text()
+    for name, needed in (("masked", True), ("pooled", False), ("writer-generate", False)):
+        record = json.loads((running.folder / "models" / name / "effexport.json").read_text())
+        assert ("tokenizers" in record["packages"]) is needed
+
+
+def test_texts_and_tensors_that_arrive_together_all_get_their_own_answers(running: Running) -> None:
+    def ask(i: int) -> tuple[int, dict[str, Any]]:
+        text = TEXTS[i % len(TEXTS)]
+        if i % 3 == 0:
+            status, answer = running.infer("pooled", input_ids=[[byte + 2 for byte in text.encode()]])
+        else:
+            others = [text, TEXTS[0]] if i % 3 == 1 else [text]
+            status, answer = running.infer("pooled", text=[[one] for one in others])
+        return status, outputs_of(answer)
+
+    before = running.server.counts("pooled")
+    with ThreadPoolExecutor(36) as pool:
+        answers = list(pool.map(ask, range(36)))
+    after = running.server.counts("pooled")
+    assert after[1] - before[1] < after[0] - before[0] == 48
+    with effexport.load_text(running.artifacts["pooled"].path) as model:
+        expected = {text: model(text) for text in TEXTS}
+    for i, (status, outputs) in enumerate(answers):
+        text = TEXTS[i % len(TEXTS)]
+        assert status == 200
+        assert set(outputs) == ({"embedding"} if i % 3 == 0 else {"answer", "embedding"})
+        # other samples in the batch only change the order of additions in a few products
+        np.testing.assert_allclose(outputs["embedding"][0], expected[text]["embedding"], atol=1e-5)
+        if i % 3:
+            found = json.loads(outputs["answer"][0, 0])
+            assert found["tokens"] == expected[text]["tokens"]
+            np.testing.assert_allclose(found["embedding"], outputs["embedding"][0], atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        ("masked", {"text": ["no mask"]}, "[MASK]"),
+        ("masked", {"text": [""]}, "empty"),
+        ("masked", {"text": [MASKED, "no mask"]}, "text 2 of 2"),
+        ("masked", {"text": [MASKED + " a" * 40]}, "32"),
+        ("masked", {"text": [MASKED], "context": ["a", "b"]}, "expected a context for each text"),
+        ("masked", {"context": ["a"]}, "expected text"),
+        ("masked", {"text": [MASKED], "input_ids": [[1, 2]]}, "input_ids, text"),
+        ("pooled", {"text": ["a"]}, "[-1,1]"),
+        ("pooled", {"attention_mask": [[1]]}, "'input_ids' is missing"),
+    ],
+)
+def test_a_bad_text_is_refused_and_the_server_lives_on(
+    running: Running, model: str, inputs: dict[str, Any], message: str
+) -> None:
+    status, answer = running.infer(model, **inputs)
+    assert status == 400, answer
+    assert message in answer["error"]
+    assert running.infer("masked", text=[MASKED])[0] == 200
+
+
+def test_bytes_that_are_not_utf8_are_refused(running: Running) -> None:
+    data = b"\x02\x00\x00\x00\xffa"
+    head = {
+        "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": len(data)}}]
+    }
+    body = json.dumps(head).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", running.server.http, timeout=60)
+    headers = {"Inference-Header-Content-Length": str(len(body))}
+    connection.request("POST", "/v2/models/masked/infer", body + data, headers)
+    answer = connection.getresponse()
+    assert (answer.status, json.loads(answer.read())) == (400, {"error": "text is not UTF-8: byte 0 is 0xff"})
+    connection.close()
+
+
+def sampling_of(i: int) -> dict[str, Any]:
+    return {"max_new_tokens": 20 + 7 * i, "temperature": 0.7 if i % 4 else 0.0, "top_k": 30, "seed": i}
+
+
+def test_sixteen_streams_at_the_same_time_are_effexports_own_texts(running: Running) -> None:
+    def ask(i: int) -> tuple[int, bytes]:
+        fields = {"text_input": f"prompt {i}", "stream": i % 2 == 0, **sampling_of(i)}
+        return running.server.post("/v2/models/writer-generate/generate_stream", fields)
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(16)))
+    with generator_from_artifact(running.artifacts["writer"]) as generator:
+        for i, (status, events) in enumerate(answers):
+            assert status == 200, events
+            parts = [json.loads(event.removeprefix("data: ")) for event in events.decode().split("\n\n") if event]
+            expected = generator(f"prompt {i}", Sampling(**sampling_of(i)))
+            assert "".join(part["text_output"] for part in parts) == expected.text
+            assert [part.get("finish_reason") for part in parts] == [None] * (len(parts) - 1) + ["length"]
+            assert i % 2 == 0 or len(parts) == 1
+
+
+def test_one_answer_over_http_and_many_over_one_grpc_stream(running: Running) -> None:
+    with generator_from_artifact(running.artifacts["writer"]) as generator:
+        expected = [generator(prompt, Sampling(max_new_tokens=30, seed=3)).text for prompt in ("one", "two", "three")]
+    status, answer = running.generate("writer-generate", text_input="one", max_tokens=30, seed=3)
+    assert (status, answer["text_output"], answer["finish_reason"]) == (200, expected[0], "length")
+    job = {
+        "url": f"127.0.0.1:{running.server.grpc}",
+        "model": "writer-generate",
+        "prompts": ["one", "two", "three"],
+        "parameters": {"max_tokens": [30] * 3, "seed": [3] * 3},
+    }
+    answers = ask_client("stream", running.folder, job)
+    assert ["".join(answer["pieces"]) for answer in answers] == expected
+    assert {answer["finish_reason"] for answer in answers} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text_input": ""}, "the prompt is empty"),
+        ({"text_input": "a" * 512}, "positions for 512"),
+        ({"text_input": "a", "max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"text_input": "a", "temperature": -1}, "temperature is -1"),
+        ({"text_input": "a", "max_token": 5}, "did you mean 'max_new_tokens'?"),
+        ({"max_tokens": 5}, "'text_input'"),
+    ],
+)
+def test_a_bad_prompt_is_refused_over_http_and_grpc(running: Running, fields: dict[str, Any], message: str) -> None:
+    status, answer = running.generate("writer-generate", **fields)
+    assert status == 400, answer
+    assert message in answer["error"]
+    if "text_input" in fields:
+        parameters = {name: [value] for name, value in fields.items() if name not in ("text_input", "temperature")}
+        job = {
+            "url": f"127.0.0.1:{running.server.grpc}",
+            "model": "writer-generate",
+            "prompts": [fields["text_input"]],
+            "parameters": parameters,
+        }
+        if "temperature" not in fields:
+            assert message in ask_client("stream", running.folder, job)[0]["error"]
+    assert running.generate("writer-generate", text_input="a", max_new_tokens=1)[0] == 200
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_stream_whose_client_leaves_ends(running: Running, protocol: str) -> None:
+    count = 490 if protocol == "http" else 491
+    fields = {"text_input": "once", "stream": True, "max_new_tokens": count}
+    if protocol == "http":
+        connection = http.client.HTTPConnection("127.0.0.1", running.server.http, timeout=60)
+        connection.request("POST", "/v2/models/single-generate/generate_stream", json.dumps(fields))
+        answer = connection.getresponse()
+        assert answer.read(5) == b"data:"
+        answer.close()
+        connection.close()
+    else:
+        job = {
+            "url": f"127.0.0.1:{running.server.grpc}",
+            "model": "single-generate",
+            "prompts": ["once"],
+            "parameters": {"max_new_tokens": [count]},
+            "leave_after": 1,
+        }
+        ask_client("stream", running.folder, job)
+    # this model generates one text at a time, so the next one waits for the end of the first
+    status, answer = running.generate("single-generate", text_input="b", max_new_tokens=2)
+    assert status == 200, answer
+    end = time.monotonic() + 10
+    while f" of {count} tokens" not in running.server.log.read_text() and time.monotonic() < end:
+        time.sleep(0.05)
+    (line,) = [line for line in running.server.log.read_text().splitlines() if f" of {count} tokens" in line]
+    assert "the client has gone after" in line
