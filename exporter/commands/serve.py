@@ -64,6 +64,11 @@ def setting(option: str, field: str, help: str) -> Callable[[Callable[..., None]
     "Largest share of padding in the tokens of a run, which lets requests of different lengths share runs; 0: none.",
 )
 @click.option(
+    "--max-run-tokens",
+    type=int,
+    help="Largest number of tokens of a run that requests share.  [default: 256 for each core; no limit on a GPU]",
+)
+@click.option(
     "--concurrent-runs",
     type=int,
     help="Runs of a model at a time, which share its threads.  [default: 2 for ort on several cores, otherwise 1]",
@@ -230,13 +235,12 @@ def ready_text(models: Sequence[ServedModel], url: str) -> str:
 
 def how_it_runs(model: ServedModel) -> str:
     settings = model.settings
-    if model.why_not_joined:
-        batches = f"not batched: {model.why_not_joined}"
-    elif model.batcher.max_padding:
-        batches = f"batched up to {settings.max_batch} rows, with up to {settings.max_padding:.0%} padding"
-    else:
-        batches = f"batched up to {settings.max_batch} rows of equal length"
-        batches += f" ({model.why_not_padded})" if settings.max_padding else ""
+    batches = f"not batched: {model.why_not_joined}"
+    if not model.why_not_joined:
+        batches = f"batched up to {settings.max_batch} rows"
+        batches += f" and {settings.max_run_tokens} tokens" if settings.max_run_tokens else ""
+        batches += f", {settings.max_padding:.0%} of them padding" if settings.max_padding else ", of one length"
+        batches += f" because {model.why_not_padded}" if model.why_not_padded else ""
     ran = implementation_text(model.implementation, verb="runs as")
-    at_once = f"; {model.runs} runs at a time" if model.runs > 1 else ""
+    at_once = f"; {settings.concurrent_runs} runs at a time" if (settings.concurrent_runs or 1) > 1 else ""
     return f"requests are {batches}; up to {settings.queue_size} may wait{at_once}{ran}"

@@ -30,9 +30,8 @@ class Padding:
         return cls(token_axes(spec.inputs), token_axes(spec.outputs), {"input_ids": spec.model.pad_token_id})
 
     def length_of(self, feeds: Mapping[str, Array]) -> int:
-        """Tokens of a request. feeds: all inputs of the model."""
-        name, axis = next(iter(self.inputs.items()))
-        return int(feeds[name].shape[axis])
+        """Tokens of a request; 0 if no input has an axis of tokens. feeds: all inputs of the model."""
+        return next((int(feeds[name].shape[axis]) for name, axis in self.inputs.items()), 0)
 
 
 def token_axes(tensors: Sequence[TensorInfo]) -> dict[str, int]:

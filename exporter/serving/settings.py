@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from effexport.errors import UserError
 from effexport.process_memory import STATUS
+
+if TYPE_CHECKING:
+    from effexport.runtimes import Runtime
 
 # Longest sequence if neither the model nor --max-seq-len limits it.
 DEFAULT_MAX_SEQ_LEN = 16384
 # Number of request bodies of the largest size that may be in memory at once, complete or not.
 BODIES_IN_MEMORY = 4
+# Tokens that keep a core busy: beyond it, a token in a larger run was measured to cost no less.
+RUN_TOKENS_PER_CORE = 256
 
 # Texts of one request, as many as clients send to other servers of embeddings; and windows of one text.
 MAX_TEXTS = 2048
@@ -27,8 +33,9 @@ class ServingSettings:
 
     max_batch: rows of one run, and therefore of one request; requests are joined up to this size.
     max_padding: largest share of the tokens of a run that may be padding; 0: only requests of one length share a run.
-    concurrent_runs: runs of one model at a time, which share its threads; None: 2 if the runtime is ONNX Runtime on a
-    CPU with several cores, 1 otherwise.
+    max_run_tokens: largest number of tokens of a run that requests share; one that is alone may have more. None: see
+    `resolved`.
+    concurrent_runs: runs of one model at a time, which share its threads. None: see `resolved`.
     batch_delay_ms: how long a run waits for more requests to join; 0: it takes those that are already waiting.
     queue_size: requests that may wait for the runner; further ones are answered with 503.
     max_request_bytes: largest body, before and after decompression.
@@ -40,6 +47,7 @@ class ServingSettings:
 
     max_batch: int = 8
     max_padding: float = 0.1
+    max_run_tokens: int | None = None
     concurrent_runs: int | None = None
     batch_delay_ms: float = 0.0
     queue_size: int = 64
@@ -50,7 +58,14 @@ class ServingSettings:
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "concurrent_runs", "queue_size", "max_request_bytes", "max_seq_len"):
+        for name in (
+            "max_batch",
+            "max_run_tokens",
+            "concurrent_runs",
+            "queue_size",
+            "max_request_bytes",
+            "max_seq_len",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
@@ -67,6 +82,17 @@ class ServingSettings:
             raise UserError(
                 "the token is empty or has characters that an HTTP header cannot contain; expected printable ASCII"
             )
+
+    def resolved(self, runtime: Runtime, cores: int) -> ServingSettings:
+        """The settings with what depends on the machine. cores: those that the runtime may use.
+
+        More rows than keep all cores busy cost memory and latency for nothing, so there is a limit of tokens on a CPU.
+        Two runs at once waste less time than one with more threads; this was measured in ONNX Runtime only.
+        """
+        on_cpu = runtime.device == "cpu"
+        tokens = self.max_run_tokens or (RUN_TOKENS_PER_CORE * cores if on_cpu else None)
+        runs = self.concurrent_runs or (min(2, cores) if runtime.provider == "cpu" else 1)
+        return replace(self, max_run_tokens=tokens, concurrent_runs=runs)
 
     @property
     def max_bytes_in_memory(self) -> int:

@@ -37,7 +37,7 @@ Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
 class Job:
     """A waiting request. Times are from time.perf_counter. Cancelling its answer removes it from the queue.
 
-    length: in tokens; 0 if requests of different lengths never share a run.
+    length: in tokens; 0 if the inputs have no axis of tokens.
     """
 
     feeds: Mapping[str, Array]
@@ -57,8 +57,7 @@ Outcome = tuple[Job, "Mapping[str, Array] | Exception"]
 class Batcher:
     """A bounded queue and the threads that empty it.
 
-    joins: whether requests may share a run. padding: how those of different lengths do; None if they never do.
-    runs: how many runs may go on at once.
+    joins: whether requests may share a run. padding: how those of different lengths do, if the settings allow padding.
     """
 
     def __init__(
@@ -68,22 +67,21 @@ class Batcher:
         metrics: Metrics,
         *,
         joins: bool,
-        padding: Padding | None = None,
-        runs: int = 1,
+        padding: Padding = NO_PADDING,
     ) -> None:
         self._run = run
         self._settings = settings
         self._metrics = metrics
         self._joins = joins
-        self._padding = padding or NO_PADDING
+        self._padding = padding
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._busy_s = 0.01  # duration of recent runs, for Retry-After
         metrics.observe_queue(lambda: len(self._waiting))
         self._threads = [
-            threading.Thread(target=self._work, name=f"effexport-runner-{number}", daemon=True)
-            for number in range(runs)
+            threading.Thread(target=self._work, name="effexport-runner", daemon=True)
+            for _ in range(settings.concurrent_runs or 1)
         ]
         for thread in self._threads:
             thread.start()
@@ -91,11 +89,6 @@ class Batcher:
     @property
     def is_alive(self) -> bool:
         return all(thread.is_alive() for thread in self._threads)
-
-    @property
-    def max_padding(self) -> float:
-        """Largest share of padding in a run; 0 if requests of different lengths never share one."""
-        return self._settings.max_padding if self._padding.inputs else 0.0
 
     @property
     def retry_after_s(self) -> int:
@@ -110,7 +103,7 @@ class Batcher:
         """Queue a request; called by the event loop. Raises RequestError if the queue is full or the server stops."""
         loop = asyncio.get_running_loop()
         key = joining_key(feeds, self._padding)
-        length = self._padding.length_of(feeds) if self._padding.inputs else 0
+        length = self._padding.length_of(feeds)
         job = Job(feeds, rows, length, key, loop, loop.create_future(), time.perf_counter() + timeout_s)
         with self._changed:
             if self._closing:
@@ -157,7 +150,8 @@ class Batcher:
         if not (delay_s and self._joins) or self._closing:
             return False
         left = batch[0].enqueued + delay_s - time.perf_counter()
-        if sum(job.rows for job in batch) >= self._settings.max_batch or left <= 0:
+        is_full = not self._has_room(sum(job.rows for job in batch) + 1, max(job.length for job in batch))
+        if is_full or left <= 0:
             return False
         self._changed.wait(left)
         return True
@@ -165,21 +159,20 @@ class Batcher:
     def _first_batch(self) -> list[Job]:
         """The oldest job, and those that may share its run: those closest to its length, the older ones first."""
         first = self._waiting[0]
-        batch, rows = [first], first.rows
+        batch = [first]
         if not self._joins:
             return batch
         others = [job for job in self._waiting if job.key == first.key and job is not first]
         for job in sorted(others, key=lambda job: abs(job.length - first.length)):
-            if rows == self._settings.max_batch:
-                break
-            if rows + job.rows <= self._settings.max_batch and self._may_pad([*batch, job]):
+            rows, lengths = zip(*((one.rows, one.length) for one in (*batch, job)), strict=True)
+            if self._has_room(sum(rows), max(lengths)) and padding_share(rows, lengths) <= self._settings.max_padding:
                 batch.append(job)
-                rows += job.rows
         return batch
 
-    def _may_pad(self, batch: Sequence[Job]) -> bool:
-        share = padding_share([job.rows for job in batch], [job.length for job in batch])
-        return share <= self.max_padding
+    def _has_room(self, rows: int, length: int) -> bool:
+        """Whether requests may share a run of this size."""
+        tokens = self._settings.max_run_tokens
+        return rows <= self._settings.max_batch and (tokens is None or rows * length <= tokens)
 
     def _drop_late(self) -> None:
         """Remove jobs that were cancelled or waited too long."""

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from effexport.proof.checks.result import Kind
@@ -33,7 +34,7 @@ class ServedModel:
     """A model that answers requests: runner, signature and queue. `close` answers accepted requests, then closes it.
 
     why_not_joined: why requests never share a run; "" if they may. why_not_padded: the same for requests of different
-    lengths. runs: how many runs may go on at once.
+    lengths. settings: resolved for the runtime.
     texts: what answers texts; for a model that does not read any, why not. loaded_at: in seconds since 1970.
     """
 
@@ -46,25 +47,27 @@ class ServedModel:
         name: str,
         settings: ServingSettings,
         runtime: Runtime,
-        runs: int = 1,
         texts: Texts | str = "",
     ) -> None:
         spec = artifact.spec
         self.name = name
-        self.settings = settings
-        self.platform = runtime.platform
         self.loaded_at = int(time.time())
         self._texts = texts
-        self.signature: Signature = signature_from_spec(spec, settings)
         self.why_not_joined = why_not_joined(spec)
         self.why_not_padded = why_not_padded(artifact, runtime)
-        self.runs = runs
+        self.settings = replace(settings, max_padding=0.0) if self.why_not_padded else settings
+        self.platform = runtime.platform
+        self.signature: Signature = signature_from_spec(spec, settings)
         self.metrics = Metrics(name)
         self._runner = runner
         self._warm_up_length = min(spec.fixed_seq_len or spec.seq_len, self.signature.max_sizes["seq"])
-        padding = None if self.why_not_padded or not settings.max_padding else Padding.from_spec(spec)
-        joins = not self.why_not_joined
-        self.batcher = Batcher(runner.run, settings, self.metrics, joins=joins, padding=padding, runs=runs)
+        self.batcher = Batcher(
+            runner.run,
+            self.settings,
+            self.metrics,
+            joins=not self.why_not_joined,
+            padding=Padding.from_spec(spec),
+        )
         self._closed = False
         self._users = 0
         self._unused = asyncio.Event()

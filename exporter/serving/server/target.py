@@ -43,19 +43,19 @@ class ServingTarget:
 
     @property
     def options(self) -> ModelOptions:
-        cores = self.threads or usable_cores()
+        runs = self.resolved.concurrent_runs or 1
         # a run also computes in the thread that started it, so all runs together use every core
-        threads = self.threads if self.runs == 1 else max(1, cores - self.runs + 1)
+        threads = self.threads if runs == 1 else max(1, self.cores - runs + 1)
         return ModelOptions(self.implementation, threads, device=self.device)
 
     @property
-    def runs(self) -> int:
-        """How many runs go on at once."""
-        if self.settings.concurrent_runs is not None:
-            return self.settings.concurrent_runs
-        # elsewhere, it was not measured
-        is_ort_on_cpu = RUNTIMES[self.runtime].provider == "cpu"
-        return min(2, self.threads or usable_cores()) if is_ort_on_cpu else 1
+    def cores(self) -> int:
+        return self.threads or usable_cores()
+
+    @property
+    def resolved(self) -> ServingSettings:
+        """The settings for this runtime on this machine."""
+        return self.settings.resolved(RUNTIMES[self.runtime], self.cores)
 
     def load(self) -> ServedModel:
         """Open the artifact and warm it up in this process.
@@ -69,7 +69,7 @@ class ServingTarget:
         check_memory(name, self.settings.max_memory_bytes, model_bytes(artifact, self.runtime))
         texts = texts_of(artifact, name)
         runner = runner_from_artifact(artifact, self.runtime, self.options)
-        model = ServedModel(runner, artifact, name, self.settings, RUNTIMES[self.runtime], self.runs, texts)
+        model = ServedModel(runner, artifact, name, self.resolved, RUNTIMES[self.runtime], texts)
         try:
             model.warm_up()
             check_memory(name, self.settings.max_memory_bytes)

@@ -177,7 +177,7 @@ def test_several_runs_go_on_at_once_and_all_end_before_a_stop() -> None:
     runner = Runner()
 
     async def scenario() -> None:
-        batcher = Batcher(runner.run, ServingSettings(), Metrics("m"), joins=False, runs=2)
+        batcher = Batcher(runner.run, ServingSettings(concurrent_runs=2), Metrics("m"), joins=False)
         jobs = [batcher.submit({"x": np.ones((1, 3))}, 1, 30.0) for _ in range(3)]
         for _ in range(2):
             await asyncio.to_thread(runner.running.acquire)
@@ -197,8 +197,8 @@ def test_a_delay_for_one_shape_does_not_keep_other_runners_from_sleeping_through
     runner.let.set()
 
     async def scenario() -> None:
-        settings = ServingSettings(batch_delay_ms=60_000.0)
-        batcher = Batcher(runner.run, settings, Metrics("m"), joins=True, padding=TOKENS, runs=3)
+        settings = ServingSettings(batch_delay_ms=60_000.0, concurrent_runs=3)
+        batcher = Batcher(runner.run, settings, Metrics("m"), joins=True, padding=TOKENS)
         job = batcher.submit({"x": np.ones((1, 3))}, 1, 30.0)
         started = time.perf_counter()
         await asyncio.to_thread(batcher.close)
@@ -238,18 +238,31 @@ def test_lengths_are_mixed_only_if_the_report_has_shown_that_it_changes_nothing(
     assert reason(spec=dependent.to_dict()).startswith("pinv_init=global: the other samples")
 
 
+@pytest.mark.requires("serve")
+def test_a_run_that_requests_share_has_a_limit_of_tokens() -> None:
+    runner = Runner()
+    answers_of([40, 10, 10, 10, 9], runner, max_padding=0.2, max_run_tokens=30)
+    # the first is alone, and longer than any run that is shared
+    assert runner.shapes == [(1, 100), (1, 40), (3, 10), (1, 9)]
+
+
 @pytest.mark.parametrize(
-    ("runtime", "threads", "given", "runs", "left"),
+    ("runtime", "cores", "given", "runs", "threads", "tokens"),
     [
-        ("ort", 4, None, 2, 3),
-        ("ort", 1, None, 1, 1),
-        ("ort", 4, 4, 4, 1),
-        ("ort", 2, 8, 8, 1),
-        ("openvino", 4, None, 1, 4),
+        ("ort", 4, {}, 2, 3, 1024),
+        ("ort", 1, {}, 1, 1, 256),
+        ("ort", 4, {"concurrent_runs": 4, "max_run_tokens": 50}, 4, 1, 50),
+        ("ort", 2, {"concurrent_runs": 8}, 8, 1, 512),
+        ("openvino", 4, {}, 1, 4, 1024),
+        ("trt", 4, {}, 1, 4, None),
     ],
 )
-def test_concurrent_runs_share_the_threads(runtime: str, threads: int, given: int | None, runs: int, left: int) -> None:
-    target = ServingTarget(Path("a"), None, runtime, "auto", ServingSettings(concurrent_runs=given), threads)
-    assert (target.runs, target.options.threads) == (runs, left)
-    # without a number of threads, all cores count
-    assert replace(target, threads=None).runs == (given or (1 if runtime != "ort" else min(2, usable_cores())))
+def test_concurrent_runs_share_the_cores_and_a_run_has_tokens_for_each(
+    runtime: str, cores: int, given: dict[str, int], runs: int, threads: int, tokens: int | None
+) -> None:
+    target = ServingTarget(Path("a"), None, runtime, "auto", ServingSettings(**given), cores)
+    found = target.resolved
+    assert (found.concurrent_runs, target.options.threads, found.max_run_tokens) == (runs, threads, tokens)
+    # without a number of threads, those of the machine; a run that has all of them leaves the number to the runtime
+    alone = replace(target, threads=None, settings=ServingSettings(concurrent_runs=1))
+    assert (alone.cores, alone.options.threads) == (usable_cores(), None)
