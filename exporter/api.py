@@ -445,9 +445,10 @@ def load_generator(path: str | Path, *, runtime: str = "ort") -> TextGenerator:
     """
     from effexport.artifact import open_artifact
     from effexport.generation.text_generator import generator_from_artifact
+    from effexport.runners.artifact_decoder import decoder_from_artifact
 
     check_texts(runtime=runtime)
-    return generator_from_artifact(open_artifact(path_of("path", path)), runtime)
+    return generator_from_artifact(open_artifact(path_of("path", path)), lambda it: decoder_from_artifact(it, runtime))
 
 
 def path_of(name: str, path: str | Path) -> Path:

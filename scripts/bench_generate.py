@@ -22,6 +22,7 @@ from effexport.artifact import open_artifact
 from effexport.generation.sampling import Sampling
 from effexport.generation.session import Session
 from effexport.generation.text_generator import TextGenerator, generator_from_artifact
+from effexport.runners.artifact_decoder import decoder_from_artifact
 from effexport.runners.runner import ModelOptions
 
 SESSIONS = (1, 8, 64)
@@ -36,8 +37,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=None)
     arguments = parser.parse_args()
-    options = ModelOptions(threads=arguments.threads)
-    with generator_from_artifact(open_artifact(arguments.artifact), options=options) as generator:
+    artifact, options = open_artifact(arguments.artifact), ModelOptions(threads=arguments.threads)
+    with generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, options=options)) as generator:
         result = {
             "one session": shares_of_bare(generator, arguments.tokens, arguments.rounds),
             "tokens/s": speeds(generator, arguments.tokens, max(3, arguments.rounds // 5)),

@@ -62,6 +62,7 @@ def generate(
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.generation.text_generator import check_generates, generator_from_artifact
+    from effexport.runners.artifact_decoder import decoder_from_artifact
 
     opened = open_artifact(artifact)
     check_generates(opened)
@@ -69,7 +70,7 @@ def generate(
     console = stderr_console()
     with stage_progress(console) as on_stage:
         on_stage(f"loading {artifact} for {runtime}")
-        generator = generator_from_artifact(opened, runtime, options)
+        generator = generator_from_artifact(opened, lambda it: decoder_from_artifact(it, runtime, options))
     with generator:
         result = generator(text, sampling, None if as_json else typewriter())
     if as_json:

@@ -75,6 +75,7 @@ def setting(option: str, field: str, help: str) -> Callable[[Callable[..., None]
 )
 @setting("--batch-delay-ms", "batch_delay_ms", "How long a run waits for more requests to fill its batch.")
 @setting("--queue-size", "queue_size", "Requests that may wait; further ones are answered with 503.")
+@setting("--max-sessions", "max_sessions", "Texts that a model generates at a time; further ones get a 503.")
 @setting("--max-request-bytes", "max_request_bytes", "Largest request body, before and after decompression.")
 @length_option("--max-seq-len", help="Longest sequence, in tokens.  [default: the model's own limit, or 16384]")
 @setting("--timeout", "timeout_s", "Seconds that a request may wait for its run, and that its body may take to arrive.")

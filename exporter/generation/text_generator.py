@@ -11,15 +11,13 @@ from effexport.errors import UserError
 from effexport.generation.sampling import Sampling
 from effexport.generation.session import FinishReason, Piece, Session
 from effexport.generation.stepper import INPUT, OUTPUT, Stepper
-from effexport.runners.artifact_decoder import decoder_from_artifact
-from effexport.runners.artifact_runner import DEFAULT_OPTIONS
 from effexport.runners.runner import Closeable
 from effexport.text.tokenizer import tokenizer_from_artifact
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
+    from effexport.models.model_spec import ModelSpec
     from effexport.runners.decode import DecodeRunner
-    from effexport.runners.runner import ModelOptions
     from effexport.text.tokenizer import Tokenizer
 
 DEFAULT_SAMPLING = Sampling()
@@ -133,17 +131,14 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
     return encoding.ids[: kept[-1] + 1] if kept else ()
 
 
-def generator_from_artifact(
-    artifact: Artifact, runtime: str = "ort", options: ModelOptions = DEFAULT_OPTIONS
-) -> TextGenerator:
-    """Open an artifact that generates, in a runtime that decodes.
+def generator_from_artifact(artifact: Artifact, open_decoder: Callable[[Artifact], DecodeRunner]) -> TextGenerator:
+    """A generator for an artifact. open_decoder: such as `decoder_from_artifact`; called if the artifact generates.
 
-    Raises UserError for another artifact, and as `decoder_from_artifact` does.
+    Raises UserError for another artifact, and what `open_decoder` raises.
     """
     check_generates(artifact)
     tokenizer = tokenizer_from_artifact(artifact)
-    decoder = decoder_from_artifact(artifact, runtime, options)
-    return TextGenerator(decoder, tokenizer, max_tokens_of(artifact))
+    return TextGenerator(open_decoder(artifact), tokenizer, max_tokens_of(artifact))
 
 
 def max_tokens_of(artifact: Artifact) -> int:
@@ -155,16 +150,20 @@ def max_tokens_of(artifact: Artifact) -> int:
 
 def check_generates(artifact: Artifact) -> None:
     """Raises UserError for an artifact that cannot generate text."""
-    model = artifact.spec.model
+    why = why_not_generated(artifact.spec.model)
+    if why:
+        raise UserError(
+            f"{artifact.path} cannot generate text: it {why}; causal linear and aft-simple encoders with a "
+            "language-model head can: effexport build --variant linear --causal --lm-head"
+        )
+
+
+def why_not_generated(model: ModelSpec) -> str:
+    """Why a model cannot generate text; "" if it can."""
     if not model.has_decode_step:
-        why = "has no decode step"
-    elif INPUT not in model.inputs:
-        why = "reads hidden states instead of tokens"
-    elif list(model.outputs) != [OUTPUT]:
-        why = f"answers with {', '.join(model.outputs)} instead of logits"
-    else:
-        return
-    raise UserError(
-        f"{artifact.path} cannot generate text: it {why}; causal linear and aft-simple encoders with a language-model "
-        "head can: effexport build --variant linear --causal --lm-head"
-    )
+        return "has no decode step"
+    if INPUT not in model.inputs:
+        return "reads hidden states instead of tokens"
+    if list(model.outputs) != [OUTPUT]:
+        return f"answers with {', '.join(model.outputs)} instead of logits"
+    return ""

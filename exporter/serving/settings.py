@@ -38,6 +38,7 @@ class ServingSettings:
     concurrent_runs: runs of one model at a time, which share its threads. None: see `resolved`.
     batch_delay_ms: how long a run waits for more requests to join; 0: it takes those that are already waiting.
     queue_size: requests that may wait for the runner; further ones are answered with 503.
+    max_sessions: texts that a model generates at a time; further ones are answered with 503.
     max_request_bytes: largest body, before and after decompression.
     max_seq_len: longest sequence; None: the model's own limit, or DEFAULT_MAX_SEQ_LEN if it has none.
     max_memory_bytes: resident memory of the process beyond which no model is loaded; None: no limit.
@@ -51,6 +52,7 @@ class ServingSettings:
     concurrent_runs: int | None = None
     batch_delay_ms: float = 0.0
     queue_size: int = 64
+    max_sessions: int = 64
     max_request_bytes: int = 64 << 20
     max_seq_len: int | None = None
     max_memory_bytes: int | None = None
@@ -63,6 +65,7 @@ class ServingSettings:
             "max_run_tokens",
             "concurrent_runs",
             "queue_size",
+            "max_sessions",
             "max_request_bytes",
             "max_seq_len",
         ):

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from effexport.serving.protocol.embedding_request import openai_error
 from effexport.serving.protocol.errors import CROWDED, FAILED, UNAUTHORIZED, Refusal, RequestError
-from effexport.serving.server import openai_endpoints, repository_endpoints, v2_endpoints
+from effexport.serving.server import generate_endpoints, openai_endpoints, repository_endpoints, v2_endpoints
 from effexport.serving.server.service import Endpoint, Service, json_response
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Every group of endpoints is a module of its own.
 GROUPS: tuple[Callable[[Service], list[Endpoint]], ...] = (
     v2_endpoints.endpoints,
+    generate_endpoints.endpoints,
     repository_endpoints.endpoints,
     openai_endpoints.endpoints,
 )

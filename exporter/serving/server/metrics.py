@@ -18,7 +18,7 @@ class RequestMetrics:
         from prometheus_client import CollectorRegistry
 
         self.registry = CollectorRegistry()
-        self._model = model
+        self.model = model
         self._requests = self._counter("effexport_requests_total", "Infer requests, by status of the answer.", "status")
         self._rejected = self._counter("effexport_rejected_total", "Infer requests refused, by reason.", "reason")
         self._total_s = self._histogram(
@@ -26,11 +26,11 @@ class RequestMetrics:
         )
 
     def answered(self, status: int, seconds: float) -> None:
-        self._requests.labels(self._model, str(status)).inc()
+        self._requests.labels(self.model, str(status)).inc()
         self._total_s.observe(seconds)
 
     def rejected(self, reason: str) -> None:
-        self._rejected.labels(self._model, reason).inc()
+        self._rejected.labels(self.model, reason).inc()
 
     def _counter(self, name: str, text: str, label: str) -> Any:
         from prometheus_client import Counter
@@ -40,7 +40,7 @@ class RequestMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
         from prometheus_client import Histogram
 
-        return Histogram(name, text, labelnames=("model",), buckets=buckets, registry=self.registry).labels(self._model)
+        return Histogram(name, text, labelnames=("model",), buckets=buckets, registry=self.registry).labels(self.model)
 
 
 class Metrics(RequestMetrics):

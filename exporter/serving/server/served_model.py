@@ -14,6 +14,7 @@ from effexport.runners.joining import Padding
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.signature import Signature, signature_from_spec
 from effexport.serving.server.batcher import Batcher
+from effexport.serving.server.generations import Generations
 from effexport.serving.server.metrics import Metrics
 from effexport.serving.settings import ServingSettings
 from effexport.spec import INPUT_DEFAULTS, MASK_NAME
@@ -21,6 +22,7 @@ from effexport.spec import INPUT_DEFAULTS, MASK_NAME
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
     from effexport.dtypes import Array
+    from effexport.generation.text_generator import TextGenerator
     from effexport.runners.runner import Runner
     from effexport.runtimes import Runtime
     from effexport.serving.server.text_inference import Texts
@@ -68,6 +70,7 @@ class ServedModel:
             joins=not self.why_not_joined,
             padding=Padding.from_spec(spec),
         )
+        self._generations: Generations | str = ""
         self._closed = False
         self._users = 0
         self._unused = asyncio.Event()
@@ -75,7 +78,25 @@ class ServedModel:
 
     @property
     def is_ready(self) -> bool:
-        return not self._closed and self.batcher.is_alive
+        runs = isinstance(self._generations, str) or self._generations.is_alive
+        return not self._closed and self.batcher.is_alive and runs
+
+    def serve_generation(self, generator: TextGenerator | str) -> None:
+        """Generate texts too. generator: warmed up, and closed with the model; or why the model cannot.
+
+        Raises what its runtime raises.
+        """
+        if isinstance(generator, str):
+            self._generations = generator
+        else:
+            self._generations = Generations(generator, self.settings, self.metrics)
+
+    @property
+    def generations(self) -> Generations:
+        """Raises RequestError for a model that does not generate text."""
+        if isinstance(self._generations, str):
+            raise RequestError(f"model {self.name!r} does not generate: {self._generations}")
+        return self._generations
 
     @property
     def implementation(self) -> Mapping[str, str]:
@@ -134,6 +155,8 @@ class ServedModel:
     def close(self) -> None:
         self._closed = True
         self.batcher.close()
+        if not isinstance(self._generations, str):
+            self._generations.close()
         self._runner.close()
 
 

@@ -18,6 +18,7 @@ from effexport.units import memory
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
+    from effexport.generation.text_generator import TextGenerator
     from effexport.serving.server.model_repository import ModelRepository
     from effexport.serving.server.served_model import ServedModel
     from effexport.serving.server.text_inference import Texts
@@ -72,11 +73,22 @@ class ServingTarget:
         model = ServedModel(runner, artifact, name, self.resolved, RUNTIMES[self.runtime], texts)
         try:
             model.warm_up()
+            model.serve_generation(self.generator(artifact))
             check_memory(name, self.settings.max_memory_bytes)
         except BaseException:
             model.close()
             raise
         return model
+
+    def generator(self, artifact: Artifact) -> TextGenerator | str:
+        """What generates texts with an artifact, or why it cannot."""
+        from effexport.generation.text_generator import generator_from_artifact
+        from effexport.runners.artifact_decoder import decoder_from_artifact
+
+        try:
+            return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, self.runtime, self.options))
+        except UserError as error:
+            return str(error)
 
     def checked(self) -> tuple[Artifact, str]:
         """The artifact and the model's name. Raises UserError for what cannot be served; does not load the model."""
@@ -168,11 +180,13 @@ def checked_name(name: str) -> str:
 
 
 def model_bytes(artifact: Artifact, runtime: str) -> int:
-    """Size of the files that a runtime loads: the engine, or the model with its weights."""
-    from effexport.artifact import MODEL
+    """Size of the files that a runtime loads: engines, or models with their weights."""
+    from effexport.artifact import DECODE_STEP, MODEL, PREFILL
+    from effexport.generation.text_generator import why_not_generated
 
-    first = engine_name(runtime) if RUNTIMES[runtime].engine else MODEL
-    return sum(entry.bytes for name, entry in artifact.manifest.files.items() if name.startswith(first))
+    models = (MODEL,) if why_not_generated(artifact.spec.model) else (MODEL, DECODE_STEP, PREFILL)
+    firsts = tuple(engine_name(runtime, model) if RUNTIMES[runtime].engine else model for model in models)
+    return sum(entry.bytes for name, entry in artifact.manifest.files.items() if name.startswith(firsts))
 
 
 def check_memory(name: str, limit_bytes: int | None, more_bytes: int = 0) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from effexport.artifact import Artifact
 from effexport.generation.text_generator import TextGenerator, generator_from_artifact
+from effexport.runners.artifact_decoder import decoder_from_artifact
 
 
 @pytest.fixture(scope="module", params=["linear", "aft-simple"])
@@ -18,5 +19,5 @@ def artifact(request: pytest.FixtureRequest, built: Callable[..., Artifact]) -> 
 
 @pytest.fixture
 def generator(artifact: Artifact) -> Iterator[TextGenerator]:
-    with generator_from_artifact(artifact) as generator:
+    with generator_from_artifact(artifact, decoder_from_artifact) as generator:
         yield generator

@@ -52,7 +52,7 @@ def test_the_text_goes_to_stdout_and_json_has_the_same_with_its_tokens(
     [
         (("--generate", "x", "--max-new-tokens", "64"), "this model has positions for 64: expected max_new_tokens up"),
         (("--generate", "x", "--temperature", "-1"), "temperature is -1; expected 0, which is greedy, or at least"),
-        (("--generate", "x", "--text", "-"), "--generate continues its own text and prints it; leave out --input"),
+        (("--generate", "x", "--text", "-"), "--text and --generate given; expected one of"),
         (("--generate", "x", "--runtime", "openvino"), "--runtime openvino does not decode token by token"),
         (("--text", "-", "--top-k", "5"), "--top-k only works with --generate"),
     ],

@@ -18,6 +18,7 @@ from effexport.generation.session import Session
 from effexport.generation.stepper import Stepper
 from effexport.generation.text_generator import TextGenerator, generator_from_artifact
 from effexport.proof.tolerances import arithmetic_limit
+from effexport.runners.artifact_decoder import decoder_from_artifact
 from effexport.spec import BuildSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
@@ -214,7 +215,7 @@ def test_other_artifacts_are_refused_with_how_to_build_one_that_generates(
 ) -> None:
     artifact: Any = SimpleNamespace(path="artifacts/other", spec=small_spec("linear", **fields))
     with pytest.raises(UserError) as error:
-        generator_from_artifact(artifact)
+        generator_from_artifact(artifact, decoder_from_artifact)
     assert str(error.value) == (
         f"artifacts/other cannot generate text: it {why}; causal linear and aft-simple encoders with a language-model "
         "head can: effexport build --variant linear --causal --lm-head"
@@ -224,7 +225,7 @@ def test_other_artifacts_are_refused_with_how_to_build_one_that_generates(
 def test_a_failing_runtime_ends_its_sessions_and_later_ones_run(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with generator_from_artifact(artifact) as generator:
+    with generator_from_artifact(artifact, decoder_from_artifact) as generator:
         right = generator("abc", Sampling(max_new_tokens=8, seed=1)).text
         decoder = generator.stepper.decoder
         stream = generator.stream("abc", Sampling(max_new_tokens=40, seed=1))

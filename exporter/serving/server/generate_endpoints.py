@@ -1,0 +1,131 @@
+"""The endpoints of Triton's generate extension: a whole text, or server-sent events as it grows."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from effexport.serving.protocol.body import read_body
+from effexport.serving.protocol.errors import ClientGoneError, RequestError
+from effexport.serving.protocol.generate_request import GenerateRequest, answer_fields, event, generate_request
+from effexport.serving.server.queued import watched
+from effexport.serving.server.service import Endpoint, Service, json_response
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from effexport.generation.session import Piece
+    from effexport.serving.server.generations import Stream
+    from effexport.serving.server.served_model import ServedModel
+
+# Proxies that buffer would hold back the events; this header turns that off in the most common one.
+EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def endpoints(service: Service) -> list[Endpoint]:
+    handlers = Generate(service)
+    return [
+        ("POST", f"/v2/models/{{name}}{version}/{verb}", handler)
+        for version in ("", "/versions/{version}")
+        for verb, handler in (("generate", handlers.generate), ("generate_stream", handlers.generate_stream))
+    ]
+
+
+class Generate:
+    """Handlers of the generate extension."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def generate(self, request: Request) -> Response:
+        return await self._service.counted(request, self._whole)
+
+    async def generate_stream(self, request: Request) -> Response:
+        return await self._service.counted(request, self._events)
+
+    async def _whole(self, request: Request) -> Response:
+        with ExitStack() as stack:
+            text = await self._begin(request, stack, streaming=False)
+            pieces = await text.stream.pieces()
+            while pieces[-1].finish_reason is None:
+                pieces += await text.stream.pieces()
+            return json_response(text.answer(pieces))
+
+    async def _events(self, request: Request) -> Response:
+        with ExitStack() as stack:
+            text = await self._begin(request, stack, streaming=True)
+            # what fails before the first token is answered with a status
+            first = await text.stream.pieces()
+            return EventStream(text, first, stack.pop_all())
+
+    async def _begin(self, request: Request, stack: ExitStack, *, streaming: bool) -> Text:
+        """Begin the text that a request asks for. The model stays in use until the stack is closed."""
+        settings = self._service.settings
+        model = stack.enter_context(self._service.using(request))
+        # before the body is read, so that an overloaded server refuses at once
+        model.generations.refuse_if_full()
+        with self._service.budget.account() as take:
+            body = await read_body(
+                request.receive, request.headers, settings.max_request_bytes, settings.timeout_s, take
+            )
+        wanted = generate_request(body, streaming=streaming)
+        stream = await model.generations.submit(wanted.text, wanted.sampling)
+        stack.callback(stream.close)
+        gone = stack.enter_context(watched(request.receive))
+        gone.add_done_callback(lambda _: stream.put(ClientGoneError()))
+        return Text(model, wanted, stream)
+
+
+class Text:
+    """A text that a client waits for."""
+
+    def __init__(self, model: ServedModel, request: GenerateRequest, stream: Stream) -> None:
+        self._model = model
+        self._request = request
+        self.stream = stream
+
+    def answer(self, pieces: list[Piece]) -> dict[str, Any]:
+        session, model = self.stream.session, self._model
+        return answer_fields(self._request, model.name, model.version, pieces, len(session.prompt), session.seed)
+
+
+class EventStream(Response):
+    """The events of a text. The text ends with the response, however that ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, text: Text, first: list[Piece], until_end: ExitStack) -> None:
+        super().__init__(headers=EVENT_HEADERS)
+        del self.headers["content-length"]
+        self._text = text
+        self._first = first
+        self._until_end = until_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._until_end:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await self._send_events(send)
+            except ClientGoneError:
+                return
+            except RequestError as error:
+                await send_part(send, event({"error": str(error)}))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        pieces = self._first
+        while True:
+            # the text of a token that ends inside a character comes with a later token
+            if pieces[-1].finish_reason is not None or any(piece.text for piece in pieces):
+                await send_part(send, event(self._text.answer(pieces)))
+                if pieces[-1].finish_reason is not None:
+                    return
+                pieces = []
+            pieces = [*pieces, *await self._text.stream.pieces()]
+
+
+async def send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
