@@ -26,7 +26,7 @@ class DropIn(transformers.PreTrainedModel):
     """A model of transformers that an artifact computes: for inference, with tensors on the CPU.
 
     It has no parameters, and so no gradients. What needs PyTorch's weights raises UserError: training, other devices
-    and element types, saving, and text generation.
+    and element types, and saving.
     """
 
     main_input_name = "input_ids"
@@ -120,15 +120,21 @@ class DropIn(transformers.PreTrainedModel):
         weights = load_graph(self.artifact.model_path).graph.initializer
         return 0 if only_trainable else sum(math.prod(weight.dims) for weight in weights)
 
-    @classmethod
-    def can_generate(cls) -> bool:
-        return False
-
-    def generate(self, *inputs: Any, **options: Any) -> NoReturn:
-        refuse("generate()", "effexport.load_generator continues texts with a causal linear or aft-simple artifact")
-
     def save_pretrained(self, *args: Any, **options: Any) -> NoReturn:
         refuse("save_pretrained()", f"copy the folder {self.artifact.path}")
+
+
+class CausalDropIn(transformers.GenerationMixin, DropIn):  # type: ignore[misc]
+    """A drop-in that continues texts with transformers' `generate`. Each token runs the model over all before it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.generation_config.use_cache = False
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+    ) -> dict[str, Any]:
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
 def refuse(what: str, remedy: str) -> NoReturn:
@@ -145,7 +151,8 @@ def drop_in_from_runner(artifact: Artifact, runner: Runner) -> DropIn:
         )
     # pipelines compare the name of the class with those that they know for their task
     name = transformers_class(artifact.spec) or DropIn.__name__
-    kind: type[DropIn] = type(name, (DropIn,), {"__module__": __name__})
+    base = CausalDropIn if outputs.name == "CausalLMOutput" else DropIn
+    kind: type[DropIn] = type(name, (base,), {"__module__": __name__})
     return kind(config_of(artifact), artifact, runner, outputs)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+import effexport
 
 TEXTS = ["Paris is the capital of France.", "It's asleep."]
 MASKED = ["Paris is the [MASK] of France, and Lyon is not.", "It's [MASK]."]
@@ -47,3 +50,12 @@ def worst_difference(ours: Any, theirs: Any) -> float:
         return abs(float(ours) - float(theirs))
     assert ours == theirs
     return 0.0
+
+
+def likeliest_tokens(artifact: str | Path, ids: np.ndarray, count: int) -> list[list[int]]:
+    """The tokens of a prompt [1, seq] and `count` more, each the likeliest after all before it."""
+    with effexport.load(artifact) as runner:
+        for _ in range(count):
+            scores = runner.run({"input_ids": ids})["logits"][:, -1]
+            ids = np.concatenate([ids, scores.argmax(-1)[:, None]], axis=1)
+    return ids.tolist()

@@ -16,7 +16,7 @@ import onnxruntime
 import sentence_transformers
 import torch
 import transformers
-from pipeline_questions import TEXTS, TRANSFORMERS_5
+from pipeline_questions import TEXTS, TRANSFORMERS_5, likeliest_tokens
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -77,6 +77,16 @@ def embeddings(folders: Mapping[str, str], *, pooled: bool) -> list[Any]:
     return [SentenceTransformer(modules=modules).encode(EMBEDDED).tolist() for modules in (ours, theirs)]
 
 
+def generated(artifact: str) -> dict[str, Any]:
+    """A prompt continued by `generate` of transformers, and by the tokens that the artifact finds likeliest."""
+    prompt = torch.tensor([[5, 60, 17, 120]])
+    options = {"max_new_tokens": 5, "do_sample": False}
+    return {
+        "found": effexport.hf.model(artifact).generate(prompt, **options).tolist(),
+        "expected": likeliest_tokens(artifact, prompt.numpy(), 5),
+    }
+
+
 def main() -> None:
     warnings.simplefilter("ignore", KernelWarning)
     transformers.utils.logging.disable_progress_bar()
@@ -89,6 +99,7 @@ def main() -> None:
         "logged": messages.texts,
         "exported": {kind: exported_model(folder["artifact"], None) for kind, folder in folders.items()},
         "kernels": library and {kind: exported_model(folder["artifact"], library) for kind, folder in folders.items()},
+        "generated": generated(folders["ReformerModelWithLMHead"]["artifact"]),
         "embeddings": {
             "pooled": embeddings(pooled, pooled=True),
             "token embeddings": embeddings(folders["NystromformerModel"], pooled=False),

@@ -90,6 +90,10 @@ def test_exported_model_of_transformers_5_runs_our_kernels(answers: Any) -> None
     assert max(found["worst"] for found in answers["kernels"].values()) <= LIMIT
 
 
+def test_transformers_5_continues_a_prompt_with_the_likeliest_tokens(answers: Any) -> None:
+    assert answers["generated"]["found"] == answers["generated"]["expected"]
+
+
 @pytest.mark.parametrize("kind", ["pooled", "token embeddings"])
 def test_sentence_transformers_makes_the_same_vectors_from_an_artifact_and_from_its_checkpoint(
     kind: str, answers: Any
