@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from effexport.artifact import open_artifact
 from effexport.errors import EffexportError
+from effexport.generation.stepper import INPUT
 from effexport.generation.text_generator import TextGenerator, max_tokens_of
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.decode import decoder_in_ort
@@ -19,7 +22,7 @@ from effexport.runners.runner import Closeable
 from effexport.text.tokenizer import tokenizer_from_artifact
 from effexport.triton.generating import GenerationLoop, Reply
 from effexport.triton.generation_request import generation_request
-from effexport.triton.instance import ARTIFACT, parameter, settings_of_instance
+from effexport.triton.instance_settings import ARTIFACT, parameter, settings_of_instance
 from effexport.version import __version__
 
 if TYPE_CHECKING:
@@ -36,6 +39,12 @@ class GenerationInstance(Closeable):
         decoder = decoder_in_ort(
             artifact.decode_step_path, artifact.prefill_path, limits_from_spec(artifact.spec), settings
         )
+        # so that the first request does not wait until the prefill is open
+        first = {INPUT: np.zeros((1, 1), np.int64)}
+        if decoder.has_prefill:
+            decoder.prefill(first)
+        decoder.step(first)
+        decoder.reset()
         generator = TextGenerator(decoder, tokenizer_from_artifact(artifact), max_tokens_of(artifact))
         self.loop = GenerationLoop(generator, parameter(config, "sessions"), parameter(config, "max_queue"))
 

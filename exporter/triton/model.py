@@ -30,8 +30,11 @@ class TritonPythonModel:
         pb_utils.Logger.log_info(f"{args['model_name']}: {self.instance}")
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        feeds = [{tensor.name(): tensor.as_numpy() for tensor in request.inputs()} for request in requests]
-        return [response_from_answer(answer) for answer in self.instance.run(feeds)]
+        given = [
+            ({tensor.name(): tensor.as_numpy() for tensor in request.inputs()}, request.parameters())
+            for request in requests
+        ]
+        return [response_from_answer(answer) for answer in self.instance.run(given)]
 
     def finalize(self) -> None:
         self.instance.close()

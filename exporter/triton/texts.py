@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from effexport.errors import EffexportError, UserError
 from effexport.models.head_spec import EMBEDDING
+from effexport.serving.settings import MAX_TEXT_BYTES
 from effexport.text.embedding import Embedding
 from effexport.text.task import Prepared, Task, groups, joined_outputs
 from effexport.triton.merging import Answer, run_merged
@@ -22,9 +23,18 @@ from effexport.triton.signature import ANSWER, CONTEXT, TEXT, decoded
 if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.runners.ort.runner import OrtRunner
+    from effexport.triton.tasks import TaskOf
 
 # Windows of the texts of one request: the outputs of all of them are in memory until they are answered.
 MOST_WINDOWS = 256
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request as Triton hands it over. tensors: by input; texts are bytes objects. parameters: of the request."""
+
+    tensors: Mapping[str, Array]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,24 +46,26 @@ class Job:
 
 
 def run_requests(
-    runner: OrtRunner, task: Task | None, requests: Sequence[Mapping[str, Array]], max_batch: int
+    runner: OrtRunner, task_of: TaskOf | None, requests: Sequence[Request], max_batch: int
 ) -> list[Answer]:
     """The outputs of each request, or its error. A bad request does not affect the others.
 
     A request has the tensors of the model, or `text`, bytes objects in UTF-8 of any shape, and an optional `context`
     of the same shape. The output `answer` has the answer to each text as JSON; a model with the output `embedding` also
-    returns that, [texts, dim]. task: None for a model of tensors only. max_batch: see run_merged.
+    returns that, [texts, dim]. task_of: None for a model of tensors only. max_batch: see run_merged.
     """
-    jobs = [job_from_request(task, request, max_batch) for request in requests]
+    jobs = [job_from_request(task_of, request, max_batch) for request in requests]
     outputs = iter(run_merged(runner, [run for job in jobs for run in job.runs], max_batch))
     return [job.answer([next(outputs) for _ in job.runs]) for job in jobs]
 
 
-def job_from_request(task: Task | None, request: Mapping[str, Array], max_batch: int) -> Job:
-    if task is None or request.keys().isdisjoint((TEXT, CONTEXT)):
-        return Job([request], lambda outputs: outputs[0])
+def job_from_request(task_of: TaskOf | None, request: Request, max_batch: int) -> Job:
+    tensors = request.tensors
+    if task_of is None or tensors.keys().isdisjoint((TEXT, CONTEXT)):
+        return Job([tensors], lambda outputs: outputs[0])
     try:
-        prepared = prepared_texts(task, request)
+        task = task_of(request.parameters)
+        prepared = prepared_texts(task, tensors)
     except EffexportError as error:
         failure = error
         return Job([], lambda _: failure)
@@ -64,19 +76,19 @@ def job_from_request(task: Task | None, request: Mapping[str, Array], max_batch:
         found = iter(outputs)
         try:
             joined = [joined_outputs([outputs_or_error(next(found)) for _ in of_text]) for of_text in runs]
-            return answers_of_texts(task, prepared, joined, request[TEXT].shape)
+            return answers_of_texts(task, prepared, joined, tensors[TEXT].shape)
         except EffexportError as error:
             return error
 
     return Job([run for of_text in runs for run in of_text], answer)
 
 
-def prepared_texts(task: Task, request: Mapping[str, Array]) -> list[Prepared]:
+def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[Prepared]:
     """Raises UserError for a request whose texts cannot be answered."""
-    if TEXT not in request or request.keys() - {TEXT, CONTEXT}:
-        given = ", ".join(sorted(request))
+    if TEXT not in tensors or tensors.keys() - {TEXT, CONTEXT}:
+        given = ", ".join(sorted(tensors))
         raise UserError(f"the request has {given}; expected {TEXT}, with or without {CONTEXT}, or the model's tensors")
-    texts, contexts = request[TEXT], request.get(CONTEXT)
+    texts, contexts = tensors[TEXT], tensors.get(CONTEXT)
     if contexts is not None and contexts.shape != texts.shape:
         raise UserError(
             f"{TEXT} has the shape {list(texts.shape)} and {CONTEXT} {list(contexts.shape)}; expected a {CONTEXT} for "
@@ -87,16 +99,23 @@ def prepared_texts(task: Task, request: Mapping[str, Array]) -> list[Prepared]:
     prepared = []
     for i in range(texts.size):
         try:
-            pair = None if contexts is None else decoded(contexts.flat[i], CONTEXT)
-            prepared.append(task.prepare(decoded(texts.flat[i], TEXT), pair))
+            pair = None if contexts is None else text_of(contexts.flat[i], CONTEXT)
+            prepared.append(task.prepare(text_of(texts.flat[i], TEXT), pair))
         except UserError as error:
-            raise error if texts.size == 1 else UserError(f"{TEXT} {i + 1} of {texts.size}: {error}") from error
+            raise error if texts.size == 1 else UserError(f"{TEXT} {i}: {error}") from error
     windows = sum(len(one.windows) for one in prepared)
     if windows > MOST_WINDOWS:
         raise UserError(
             f"the request has {windows} windows of tokens; expected at most {MOST_WINDOWS}: send less text in a request"
         )
     return prepared
+
+
+def text_of(data: bytes, name: str) -> str:
+    """Raises UserError for a text that is not UTF-8, or too long to be tokenised beside other requests."""
+    if len(data) > MAX_TEXT_BYTES:
+        raise UserError(f"{name} has {len(data)} bytes; expected at most {MAX_TEXT_BYTES}: send it in parts")
+    return decoded(data, name)
 
 
 def outputs_or_error(answer: Answer) -> Mapping[str, Array]:

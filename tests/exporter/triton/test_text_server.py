@@ -102,6 +102,10 @@ def test_a_text_gets_the_answer_of_effexport_itself(running: Running) -> None:
         expected = model(MASKED), model(MASKED, "Is it?")
     status, single = running.generate("masked", text=MASKED)
     assert status == 200, single
+    _, many = running.generate("masked", text=MASKED, top=8)
+    assert len(json.loads(many["answer"])) == 8
+    status, answer = running.generate("masked", text=MASKED, topp=8)
+    assert (status, "did you mean 'top'?" in answer["error"]) == (400, True)
     _, pair = running.infer("masked", text=[MASKED], context=["Is it?"])
     for answer, wanted in zip((single["answer"], outputs_of(pair)["answer"][0]), expected, strict=True):
         proposals = json.loads(answer)
@@ -152,7 +156,7 @@ def test_texts_and_tensors_that_arrive_together_all_get_their_own_answers(runnin
     [
         ("masked", {"text": ["no mask"]}, "[MASK]"),
         ("masked", {"text": [""]}, "empty"),
-        ("masked", {"text": [MASKED, "no mask"]}, "text 2 of 2"),
+        ("masked", {"text": [MASKED, "no mask"]}, "text 1: "),
         ("masked", {"text": [MASKED + " a" * 40]}, "32"),
         ("masked", {"text": [MASKED], "context": ["a", "b"]}, "expected a context for each text"),
         ("masked", {"context": ["a"]}, "expected text"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from effexport.dtypes import TensorInfo
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.runners.feeds import FeedLimits
-from effexport.triton.texts import run_requests
+from effexport.text.task import TextOptions
+from effexport.triton.tasks import options_from_parameters
+from effexport.triton.texts import Request, run_requests
 
 
 class Doubling:
@@ -44,9 +47,11 @@ class Lines:
         return [{"input_ids": np.array([window])} for window in self.windows]
 
 
+@dataclass(frozen=True)
 class LengthsOfWords:
-    """Answers a text with twice the lengths of its words, line by line."""
+    """Answers a text with twice the lengths of its words, line by line, in a unit."""
 
+    unit: int = 1
     name = "lengths"
 
     def prepare(self, text: str, pair: str | None = None) -> Lines:
@@ -59,7 +64,10 @@ class LengthsOfWords:
 
     def answer(self, prepared: Lines, outputs: Mapping[str, Any]) -> Any:
         rows = zip(prepared.windows, outputs["y"].tolist(), strict=True)
-        return {"text": prepared.text, "lengths": [row[: len(window)] for window, row in rows]}
+        return {
+            "text": prepared.text,
+            "lengths": [[value / self.unit for value in row[: len(window)]] for window, row in rows],
+        }
 
 
 def texts(*values: str | bytes, shape: tuple[int, ...] | None = None) -> Any:
@@ -68,7 +76,11 @@ def texts(*values: str | bytes, shape: tuple[int, ...] | None = None) -> Any:
 
 
 def run(runner: Any, requests: list[Any], *, merge: bool = True) -> list[Any]:
-    return run_requests(runner, LengthsOfWords(), requests, 8 if merge else 0)  # type: ignore[arg-type]
+    def task_of(parameters: Mapping[str, Any]) -> Any:
+        return LengthsOfWords(parameters.get("unit", 1))
+
+    given = [request if isinstance(request, Request) else Request(request) for request in requests]
+    return run_requests(runner, task_of, given, 8 if merge else 0)
 
 
 def lengths(answer: Any) -> list[Any]:
@@ -108,7 +120,7 @@ def test_a_context_belongs_to_its_text() -> None:
     ("request_", "message"),
     [
         ({"text": texts("")}, "^a line is empty; expected words$"),
-        ({"text": texts("good", " ")}, "^text 2 of 2: a line is empty"),
+        ({"text": texts("good", " ")}, "^text 1: a line is empty"),
         ({"text": texts(b"\xff")}, "^text is not UTF-8: byte 0 is 0xff$"),
         ({"text": texts("good"), "context": texts(b"ab\xc3")}, "^context is not UTF-8: byte 2 is 0xc3$"),
         ({"text": texts("a b c d e f g h i j")}, "has 10 tokens; this model has positions for 9"),
@@ -116,6 +128,7 @@ def test_a_context_belongs_to_its_text() -> None:
         ({"context": texts("c")}, "has context; expected text"),
         ({"text": texts("a"), "input_ids": np.ones((1, 1), int)}, "has input_ids, text; expected text"),
         ({"text": texts(shape=(0, 1))}, "at least one text"),
+        ({"text": texts("a" * 300_000)}, "has 300000 bytes; expected at most 262144"),
         ({"text": texts("\n".join("a" * 257))}, "257 windows of tokens; expected at most 256"),
         ({}, "'input_ids' is missing"),
     ],
@@ -126,6 +139,27 @@ def test_a_bad_request_gets_its_error_and_spoils_no_other_one(request_: Any, mes
     assert lengths(first) == lengths(last) == [[[6]]]
     with pytest.raises(UserError, match=message):
         raise bad
+
+
+def test_each_request_is_answered_with_its_own_parameters() -> None:
+    request = {"text": texts("aa")}
+    answers = run(Doubling(), [request, Request(request, {"unit": 4}), request])
+    assert [lengths(answer) for answer in answers] == [[[[4]]], [[[1]]], [[[4]]]]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"topp": 3}, "unknown parameter 'topp'; did you mean 'top'?"),
+        ({"top": True}, "top is True; expected an integer"),
+        ({"top": "3"}, "top is '3'; expected an integer"),
+        ({"top": 0}, "top is 0; expected at least 1"),
+    ],
+)
+def test_parameters_that_no_task_has_are_refused(parameters: dict[str, Any], message: str) -> None:
+    assert options_from_parameters({"top": 3, "stride": 2}) == TextOptions(top=3, stride=2)
+    with pytest.raises(UserError, match=re.escape(message)):
+        options_from_parameters(parameters)
 
 
 def test_a_failure_of_the_model_is_the_answer_of_the_whole_request() -> None:
@@ -141,6 +175,6 @@ def test_texts_stay_apart_where_batch_mates_matter() -> None:
 
 
 def test_a_model_of_tensors_only_knows_no_texts() -> None:
-    (answer,) = run_requests(Doubling(), None, [{"text": texts("a")}], 8)  # type: ignore[arg-type, list-item]
+    (answer,) = run_requests(Doubling(), None, [Request({"text": texts("a")})], 8)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="unknown input 'text'"):
         raise answer  # type: ignore[misc]
