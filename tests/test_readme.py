@@ -91,10 +91,12 @@ def test_the_lines_of_the_readme_that_are_not_run_are_on_the_page() -> None:
 def test_the_examples_of_docs_python_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = {"dim": 32, "heads": 2, "layers": 1, "seq_len": 64}
-    for options in ({"variant": "lsh"}, {"variant": "linear", "causal": True}):
-        artifact_from_spec(build_spec_from_options(small | options, None), Path("artifacts") / options["variant"])
+    causal = {"variant": "linear", "causal": True}
+    writer = causal | {"lm_head": True, "seq_len": 256}
+    for name, options in {"lsh": {"variant": "lsh"}, "linear": causal, "writer": writer}.items():
+        artifact_from_spec(build_spec_from_options(small | options, None), Path("artifacts") / name)
     examples = blocks(PYTHON_PAGE, "python")
-    assert len(examples) == 8
+    assert len(examples) == 10
     names: dict[str, Any] = {}
     for example in examples:
         exec(example, names)
