@@ -26,8 +26,8 @@ CANCEL_CHECK_SECONDS = 0.05
 class Reply(Protocol):
     """The way back to the client of one request."""
 
-    def send(self, text: str, finish_reason: FinishReason | None) -> None:
-        """Send more text; with a reason, the last."""
+    def send(self, text: str, session: Session, finish_reason: FinishReason | None) -> None:
+        """Send more text of a session; with a reason, the last."""
 
     def fail(self, error: EffexportError) -> None:
         """Send an error in place of more text."""
@@ -71,7 +71,7 @@ class TextStream:
         if session.error is not None:
             self._reply.fail(session.error)
         elif reason is not None or (self._in_pieces and self._text):
-            self._reply.send(self._text, reason)
+            self._reply.send(self._text, session, reason)
             self._text = ""
 
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from effexport.artifact import open_artifact
+from effexport.artifact import Artifact, open_artifact
 from effexport.errors import EffexportError
 from effexport.generation.stepper import INPUT
-from effexport.generation.text_generator import TextGenerator, max_tokens_of
+from effexport.generation.text_generator import generator_from_artifact
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.decode import decoder_in_ort
 from effexport.runners.runner import Closeable
-from effexport.text.tokenizer import tokenizer_from_artifact
 from effexport.triton.generating import GenerationLoop, Reply
 from effexport.triton.generation_request import generation_request
 from effexport.triton.instance_settings import ARTIFACT, parameter, settings_of_instance
@@ -27,6 +27,8 @@ from effexport.version import __version__
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+    from effexport.runners.decode import DecodeRunner
+    from effexport.runners.ort.settings import OrtSettings
 
 
 class GenerationInstance(Closeable):
@@ -36,16 +38,7 @@ class GenerationInstance(Closeable):
         config = json.loads(arguments["model_config"])
         artifact = open_artifact(folder / ARTIFACT)
         settings = settings_of_instance(folder, arguments, config)
-        decoder = decoder_in_ort(
-            artifact.decode_step_path, artifact.prefill_path, limits_from_spec(artifact.spec), settings
-        )
-        # so that the first request does not wait until the prefill is open
-        first = {INPUT: np.zeros((1, 1), np.int64)}
-        if decoder.has_prefill:
-            decoder.prefill(first)
-        decoder.step(first)
-        decoder.reset()
-        generator = TextGenerator(decoder, tokenizer_from_artifact(artifact), max_tokens_of(artifact))
+        generator = generator_from_artifact(artifact, partial(opened_decoder, settings=settings))
         self.loop = GenerationLoop(generator, parameter(config, "sessions"), parameter(config, "max_queue"))
 
     def begin(self, inputs: Mapping[str, Array], parameters: str, reply: Reply) -> None:
@@ -62,3 +55,15 @@ class GenerationInstance(Closeable):
 
     def close(self) -> None:
         self.loop.close()
+
+
+def opened_decoder(artifact: Artifact, settings: OrtSettings) -> DecodeRunner:
+    """A decoder that has read a prompt and decoded a token, so that the first request does not wait for its opening."""
+    limits, token = limits_from_spec(artifact.spec), {INPUT: np.zeros((1, 1), np.int64)}
+    decoder = decoder_in_ort(artifact.decode_step_path, artifact.prefill_path, limits, settings)
+    if decoder.has_prefill:
+        decoder.prefill(token)
+        decoder.reset()
+    decoder.step(token)
+    decoder.reset()
+    return decoder

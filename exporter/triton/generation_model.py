@@ -41,10 +41,12 @@ class TritonReply:
     def __init__(self, sender: Any) -> None:
         self.sender = sender
 
-    def send(self, text: str, finish_reason: str | None) -> None:
+    def send(self, text: str, session: Any, finish_reason: str | None) -> None:
         outputs = [string_tensor("text_output", text)]
         if finish_reason is not None:
             outputs.append(string_tensor("finish_reason", finish_reason))
+            for name, number in (("prompt_tokens", len(session.prompt)), ("seed", session.seed)):
+                outputs.append(pb_utils.Tensor(name, np.array([number], np.int64)))
         self._send(pb_utils.InferenceResponse(outputs), last=finish_reason is not None)
 
     def fail(self, error: Any) -> None:

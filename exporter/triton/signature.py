@@ -42,11 +42,17 @@ OPTIONS = (
     TensorInfo("temperature", "float32", (1,)),
     TensorInfo("top_k", "int32", (1,)),
     TensorInfo("seed", "int64", (1,)),
+    TensorInfo("stop_at_eos", "bool", (1,)),
 )
-# A request is one prompt. The text comes at once, or with `stream` in pieces; the last has a finish_reason.
+# A request is one prompt. The text comes at once, or with `stream` in pieces; only the last has the other outputs.
 GENERATION = Signature(
     (TensorInfo(TEXT_INPUT, STRING, (1,)), *OPTIONS),
-    (TensorInfo(TEXT_OUTPUT, STRING, (1,)), TensorInfo(FINISH_REASON, STRING, (1,))),
+    (
+        TensorInfo(TEXT_OUTPUT, STRING, (1,)),
+        TensorInfo(FINISH_REASON, STRING, (1,)),
+        TensorInfo("prompt_tokens", "int64", (1,)),
+        TensorInfo("seed", "int64", (1,)),
+    ),
     frozenset(tensor.name for tensor in OPTIONS),
 )
 

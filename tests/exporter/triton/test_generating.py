@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import effexport
 from effexport.artifact import Artifact
 from effexport.errors import EffexportError, UserError
 from effexport.generation.sampling import Sampling
-from effexport.generation.text_generator import TextGenerator, generator_from_artifact
+from effexport.generation.text_generator import TextGenerator
 from effexport.triton.codes import OverloadedError, triton_code
 from effexport.triton.generating import GenerationLoop
 from effexport.triton.generation_request import generation_request
@@ -32,7 +33,7 @@ class KeptReply:
         self.cancelled = False
         self.done = threading.Event()
 
-    def send(self, text: str, finish_reason: str | None) -> None:
+    def send(self, text: str, session: Any, finish_reason: str | None) -> None:
         if self.broken:
             self.done.set()
             raise OSError("planted: the connection is closed")
@@ -61,7 +62,7 @@ class KeptReply:
 
 @pytest.fixture
 def generator(built: Built) -> Iterator[TextGenerator]:
-    with generator_from_artifact(built("linear", causal=True, lm_head=True)) as generator:
+    with effexport.load_generator(built("linear", causal=True, lm_head=True).path) as generator:
         yield generator
 
 
@@ -81,7 +82,7 @@ def test_texts_that_grow_together_are_what_each_is_alone(loop: GenerationLoop, b
     for i, reply in enumerate(replies):
         loop.add(f"prompt {i}", sampling_of(i), reply, in_pieces=i % 2 == 0)
     texts = [reply.text for reply in replies]
-    with generator_from_artifact(built("linear", causal=True, lm_head=True)) as alone:
+    with effexport.load_generator(built("linear", causal=True, lm_head=True).path) as alone:
         assert texts == [alone(f"prompt {i}", sampling_of(i)).text for i in range(16)]
     for i, reply in enumerate(replies):
         assert [reason for _, reason in reply.parts] == [None] * (len(reply.parts) - 1) + ["length"]

@@ -22,7 +22,6 @@ from triton_server import TritonServer, ask_client
 import effexport
 from effexport.artifact import Artifact, open_artifact
 from effexport.generation.sampling import Sampling
-from effexport.generation.text_generator import generator_from_artifact
 from effexport.triton.package import Package
 
 pytestmark = [
@@ -199,7 +198,7 @@ def test_sixteen_streams_at_the_same_time_are_effexports_own_texts(running: Runn
 
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(ask, range(16)))
-    with generator_from_artifact(running.artifacts["writer"]) as generator:
+    with effexport.load_generator(running.artifacts["writer"].path) as generator:
         for i, (status, events) in enumerate(answers):
             assert status == 200, events
             parts = [json.loads(event.removeprefix("data: ")) for event in events.decode().split("\n\n") if event]
@@ -210,10 +209,11 @@ def test_sixteen_streams_at_the_same_time_are_effexports_own_texts(running: Runn
 
 
 def test_one_answer_over_http_and_many_over_one_grpc_stream(running: Running) -> None:
-    with generator_from_artifact(running.artifacts["writer"]) as generator:
+    with effexport.load_generator(running.artifacts["writer"].path) as generator:
         expected = [generator(prompt, Sampling(max_new_tokens=30, seed=3)).text for prompt in ("one", "two", "three")]
     status, answer = running.generate("writer-generate", text_input="one", max_tokens=30, seed=3)
     assert (status, answer["text_output"], answer["finish_reason"]) == (200, expected[0], "length")
+    assert (answer["prompt_tokens"], answer["seed"]) == (3, 3)
     job = {
         "url": f"127.0.0.1:{running.server.grpc}",
         "model": "writer-generate",
