@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from effexport.dtypes import DTYPE_OF_PRECISION, TensorInfo
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
-from effexport.models.head_spec import Head, Pooling
+from effexport.models.head_spec import TOKENS, Head, Pooling
 from effexport.models.model_spec import ModelSpec, Scope
 from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_from_dict, attention_spec, field_names
 from effexport.models.validation import ShortRepr, SpecError, check_field_types, did_you_mean, require
@@ -41,7 +41,7 @@ class BuildSpec(ShortRepr):
     tools that support neither our kernels nor function bodies.
     inline: whether the file has the bodies of custom operators in place of the operators, so that it contains standard
     operators only.
-    pool, truncate_dim, normalize: of the `head`.
+    pool, truncate_dim, normalize, top_k: of the `head`.
     """
 
     model: ModelSpec
@@ -55,6 +55,7 @@ class BuildSpec(ShortRepr):
     pool: Pooling | None = None
     truncate_dim: int | None = None
     normalize: bool = False
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -70,7 +71,7 @@ class BuildSpec(ShortRepr):
     @property
     def head(self) -> Head:
         """What the file returns, if not what the model does."""
-        return Head(self.pool, self.normalize, self.truncate_dim)
+        return Head(self.pool, self.normalize, self.truncate_dim, self.top_k)
 
     @property
     def scope(self) -> Scope:
@@ -108,15 +109,19 @@ class BuildSpec(ShortRepr):
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:
-        return tuple(
+        of_model = tuple(
             TensorInfo(name, self.dtype_of(name, self.dtype if name == "hidden_states" else "int64"), dims)
             for name, dims in self.model.inputs.items()
         )
+        return (*of_model, *(TensorInfo(name, "int64", dims) for name, dims in self.head.inputs().items()))
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:
         if self.head.is_wanted:
-            return tuple(TensorInfo(name, self.dtype, dims) for name, dims in self.head.outputs(self.model).items())
+            return tuple(
+                TensorInfo(name, "int64" if name == TOKENS else self.dtype, dims)
+                for name, dims in self.head.outputs(self.model).items()
+            )
         outputs = self.model.outputs.items()
         return tuple(TensorInfo(name, self.dtype_of(name, self.dtype), dims) for name, dims in outputs)
 
@@ -130,6 +135,11 @@ class BuildSpec(ShortRepr):
         """Names of the outputs that have no axis of tokens."""
         fixed = self.fixed_seq_len is not None and not self.head.is_wanted  # then the length is a number
         return () if fixed else tuple(tensor.name for tensor in self.outputs if "seq" not in tensor.dims)
+
+    @property
+    def ranked_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that are indices in the order of their scores."""
+        return () if self.top_k is None else (TOKENS,)
 
     def dtype_of(self, name: str, usual: str) -> str:
         """The element type of an input or output. usual: if the model does not say otherwise."""

@@ -38,6 +38,10 @@ class Encoder(nn.Module):
         Returns `last_hidden_state` [batch, seq, hidden_size], or logits [batch, seq, vocab_size] with a head.
         Raises SpecError for a sequence longer than the learned positions.
         """
+        return self.head(self.encode(input_ids, attention_mask))
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """As `forward`, always to `last_hidden_state`."""
         seq_len = input_ids.shape[1]
         if not torch.compiler.is_exporting() and seq_len > self.spec.max_seq_len:
             raise SpecError(f"the sequence has {seq_len} tokens; expected at most {self.spec.max_seq_len}")
@@ -45,7 +49,12 @@ class Encoder(nn.Module):
         streams = self.split(hidden)
         for block in self.blocks:
             streams = block(*streams, attention_mask)
-        return self.head(streams)
+        return self.joined(streams)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Last hidden states [batch, seq, hidden_size] → logits, or as they are without a language-model head."""
+        logits: Tensor | None = None if self.lm_head is None else self.lm_head(hidden)
+        return hidden if logits is None else logits
 
     def step(self, input_ids: Tensor, position: Tensor, states: Sequence[State]) -> tuple[Tensor, list[State]]:
         """One token of a causal encoder whose attention keeps a state of constant size.
@@ -84,14 +93,14 @@ class Encoder(nn.Module):
             attend = WithState(how(block.attention), state)  # type: ignore[arg-type]
             streams = block.mix(*streams, attend)  # type: ignore[operator]
             next_states.append(attend.next_state)
-        return self.head(streams), next_states
+        return self.head(self.joined(streams)), next_states
 
     def split(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """The residual streams that enter the first block: one, or two alike if reversible."""
         return (hidden, hidden) if self.spec.block == "reversible" else (hidden,)
 
-    def head(self, streams: tuple[Tensor, ...]) -> Tensor:
-        """Residual streams [batch, seq, dim] → hidden states or logits."""
+    def joined(self, streams: tuple[Tensor, ...]) -> Tensor:
+        """Residual streams [batch, seq, dim] → last hidden states [batch, seq, hidden_size]."""
         if len(streams) == 1:
             hidden = streams[0]
         elif self.spec.reversible_output == "concat":
@@ -99,8 +108,7 @@ class Encoder(nn.Module):
         else:
             hidden = (streams[0] + streams[1]) / 2
         normed: Tensor = self.final_norm(hidden)
-        logits: Tensor | None = None if self.lm_head is None else self.lm_head(normed)
-        return normed if logits is None else logits
+        return normed
 
 
 class FeedForward(nn.Module):

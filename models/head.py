@@ -1,4 +1,4 @@
-"""Models with a head: one vector in place of their hidden states."""
+"""Models with a head: a vector for each sample, or the likeliest tokens at some places."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ SHORTEST = 1e-12
 def with_head(module: nn.Module, head: Head, model: ModelSpec) -> nn.Module:
     """A module that returns the outputs of a head, with the weights of a module of this model; without a head, the
     module itself."""
-    return PooledModel(module, head, model) if head.is_wanted else module
+    if head.top_k is not None:
+        return TopTokensModel(module, head.top_k)
+    return PooledModel(module, head, model) if head.pool is not None else module
 
 
 class PooledModel(SameWeights):
@@ -36,6 +38,43 @@ class PooledModel(SameWeights):
         hidden = result[0] if isinstance(result, tuple) else result
         keep = None if self._mask is None else (inputs[self._mask] != 0) != self._mask_ignores
         return embedding(hidden, keep, self._head)
+
+
+class TopTokensModel(SameWeights):
+    """A language model that predicts some tokens only, and returns the likeliest for each.
+
+    The model has `encode`, from its inputs to hidden states, and `head`, from hidden states to logits.
+    """
+
+    def __init__(self, model: nn.Module, top_k: int) -> None:
+        super().__init__(model)
+        self._top_k = top_k
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The inputs of the model, and positions int64 [batch, masks] → scores and tokens [batch, masks, top_k]."""
+        return top_tokens(self.logits(*inputs), self._top_k)
+
+    def logits(self, *inputs: Tensor) -> Tensor:
+        """The arguments of `forward` → [batch, masks, vocabulary]."""
+        *tokens, positions = inputs
+        hidden: Tensor = self._model.encode(*tokens)
+        # not rows of all samples in one table: a runtime refuses a place beyond the sequence, which would be of another
+        # sample there
+        rows = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+        logits: Tensor = self._model.head(rows)
+        return logits
+
+
+def top_tokens(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Logits [batch, masks, vocabulary] → the largest probabilities in falling order, in the precision of the logits,
+    and their tokens, int64; both [batch, masks, top_k]."""
+    scores, tokens = probabilities(logits).topk(top_k, dim=-1)
+    return scores.to(logits.dtype), tokens
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """The softmax of logits, in float32, or in float64 if the logits are."""
+    return torch.softmax(at_least_float32(logits), dim=-1)
 
 
 def embedding(hidden: Tensor, keep: Tensor | None, head: Head) -> Tensor:

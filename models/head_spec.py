@@ -1,4 +1,5 @@
-"""What a model returns in place of its hidden states: one vector for each sample. No torch here."""
+"""What a model returns in place of hidden states or logits: a vector for each sample, or the likeliest tokens at some
+places. No torch here."""
 
 from __future__ import annotations
 
@@ -11,8 +12,14 @@ from effexport.models.validation import did_you_mean, require
 Pooling = Literal["mean", "cls", "max"]
 POOLINGS: tuple[str, ...] = get_args(Pooling)
 EMBEDDING = "embedding"
-# The output that hidden states may not come from: numbers per word or label, of which no mean is an embedding.
+# The input that says which tokens to predict, [batch, masks], and what is predicted of each: [batch, masks, top_k].
+POSITIONS, MASKS = "positions", "masks"
+SCORES, TOKENS = "scores", "tokens"
+# One number for each word or label: no hidden states, of which a mean would be an embedding.
 LOGITS = "logits"
+# The most elements that TensorRT's TopK returns.
+LARGEST_TOP_K = 3840
+LANGUAGE_MODELS = ("masked-lm", "lm-head")
 
 
 @dataclass(frozen=True)
@@ -21,15 +28,18 @@ class Head:
 
     pool: which vector stands for a sample: the mean or the largest of every channel over its kept tokens, or its first
     token. truncate_dim: how many channels remain. normalize: whether the vector, truncated, gets the length 1.
+    top_k: of a language model, how many of the likeliest tokens it returns for each of the `positions` that are asked
+    for, with their probabilities; only those are multiplied by the vocabulary.
     """
 
     pool: Pooling | None
     normalize: bool
     truncate_dim: int | None
+    top_k: int | None
 
     @property
     def is_wanted(self) -> bool:
-        return self != Head(None, False, None)
+        return self.pool is not None or self.top_k is not None
 
     def check(self, model: ModelSpec) -> None:
         """Raise SpecError for options that contradict each other, or that this model cannot have."""
@@ -42,10 +52,14 @@ class Head:
                 self.pool is not None or not given,
                 f"{name} was given without pool; expected pool mean, cls or max, which makes the vector: add --pool",
             )
+        name = "pool" if self.pool is not None else "top_k"
         require(
             not self.is_wanted or model.scope != "attention",
-            "pool was given with scope attention; one layer is not a model whose tokens have a meaning of their own: "
-            "use scope encoder",
+            f"{name} was given with scope attention, which is one layer and not a model: use scope encoder",
+        )
+        require(
+            self.pool is None or self.top_k is None,
+            "pool and top_k were both given; expected one: a vector for each sample, or tokens at some places",
         )
         if self.pool is not None:
             width = hidden_width(model)
@@ -54,9 +68,20 @@ class Head:
                 cut is None or 1 <= cut <= width,
                 f"truncate_dim is {cut}; expected 1 to {width}, the width of the hidden states",
             )
+        if self.top_k is not None:
+            count = vocabulary(model)
+            reason = "the size of the vocabulary" if count <= LARGEST_TOP_K else "the most that TensorRT sorts"
+            most = min(count, LARGEST_TOP_K)
+            require(1 <= self.top_k <= most, f"top_k is {self.top_k}; expected 1 to {most}, {reason}")
+
+    def inputs(self) -> dict[str, Dims]:
+        """Axes of the inputs, int64, that the head adds after those of the model."""
+        return {} if self.top_k is None else {POSITIONS: ("batch", MASKS)}
 
     def outputs(self, model: ModelSpec) -> dict[str, Dims]:
         """Axes of the outputs by name."""
+        if self.top_k is not None:
+            return dict.fromkeys((SCORES, TOKENS), ("batch", MASKS, self.top_k))
         return {EMBEDDING: ("batch", self.truncate_dim or hidden_width(model))}
 
 
@@ -85,6 +110,18 @@ def hidden_width(model: ModelSpec) -> int:
     )
     assert isinstance(width, int)
     return width
+
+
+def vocabulary(model: ModelSpec) -> int:
+    """The number of tokens that a language model predicts. Raises SpecError for another model."""
+    dims = model.outputs.get(LOGITS, ())
+    given = ", ".join(f"{name} [{', '.join(map(str, dims))}]" for name, dims in model.outputs.items())
+    require(
+        len(dims) == 3 and getattr(model, "task", "masked-lm") in LANGUAGE_MODELS,
+        f"top_k was given, but the model returns {given}; expected logits of a vocabulary for each token: with "
+        "--checkpoint, use --task masked-lm; for an encoder, set lm_head = true in the file of --spec",
+    )
+    return int(dims[-1])
 
 
 def mask_of(model: ModelSpec) -> tuple[str, bool]:

@@ -55,6 +55,11 @@ class Reformer(nn.Module):
         Returns what `spec.outputs` names, in its order. Rows of padding hold no meaning.
         Raises SpecError for a sequence longer than the positions.
         """
+        return self.head(self.encode(input_ids, attention_mask))
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """As `forward`, to last hidden states [batch, seq, 2 · hidden]; of the first token only, if the head reads no
+        other."""
         seq_len = input_ids.shape[1]
         if not torch.compiler.is_exporting() and seq_len > self.spec.max_seq_len:
             raise SpecError(f"the sequence has {seq_len} tokens; expected at most {self.spec.max_seq_len}")
@@ -68,7 +73,8 @@ class Reformer(nn.Module):
         # by index: a slice of symbolic length is traced as the lesser of two lengths, and only for lengths that are, or
         # are not, a multiple of the chunks like the example
         hidden = torch.cat(streams, dim=-1).index_select(1, torch.arange(kept_len, device=hidden.device))
-        return self.head(self.final_norm(hidden))
+        normed: Tensor = self.final_norm(hidden)
+        return normed
 
     def run_blocks(self, hidden: Tensor, keep: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
         """hidden [batch, padded seq, hidden]; keep boolean [batch, padded seq]; seq_len without padding."""

@@ -38,7 +38,7 @@ SECTIONS = {
     "Sizes and options of the model": (
         *("scope", "dim", "heads", "layers", "seq_len", "batch", "causal", "num_hashes", "pinv_init", "seed"),
     ),
-    "What it returns": ("lm_head", "pool", "truncate_dim", "normalize"),
+    "What it returns": ("lm_head", "pool", "truncate_dim", "normalize", "top_k"),
     "The ONNX file": ("precision", "opset", "external_data", "fused", "inline"),
     "The check": ("runtime", "implementation", "device", "reference", "trace"),
     "TensorRT engines": ENGINE_FLAGS,
@@ -112,6 +112,13 @@ EXAMPLES = (
     "--normalize/--no-normalize", default=None, help="With --pool: scale the vector, after --truncate-dim, to length 1."
 )
 @click.option("--lm-head/--no-lm-head", default=None, help="Output logits over the vocabulary, not hidden states.")
+@click.option(
+    "--top-k",
+    type=int,
+    metavar="N",
+    help="Of a language model: only the N likeliest tokens and their probabilities, at the places that the input "
+    "positions names.",
+)
 @click.option("--num-hashes", type=int, help="Hash rounds of LSH attention; may exceed the number used in training.")
 @click.option(
     "--pinv-init",

@@ -10,13 +10,13 @@ Operators that TensorRT rejects with a clear message of its own are not listed h
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from effexport.dtypes import DTYPES
 from effexport.errors import UserError
-from effexport.export.onnx_graph import FORBIDDEN_OPS, STANDARD_DOMAINS, all_nodes
+from effexport.export.onnx_graph import STANDARD_DOMAINS, all_nodes, small_constants, why_forbidden
 from effexport.plugins.ops import DOMAIN
 
 if TYPE_CHECKING:
@@ -70,8 +70,9 @@ def limit_problems(model: onnx.ModelProto, plugins: Collection[str] = ()) -> lis
     plugins: operators without a function body that a plugin will run.
     """
     problems = [*_opset_problems(model), *_tensor_problems(model), *_function_problems(model, plugins)]
+    constants = small_constants(model)
     for node in all_nodes(model):
-        problems += _node_problems(node)
+        problems += _node_problems(node, constants)
     return problems
 
 
@@ -200,14 +201,12 @@ def _missing_body(node: onnx.NodeProto) -> Problem:
     return _problem(node, f"is of the domain {node.domain} and has neither a function body nor a plugin", remedy)
 
 
-def _node_problems(node: onnx.NodeProto) -> Iterator[Problem]:
+def _node_problems(node: onnx.NodeProto, constants: Mapping[str, int]) -> Iterator[Problem]:
     if node.domain not in STANDARD_DOMAINS:
         return
-    if node.op_type in FORBIDDEN_OPS:
+    if reason := why_forbidden(node, constants):
         # one reason, one remedy: exported graphs are held to the same list
-        yield _problem(
-            node, f"is not allowed, because {FORBIDDEN_OPS[node.op_type]}", "express it in other standard operators"
-        )
+        yield _problem(node, f"is not allowed, because {reason}", "express it in other standard operators")
     if node.op_type == "Unique":
         # operators.md: not supported; TensorRT has no layer that sorts
         yield _problem(node, "sorts, which TensorRT has no layer for", "sort outside the model")

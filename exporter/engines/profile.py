@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from effexport.models.head_spec import MASKS
 from effexport.models.validation import SpecError, did_you_mean, require
 
 if TYPE_CHECKING:
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
     from effexport.spec import BuildSpec
 
 # The dimensions that a profile sets; all others of a model are numbers.
-PROFILE_DIMS = ("batch", "seq", "choices")
+PROFILE_DIMS = ("batch", "seq", "choices", MASKS)
 # Room for small batches if --profile does not set the batch size.
 DEFAULT_MAX_BATCH = 4
 DEFAULT_CHOICES = 4
+# Tokens to predict in a sequence, and their most.
+DEFAULT_MASKS, DEFAULT_MAX_MASKS = 4, 32
 EXAMPLE = "--profile batch=1:4:16,seq=128:1024:4096"
 
 
@@ -129,6 +132,8 @@ def default_profile(spec: BuildSpec) -> Profile:
     ranges = {"batch": Range(1, spec.batch, max(spec.batch, DEFAULT_MAX_BATCH)), "seq": seq}
     if "choices" in dynamic_dims(spec):
         ranges["choices"] = Range(1, DEFAULT_CHOICES, DEFAULT_CHOICES)
+    if MASKS in dynamic_dims(spec):
+        ranges[MASKS] = Range(1, min(DEFAULT_MASKS, seq.max), min(DEFAULT_MAX_MASKS, seq.max))
     # axes that a user's own module has beside these
     own = getattr(spec.model, "axis_sizes", {})
     ranges |= {axis: Range(1, size, size) for axis, size in own.items()}

@@ -21,6 +21,7 @@ from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph,
 from effexport.export.portable_graph import make_portable
 from effexport.export.specialised_length import assumed_sizes, largest_sizes
 from effexport.export.traced_graphs import SCOPES_KEY, add_traced, graph_without_weights, optimized_graph, read_traced
+from effexport.models.head_spec import MASKS
 from effexport.models.model_spec import shape_of
 from effexport.models.module_spec import ModuleSpec
 from effexport.models.validation import LARGEST_SIZE
@@ -224,7 +225,7 @@ def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
     chunk_length: int = getattr(spec.model, "pad_multiple", getattr(spec.attention, "chunk_length", 64))
     several_chunks = 3 * chunk_length + 8
     longest = spec.max_seq_len or several_chunks
-    sizes = {"batch": 2, "choices": 3, "seq": spec.fixed_seq_len or max(2, min(several_chunks, longest))}
+    sizes = {"batch": 2, "choices": 3, MASKS: 3, "seq": spec.fixed_seq_len or max(2, min(several_chunks, longest))}
     fills = dict(INPUT_DEFAULTS)
     if isinstance(spec.model, ModuleSpec):
         sizes |= {axis: max(2, size) for axis, size in spec.model.axis_sizes.items()}

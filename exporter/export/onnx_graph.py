@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.dtypes import TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.files import file_digest
+from effexport.models.head_spec import LARGEST_TOP_K
 from effexport.plugins.function_body import traps
 from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
 
@@ -35,11 +36,9 @@ FORBIDDEN_OPS: dict[str, str] = RANDOM_OPS | {
     "Loop": "TensorRT runs it step by step, and some runtimes compute it differently",
     "Scan": "TensorRT runs it step by step",
     "ReduceLogSumExp": "TensorRT imports it without subtracting the maximum",
-    "TopK": "TensorRT stops at 3840 elements",
+    "TopK": "TensorRT stops at 3840 elements",  # fewer are allowed, see `why_forbidden`
     "CumSum": "TensorRT's parser has made a sequential loop of it (10.1)",
 }
-
-
 # dtype and dims of a value; None for a dimension without a name
 ValueType = tuple[str, tuple[int | str | None, ...]]
 
@@ -73,9 +72,10 @@ def check_graph(path: Path, signature: GraphSignature, forbidden: Mapping[str, s
     bodies = {function.name for function in model.functions if function.domain == DOMAIN}
     if bodies != set(found):
         raise StageError(STAGE, f"function bodies are {sorted(bodies)}; expected {sorted(found)}")
+    constants = small_constants(model)
     for node in all_nodes(model):
-        if node.op_type in forbidden:
-            raise StageError(STAGE, f"node {node.name!r} is a {node.op_type}: {forbidden[node.op_type]}")
+        if reason := why_forbidden(node, constants, forbidden):
+            raise StageError(STAGE, f"node {node.name!r} is a {node.op_type}: {reason}")
         if node.domain == DOMAIN and (PLUGIN_NAMESPACE, DOMAIN.encode()) not in [(a.name, a.s) for a in node.attribute]:
             raise StageError(STAGE, f"node {node.name!r} does not carry {PLUGIN_NAMESPACE}={DOMAIN!r}")
     for what, actual, expected in (
@@ -93,11 +93,36 @@ def not_for_tensorrt(path: Path) -> tuple[str, ...]:
     import onnx
 
     model = onnx.load(str(path), load_external_data=False)
-    found = sorted({node.op_type for node in all_nodes(model) if node.op_type in FORBIDDEN_OPS})
+    constants = small_constants(model)
+    found = sorted({node.op_type for node in all_nodes(model) if why_forbidden(node, constants)})
     if not found:
         return ()
     reasons = "; ".join(f"{op}: {FORBIDDEN_OPS[op]}" for op in found)
     return (f"The model has operators that TensorRT engines of effexport do without ({reasons}).",)
+
+
+def why_forbidden(
+    node: onnx.NodeProto, constants: Mapping[str, int], forbidden: Mapping[str, str] = FORBIDDEN_OPS
+) -> str:
+    """Why no graph may hold a node; "" if it may. constants: see `small_constants`."""
+    if node.op_type == "TopK" and constants.get(node.input[1] if len(node.input) > 1 else "", 2**63) <= LARGEST_TOP_K:
+        return ""
+    return forbidden.get(node.op_type, "")
+
+
+def small_constants(model: onnx.ModelProto) -> dict[str, int]:
+    """Integers that are constants of a graph, alone in their tensor, by the name of their value."""
+    import onnx
+
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            tensors[node.output[0]] = node.attribute[0].t
+    return {
+        name: int(onnx.numpy_helper.to_array(tensor).item())
+        for name, tensor in tensors.items()
+        if tensor.data_type == onnx.TensorProto.INT64 and math.prod(tensor.dims) == 1
+    }
 
 
 def check_portable(path: Path) -> None:

@@ -16,7 +16,13 @@ from effexport.proof.checks.result import Check
 from effexport.proof.inputs.adversarial import adversarial_inputs
 from effexport.proof.inputs.random import case_inputs
 from effexport.proof.metrics import largest_change, rms_change
-from effexport.proof.module_runs import NOISE_SEED_OFFSET, other_rotations, recorded_hashes, run_module
+from effexport.proof.module_runs import (
+    NOISE_SEED_OFFSET,
+    other_rotations,
+    recorded_hashes,
+    run_module,
+    scores_of_indices,
+)
 from effexport.proof.repeated_runs import Answer, RepeatedRuns
 from effexport.proof.tolerances import UNIT_ROUNDOFF
 from effexport.spec import BuildSpec
@@ -80,10 +86,10 @@ def answered_case(case: Case, module: nn.Module, spec: BuildSpec, runs: Repeated
     def compute() -> Answer:
         with recorded_hashes(module) as (buckets, margins):
             outputs = run_module(module, spec, case.inputs)
-        return {"outputs": outputs, "buckets": dict(buckets), "margins": dict(margins)}
+        ranked = scores_of_indices(module, spec, case.inputs)
+        return {"outputs": outputs, "buckets": dict(buckets), "margins": dict(margins), "ranked": ranked}
 
-    answer = runs.answer(case.label, compute)
-    return dataclasses.replace(case, outputs=answer["outputs"], buckets=answer["buckets"], margins=answer["margins"])
+    return case.with_parts(runs.answer(case.label, compute))
 
 
 def repeated_outputs(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Mapping[str, Array]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 # The arrays of a case, in the order in which the golden file stores them.
-PARTS = ("inputs", "outputs", "buckets", "margins", "tokens")
+PARTS = ("inputs", "outputs", "buckets", "margins", "tokens", "ranked")
 # In the part `tokens`: which of them count, boolean [batch, seq].
 KEPT = "kept"
+# Stands for scores of 0, which have no logarithm.
+TINY = np.finfo(np.float32).tiny
 EXPECTED = "expected the reference.safetensors of an artifact"
 
 
@@ -35,6 +37,7 @@ class Case:
     `answers.change_by_rounding`; no runtime can be expected to do better. 0 in other cases.
     tokens: which of them count, if not those that an `attention_mask` keeps: see KEPT.
     pooled: outputs that have no axis of tokens, even if one of their axes is as long.
+    ranked: for an output of the likeliest indices, the reference's score of every index, [batch, …, indices].
     """
 
     name: str
@@ -47,6 +50,7 @@ class Case:
     own_error: float = 0.0
     tokens: Mapping[str, Array] = field(default_factory=dict)
     pooled: tuple[str, ...] = ()
+    ranked: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def keep(self) -> Array:
@@ -58,16 +62,41 @@ class Case:
     def label(self) -> CaseLabel:
         return CaseLabel(self.name, self.keep.shape, not self.keep.all())
 
+    def with_parts(self, arrays: Mapping[str, Mapping[str, Array]]) -> Case:
+        """The case with other arrays in some of PARTS."""
+        changes: dict[str, Any] = dict(arrays)
+        return replace(self, **changes)
+
     def kept(self, output: str, array: Array, sample: int) -> Array:
         """The part of one sample of an output that is compared, [tokens, channels]: its kept tokens, or all of a pooled
         output."""
         own, keep = np.asarray(array[sample]), self.keep
-        is_row = own.shape[: keep.ndim - 1] == keep.shape[1:] and output not in self.pooled
-        if len(array) != len(keep) or not is_row:
+        if output in self.pooled:
+            return self.all_of(output, own, sample)
+        if len(array) != len(keep) or own.shape[: keep.ndim - 1] != keep.shape[1:]:
             return own.reshape(1, -1)
         keep = keep[sample]
         rows: Array = own[keep]
         return rows.reshape(len(rows), -1)
+
+    def all_of(self, output: str, own: Array, sample: int) -> Array:
+        """One sample of a pooled output, [1, channels]. Indices become the reference's scores of them, which are equal
+        if two are tied; NaN if there is no such index. Scores are [scores, 1], so that large ones, whose errors are
+        large too, have a scale of their own."""
+        if output in self.ranked:
+            scores, index = self.ranked[output][sample], own.astype(np.int64)
+            known = (index >= 0) & (index < scores.shape[-1])
+            own = np.where(known, np.take_along_axis(scores, np.where(known, index, 0), axis=-1), np.nan)
+        return own.reshape(-1, 1) if self.ranked else own.reshape(1, -1)
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of the logits of ranked indices, or 1 if that is less: a softmax makes the error of a
+        logit, which is proportional to this, the relative error of a score. 1 without ranked indices."""
+        if not self.ranked:
+            return 1.0
+        logits = np.log(np.maximum(np.concatenate([x.reshape(-1, x.shape[-1]) for x in self.ranked.values()]), TINY))
+        return max(1.0, float(np.sqrt(np.nanmean(np.nanvar(logits, axis=-1)))))
 
 
 def save_reference(cases: Sequence[Case], path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effexport.models.head_spec import TOKENS
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -26,16 +27,35 @@ def run_module(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) 
 
     from effexport.models.layers import at_least_float32
 
+    with torch.inference_mode():
+        outputs = module(*arguments(module, spec, inputs))
+    values = outputs if isinstance(outputs, tuple) else (outputs,)
+    return {t.name: np.asarray(at_least_float32(value).numpy()) for t, value in zip(spec.outputs, values, strict=True)}
+
+
+def scores_of_indices(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """The part `ranked` of a case: for a model that returns the likeliest tokens, the probability of every token."""
+    import torch
+
+    from effexport.models.head import TopTokensModel, probabilities
+
+    if not isinstance(module, TopTokensModel):
+        return {}
+    with torch.inference_mode():
+        return {TOKENS: probabilities(module.logits(*arguments(module, spec, inputs))).numpy()}
+
+
+def arguments(module: nn.Module, spec: BuildSpec, inputs: Mapping[str, Array]) -> list[torch.Tensor]:
+    """The inputs in the order and the precision of a module."""
+    import torch
+
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     given = []
     for tensor in spec.inputs:
         array = np.asarray(inputs[tensor.name])
         value = torch.from_numpy(array if array.dtype.kind in "iub" else array.astype(np.float32))
         given.append(value.to(dtype) if value.is_floating_point() else value)
-    with torch.inference_mode():
-        outputs = module(*given)
-    values = outputs if isinstance(outputs, tuple) else (outputs,)
-    return {t.name: np.asarray(at_least_float32(value).numpy()) for t, value in zip(spec.outputs, values, strict=True)}
+    return given
 
 
 def hash_modules(module: nn.Module) -> dict[str, nn.Module]:

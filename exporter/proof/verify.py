@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from effexport.errors import EffexportError, RuntimeFailedError, RuntimeUnsupportedError
 from effexport.export.onnx_graph import custom_ops_of_model
 from effexport.proof.candidates import ModelCandidate, RunnerCandidate, open_in_ort, opened_with_buckets
-from effexport.proof.checks.arithmetic import check_arithmetic, check_overall, check_signature
+from effexport.proof.checks.arithmetic import check_numbers, check_signature
 from effexport.proof.checks.decode_step import check_decoder
 from effexport.proof.checks.float32_ops import check_float32_ops
 from effexport.proof.checks.function_bodies import check_function_bodies
 from effexport.proof.checks.result import METRIC, Check, Kind, is_about_bodies, not_run
 from effexport.proof.checks.run_checks import run_checks
-from effexport.proof.tolerances import case_limit, overall_limit
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import BuildSpec
@@ -113,8 +112,7 @@ def check_with_bodies(
         return Check(kind, case.label, METRIC, "failed", detail=detail)
     checks = [check_signature(case, outputs, spec)]
     if checks[0].status == "passed":
-        checks = [check_arithmetic(case, outputs, case_limit(spec, case.own_error))]
-        checks += check_overall(case, checks[0], overall_limit(spec, case.own_error))
+        checks = [*check_numbers(case, outputs, spec, kind)]
     worst = next((check for check in checks if check.status == "failed"), checks[0])
     return dataclasses.replace(worst, kind=kind)
 

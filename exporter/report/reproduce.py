@@ -18,7 +18,7 @@ from effexport.spec import BuildSpec
 # What `effexport build` has a flag for; other fields go into a file for --spec.
 _FLAGS = (
     *("dim", "heads", "layers", "seq_len", "batch", "precision", "opset", "seed", "num_hashes", "pinv_init"),
-    *("pool", "truncate_dim"),
+    *("pool", "truncate_dim", "top_k"),
 )
 _SWITCHES = {
     "causal": ("--causal", "--no-causal"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
+from effexport.models.head_spec import MASKS
 from effexport.models.validation import did_you_mean
 from effexport.runners.runner import tensors_text
 from effexport.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec
@@ -124,6 +125,9 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
     mask = feeds.get(MASK_NAME)
     if mask is not None and not np.isin(mask, (0, 1)).all():
         raise UserError(f"{MASK_NAME} has values other than 0 and 1; expected 1 for tokens to keep, 0 for padding")
+    for tensor in inputs:
+        if tensor.dims == ("batch", MASKS):
+            check_positions(tensor.name, feeds[tensor.name], seq_len, limits.max_seq_len or seq_len)
     for name, limit in limits.indices.items():
         if name in feeds:
             low, high = int(feeds[name].min()), int(feeds[name].max())
@@ -131,6 +135,18 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
                 wrong = low if low < 0 else high
                 place = list(map(int, np.argwhere(feeds[name] == wrong)[0]))
                 raise UserError(f"{name} contains {wrong}; expected 0 to {limit - 1}; see {name}{place}")
+
+
+def check_positions(name: str, positions: Array, seq_len: int, most: int) -> None:
+    """Raise UserError for places of tokens that are beyond the sequence, or for more of them than any sequence has
+    tokens, `most`."""
+    low, high, count = int(positions.min()), int(positions.max()), positions.shape[1]
+    if low < 0 or high >= seq_len:
+        raise UserError(
+            f"{name} contains {low if low < 0 else high}; expected 0 to {seq_len - 1}, the places of the tokens"
+        )
+    if count > most:
+        raise UserError(f"{name} has {count} places in each row; expected at most {most}, as many as tokens")
 
 
 # dtype and shape per input.

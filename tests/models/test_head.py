@@ -40,7 +40,7 @@ def states(seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_vector_is_the_formula_over_the_kept_tokens(kind: Pooling, seq_len: int) -> None:
     hidden, keep = states(seq_len)
     given = torch.where(keep.unsqueeze(-1) | (kind == "cls"), hidden, torch.nan)  # what padding holds does not matter
-    found = embedding(given, keep, Head(kind, False, None)).numpy()
+    found = embedding(given, keep, Head(kind, False, None, None)).numpy()
     expected = [formula(h, k, kind) for h, k in zip(hidden.double().numpy(), keep.numpy(), strict=True)]
     assert np.abs(found - np.stack(expected)).max() <= ROUNDING
 
@@ -48,7 +48,7 @@ def test_a_vector_is_the_formula_over_the_kept_tokens(kind: Pooling, seq_len: in
 @pytest.mark.parametrize("kind", POOLINGS)
 def test_a_vector_is_cut_before_it_is_scaled_to_length_one(kind: Pooling) -> None:
     hidden, keep = states(30)
-    found = embedding(hidden, keep, Head(kind, True, 3)).numpy()
+    found = embedding(hidden, keep, Head(kind, True, 3, None)).numpy()
     cut = np.stack([formula(h, k, kind)[:3] for h, k in zip(hidden.double().numpy(), keep.numpy(), strict=True)])
     assert np.abs(found - cut / np.linalg.norm(cut, axis=1, keepdims=True)).max() <= ROUNDING
 
@@ -58,7 +58,7 @@ def test_a_vector_is_cut_before_it_is_scaled_to_length_one(kind: Pooling) -> Non
 def test_a_sample_without_kept_tokens_becomes_zeros(kind: Pooling, normalize: bool) -> None:
     hidden, keep = states(9)
     keep[1] = False
-    found = embedding(hidden, keep, Head(kind, normalize, None))
+    found = embedding(hidden, keep, Head(kind, normalize, None, None))
     assert torch.equal(found[1], torch.zeros(5))
     assert torch.isfinite(found).all()
     assert found[0].abs().sum() > 0
@@ -68,7 +68,7 @@ def test_a_sample_without_kept_tokens_becomes_zeros(kind: Pooling, normalize: bo
 @pytest.mark.parametrize("normalize", [False, True])
 def test_sums_and_lengths_do_not_overflow_half_precision(dtype: torch.dtype, normalize: bool) -> None:
     hidden = torch.full((1, 100, 4), 3e4, dtype=dtype)  # their sum is 3e6, their squares 9e8; float16 ends at 65504
-    found = embedding(hidden, torch.ones(1, 100, dtype=torch.bool), Head("mean", normalize, None))
+    found = embedding(hidden, torch.ones(1, 100, dtype=torch.bool), Head("mean", normalize, None, None))
     assert found.dtype == dtype
     assert torch.equal(found, torch.full((1, 4), 0.5, dtype=dtype) if normalize else hidden[:, 0])
 

@@ -11,8 +11,8 @@ import numpy as np
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import HISTOGRAM_EDGES, METRIC, RMS_METRIC, Check, Kind, Worst, judged
-from effexport.proof.metrics import largest, relative_errors
-from effexport.proof.tolerances import Limit
+from effexport.proof.metrics import largest, relative_error, relative_errors
+from effexport.proof.tolerances import Limit, case_limit, overall_limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -53,24 +53,53 @@ def differing_bits(a: Array, b: Array) -> int:
     return int(np.count_nonzero(a.view(raw) != b.view(raw)))
 
 
+def check_numbers(case: Case, outputs: Mapping[str, Array], spec: BuildSpec, kind: str) -> Iterator[Check]:
+    """Every number of the outputs: the largest error, all errors together, and the ranks of indices.
+
+    kind: of the first check.
+    """
+    limit = case_limit(spec, case.own_error, case.spread)
+    check = check_arithmetic(case, outputs, limit, kind)
+    yield check
+    yield from check_overall(case, check, overall_limit(spec, case.own_error))
+    for output in case.ranked:
+        yield check_ranks(case, output, outputs[output], limit)
+
+
+def check_ranks(case: Case, output: str, found: Array, limit: Limit) -> Check:
+    """Indices in the order of their scores: where another one stands than in the reference, the reference must give
+    both nearly the same score, and none may stand twice."""
+    expected = case.outputs[output]
+    pairs = [(case.kept(output, found, row), case.kept(output, expected, row)) for row in range(len(expected))]
+    widest = float(np.max([relative_error(*pair)[0] for pair in pairs]))  # not the built-in max, which may drop NaN
+    detail = f"{np.count_nonzero(found != expected)} of {expected.size} are others"
+    if (np.diff(np.sort(found, axis=-1), axis=-1) == 0).any():
+        widest, detail = float("inf"), "an index stands at two ranks"
+    return judged(Kind.RANK_NEAR_TIES, case.label, "widest gap of a rank / RMS", widest, limit, detail)
+
+
 def check_arithmetic(case: Case, outputs: Mapping[str, Array], limit: Limit, kind: str = Kind.ARITHMETIC) -> Check:
     """The largest error of the kept tokens, relative to the scale of the reference, beside other measures."""
     value, worst = -1.0, None
     figures = Figures()
     for output, expected in case.outputs.items():
+        if output in case.ranked:
+            continue  # of indices, only the scores can be close
         for sample in range(len(expected)):
             actual, wanted = case.kept(output, outputs[output], sample), case.kept(output, expected, sample)
             error, (row, channel) = figures.add(actual, wanted)
             # NaN wins over every number, and stays
             if value == value and (error > value or error != error):
                 value = error
-                token = int(np.flatnonzero(case.keep[sample])[row]) if len(wanted) > 1 else row
-                index = (sample, token, channel)
+                place = np.unravel_index(row * wanted.shape[1] + channel, expected[sample].shape)
+                if output not in case.pooled:
+                    place = (np.flatnonzero(case.keep[sample])[row] if len(wanted) > 1 else row, channel)
+                index = (sample, *map(int, place))
                 worst = Worst(output, index, float(actual[row, channel]), float(wanted[row, channel]))
     detail = ""
     if worst is not None:
-        place = ", ".join(map(str, worst.index))
-        detail = f"worst at {worst.output}[{place}]: {worst.actual:.6g}, reference {worst.expected:.6g}"
+        indices = ", ".join(map(str, worst.index))
+        detail = f"worst at {worst.output}[{indices}]: {worst.actual:.6g}, reference {worst.expected:.6g}"
     check = judged(kind, case.label, METRIC, value, limit, detail)
     return replace(check, measures=figures.measures(), histogram=figures.histogram(), worst=worst)
 

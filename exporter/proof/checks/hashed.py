@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.proof.cases import Case
-from effexport.proof.checks.arithmetic import check_arithmetic, check_overall
+from effexport.proof.checks.arithmetic import check_arithmetic, check_numbers
 from effexport.proof.checks.result import RMS_METRIC, Check, Kind, judged
 from effexport.proof.metrics import rms_change
-from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit, overall_limit
+from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def check_hashed(
     """
     if given is None:
         # the buckets are out of sight: ask for plain agreement, which holds as long as no bucket flips
-        yield check_arithmetic(case, free_outputs, case_limit(spec, case.own_error), Kind.HIDDEN_BUCKETS)
+        yield check_arithmetic(case, free_outputs, case_limit(spec, case.own_error, case.spread), Kind.HIDDEN_BUCKETS)
     else:
         yield from check_given_buckets(case, *given, spec)
     yield check_free_run(case, free_outputs, spec)
@@ -40,10 +40,7 @@ def check_given_buckets(
     case: Case, outputs: Mapping[str, Array], own_buckets: Mapping[str, Array], spec: BuildSpec
 ) -> Iterator[Check]:
     """What a candidate answered with the reference's buckets, and the buckets it would have chosen itself."""
-    limit = case_limit(spec, case.own_error)
-    check = check_arithmetic(case, outputs, limit, Kind.GIVEN_BUCKETS)
-    yield check
-    yield from check_overall(case, check, overall_limit(spec, case.own_error))
+    yield from check_numbers(case, outputs, spec, Kind.GIVEN_BUCKETS)
     yield from check_buckets(case, own_buckets, spec)
 
 

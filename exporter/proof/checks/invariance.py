@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from effexport.models.head_spec import MASKS
 from effexport.models.spec import LSHSpec
 from effexport.proof.cases import Case
 from effexport.proof.checks.candidate import Candidate
@@ -44,10 +45,11 @@ def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], 
     if spec.model.why_not_invariant:
         yield from (not_run(kind, spec.model.why_not_invariant, case.label, metric) for kind in found)
         return
+    is_long = {tensor.name: tensor.dims[1:] != (MASKS,) for tensor in spec.inputs}
     run_with_buckets = candidate.run_with_buckets
     for row, keep in enumerate(case.keep):
         length = int(np.flatnonzero(keep)[-1]) + 1 if spec.attention.fixed_seq_len is None else keep.size
-        alone = {key: value[row : row + 1, :length] for key, value in case.inputs.items()}
+        alone = {key: value[row : row + 1, : length if is_long[key] else None] for key, value in case.inputs.items()}
         if not candidate.accepts(alone):
             reason = f"sample {row} on its own {OUTSIDE}"
             yield from (not_run(kind, reason, case.label, metric) for kind in found)
@@ -58,11 +60,11 @@ def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], 
         else:
             result = candidate.run(alone)
         for output in case.outputs:
-            joined = outputs[output][row : row + 1]
+            own, joined = result[output][0], outputs[output][row]
             if output in case.pooled:
-                own, joined = case.kept(output, result[output], 0), case.kept(output, joined, 0)
+                own, joined = (case.all_of(output, array, row) for array in (own, joined))
             else:
-                own, joined = result[output][0], joined[0, :length]
+                joined = joined[:length]
             for kind, worst in found.items():
                 if kind == Kind.BATCH_INVARIANCE or length < keep.size:
                     worst.add(own, joined, f"worst in sample {row}")
@@ -107,7 +109,7 @@ def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array],
 
 def limit_without(case: Case, spec: BuildSpec, condition: str) -> Limit:
     """The limit of the arithmetic, with the condition that nothing else may use it up."""
-    limit = case_limit(spec, case.own_error)
+    limit = case_limit(spec, case.own_error, case.spread)
     return Limit(limit.value, f"{limit.reason}; {condition}")
 
 

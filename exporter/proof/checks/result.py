@@ -50,6 +50,10 @@ class Kind(StrEnum):
         "free run",
         "With its own buckets, the model differs no more than re-drawing the rotations would change it.",
     )
+    RANK_NEAR_TIES = (
+        "rank near-ties",
+        "Where another token is at a rank than in PyTorch, PyTorch gives both nearly the same score.",
+    )
     BATCH_INVARIANCE = "batch invariance", "A sample alone gives the same result as in a batch."
     PADDING_LENGTH = "padding length", "A sample gives the same result at its own length as padded to a longer one."
     PADDING_CONTENT = "padding content", "The result does not depend on what the padding contains."

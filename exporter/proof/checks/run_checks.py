@@ -10,9 +10,8 @@ from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.cases import Case
 from effexport.proof.checks.arithmetic import (
     SIGNATURE_METRIC,
-    check_arithmetic,
     check_finite,
-    check_overall,
+    check_numbers,
     check_repeatable,
     check_signature,
 )
@@ -22,7 +21,6 @@ from effexport.proof.checks.hashed import check_hashed
 from effexport.proof.checks.invariance import check_alone, check_padding_content, check_prefix
 from effexport.proof.checks.long_sequences import check_long_sequence
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, not_run
-from effexport.proof.tolerances import case_limit, overall_limit
 from effexport.spec import BuildSpec, Precision
 
 if TYPE_CHECKING:
@@ -61,9 +59,7 @@ def checks_of_answer(
             # the same buckets for both, or a near-tie could tell a sample from itself in a batch
             alike, _ = given
     else:
-        check = check_arithmetic(case, outputs, case_limit(spec, case.own_error))
-        yield check
-        yield from check_overall(case, check, overall_limit(spec, case.own_error))
+        yield from check_numbers(case, outputs, spec, Kind.ARITHMETIC)
     if len(case.keep) > 1:
         yield from check_alone(candidate, case, alike, spec)
     if not case.keep.all():

@@ -9,6 +9,7 @@ import numpy as np
 from effexport.dtypes import numpy_dtype
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
+from effexport.proof.inputs.random import with_positions
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -30,11 +31,12 @@ def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str
     """
     if isinstance(spec.model, CheckpointSpec):
         return {}  # their own conditions of length and of inputs; see the sweeps of the tests
+    rng = np.random.default_rng(LENGTH)
     length = spec.fixed_seq_len or min(spec.seq_len, LENGTH)
     if isinstance(spec.model, EncoderSpec):
         tokens = np.full((1, length), min(TOKEN, spec.model.vocab_size - 1), dtype=np.int64)
-        return {"identical tokens": {"input_ids": tokens, "attention_mask": ones(length)}}
-    rng = np.random.default_rng(LENGTH)
+        inputs = {"input_ids": tokens, "attention_mask": ones(length)}
+        return {"identical tokens": with_positions(inputs, spec, rng)}
     plain = rng.standard_normal((length, spec.attention.dim))
     found = {"identical tokens": np.broadcast_to(plain[:1], plain.shape)}
     hostile = spec.attention.hostile_inputs

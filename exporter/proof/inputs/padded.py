@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from effexport.models.head_spec import MASKS
 from effexport.proof.cases import Case
 from effexport.spec import BuildSpec
 
@@ -19,9 +20,10 @@ def padding_of_other_content(case: Case, spec: BuildSpec) -> dict[str, Array]:
     """The inputs of a case with other, valid content where its mask is 0."""
     rng = np.random.default_rng(SEED)
     limits = spec.model.input_limits
+    dims = {tensor.name: tensor.dims for tensor in spec.inputs}
     changed: dict[str, Array] = {}
     for name, array in case.inputs.items():
-        if name == "attention_mask":
+        if name == "attention_mask" or dims[name][1:] == (MASKS,):
             changed[name] = array
             continue
         if array.dtype.kind in "iu":

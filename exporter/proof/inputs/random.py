@@ -10,6 +10,7 @@ import numpy as np
 from effexport.dtypes import TensorInfo, named_sizes, numpy_dtype
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.head_spec import POSITIONS
 from effexport.models.model_spec import Dims, longer_length, shape_of
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.cases import KEPT
@@ -51,7 +52,23 @@ def case_inputs(spec: BuildSpec, seed: int) -> dict[str, dict[str, Array]]:
 def random_inputs(
     spec: BuildSpec, rng: np.random.Generator, batch: int, seq_len: int, lengths: list[int] | None
 ) -> dict[str, Array]:
-    """Random tokens or unit-variance hidden states; `lengths` counts the kept tokens of each sample."""
+    """Random values of every input; `lengths` counts the kept tokens of each sample."""
+    return with_positions(inputs_of_model(spec, rng, batch, seq_len, lengths), spec, rng)
+
+
+def with_positions(inputs: dict[str, Array], spec: BuildSpec, rng: np.random.Generator) -> dict[str, Array]:
+    """The inputs and, for a model that is asked for some tokens, which ones: of those that are kept, in any order."""
+    if spec.top_k is None:
+        return inputs
+    mask = inputs[MASK_NAME]
+    count = min(mask.shape[1], len(mask) + 1)  # other numbers in other cases
+    return inputs | {POSITIONS: np.stack([rng.choice(np.flatnonzero(row), count) for row in mask])}
+
+
+def inputs_of_model(
+    spec: BuildSpec, rng: np.random.Generator, batch: int, seq_len: int, lengths: list[int] | None
+) -> dict[str, Array]:
+    """Random tokens or unit-variance hidden states."""
     mask = np.ones((batch, seq_len), dtype=np.int64)
     for row, length in enumerate(lengths or []):
         mask[row, length:] = 0

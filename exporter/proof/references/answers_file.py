@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import numpy as np
 from effexport.dtypes import named_sizes, numpy_dtype
 from effexport.environment import require_torch
 from effexport.errors import UserError
+from effexport.models.head_spec import SCORES, TOKENS, vocabulary
 from effexport.models.model_spec import shape_of
 from effexport.proof.answers import answered_case, with_hash_noise
 from effexport.proof.cases import Case, load_reference
@@ -100,15 +102,31 @@ def case_from_tensors(path: Path, owner: str, tensors: dict[str, Array], spec: B
         array, shape = outputs[tensor.name], shape_of(tensor.dims, sizes)
         if array is None:
             raise UserError(f"{path} has no {tensor.name}; {expected_tensors(spec)}")
-        if array.shape != shape or array.dtype.kind != "f":
+        kinds, words = ("iu", "integers") if tensor.name in spec.ranked_outputs else ("f", "floats")
+        if array.shape != shape or array.dtype.kind not in kinds:
             raise UserError(
-                f"{path}: {tensor.name} is {array.dtype} {list(array.shape)}; expected floats {list(shape)}"
+                f"{path}: {tensor.name} is {array.dtype} {list(array.shape)}; expected {words} {list(shape)}"
             )
         answers[tensor.name] = np.asarray(array, np.float32)
     name = f"{ORIGINAL} {owner.replace('/', ' ')}" if owner else ORIGINAL
-    case = Case(name, inputs, answers, pooled=spec.pooled_outputs)
+    case = Case(name, inputs, answers, pooled=spec.pooled_outputs, ranked=scores_in_answers(path, answers, spec))
     check_finite_answers(path, case)
     return case
+
+
+def scores_in_answers(path: Path, answers: Mapping[str, Array], spec: BuildSpec) -> dict[str, Array]:
+    """The part `ranked` of a case: the scores of the tokens in the answers, and NaN for those that are not known.
+
+    Raises UserError for tokens that are not in the vocabulary.
+    """
+    if not spec.ranked_outputs:
+        return {}
+    tokens, scores, count = answers[TOKENS].astype(np.int64), answers[SCORES], vocabulary(spec.model)
+    if tokens.min() < 0 or tokens.max() >= count:
+        raise UserError(f"{path}: {TOKENS} contains {tokens.min()} to {tokens.max()}; expected 0 to {count - 1}")
+    ranked = np.full((*tokens.shape[:-1], count), np.nan, np.float32)
+    np.put_along_axis(ranked, tokens, scores, axis=-1)
+    return {TOKENS: ranked}
 
 
 def check_finite_answers(path: Path, case: Case) -> None:
@@ -123,13 +141,16 @@ def check_finite_answers(path: Path, case: Case) -> None:
 
 
 def with_hashes(cases: list[Case], module: nn.Module, spec: BuildSpec) -> list[Case]:
-    """The cases with the buckets and the noise of a module of ours that hashes: files of answers have none."""
-    if not spec.attention.is_hashed:
+    """The cases with what files of answers do not have: the buckets and the noise of a module of ours that hashes, and
+    its scores of all indices if these are ranked."""
+    if not spec.attention.is_hashed and not spec.ranked_outputs:
         return cases
     runs = RepeatedRuns("PyTorch")
     hashed = []
     for case in cases:
-        ours = with_hash_noise(answered_case(case, module, spec, runs), module, module, spec, runs)
+        ours = answered_case(case, module, spec, runs)
+        if spec.attention.is_hashed:
+            ours = with_hash_noise(ours, module, module, spec, runs)
         hashed.append(dataclasses.replace(ours, outputs=case.outputs))
     return hashed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from effexport.errors import UserError
 from effexport.models.checkpoint_spec import CheckpointSpec
-from effexport.models.head_spec import EMBEDDING, Head
+from effexport.models.head_spec import EMBEDDING, LOGITS, POSITIONS, SCORES, TOKENS, Head
 from effexport.models.nystromformer_spec import NystromformerSpec
 from effexport.models.reformer_spec import ReformerSpec
 from effexport.models.spec import LSHSpec
@@ -66,7 +65,7 @@ def with_answers_of_transformers(
         except NoAnswerError as error:
             missing.append(not_run(Kind.TRANSFORMERS, str(error), case.label))
         else:
-            answered.append(dataclasses.replace(case, outputs=answer["outputs"]))
+            answered.append(case.with_parts(answer))
     return answered, [*([runs.check] if answered else []), *missing]
 
 
@@ -107,10 +106,13 @@ class NoAnswerError(Exception):
 
 
 def answer_to_case(model: nn.Module, spec: CheckpointSpec, head: Head, case: Case) -> dict[str, dict[str, Array]]:
-    """Float32 outputs by name, as one part of an answer. Raises NoAnswerError if transformers has none."""
+    """Float32 outputs by name, and the scores of all indices if these are ranked, as two parts of an answer.
+
+    Raises NoAnswerError if transformers has none.
+    """
     import torch
 
-    from effexport.models.head import embedding
+    from effexport.models.head import embedding, probabilities, top_tokens
 
     seq_len = case.keep.shape[-1]
     extra = 0
@@ -121,6 +123,7 @@ def answer_to_case(model: nn.Module, spec: CheckpointSpec, head: Head, case: Cas
     inputs = {
         name: torch.nn.functional.pad(torch.from_numpy(np.asarray(array)), (0, extra), value=fills.get(name, 0))
         for name, array in case.inputs.items()
+        if name in spec.inputs
     }
     try:
         # it seeds the generator of the whole process
@@ -132,12 +135,16 @@ def answer_to_case(model: nn.Module, spec: CheckpointSpec, head: Head, case: Cas
     for name, dims in spec.outputs.items():
         array = result[name].numpy()
         outputs[name] = np.ascontiguousarray(array[:, :seq_len] if "seq" in dims else array)
-    if head.is_wanted:
+    ranked: dict[str, Array] = {}
+    if head.pool is not None:
         (hidden,) = outputs.values()
-        vectors = embedding(torch.from_numpy(hidden), torch.from_numpy(case.keep), head)
-        outputs = {EMBEDDING: vectors.numpy()}
+        outputs = {EMBEDDING: embedding(torch.from_numpy(hidden), torch.from_numpy(case.keep), head).numpy()}
+    if head.top_k is not None:
+        logits = torch.from_numpy(np.take_along_axis(outputs[LOGITS], case.inputs[POSITIONS][..., None], axis=1))
+        scores, tokens = top_tokens(logits, head.top_k)
+        outputs, ranked = {SCORES: scores.numpy(), TOKENS: tokens.numpy()}, {TOKENS: probabilities(logits).numpy()}
     for name, array in outputs.items():
         for sample in range(len(array)):
-            if not np.isfinite(case.kept(name, array, sample)).all():
+            if not np.isfinite(array[sample] if head.is_wanted else case.kept(name, array, sample)).all():
                 raise NoAnswerError("transformers' own answer to this case is not finite")
-    return {"outputs": outputs}
+    return {"outputs": outputs, "ranked": ranked}

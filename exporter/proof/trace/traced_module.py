@@ -60,7 +60,9 @@ class TracedModule:
         mark_custom_nodes(exported.model)
         made = origins_of_model(exported.model)
         # operation of the program → graph value
-        self._values = {op: value for op, value in graph_names(program, spec, made).items() if value in made}
+        # indices in the order of their scores may differ where these are tied: the scores tell
+        compared = made.keys() - set(spec.ranked_outputs)
+        self._values = {op: value for op, value in graph_names(program, spec, made).items() if value in compared}
         self._program, self.spec = program, spec
         self.origins = {value: made[value] for value in self._values.values()}
         self.hashes = tuple(value for value in self.origins if value.split(".")[-1] == BUCKETS_SUFFIX)

@@ -40,7 +40,7 @@ class ValueLimits:
     ) -> None:
         """nodes: that make the values, by name of the value."""
         self._spec, self._may_flip, self._nodes = spec, may_flip, nodes or {}
-        self._limit = case_limit(spec, case.own_error).value
+        self._limit = case_limit(spec, case.own_error, case.spread).value
         self.results: dict[str, tuple[float, float]] = {}
         self._largest: dict[str, float] = {}
         self._allowed: dict[str, float] = {}
