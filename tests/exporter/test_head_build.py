@@ -1,4 +1,4 @@
-"""Artifacts that return vectors: against transformers and the formula in float64, and held to every check."""
+"""Artifacts that return vectors or the likeliest tokens: against transformers in float64, and held to every check."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from safetensors.numpy import save_file
 from torch import Tensor, nn
 from transformers_models import inputs, saved
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
+from effexport.engines.limits import limit_problems
+from effexport.engines.profile import profiles_from_texts
+from effexport.errors import UserError
 from effexport.export.module_source import module_from_path
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.head import PooledModel
-from effexport.proof.cases import load_reference
+from effexport.proof.cases import Case, load_reference
+from effexport.proof.checks.arithmetic import check_ranks
+from effexport.proof.tolerances import Limit
 from effexport.proof.verify import verify_candidate
 from effexport.runners.ort.settings import OrtSettings
 
@@ -29,7 +36,7 @@ LIMIT = 1e-5
 CONFIG: dict[str, Any] = {
     "vocab_size": 60,
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "intermediate_size": 48,
     "max_position_embeddings": 64,
@@ -74,6 +81,7 @@ def test_a_pooled_checkpoint_is_the_mean_of_what_transformers_returns(
             assert np.abs(found["embedding"] - mean_vectors(hidden, mask)).max() <= LIMIT
 
 
+@pytest.mark.slow
 def test_a_pooled_artifact_is_verified_traced_and_refitted_like_any_other(
     cli: Callable[..., Any], checkpoint: tuple[Path, nn.Module], artifact: Artifact, tmp_path: Path
 ) -> None:
@@ -142,3 +150,117 @@ def test_every_channel_of_a_vector_is_compared_where_there_are_as_many_tokens(ar
     short = replace(case, inputs={**case.inputs, "attention_mask": mask})
     assert short.kept("embedding", case.outputs["embedding"], 0).shape == (1, CUT)
     assert open_artifact(artifact.path).spec.pooled_outputs == ("embedding",)
+
+
+LANGUAGE_MODEL = CONFIG | {"vocab_size": 200}
+TOP = 5
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
+    folder = tmp_path_factory.mktemp("top-k") / "checkpoint"
+    return folder, saved(folder, "NystromformerForMaskedLM", LANGUAGE_MODEL)
+
+
+@pytest.fixture(scope="module")
+def ranking(language_model: tuple[Path, nn.Module]) -> Artifact:
+    folder, _ = language_model
+    return effexport.build(checkpoint=folder, output=folder.parent / "built", top_k=TOP, seq_len=32).artifact
+
+
+def test_the_likeliest_tokens_are_those_of_the_whole_logits_of_transformers(
+    language_model: tuple[Path, nn.Module], ranking: Artifact
+) -> None:
+    with effexport.load(ranking.path) as runner:
+        for batch, seq_len, places in ((1, 32, [[7]]), (3, 19, [[0, 18], [5, 5], [9, 2]]), (2, 4, [[3], [0]])):
+            ids, mask = inputs(batch, seq_len, 1, padded=True)
+            with torch.no_grad():
+                logits = language_model[1](input_ids=ids, attention_mask=mask).logits.double().numpy()
+            rows = np.stack([logits[row, place] for row, place in enumerate(places)])
+            softmax = np.exp(rows) / np.exp(rows).sum(axis=-1, keepdims=True)
+            tokens = np.argsort(-softmax, axis=-1)[..., :TOP]
+            feeds = {"input_ids": ids.numpy(), "attention_mask": mask.numpy(), "positions": np.array(places)}
+            found = runner.run(feeds)
+            assert np.array_equal(found["tokens"], tokens)
+            assert np.abs(found["scores"] - np.take_along_axis(softmax, tokens, axis=-1)).max() <= LIMIT
+
+
+def test_only_the_places_that_are_asked_for_meet_the_vocabulary(ranking: Artifact) -> None:
+    graph = onnx.shape_inference.infer_shapes(onnx.load(ranking.model_path)).graph
+    wide = [
+        [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in graph.value_info
+        if [dim.dim_value for dim in value.type.tensor_type.shape.dim][2:] == [200]  # not the table of words
+    ]
+    assert wide
+    assert all(dims[:2] == ["batch", "masks"] for dims in wide)
+    assert limit_problems(onnx.load(ranking.model_path), plugins=("MaskedAttention", "SequenceConv")) == []
+
+
+@pytest.mark.slow
+def test_an_artifact_of_ranked_tokens_is_verified_and_traced_like_any_other(
+    cli: Callable[..., Any], language_model: tuple[Path, nn.Module], ranking: Artifact
+) -> None:
+    folder, _ = language_model
+    found = cli("verify", ranking.path, "--weights", folder, "--reference", "transformers", "--trace", "--json")
+    assert found.code == 0, found.err
+    ties = [check for check in found.json["checks"] if check["name"] == "rank near-ties"]
+    assert len(ties) >= 8
+    assert {check["status"] for check in ties} == {"passed"}
+    assert found.json["trace"]["first_divergence"] is None
+
+
+@pytest.mark.parametrize(
+    ("positions", "words"),
+    [([[32]], "positions contains 32; expected 0 to 31"), ([[-1]], "contains -1"), ([[0] * 65], "expected at most 64")],
+)
+def test_places_beyond_the_sequence_are_refused(ranking: Artifact, positions: list[list[int]], words: str) -> None:
+    feeds = {"input_ids": np.ones((1, 32), np.int64), "positions": np.array(positions)}
+    with effexport.load(ranking.path) as runner, pytest.raises(UserError, match=words):
+        runner.run(feeds)
+
+
+def test_a_profile_names_the_number_of_places(ranking: Artifact) -> None:
+    (profile,) = profiles_from_texts(["masks=1:8:16"], ranking.spec)
+    assert profile.shapes(ranking.spec.inputs)["positions"] == ((1, 1), (1, 8), (4, 16))
+    (default,) = profiles_from_texts((), ranking.spec)
+    assert default.shapes(ranking.spec.inputs)["positions"] == ((1, 1), (1, 4), (4, 32))
+
+
+SCORES = np.array([[[0.4, 0.3, 0.2, 0.2 - 1e-6, 0.1, 0.0]]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "passes"),
+    [
+        ([0, 1, 2], True),
+        ([0, 1, 3], True),  # as good as tied with the one that PyTorch has there
+        ([1, 0, 2], False),
+        ([0, 1, 4], False),
+        ([0, 1, 1], False),
+        ([0, 1, 6], False),  # there is no such token
+        ([0, 1, -1], False),
+    ],
+)
+def test_another_token_passes_only_where_the_reference_ranks_it_alike(tokens: list[int], passes: bool) -> None:
+    case = Case(
+        "export",
+        {"attention_mask": np.ones((1, 3), np.int64)},
+        {"scores": SCORES[..., :3], "tokens": np.array([[[0, 1, 2]]])},
+        pooled=("scores", "tokens"),
+        ranked={"tokens": SCORES},
+    )
+    check = check_ranks(case, "tokens", np.array([[tokens]]), Limit(2e-4, ""))
+    assert (check.status == "passed") == passes, check
+
+
+def test_answers_of_the_original_are_compared_by_their_own_scores(ranking: Artifact, tmp_path: Path) -> None:
+    case = load_reference(ranking.reference_path)[0]
+    tokens = case.outputs["tokens"].astype(np.int64)
+    answers = {**case.inputs, "scores": case.outputs["scores"], "tokens": tokens}
+    save_file(answers, tmp_path / "answers.safetensors")
+    reference = f"{tmp_path / 'answers.safetensors'}"
+    assert effexport.verify(ranking.path, reference=reference).verdict == "passed"
+    unknown = (tokens + 1) % 200
+    save_file(answers | {"tokens": unknown}, tmp_path / "answers.safetensors")
+    assert effexport.verify(ranking.path, reference=reference).verdict == "failed"

@@ -83,6 +83,11 @@ def test_sums_and_lengths_do_not_overflow_half_precision(dtype: torch.dtype, nor
         ({"pool": "mean", "truncate_dim": 0}, ["truncate_dim is 0", "1 to 32"]),
         ({"pool": "mean", "scope": "attention"}, ["scope attention", "scope encoder"]),
         ({"pool": "mean", "lm_head": True}, ["logits [batch, seq, 258]", "hidden states", "leave lm_head out"]),
+        ({"pool": "mean", "top_k": 3}, ["pool and top_k", "expected one"]),
+        ({"top_k": 3}, ["last_hidden_state [batch, seq, 32]", "--task masked-lm", "lm_head = true"]),
+        ({"top_k": 259, "lm_head": True}, ["top_k is 259", "1 to 258, the size of the vocabulary"]),
+        ({"top_k": 3841, "lm_head": True, "vocab_size": 30000}, ["top_k is 3841", "1 to 3840"]),
+        ({"top_k": 3, "scope": "attention"}, ["scope attention", "scope encoder"]),
     ],
 )
 def test_options_that_cannot_work_are_one_error_with_the_remedy(options: dict[str, object], words: list[str]) -> None:
@@ -98,6 +103,10 @@ def test_a_spec_with_a_head_survives_json_and_one_from_before_heads_opens() -> N
     assert [str(tensor) for tensor in spec.outputs] == ["embedding float32 [batch, 4]"]
     assert not spec.has_decode_step  # a token is not a text
     plain = build_spec_from_options({"variant": "linear", "causal": True}, None)
-    old = {name: value for name, value in plain.to_dict().items() if name not in ("pool", "truncate_dim", "normalize")}
+    old = {
+        name: value
+        for name, value in plain.to_dict().items()
+        if name not in ("pool", "truncate_dim", "normalize", "top_k")
+    }
     assert BuildSpec.from_dict(old) == plain
     assert plain.has_decode_step
