@@ -92,7 +92,7 @@ def hidden_width(model: ModelSpec) -> int:
     (name, dims), *others = model.outputs.items()
     is_hidden = len(dims) == 3 and dims[0] == "batch" and dims[1] in ("seq", model.fixed_seq_len)
     width = dims[-1] if is_hidden else None
-    remedy = {"checkpoint": "with --checkpoint, use --task base", "encoder": "leave lm_head out"}.get(model.scope, "")
+    remedy = {"checkpoint": "with --checkpoint, use --task base", "encoder": "leave --lm-head out"}.get(model.scope, "")
     require(
         isinstance(width, int)
         and not others
@@ -119,7 +119,7 @@ def vocabulary(model: ModelSpec) -> int:
     require(
         len(dims) == 3 and getattr(model, "task", "masked-lm") in LANGUAGE_MODELS,
         f"top_k was given, but the model returns {given}; expected logits of a vocabulary for each token: with "
-        "--checkpoint, use --task masked-lm; for an encoder, set lm_head = true in the file of --spec",
+        "--checkpoint, use --task masked-lm; for an encoder, --lm-head",
     )
     return int(dims[-1])
 
