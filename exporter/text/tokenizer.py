@@ -100,7 +100,9 @@ class ArtifactTokenizer:
     def encode(self, text: str, pair: str | None = None, *, special_tokens: bool = True) -> Encoding:
         check_unicode(text)
         check_unicode(pair or "")
-        found = self._fast.tokenizer.encode(text, pair, add_special_tokens=special_tokens)
+        given = text if pair is None else (text, pair)
+        # unlike `encode`, this lets other threads run
+        (found,) = self._fast.tokenizer.encode_batch([given], add_special_tokens=special_tokens)
         return Encoding(
             tuple(found.ids),
             tuple(found.type_ids) if self._fast.has_type_ids else (0,) * len(found.ids),

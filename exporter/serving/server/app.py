@@ -45,7 +45,8 @@ def create_app(models: ModelRepository) -> Starlette:
 
     async def not_served(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return json_response({"error": f"{request.method} {request.url.path[:200]}: {error.detail}"}, error.status_code)
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return refusal(message, Refusal(error.status_code, "not_served"), service, request)
 
     async def failed(request: Request, error: Exception) -> Response:
         return refusal("the server failed unexpectedly; its log says why", FAILED, service, request)

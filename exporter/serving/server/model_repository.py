@@ -95,6 +95,8 @@ class ModelRepository:
             try:
                 model = await asyncio.to_thread(target.load)
             except Exception as error:
+                # of a model that was loaded and closed again
+                await asyncio.to_thread(give_back_freed)
                 raise self._failed(name, error) from error
             del self._changes[name]
             before = self._models.get(name)

@@ -300,6 +300,12 @@ def test_embeddings_that_cannot_be_made_are_refused_in_the_form_of_openai(
     assert set(error) == {"message", "type", "param", "code"}
 
 
+def test_what_openai_has_and_this_server_does_not_is_refused_in_the_form_of_openai(reading: ServerProcess) -> None:
+    reply = ask(reading, "/v1/chat/completions", {"model": "pooled"})
+    assert reply.status == 404
+    assert json_of(reply)["error"]["message"] == "POST /v1/chat/completions: Not Found"
+
+
 def test_malformed_texts_and_embeddings_each_get_a_4xx(reading: ServerProcess) -> None:
     for kind, request in malformed_texts("pooled", 150):
         reply = asyncio.run(exchange_once(reading.port, request))
