@@ -147,7 +147,8 @@ def drop_in_from_runner(artifact: Artifact, runner: Runner) -> DropIn:
     if outputs is None:
         found = tensors_text(artifact.spec.outputs)
         raise UserError(
-            f"{artifact.path} returns {found}, which no model of transformers does; run it with effexport.load"
+            f"{artifact.path} returns {found}, which no model of transformers does; run it with effexport.load, or "
+            "effexport.load_text"
         )
     # pipelines compare the name of the class with those that they know for their task
     name = transformers_class(artifact.spec) or DropIn.__name__

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
+from effexport.dtypes import TensorInfo
 from effexport.errors import MissingExtraError, UserError
 from effexport.export.exported_model import EXPORT_JSON, output_class
 from effexport.models.encoder_spec import EncoderSpec
@@ -149,6 +151,15 @@ def test_an_encoder_without_a_configuration_gets_a_minimal_one(built: Callable[.
         effexport.hf.SentenceModule(artifact.path)
 
 
+def test_outputs_that_no_model_of_transformers_has_are_refused(masked_lm: Any) -> None:
+    from effexport.hf.drop_in import drop_in_from_runner
+
+    outputs = (TensorInfo("scores", "float32", ("batch", 5)), TensorInfo("tokens", "int64", ("batch", 5)))
+    ranked: Any = SimpleNamespace(path="artifacts/top", spec=SimpleNamespace(outputs=outputs))
+    with pytest.raises(UserError, match=r"artifacts/top returns scores .*tokens .*run it with effexport.load"):
+        drop_in_from_runner(ranked, masked_lm.runner)
+
+
 def test_logits_of_a_causal_encoder_are_those_of_a_language_model() -> None:
     attention = LinearSpec(dim=16, heads=2, seq_len=16, causal=True)
     found = output_class(BuildSpec(model=EncoderSpec(attention=attention, lm_head=True)))
@@ -192,9 +203,8 @@ def test_an_empty_file_of_weights_does_not_count_as_one(masked_lm: Any, tmp_path
     check_outputs(masked_lm.artifact, tmp_path / "flat.onnx", force=False)
 
 
-@pytest.mark.parametrize(
-    ("feature", "options"), slow_after(1, [("sentence_embedding", {"pool": "mean"}), ("token_embeddings", {})])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("feature", "options"), [("sentence_embedding", {"pool": "mean"}), ("token_embeddings", {})])
 def test_the_first_module_of_a_sentence_transformer_makes_embeddings(feature: str, options: dict[str, Any]) -> None:
     import transformers
 
