@@ -51,6 +51,7 @@ PACKAGES = tuple({package.module: package for package in reversed(_ALL)}.values(
 PARTS = (
     *dict.fromkeys(_ALL),
     Package(("tokenizers",), "tokenizers", "read text", "text", optional=True),
+    Package(("transformers",), "transformers", "run inside transformers", "hf", optional=True),
     Package(("uvicorn",), "uvicorn", "serve over HTTP", "serve", optional=True),
     Package(("ray",), "ray", "serve on Ray", "serve-ray", optional=True),
 )

@@ -16,8 +16,8 @@ from effexport.text.tokenizer import tokenizer_from_artifact
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
-    from effexport.models.model_spec import ModelSpec
     from effexport.runners.decode import DecodeRunner
+    from effexport.spec import BuildSpec
     from effexport.text.tokenizer import Tokenizer
 
 DEFAULT_SAMPLING = Sampling()
@@ -150,7 +150,7 @@ def max_tokens_of(artifact: Artifact) -> int:
 
 def check_generates(artifact: Artifact) -> None:
     """Raises UserError for an artifact that cannot generate text."""
-    why = why_not_generated(artifact.spec.model)
+    why = why_not_generated(artifact.spec)
     if why:
         raise UserError(
             f"{artifact.path} cannot generate text: it {why}; causal linear and aft-simple encoders with a "
@@ -158,12 +158,12 @@ def check_generates(artifact: Artifact) -> None:
         )
 
 
-def why_not_generated(model: ModelSpec) -> str:
+def why_not_generated(spec: BuildSpec) -> str:
     """Why a model cannot generate text; "" if it can."""
-    if not model.has_decode_step:
+    if not spec.has_decode_step:
         return "has no decode step"
-    if INPUT not in model.inputs:
+    if INPUT not in spec.model.inputs:
         return "reads hidden states instead of tokens"
-    if list(model.outputs) != [OUTPUT]:
-        return f"answers with {', '.join(model.outputs)} instead of logits"
+    if list(spec.model.outputs) != [OUTPUT]:
+        return f"answers with {', '.join(spec.model.outputs)} instead of logits"
     return ""

@@ -63,12 +63,14 @@ class OrtRunner(Closeable):
 
         Raises UserError for a wrong name, dtype, rank, size or value, and RuntimeFailedError if the graph fails.
         """
-        self.check_open()
-        return self.run_checked(checked_feeds(feeds, self.inputs, self.limits))
+        session = self._opened()
+        return self._run(session, checked_feeds(feeds, self.inputs, self.limits))
 
     def run_checked(self, complete: dict[str, Array]) -> dict[str, Array]:
         """As `run`, for feeds that `checked_feeds` has returned."""
-        session = self._opened()
+        return self._run(self._opened(), complete)
+
+    def _run(self, session: Any, complete: dict[str, Array]) -> dict[str, Array]:
         names = [tensor.name for tensor in self.outputs]
         try:
             with self._lock:

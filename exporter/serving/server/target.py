@@ -184,7 +184,7 @@ def model_bytes(artifact: Artifact, runtime: str) -> int:
     from effexport.artifact import DECODE_STEP, MODEL, PREFILL
     from effexport.generation.text_generator import why_not_generated
 
-    models = (MODEL,) if why_not_generated(artifact.spec.model) else (MODEL, DECODE_STEP, PREFILL)
+    models = (MODEL,) if why_not_generated(artifact.spec) else (MODEL, DECODE_STEP, PREFILL)
     firsts = tuple(engine_name(runtime, model) if RUNTIMES[runtime].engine else model for model in models)
     return sum(entry.bytes for name, entry in artifact.manifest.files.items() if name.startswith(firsts))
 
