@@ -7,7 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
 [[ $# -eq 0 ]] || die "quickstart.sh takes no arguments; got: $*"
-ensure_environment build,cpu
+ensure_environment build,cpu,text
 ensure_kernels ||
   say "WARNING: no kernel library, for the reason above: custom operators run as their ONNX function bodies, which is" \
     "slower. Everything else works; try again with: .venv/bin/effexport plugins build"

@@ -21,10 +21,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from random_tokenizers import saved_tokenizer
 from transformers_models import saved
 
 ROOT = Path(__file__).resolve().parents[2]
-# The reader's own checkpoint: here a small Nyströmformer, saved by transformers.
+# The reader's own checkpoint: here a small Nyströmformer with a tokenizer, saved by transformers.
 CHECKPOINT = "my-checkpoint"
 CONFIG = {"vocab_size": 258, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG |= {"intermediate_size": 128, "max_position_embeddings": 514, "segment_means_seq_len": 512, "num_landmarks": 64}
@@ -197,7 +198,8 @@ def why_not_run(command: str) -> str:
 def prepared_folder(folder: Path) -> Path:
     """A clone, with what else the reader brings along."""
     fresh_clone(folder)
-    saved(folder / CHECKPOINT, "NystromformerForSequenceClassification", CONFIG)
+    saved(folder / CHECKPOINT, "NystromformerForMaskedLM", CONFIG)
+    saved_tokenizer("albert", folder / CHECKPOINT)
     return folder
 
 
