@@ -91,6 +91,12 @@ def make_samples(model: str, runner: Runner, spec: BuildSpec, lengths: Sequence[
     return samples
 
 
+def busy_s() -> float:
+    """CPU seconds that all processes of the machine together have used so far."""
+    user, nice, system, _idle, _wait, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
 def client_share(outcome: Outcome) -> str:
     share = outcome.client_cpu_s / outcome.wall_s / (os.cpu_count() or 1)
     return f"client {100 * share:.0f} % of the machine"
@@ -162,19 +168,22 @@ async def mixed(bench: Bench) -> dict[str, Any]:
     lengths = np.exp(np.random.default_rng(0).uniform(*ends, bench.arguments.mixed_requests)).astype(int)
     samples = make_samples(bench.server.model, bench.runner, spec, lengths.tolist())
     rounds: dict[str, list[tuple[float, ...]]] = {"plain": [], "server": []}
-    with bench.start("--max-padding", "0", "--concurrent-runs", "1") as plain:
+    with bench.start("--max-padding", "0", "--concurrent-runs", "1", "--max-run-tokens", str(10**9)) as plain:
         for _ in range(bench.arguments.rounds):
             for name, server in (("plain", plain), ("server", bench.server)):
-                before = server.batch_sizes()
+                before, cpu, busy = server.batch_sizes(), server.cpu_s, busy_s()
                 outcome = await closed_loop(server.port, samples, bench.arguments.clients, len(samples))
+                cpu, busy = server.cpu_s - cpu, busy_s() - busy
                 sizes = server.batch_sizes() - before
+                others = (busy - cpu - outcome.client_cpu_s) / outcome.wall_s / (os.cpu_count() or 1)
                 mean = sum(rows * count for rows, count in sizes.items()) / sum(sizes.values())
                 found = (outcome.per_s, outcome.percentile_ms(0.5), outcome.percentile_ms(0.99))
                 rounds[name].append(found)
                 print(
                     f"  {name:>6}: {found[0]:5.1f}/s, median {found[1]:.0f} ms, p99 {found[2]:.0f} ms, mean batch "
                     f"{mean:.2f}, {server.rss_bytes / MIB:.0f} MiB; wrong {outcome.wrong}, lost {outcome.lost}, "
-                    f"statuses {dict(outcome.statuses)}; {client_share(outcome)}",
+                    f"statuses {dict(outcome.statuses)}; CPU of a request {cpu / len(samples) * 1e3:.0f} ms; "
+                    f"{client_share(outcome)}, other processes {100 * others:.0f} %",
                     flush=True,
                 )
     ratios = np.array(rounds["server"]) / np.array(rounds["plain"])
