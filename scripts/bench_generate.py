@@ -10,20 +10,29 @@ no more than rounding; such near ties are counted too.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from effexport.artifact import open_artifact
-from effexport.generation.sampling import Sampling
-from effexport.generation.session import Session
-from effexport.generation.text_generator import TextGenerator, generator_from_artifact
-from effexport.runners.artifact_decoder import decoder_from_artifact
-from effexport.runners.runner import ModelOptions
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "support")]
+
+from serving_load import ServerProcess, running_server  # noqa: E402
+
+from effexport.artifact import open_artifact  # noqa: E402
+from effexport.generation.sampling import Sampling  # noqa: E402
+from effexport.generation.session import Session  # noqa: E402
+from effexport.generation.text_generator import TextGenerator, generator_from_artifact  # noqa: E402
+from effexport.runners.artifact_decoder import decoder_from_artifact  # noqa: E402
+from effexport.runners.runner import ModelOptions  # noqa: E402
 
 SESSIONS = (1, 8, 64)
 # float32 rounds to 6e-8; sums over some hundred terms, in another order, stay below this share of the largest logit
@@ -43,6 +52,7 @@ def main() -> None:
             "one session": shares_of_bare(generator, arguments.tokens, arguments.rounds),
             "tokens/s": speeds(generator, arguments.tokens, max(3, arguments.rounds // 5)),
             "among others": differences(generator, arguments.tokens),
+            "over HTTP": over_http(generator, arguments.artifact, arguments.tokens),
         }
     print(json.dumps(result, indent=2))
 
@@ -154,6 +164,36 @@ def differences(generator: TextGenerator, tokens: int) -> dict[str, float]:
                 counts["near ties" if is_tie else "wrong tokens"] += 1
                 break  # the texts differ from here on
     return {**counts, "largest difference of a logit": worst}
+
+
+def over_http(generator: TextGenerator, artifact: Path, tokens: int) -> dict[str, object]:
+    """New tokens per second of clients of `generate_stream`, which run in this process, and wrong texts."""
+    speeds: dict[int, int] = {}
+    wrong = 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_server(artifact, Path(folder)) as server,
+    ):
+        for count in SESSIONS:
+            seeds = range(4 * count)  # each client asks four times
+            start = time.perf_counter()
+            with ThreadPoolExecutor(count) as clients:
+                answers = list(clients.map(lambda seed: streamed(server, tokens, seed), seeds))
+            speeds[count] = round(len(seeds) * tokens / (time.perf_counter() - start))
+            for seed, answer in zip(seeds, answers, strict=True):
+                alone = generator("Hello", Sampling(max_new_tokens=tokens, seed=seed))
+                wrong += answer != list(alone.tokens)
+    return {"tokens/s": speeds, "wrong texts": wrong, "texts": sum(4 * count for count in SESSIONS)}
+
+
+def streamed(server: ServerProcess, tokens: int, seed: int) -> list[int]:
+    """The tokens of all events of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    body = json.dumps({"text_input": "Hello", "max_new_tokens": tokens, "seed": seed})
+    connection.request("POST", f"/v2/models/{server.model}/generate_stream", body)
+    events = connection.getresponse().read().decode().split("\n\n")[:-1]
+    connection.close()
+    return [token for event in events for token in json.loads(event.removeprefix("data: "))["tokens"]]
 
 
 if __name__ == "__main__":
