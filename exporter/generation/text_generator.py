@@ -13,6 +13,7 @@ from effexport.generation.session import FinishReason, Piece, Session
 from effexport.generation.stepper import INPUT, OUTPUT, Stepper
 from effexport.runners.runner import Closeable
 from effexport.text.tokenizer import tokenizer_from_artifact
+from effexport.units import counted
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -100,8 +101,8 @@ class TextGenerator(Closeable):
         if left < sampling.max_new_tokens:
             remedy = f"expected max_new_tokens up to {left}" if left > 0 else "shorten the prompt"
             raise UserError(
-                f"the prompt has {len(ids)} tokens, and max_new_tokens is {sampling.max_new_tokens}; this model has "
-                f"positions for {self.max_tokens}: {remedy}, or build with a larger --seq-len"
+                f"the prompt has {counted(len(ids), 'token')}, and max_new_tokens is {sampling.max_new_tokens}; this "
+                f"model has positions for {self.max_tokens}: {remedy}, or build with a larger --seq-len"
             )
         return Session(ids, sampling, self.tokenizer)
 
