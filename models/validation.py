@@ -10,6 +10,8 @@ from typing import Any
 
 # Indices into a tensor of this many rows still fit into int32, which the operators count with.
 LARGEST_SIZE = 2**31 - 1
+# Longer words are not compared with known ones: difflib keeps the place of every character.
+LONGEST_WORD = 100
 
 
 class SpecError(ValueError):
@@ -21,9 +23,15 @@ def require(condition: bool, message: str) -> None:
         raise SpecError(message)
 
 
+def shown(value: object, longest: int = 80) -> str:
+    """A value for a message, cut to a bounded length."""
+    text = repr(value)
+    return text if len(text) <= longest else f"{text[:longest]}…"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: `"; did you mean 'x'?"`, or `"."` when nothing is close."""
-    close = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(word)[:LONGEST_WORD].lower(), list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else "."
 
 
@@ -67,20 +75,20 @@ def check_type(name: str, value: Any, declared: str) -> None:
     """declared: the annotation of a field, as it is written. Types that no spec is read with are not looked at."""
     if declared.startswith("Literal"):
         allowed = [word.strip().strip("'\"") for word in declared[len("Literal[") : -1].split(",")]
-        require(value in allowed, f"{name} is {value!r}; expected one of {', '.join(allowed)}")
+        require(value in allowed, f"{name} is {shown(value)}; expected one of {', '.join(allowed)}")
     elif declared in _PLAIN_TYPES:
         accepted, words = _PLAIN_TYPES[declared]
         is_bool = isinstance(value, bool) and bool not in accepted
         finite = not isinstance(value, float) or math.isfinite(value)
         require(
             isinstance(value, accepted) and not is_bool and finite,
-            f"{name} is {value!r}; expected {words}",
+            f"{name} is {shown(value)}; expected {words}",
         )
     elif declared == "int | tuple[int, ...] | None":
         items = value if isinstance(value, tuple) else (value,)
         require(
             value is None or (items != () and all(type(item) is int for item in items)),
-            f"{name} is {as_written(value)!r}; expected an integer or a list of integers",
+            f"{name} is {shown(as_written(value))}; expected an integer or a list of integers",
         )
 
 

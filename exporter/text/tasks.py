@@ -52,7 +52,7 @@ def task_from_spec(
         return pooled(reader, options, spec.head)
     name, dims = next(iter(outputs.items()))
     if kind == "lm-head" or (name == "logits" and model.is_causal):
-        raise UserError(f"{model.title} continues texts: use --generate")
+        raise UserError(f"{model.title} continues texts: use --generate, or the endpoint generate of a server")
     if kind == "masked-lm" or (name == "logits" and dims[-1] == model.input_limits.get("input_ids")):
         return fill_mask(reader, options, None)
     if name == "logits" and kind != "multiple-choice" and isinstance(dims[-1], int):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from effexport.models.validation import shown
 from effexport.serving.protocol.errors import UNAUTHORIZED, Refusal, RequestError
-from effexport.serving.protocol.signature import shown
 from effexport.serving.protocol.text_request import checked_texts
 from effexport.serving.settings import MAX_TEXTS
 

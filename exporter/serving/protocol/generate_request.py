@@ -11,10 +11,9 @@ import orjson
 from effexport.errors import UserError
 from effexport.generation.sampling import Sampling
 from effexport.generation.session import Piece
-from effexport.models.validation import did_you_mean
+from effexport.models.validation import did_you_mean, shown
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.request_fields import parsed_object
-from effexport.serving.protocol.signature import shown
 from effexport.serving.protocol.text_request import checked_texts
 
 TEXT = "text_input"

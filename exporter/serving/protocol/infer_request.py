@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPES, numpy_dtype
+from effexport.models.validation import shown
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.json_data import array_from_json
 from effexport.serving.protocol.request_fields import (
@@ -19,7 +20,7 @@ from effexport.serving.protocol.request_fields import (
     unread_bytes,
     wanted_from_fields,
 )
-from effexport.serving.protocol.signature import Signature, named, shown
+from effexport.serving.protocol.signature import Signature, named
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array, TensorInfo

@@ -7,8 +7,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPES
+from effexport.models.validation import shown
 from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.signature import BINARY_ONLY, shown
+from effexport.serving.protocol.signature import BINARY_ONLY
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array, TensorInfo

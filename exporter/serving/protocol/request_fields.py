@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from effexport.models.validation import shown
 from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.signature import BINARY_ONLY, shown, unknown_name
+from effexport.serving.protocol.signature import BINARY_ONLY, unknown_name
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPES, TensorInfo
 from effexport.errors import UserError
-from effexport.models.validation import did_you_mean
+from effexport.models.validation import did_you_mean, shown
 from effexport.runners.feeds import FeedLimits, checked_feeds, limits_from_spec
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
@@ -98,9 +98,3 @@ def unknown_name(name: str, names: list[str], kind: str) -> RequestError:
 def tensor_metadata(tensor: TensorInfo) -> dict[str, Any]:
     shape = [dim if isinstance(dim, int) else -1 for dim in tensor.dims]
     return {"name": tensor.name, "datatype": DTYPES[tensor.dtype].protocol, "shape": shape}
-
-
-def shown(value: object, longest: int = 80) -> str:
-    """A value of a request for a message, cut to a bounded length."""
-    text = repr(value)
-    return text if len(text) <= longest else f"{text[:longest]}…"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from effexport.models.validation import shown
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.json_data import flat_elements
 from effexport.serving.protocol.request_fields import (
@@ -16,7 +17,7 @@ from effexport.serving.protocol.request_fields import (
     parameters_of,
     wanted_from_fields,
 )
-from effexport.serving.protocol.signature import Signature, shown
+from effexport.serving.protocol.signature import Signature
 from effexport.serving.settings import MAX_TEXT_BYTES, MAX_TEXTS
 
 BYTES = "BYTES"

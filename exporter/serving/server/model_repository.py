@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import EffexportError, UserError
+from effexport.models.validation import shown
 from effexport.process_memory import give_back_freed
 from effexport.serving.protocol.errors import FAILED, FORBIDDEN, INVALID, NOT_FOUND, RequestError
-from effexport.serving.protocol.signature import shown
 from effexport.serving.server.served_model import VERSION, ServedModel
 from effexport.serving.settings import ServingSettings
 from effexport.units import listed

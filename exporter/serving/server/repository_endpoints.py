@@ -7,10 +7,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from effexport.models.validation import shown
 from effexport.serving.protocol.body import read_body
 from effexport.serving.protocol.errors import STOPPING, RequestError
 from effexport.serving.protocol.request_fields import flag, parameters_of, parsed_object
-from effexport.serving.protocol.signature import shown
 from effexport.serving.server.service import Endpoint, Service, json_response
 
 # A parameter of Triton that has no effect here, because no model depends on another.

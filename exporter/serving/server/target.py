@@ -73,22 +73,22 @@ class ServingTarget:
         model = ServedModel(runner, artifact, name, self.resolved, RUNTIMES[self.runtime], texts)
         try:
             model.warm_up()
-            model.serve_generation(self.generator(artifact))
+            model.serve_generation(self.generator(artifact, name))
             check_memory(name, self.settings.max_memory_bytes)
         except BaseException:
             model.close()
             raise
         return model
 
-    def generator(self, artifact: Artifact) -> TextGenerator | str:
-        """What generates texts with an artifact, or why it cannot."""
+    def generator(self, artifact: Artifact, name: str) -> TextGenerator | str:
+        """What generates texts with an artifact called `name`, or why it cannot."""
         from effexport.generation.text_generator import generator_from_artifact
         from effexport.runners.artifact_decoder import decoder_from_artifact
 
         try:
             return generator_from_artifact(artifact, lambda it: decoder_from_artifact(it, self.runtime, self.options))
         except UserError as error:
-            return str(error)
+            return str(error).replace(str(artifact.path), name)
 
     def checked(self) -> tuple[Artifact, str]:
         """The artifact and the model's name. Raises UserError for what cannot be served; does not load the model."""

@@ -13,9 +13,9 @@ import orjson
 
 from effexport.errors import UserError
 from effexport.models.families import CONFIG
+from effexport.models.validation import shown
 from effexport.serving.protocol.body import THREAD_BYTES
 from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.signature import shown
 from effexport.serving.protocol.text_request import ANSWER, CONTEXT, EMBEDDING, TEXT, TextRequest
 from effexport.serving.server.queued import outputs_of
 from effexport.serving.server.waiting import Waiting

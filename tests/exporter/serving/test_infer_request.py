@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -228,3 +229,16 @@ def test_a_model_without_a_limit_of_length_gets_one(small_spec: Callable[..., Bu
     assert spec.max_seq_len is None
     assert signature_from_spec(spec, ServingSettings()).max_sizes["seq"] == 16384
     assert signature_from_spec(spec, ServingSettings(max_seq_len=20_000)).max_sizes["seq"] == 20_000
+
+
+def test_a_name_of_megabytes_is_refused_without_much_memory(signature: Signature) -> None:
+    name = "x" * 2_000_000
+    tracemalloc.start()
+    try:
+        message = refusal(signature, tensor(name=name))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert message.startswith(f"unknown input '{name[:79]}…. Expected: ")
+    # copies of the body and of its words; comparing with the known names would take 45 bytes for each character
+    assert peak < 20 * len(name)
