@@ -180,49 +180,126 @@ def malformed_requests(model: str, count: int, seed: int = 0) -> list[tuple[str,
     return made
 
 
-# What stands in the place of something right in a request with texts or for embeddings.
+# What stands in the place of a text, or of a list of them.
 NOT_TEXTS: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    1.5,
-    2**64,
-    {},
-    [],
-    [[]],
-    [None],
-    [{}],
-    ["a", 1],
-    [[1], "a"],
-    [[2**70]],
-    "",
-)
+    None, True, -1, 1.5, 2**64, {}, [], [[]], [None], [{}], ["a", 1], [[1], "a"], [[2**70]], [[[["a"]]]], "",
+)  # fmt: skip
+# What no parameter of generation takes: not even `stop_at_eos`, to which true and false are right.
+NOT_NUMBERS: tuple[Any, ...] = (-1, -0.5, 1e-9, 2**64, 10**400, "5", "x" * 100_000, [], [1] * 1000, {}, float("nan"))
+NOT_NAMES = (
+    "..", ".", "%2e%2e", "..%2f..", "%2fetc%2fpasswd", "%00", "a%0ab", "%ff%fe", "%f0%9d%95%8f", "-x", "~", "{name}",
+    "absent", "leads-out", "x" * 200, "x" * 5000,
+)  # fmt: skip
+
+
+def as_json(fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def wrong_embedding(model: str, dice: random.Random) -> bytes:
+    fields: Any = {"model": model, "input": ["a text"]}
+    place = dice.choice(("model", "input", "encoding_format", "dimensions", "request", "unknown"))
+    # null stands for what is left out
+    value = dice.choice(NOT_TEXTS[1:] if place in ("encoding_format", "dimensions") else NOT_TEXTS)
+    return post("/v1/embeddings", as_json(value if place == "request" else {**fields, place: value}))
+
+
+def wrong_text(model: str, dice: random.Random) -> bytes:
+    tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a text"]}
+    return infer(model, as_json({"inputs": [{**tensor, dice.choice([*tensor]): dice.choice(NOT_TEXTS)}]}))
+
+
+def text_as_tensor(model: str, dice: random.Random) -> bytes:
+    """Strings for an input that takes numbers, or numbers beside strings."""
+    tensor = {"name": "input_ids", "shape": [1, 1], "datatype": dice.choice(("BYTES", "INT64")), "data": ["a text"]}
+    text = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a text"]}
+    return infer(model, as_json({"inputs": dice.choice(([tensor], [tensor, text], [text, text]))}))
+
+
+def wrong_binary_text(model: str, dice: random.Random) -> bytes:
+    """A string of another size than its four bytes say, or that is not UTF-8, or empty."""
+    data = dice.choice((b"", b"\x01", b"\x02\0\0\0a", b"\x01\0\0\0ab", b"\xff\xff\xff\xff", b"\x01\0\0\0\xff"))
+    size = dice.choice((len(data), len(data), -1, 2**40, "1"))
+    tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": size}}
+    head = as_json({"inputs": [tensor]})
+    return infer(model, head + data, f"Inference-Header-Content-Length: {len(head)}\r\n")
+
+
+def wrong_generation(model: str, dice: random.Random) -> bytes:
+    """`model` does not generate; "writer" does."""
+    name = dice.choice(("writer", "writer", "writer", model))
+    fields: dict[str, Any] = {"text_input": "a text", "max_tokens": 1}
+    place = dice.choice(("text_input", "parameters", "id", "temperature", "top_k", "seed", "stop_at_eos", "unknown"))
+    if place == "text_input":
+        fields[place] = dice.choice(NOT_TEXTS)
+    elif place == "parameters":
+        fields[place] = dice.choice((1, "x", [], {"max_tokens": 5}, {"max_new_tokens": 0}, {"stream": "yes"}))
+        fields["max_new_tokens"] = 1  # given twice
+    else:
+        fields[place] = dice.choice([value for value in NOT_NUMBERS if not is_taken(place, value)])
+    return post(f"/v2/models/{name}/{dice.choice(('generate', 'generate_stream'))}", as_json(fields))
+
+
+def is_taken(place: str, value: Any) -> bool:
+    """Large temperatures are as good as infinity, and an id may be any string."""
+    return isinstance(value, str) if place == "id" else place == "temperature" and value == 2**64
+
+
+def wrong_repository(model: str, dice: random.Random) -> bytes:
+    """Names that lead nowhere or out of the folder; parameters that would change something."""
+    verb = dice.choice(("load", "unload"))
+    if dice.random() < 0.7:
+        return post(f"/v2/repository/models/{dice.choice(NOT_NAMES)}/{verb}", dice.choice((b"", b"{}")))
+    strange = dice.choice((1, "x", [{}], {"config": "{}"}, {"file:1/model.onnx": "AAAA"}, {"x" * 100_000: 1}))
+    body = dice.choice((b"{", b"[]", b"\xff", as_json({"parameters": strange})))
+    return post(f"/v2/repository/models/{model}/{verb}", body)
+
+
+def wrong_openai_place(model: str, dice: random.Random) -> bytes:
+    path = dice.choice(("embeddings/", "completions", "chat/completions", "models", f"models/{model}", "models/", ""))
+    name = dice.choice(NOT_NAMES)
+    return dice.choice((post(f"/v1/{path}", b"{}"), f"GET /v1/models/{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode()))
+
+
+def long_names(model: str, dice: random.Random) -> bytes:
+    """Half a megabyte where a word is expected."""
+    word = "x" * 500_000
+    text = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a text"]}
+    path, fields = dice.choice(
+        (
+            (f"/v2/models/{model}/infer", {"inputs": [{**text, "name": word}]}),
+            (f"/v2/models/{model}/infer", {"inputs": [text], "outputs": [{"name": word}]}),
+            ("/v2/models/writer/generate", {"text_input": "a", word: 1}),
+            ("/v2/models/writer/generate", {"text_input": "a", "seed": word}),
+            ("/v1/embeddings", {"model": word, "input": "a"}),
+        )
+    )
+    return post(path, as_json(fields))
+
+
+def damaged_json(model: str, dice: random.Random) -> bytes:
+    path, fields = dice.choice(
+        (
+            ("/v1/embeddings", {"model": model, "input": "a text"}),
+            ("/v2/models/writer/generate_stream", {"text_input": "a text", "max_tokens": 1}),
+        )
+    )
+    text = as_json(fields)
+    place = dice.randrange(1, len(text))
+    return post(path, dice.choice((text[:place], text[:place] + b"\xff" + text[place:], b"[" * 100_000)))
+
+
+TEXT_KINDS: tuple[Callable[[str, random.Random], bytes], ...] = (
+    wrong_embedding, wrong_text, text_as_tensor, wrong_binary_text, wrong_generation, wrong_repository,
+    wrong_openai_place, long_names, damaged_json,
+)  # fmt: skip
 
 
 def malformed_texts(model: str, count: int, seed: int = 0) -> list[tuple[str, bytes]]:
-    """Requests with texts of which one field is strange, for both forms; the name of the field with each."""
+    """Requests for all that is not tensors, kinds in turn; the name of the kind with each.
+
+    model: an embedder. The server has a model "writer" too, and may load models.
+    """
     dice = random.Random(seed)
-    made = []
-    for number in range(count):
-        value = dice.choice(NOT_TEXTS)
-        if number % 3 == 0:
-            fields: Any = {"model": model, "input": ["a text"]}
-            place = dice.choice(("model", "input", "encoding_format", "dimensions", "request", "unknown"))
-            if place in ("encoding_format", "dimensions") and value is None:
-                value = "x"  # null stands for what is left out
-            fields = value if place == "request" else {**fields, place: value}
-            made.append((f"embeddings {place}", post("/v1/embeddings", json.dumps(fields).encode())))
-            continue
-        tensor: dict[str, Any] = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a text"]}
-        if number % 3 == 1:
-            place = dice.choice(("name", "shape", "datatype", "data"))
-            body = json.dumps({"inputs": [{**tensor, place: value}]}).encode()
-            made.append((f"text {place}", infer(model, body)))
-            continue
-        # a string of another size than its four bytes say, or that is not UTF-8
-        data = dice.choice((b"", b"\x01", b"\x02\0\0\0a", b"\x01\0\0\0ab", b"\xff\xff\xff\xff", b"\x01\0\0\0\xff"))
-        del tensor["data"]
-        tensor["parameters"] = {"binary_data_size": dice.choice((len(data), len(data), -1, 2**40, "1"))}
-        head = json.dumps({"inputs": [tensor]}).encode()
-        made.append(("binary text", infer(model, head + data, f"Inference-Header-Content-Length: {len(head)}\r\n")))
-    return made
+    kinds = [TEXT_KINDS[number % len(TEXT_KINDS)] for number in range(count)]
+    return [(kind.__name__, kind(model, dice)) for kind in kinds]

@@ -113,15 +113,6 @@ def test_64_clients_lose_nothing_and_get_right_answers(server: ServerProcess, sa
     assert (outcome.wrong, outcome.lost) == (0, 0)
 
 
-@pytest.mark.soak
-def test_64_clients_lose_nothing_of_10000_requests(server: ServerProcess, samples: list[Sample]) -> None:
-    rss = server.rss_bytes
-    outcome = asyncio.run(closed_loop(server.port, samples, 64, 10_000))
-    assert outcome.statuses == {200: 10_000}
-    assert (outcome.wrong, outcome.lost) == (0, 0)
-    assert server.rss_bytes - rss < 64 * MIB
-
-
 def overloaded(server: ServerProcess, samples: list[Sample], seconds: float) -> None:
     """Twice of what it can: right answers and 503s, memory within bounds, and soon well again."""
     capacity = asyncio.run(closed_loop(server.port, samples, 8, 200)).per_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,16 +17,8 @@ import pytest
 from kept import kept
 from random_tokenizers import saved_tokenizer
 from serving_fuzz import malformed_texts
-from serving_load import (
-    Reply,
-    Sample,
-    ServerProcess,
-    closed_loop,
-    exchange_once,
-    json_of,
-    post,
-    running_server,
-)
+from serving_load import Reply, Sample, ServerProcess, exchange_once, json_of, post, running_server, samples_of
+from serving_traffic import SCORE_LIMIT, VECTOR_LIMIT, Oracle, check_load, mixed_traffic, sized, text_input
 from small_builds import what_decides_a_build
 from transformers_models import saved
 
@@ -38,6 +31,7 @@ pytestmark = [
     # the pipeline of transformers converts tensors as an older numpy did
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
+NAMES = ("fill", "ask", "pooled", "layer", "writer")
 CONFIG: dict[str, Any] = {
     "vocab_size": 210,
     "hidden_size": 16,
@@ -52,10 +46,6 @@ CONFIG: dict[str, Any] = {
 }
 MASKED = ("Paris is the [MASK] of France.", "The quick [MASK] fox doesn't jump over the lazy dog", "[MASK] are kept")
 QUESTION = ("Is it 42?", "Two spaces, tabs and brackets are kept, or not. Is it 42 or 1,024? We're here.")
-# Scores of float32 against transformers' own float32, as the tasks are held to.
-SCORE_LIMIT = 1e-4
-# Rounding of float32 in sums over 32 channels; the rows of a joined run may be summed in another order.
-VECTOR_LIMIT = 1e-5
 
 
 def checkpoints(folder: Path) -> None:
@@ -81,9 +71,19 @@ def pooled(built: Callable[..., Artifact]) -> Artifact:
 def reading(
     read: Path, pooled: Artifact, built: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    others = (read / "ask", pooled.path, built("linear", "attention").path)
-    names = [option for name in ("fill", "ask", "pooled", "layer") for option in ("--name", name)]
-    with running_server(read / "fill", tmp_path_factory.mktemp("server"), *map(str, others), *names) as running:
+    """It also has a model that generates, and may load "fourth"."""
+    others = (
+        read / "ask",
+        pooled.path,
+        built("linear", "attention").path,
+        built("linear", causal=True, lm_head=True).path,
+    )
+    names = [option for name in NAMES for option in ("--name", name)]
+    folder = tmp_path_factory.mktemp("models")
+    shutil.copytree(built("aft-simple").path, folder / "fourth")
+    (folder / "leads-out").symlink_to(pooled.path)
+    options = (*map(str, others), *names, "--allow-load", str(folder))
+    with running_server(read / "fill", tmp_path_factory.mktemp("server"), *options) as running:
         yield running
 
 
@@ -97,14 +97,37 @@ def pipeline(read: Path) -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="module")
-def vector(pooled: Artifact) -> Iterator[Callable[[str], Any]]:
+def oracle(pooled: Artifact, built: Callable[..., Artifact], pipeline: Callable[[str], Any]) -> Iterator[Oracle]:
+    with effexport.load(pooled.path) as first, effexport.load(built("linear", "attention").path) as second:
+
+        def only_output(runner: Any, feeds: dict[str, Any]) -> Any:
+            (output,) = runner.run(feeds).values()
+            return output
+
+        yield Oracle(
+            pipeline("fill-mask"),
+            pipeline("question-answering"),
+            partial(only_output, first),
+            partial(only_output, second),
+        )
+
+
+@pytest.fixture(scope="module")
+def vector(oracle: Oracle) -> Callable[[str], Any]:
     """text → the vector of its bytes, each of which is a token, as the runner computes it."""
-    with effexport.load(pooled.path) as runner:
-        yield lambda text: runner.run({"input_ids": np.array([[b + 2 for b in text.encode()]])})["embedding"][0]
+    return oracle.vector
 
 
-def text_input(values: list[Any], name: str = "text", **changes: Any) -> dict[str, Any]:
-    return {"name": name, "shape": [len(values)], "datatype": "BYTES", "data": values, **changes}
+@pytest.fixture(scope="module")
+def traffic(oracle: Oracle) -> list[Sample]:
+    return mixed_traffic(oracle)
+
+
+@pytest.fixture(scope="module")
+def fourth(built: Callable[..., Artifact]) -> list[Sample]:
+    """Requests to the model that the server may load."""
+    with effexport.load(built("aft-simple").path) as runner:
+        return samples_of(runner.run, (16, 40, 64), "fourth")
 
 
 def ask(server: ServerProcess, path: str, fields: object, headers: str = "", data: bytes = b"") -> Reply:
@@ -122,10 +145,6 @@ def infer(server: ServerProcess, model: str, *inputs: dict[str, Any], **fields: 
 
 def answers(server: ServerProcess, model: str, *inputs: dict[str, Any], **parameters: Any) -> list[Any]:
     return list(map(json.loads, infer(server, model, *inputs, parameters=parameters)["answer"]["data"]))
-
-
-def sized(*texts: bytes) -> bytes:
-    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
 
 
 def embed(server: ServerProcess, **fields: Any) -> Reply:
@@ -263,7 +282,7 @@ def test_embeddings_have_the_form_of_openai(reading: ServerProcess, vector: Call
     values = np.frombuffer(base64.b64decode(packed["embedding"]), "<f4")
     assert np.abs(values - vector(texts[1])).max() <= VECTOR_LIMIT
     models = json.loads(reading.get("/v1/models"))
-    assert [one["id"] for one in models["data"]] == ["fill", "ask", "pooled", "layer"]
+    assert [one["id"] for one in models["data"]] == [*NAMES]
     assert json.loads(reading.get("/v1/models/pooled"))["object"] == "model"
 
 
@@ -306,82 +325,49 @@ def test_what_openai_has_and_this_server_does_not_is_refused_in_the_form_of_open
     assert json_of(reply)["error"]["message"] == "POST /v1/chat/completions: Not Found"
 
 
-def test_malformed_texts_and_embeddings_each_get_a_4xx(reading: ServerProcess) -> None:
-    for kind, request in malformed_texts("pooled", 150):
+def test_malformed_requests_each_get_a_4xx_with_one_message_and_nothing_leaks(
+    reading: ServerProcess, traffic: list[Sample]
+) -> None:
+    requests = malformed_texts("pooled", 450)
+    index = ask(reading, "/v2/repository/index", {}).body
+    # whatever is allocated once is there after the first
+    for _, request in requests[:90]:
+        asyncio.run(exchange_once(reading.port, request))
+    rss, files = reading.rss_bytes, reading.open_files
+    for kind, request in requests:
         reply = asyncio.run(exchange_once(reading.port, request))
         assert 400 <= reply.status < 500, (kind, reply, request[:500])
+        error = json_of(reply)["error"]
+        if request.split()[1].startswith(b"/v1/"):
+            assert set(error) == {"message", "type", "param", "code"}
+            error = error["message"]
+        # a line, however long what it is about
+        assert 10 < len(error) < 500, (kind, error)
+        assert "\n" not in error
+        # requests have half a megabyte at most; the allocator keeps some of what was freed
+    assert reading.rss_bytes - rss < 16 << 20
+    assert reading.open_files <= files + 1
+    assert reading.metric("effexport_queue_depth") == 0
     assert "Traceback" not in reading.log.read_text()
+    assert ask(reading, "/v2/repository/index", {}).body == index
+    check_load(reading.port, traffic, 120)
 
 
-def mixed_traffic(pipeline: Callable[[str], Any], vector: Callable[[str], Any]) -> list[Sample]:
-    """Texts, embeddings and tensors to three models, every fifth of them invalid, with the right answers."""
-    dice = np.random.default_rng(0)
-    made = []
-    fill = pipeline("fill-mask")
-    for text in MASKED:
-        right = fill(text)
-        body = {"inputs": [text_input([text])]}
-        made.append(Sample(post("/v2/models/fill/infer", json.dumps(body).encode()), b"", 0, 200,
-                           partial(is_filled, right)))  # fmt: skip
-    for length in (5, 20, 40, 64):
-        text = "".join(dice.choice([*"abc déf"], length - 1)).encode()[:length].decode(errors="ignore")
-        body = {"model": "pooled", "input": [text, text[:3]]}
-        right = np.stack([vector(text), vector(text[:3])])
-        made.append(Sample(post("/v1/embeddings", json.dumps(body).encode()), b"", 0, 200, partial(is_embedded, right)))
-        ids = [[b + 2 for b in text.encode()]]
-        tensor = {"name": "input_ids", "shape": [1, len(ids[0])], "datatype": "INT64", "data": ids}
-        fields = {"inputs": [tensor], "outputs": [{"name": "embedding", "parameters": {"binary_data": True}}]}
-        request = post("/v2/models/pooled/infer", json.dumps(fields).encode())
-        made.append(Sample(request, vector(text).tobytes(), VECTOR_LIMIT))
-    question, context = QUESTION
-    body = {"inputs": [text_input([question]), text_input([context], "context")]}
-    right = pipeline("question-answering")(question=question, context=context)
-    made.append(Sample(post("/v2/models/ask/infer", json.dumps(body).encode()), b"", 0, 200,
-                       partial(is_answered, right)))  # fmt: skip
-    for path, wrong in (
-        ("/v2/models/fill/infer", {"inputs": [text_input(["no mask"])]}),
-        ("/v1/embeddings", {"model": "pooled", "input": ["", "a"]}),
-        ("/v2/models/ask/infer", {"inputs": [text_input(["alone"])]}),
-    ):
-        made.append(Sample(post(path, json.dumps(wrong).encode()), b"", 0, 400, lambda body: b"error" in body))
-    return made
-
-
-def is_filled(right: Any, body: bytes) -> bool:
-    (answer,) = map(json.loads, json.loads(body)["outputs"][0]["data"])
-    same = [one["token"] for one in answer] == [one["token"] for one in right]
-    return same and all(
-        abs(one["score"] - other["score"]) <= SCORE_LIMIT for one, other in zip(answer, right, strict=True)
-    )
-
-
-def is_answered(right: Any, body: bytes) -> bool:
-    (answer,) = map(json.loads, json.loads(body)["outputs"][0]["data"])
-    return answer["answer"] == right["answer"] and abs(answer["score"] - right["score"]) <= SCORE_LIMIT
-
-
-def is_embedded(right: Any, body: bytes) -> bool:
-    found = np.array([one["embedding"] for one in json.loads(body)["data"]])
-    return found.shape == right.shape and bool(np.abs(found - right).max() <= VECTOR_LIMIT)
-
-
-def load(server: ServerProcess, samples: list[Sample], requests: int) -> None:
-    outcome = asyncio.run(closed_loop(server.port, samples, 32, requests))
-    wrong = sum(samples[number % len(samples)].status == 400 for number in range(requests))
-    assert outcome.statuses == {200: requests - wrong, 400: wrong}
-    assert (outcome.wrong, outcome.lost) == (0, 0)
-
-
-def test_texts_embeddings_and_tensors_to_three_models_are_neither_lost_nor_wrong(
-    reading: ServerProcess, pipeline: Callable[[str], Any], vector: Callable[[str], Any]
+def test_requests_to_three_models_are_neither_lost_nor_wrong_while_a_fourth_comes_and_goes(
+    reading: ServerProcess, traffic: list[Sample], fourth: list[Sample]
 ) -> None:
-    load(reading, mixed_traffic(pipeline, vector), 600)
+    check_load(reading.port, traffic, 240, fourth)
 
 
 @pytest.mark.soak
-def test_10000_requests_over_three_models_are_neither_lost_nor_wrong(
-    reading: ServerProcess, pipeline: Callable[[str], Any], vector: Callable[[str], Any]
+def test_10000_requests_to_three_models_are_neither_lost_nor_wrong_while_a_fourth_comes_and_goes(
+    reading: ServerProcess, traffic: list[Sample], fourth: list[Sample]
 ) -> None:
-    rss = reading.rss_bytes
-    load(reading, mixed_traffic(pipeline, vector), 10_000)
-    assert reading.rss_bytes - rss < 64 << 20
+    check_load(reading.port, traffic, 1000, fourth)
+    rss, files = reading.rss_bytes, reading.open_files
+    summary = check_load(reading.port, traffic, 10_000, fourth)
+    print(f"{summary}; resident {rss >> 20} → {reading.rss_bytes >> 20} MiB")
+    assert reading.rss_bytes - rss < 32 << 20
+    assert reading.open_files <= files + 1
+    assert reading.metric("effexport_queue_depth") == 0
+    assert "Traceback" not in reading.log.read_text()
