@@ -42,7 +42,19 @@ CONFIG: dict[str, Any] = {
     "conv_kernel_size": None,
     "pad_token_id": 0,
 }
-LOADED = ("masked", "pooled", "writer", "writer-generate", "single-generate")
+LOADED = ("masked", "pooled", "writer-generate", "slow-generate")
+# Appended to a packaged model: its longest text takes 25 seconds, so that a client always leaves before the end.
+SLOW_STEPS = """
+import time
+
+
+class TritonPythonModel(TritonPythonModel):
+    def initialize(self, args):
+        super().initialize(args)
+        stepper = self.instance.loop._generator.stepper
+        step = stepper.step
+        stepper.step = lambda: time.sleep(0.05) or step()
+"""
 MASKED = "Paris is the [MASK] of France."
 TEXTS = [("ab " * count).strip() for count in (1, 3, 9, 20, 2, 9)]
 
@@ -81,13 +93,13 @@ def running(built: Built, package: Packaging, tmp_path_factory: pytest.TempPathF
         "masked": open_artifact(kept("artifacts/masked-lm", decided_by, masked_checkpoint) / "built"),
         "pooled": built("linear", pool="mean"),
         "writer": writer,
-        "single": writer,
+        "slow": writer,
     }
+    options = {"pooled": {"queue_delay_us": 50_000}, "slow": {"max_batch": 1}}
     for name, artifact in artifacts.items():
-        options = {"max_batch": 1} if name == "single" else {"queue_delay_us": 50_000}
-        if name == "masked":
-            options = {}
-        package(artifact, folder / "models", name=name, backends=("python",), threads=1, **options)
+        package(artifact, folder / "models", name=name, backends=("python",), threads=1, **options.get(name, {}))
+    with (folder / "models" / "slow-generate" / "1" / "model.py").open("a") as model:
+        model.write(SLOW_STEPS)
     with TritonServer(folder / "models", folder / "log", LOADED) as server:
         yield Running(server, artifacts, folder)
 
@@ -211,9 +223,9 @@ def test_sixteen_streams_at_the_same_time_are_effexports_own_texts(running: Runn
 def test_one_answer_over_http_and_many_over_one_grpc_stream(running: Running) -> None:
     with effexport.load_generator(running.artifacts["writer"].path) as generator:
         expected = [generator(prompt, Sampling(max_new_tokens=30, seed=3)).text for prompt in ("one", "two", "three")]
-    status, answer = running.generate("writer-generate", text_input="one", max_tokens=30, seed=3)
+    status, answer = running.generate("writer-generate", text_input="one", max_tokens=30, seed=3, id="7")
     assert (status, answer["text_output"], answer["finish_reason"]) == (200, expected[0], "length")
-    assert (answer["prompt_tokens"], answer["seed"]) == (3, 3)
+    assert (answer["prompt_tokens"], answer["seed"], answer["id"]) == (3, 3, "7")
     job = {
         "url": f"127.0.0.1:{running.server.grpc}",
         "model": "writer-generate",
@@ -259,7 +271,7 @@ def test_a_stream_whose_client_leaves_ends(running: Running, protocol: str) -> N
     fields = {"text_input": "once", "stream": True, "max_new_tokens": count}
     if protocol == "http":
         connection = http.client.HTTPConnection("127.0.0.1", running.server.http, timeout=60)
-        connection.request("POST", "/v2/models/single-generate/generate_stream", json.dumps(fields))
+        connection.request("POST", "/v2/models/slow-generate/generate_stream", json.dumps(fields))
         answer = connection.getresponse()
         assert answer.read(5) == b"data:"
         answer.close()
@@ -267,14 +279,14 @@ def test_a_stream_whose_client_leaves_ends(running: Running, protocol: str) -> N
     else:
         job = {
             "url": f"127.0.0.1:{running.server.grpc}",
-            "model": "single-generate",
+            "model": "slow-generate",
             "prompts": ["once"],
             "parameters": {"max_new_tokens": [count]},
             "leave_after": 1,
         }
         ask_client("stream", running.folder, job)
     # this model generates one text at a time, so the next one waits for the end of the first
-    status, answer = running.generate("single-generate", text_input="b", max_new_tokens=2)
+    status, answer = running.generate("slow-generate", text_input="b", max_new_tokens=2)
     assert status == 200, answer
     end = time.monotonic() + 10
     while f" of {count} tokens" not in running.server.log.read_text() and time.monotonic() < end:
