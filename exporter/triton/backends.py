@@ -48,7 +48,7 @@ def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backen
             remarks.append(f"no model for the backend {name}: {error}")
     if not chosen:
         raise UserError(f"no backend of Triton can run {artifact.path}: {'; '.join(remarks)}")
-    if any(backend.name == "python" for backend in chosen) and artifact.spec.model.has_decode_step:
+    if any(backend.name == "python" for backend in chosen) and artifact.spec.has_decode_step:
         try:
             chosen.append(generation_backend(artifact, spec))
         except UserError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.errors import UserError
 from effexport.generation.sampling import Sampling
 from effexport.models.validation import did_you_mean
-from effexport.triton.signature import OPTIONS, STREAM, TEXT_INPUT, decoded
+from effexport.triton.signature import OPTIONS, REQUEST_ID, STREAM, TEXT_INPUT, decoded
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -35,7 +35,7 @@ def generation_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any
     """
     if TEXT_INPUT not in inputs:
         raise UserError(f"input {TEXT_INPUT!r} is missing; expected the text to continue")
-    options = {OTHER_NAMES.get(name, name): value for name, value in parameters.items()}
+    options = {OTHER_NAMES.get(name, name): value for name, value in parameters.items() if name != REQUEST_ID}
     options |= {name: number(array) for name, array in inputs.items() if name != TEXT_INPUT}
     for name in options:
         if name not in OPTION_NAMES:

@@ -41,9 +41,9 @@ class ModelInstance(Closeable):
         # 0 if results may depend on the rest of the batch; requests then run one by one
         self.max_batch = config["max_batch_size"]
 
-    def run(self, requests: Sequence[tuple[Mapping[str, Array], str]]) -> list[Answer]:
-        """requests: the tensors of each by input, and its parameters as JSON."""
-        given = [Request(tensors, json.loads(parameters or "{}")) for tensors, parameters in requests]
+    def run(self, requests: Sequence[tuple[Mapping[str, Array], str, Sequence[str]]]) -> list[Answer]:
+        """requests: the tensors of each by input, its parameters as JSON, and the outputs that it asks for."""
+        given = [Request(tensors, json.loads(parameters or "{}"), outputs) for tensors, parameters, outputs in requests]
         return run_requests(self.runner, self.task_of, given, self.max_batch)
 
     def __str__(self) -> str:

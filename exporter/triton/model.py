@@ -31,7 +31,11 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> list[Any]:
         given = [
-            ({tensor.name(): tensor.as_numpy() for tensor in request.inputs()}, request.parameters())
+            (
+                {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
+                request.parameters(),
+                request.requested_output_names(),
+            )
             for request in requests
         ]
         return [response_from_answer(answer) for answer in self.instance.run(given)]

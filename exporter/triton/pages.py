@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.dtypes import TensorInfo
+from effexport.spec import INPUT_DEFAULTS
 from effexport.triton.record import ModelRecord
 from effexport.triton.signature import protocol_type, tensors_of
 from effexport.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG
@@ -20,6 +21,7 @@ MARK = "written by effexport package"
 PAGES = ("README.md", "compose.yaml", "Dockerfile", ".dockerignore")
 # Requests with more numbers are not shown as examples.
 LARGEST_EXAMPLE = 64
+NOT_IN_JSON = ("float16", "bfloat16")
 
 
 def pages_of_repository(
@@ -115,8 +117,9 @@ def version_key(version: str) -> list[int]:
 
 
 def needed_inputs(record: ModelRecord) -> list[TensorInfo]:
-    """The inputs of an example request; Python models have a default for the mask."""
-    return [record.inputs[0]] if record.backend == "python" else list(record.inputs)
+    """The inputs of an example request; Python models have defaults for masks and segments."""
+    defaults = INPUT_DEFAULTS if record.backend == "python" else {}
+    return [tensor for tensor in tensors_of(record.inputs) if tensor.name not in defaults]
 
 
 def example_shape(record: ModelRecord, tensor: TensorInfo) -> list[int]:
@@ -125,7 +128,9 @@ def example_shape(record: ModelRecord, tensor: TensorInfo) -> list[int]:
 
 
 def json_request(record: ModelRecord) -> str | None:
-    """An example request for curl; None if it would be too long to read."""
+    """An example request for curl; None if it is too long to read, or has float16, which Triton refuses in JSON."""
+    if any(tensor.dtype in NOT_IN_JSON for tensor in (*record.inputs, *record.outputs)):
+        return None
     inputs = []
     for tensor in needed_inputs(record):
         shape = example_shape(record, tensor)

@@ -14,6 +14,8 @@ TEXT, CONTEXT, ANSWER = "text", "context", "answer"
 # Of models that generate, as in Triton's own backends for language models.
 TEXT_INPUT, TEXT_OUTPUT, FINISH_REASON = "text_input", "text_output", "finish_reason"
 STREAM = "stream"
+# Field of Triton's `generate` that tritonserver 2.51.0 hands over as a parameter.
+REQUEST_ID = "id"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from effexport.text.task import Task, TextOptions
 from effexport.text.tasks import task_from_spec
 from effexport.text.tokenizer import tokenizer_from_artifact
 from effexport.text.tokenizer_files import json_of
+from effexport.triton.signature import REQUEST_ID
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -46,6 +47,7 @@ def tasks_of_artifact(artifact: Artifact) -> TaskOf:
 
 def options_from_parameters(parameters: Mapping[str, Any]) -> TextOptions:
     """Raises UserError for a parameter that is unknown or cannot work."""
+    parameters = {name: value for name, value in parameters.items() if name != REQUEST_ID}
     for name, value in parameters.items():
         if name not in OPTIONS:
             raise UserError(f"unknown parameter {name!r}{did_you_mean(name, OPTIONS)} Expected: {', '.join(OPTIONS)}")

@@ -31,10 +31,11 @@ MOST_WINDOWS = 256
 
 @dataclass(frozen=True)
 class Request:
-    """A request as Triton hands it over. tensors: by input; texts are bytes objects. parameters: of the request."""
+    """A request as Triton hands it over. tensors: by input; texts are bytes objects. outputs: those it asks for."""
 
     tensors: Mapping[str, Array]
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Sequence[str] = (ANSWER, EMBEDDING)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def run_requests(
 
     A request has the tensors of the model, or `text`, bytes objects in UTF-8 of any shape, and an optional `context`
     of the same shape. The output `answer` has the answer to each text as JSON; a model with the output `embedding` also
-    returns that, [texts, dim]. task_of: None for a model of tensors only. max_batch: see run_merged.
+    returns that, [texts, dim]; in float16 only if `answer` is not asked for, because Triton refuses float16 beside it
+    in an answer as JSON. task_of: None for a model of tensors only. max_batch: see run_merged.
     """
     jobs = [job_from_request(task_of, request, max_batch) for request in requests]
     outputs = iter(run_merged(runner, [run for job in jobs for run in job.runs], max_batch))
@@ -61,9 +63,10 @@ def run_requests(
 
 def job_from_request(task_of: TaskOf | None, request: Request, max_batch: int) -> Job:
     tensors = request.tensors
-    if task_of is None or tensors.keys().isdisjoint((TEXT, CONTEXT)):
+    if task_of is None or (tensors and tensors.keys().isdisjoint((TEXT, CONTEXT))):
         return Job([tensors], lambda outputs: outputs[0])
     try:
+        check_inputs(tensors)
         task = task_of(request.parameters)
         prepared = prepared_texts(task, tensors)
     except EffexportError as error:
@@ -76,17 +79,17 @@ def job_from_request(task_of: TaskOf | None, request: Request, max_batch: int) -
         found = iter(outputs)
         try:
             joined = [joined_outputs([outputs_or_error(next(found)) for _ in of_text]) for of_text in runs]
-            return answers_of_texts(task, prepared, joined, tensors[TEXT].shape)
+            return answers_of_texts(task, prepared, joined, request)
         except EffexportError as error:
             return error
 
     return Job([run for of_text in runs for run in of_text], answer)
 
 
-def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[Prepared]:
-    """Raises UserError for a request whose texts cannot be answered."""
+def check_inputs(tensors: Mapping[str, Array]) -> None:
+    """Raises UserError unless a request has texts, and a context for each of them or none."""
     if TEXT not in tensors or tensors.keys() - {TEXT, CONTEXT}:
-        given = ", ".join(sorted(tensors))
+        given = ", ".join(sorted(tensors)) or "no inputs"
         raise UserError(f"the request has {given}; expected {TEXT}, with or without {CONTEXT}, or the model's tensors")
     texts, contexts = tensors[TEXT], tensors.get(CONTEXT)
     if contexts is not None and contexts.shape != texts.shape:
@@ -96,6 +99,11 @@ def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[Prepared]:
         )
     if not texts.size:
         raise UserError(f"{TEXT} has the shape {list(texts.shape)}, which is empty; expected at least one text")
+
+
+def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[Prepared]:
+    """Raises UserError for a request whose texts cannot be answered."""
+    texts, contexts = tensors[TEXT], tensors.get(CONTEXT)
     prepared = []
     for i in range(texts.size):
         try:
@@ -126,13 +134,17 @@ def outputs_or_error(answer: Answer) -> Mapping[str, Array]:
 
 
 def answers_of_texts(
-    task: Task, prepared: Sequence[Prepared], outputs: Sequence[Mapping[str, Array]], shape: tuple[int, ...]
+    task: Task, prepared: Sequence[Prepared], outputs: Sequence[Mapping[str, Array]], request: Request
 ) -> dict[str, Array]:
-    """shape: of the input `text`, which the answers get, too."""
-    answers = np.empty(shape, dtype=object)
-    for i, (one, found) in enumerate(zip(prepared, outputs, strict=True)):
-        answers.flat[i] = json.dumps(task.answer(one, found), ensure_ascii=False).encode()
-    if not isinstance(task, Embedding) or task.output != EMBEDDING:
-        return {ANSWER: answers}
-    vectors = np.stack([task.vector(one, found) for one, found in zip(prepared, outputs, strict=True)])
-    return {ANSWER: answers, EMBEDDING: vectors.astype(outputs[0][EMBEDDING].dtype)}
+    """outputs: of the runs of each text."""
+    found: dict[str, Array] = {}
+    if ANSWER in request.outputs:
+        found[ANSWER] = np.empty(request.tensors[TEXT].shape, dtype=object)
+        for i, (one, of_text) in enumerate(zip(prepared, outputs, strict=True)):
+            found[ANSWER].flat[i] = json.dumps(task.answer(one, of_text), ensure_ascii=False).encode()
+    if EMBEDDING in request.outputs and isinstance(task, Embedding) and task.output == EMBEDDING:
+        dtype = outputs[0][EMBEDDING].dtype
+        if dtype != np.float16 or not found:
+            vectors = [task.vector(one, of_text) for one, of_text in zip(prepared, outputs, strict=True)]
+            found[EMBEDDING] = np.stack(vectors).astype(dtype)
+    return found

@@ -164,7 +164,7 @@ def test_options_are_inputs_or_parameters() -> None:
     assert request.in_pieces
     # the temperature that was written, not the nearest float32
     assert request.sampling == Sampling(max_new_tokens=5, temperature=0.7, top_k=4, seed=3)
-    other = generation_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0})
+    other = generation_request({"text_input": inputs["text_input"]}, {"max_tokens": 9, "temperature": 0, "id": "7"})
     assert other.sampling == Sampling(max_new_tokens=9, temperature=0)
     assert not other.in_pieces
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from effexport.artifact import Artifact
+from effexport.artifact import Artifact, open_artifact
 from effexport.errors import DiskFullError, UserError
 from effexport.models.validation import SpecError
 from effexport.proof.cases import load_reference
@@ -73,6 +74,30 @@ def test_an_artifact_that_continues_texts_also_becomes_a_model_that_generates(
     assert [model["status"] for model in again.json["models"]] == ["unchanged", "unchanged"]
     other = cli("package", artifact, "-o", tmp_path / "other", "--backend", "onnxruntime", "--json")
     assert len(other.json["models"]) == 1
+
+
+def test_an_artifact_that_ranks_tokens_generates_nothing_and_its_readme_names_the_positions(
+    copied: Callable[..., Path], rewrite_manifest: Callable[..., None], package: Packaging, tmp_path: Path
+) -> None:
+    folder = copied("linear", "encoder", causal=True, lm_head=True)
+    rewrite_manifest(folder, spec=dataclasses.replace(open_artifact(folder).spec, top_k=4).to_dict())
+    result = package(folder, tmp_path / "models", name="m", backends=("python",))
+    assert [change.name for change in result.changes] == ["m"]
+    assert result.remarks == ()
+    readme = (tmp_path / "models" / "README.md").read_text()
+    assert "Only `input_ids` and `positions` are needed" in readme
+    (request,) = [line for line in readme.splitlines() if line.startswith("curl") and "infer" in line]
+    inputs = json.loads(request.split("-d ")[1].strip("'"))["inputs"]
+    assert [(tensor["name"], tensor["shape"]) for tensor in inputs] == [("input_ids", [1, 8]), ("positions", [1, 2])]
+
+
+def test_the_readme_has_no_float16_as_json_which_triton_refuses(
+    built: Built, package: Packaging, tmp_path: Path
+) -> None:
+    package(built("softmax", "attention", precision="fp16"), tmp_path, name="m", backends=("python",))
+    readme = (tmp_path / "README.md").read_text()
+    assert "client.InferInput" in readme
+    assert "/infer" not in readme
 
 
 def test_the_readme_shows_how_to_send_a_text_to_a_model_that_reads_it(

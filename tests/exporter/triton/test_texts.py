@@ -14,6 +14,7 @@ import pytest
 from effexport.dtypes import TensorInfo
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.runners.feeds import FeedLimits
+from effexport.text.embedding import Embedding
 from effexport.text.task import TextOptions
 from effexport.triton.tasks import options_from_parameters
 from effexport.triton.texts import Request, run_requests
@@ -130,7 +131,7 @@ def test_a_context_belongs_to_its_text() -> None:
         ({"text": texts(shape=(0, 1))}, "at least one text"),
         ({"text": texts("a" * 300_000)}, "has 300000 bytes; expected at most 262144"),
         ({"text": texts("\n".join("a" * 257))}, "257 windows of tokens; expected at most 256"),
-        ({}, "'input_ids' is missing"),
+        ({}, "has no inputs; expected text"),
     ],
 )
 def test_a_bad_request_gets_its_error_and_spoils_no_other_one(request_: Any, message: str) -> None:
@@ -157,9 +158,36 @@ def test_each_request_is_answered_with_its_own_parameters() -> None:
     ],
 )
 def test_parameters_that_no_task_has_are_refused(parameters: dict[str, Any], message: str) -> None:
-    assert options_from_parameters({"top": 3, "stride": 2}) == TextOptions(top=3, stride=2)
+    assert options_from_parameters({"top": 3, "stride": 2, "id": "of the request"}) == TextOptions(top=3, stride=2)
     with pytest.raises(UserError, match=re.escape(message)):
         options_from_parameters(parameters)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_request_gets_the_outputs_that_it_asks_for_but_no_float16_beside_an_answer(dtype: Any) -> None:
+    """Triton refuses float16 in JSON, and `generate` always asks for all outputs."""
+
+    class Pooling(Doubling):
+        def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+            return {"embedding": feeds["input_ids"].astype(dtype)}
+
+    @dataclass(frozen=True)
+    class Embedded(LengthsOfWords, Embedding):
+        def vector(self, prepared: Any, outputs: Mapping[str, Any]) -> Any:
+            return outputs["embedding"][0].astype(np.float32)
+
+        def answer(self, prepared: Any, outputs: Mapping[str, Any]) -> Any:
+            return self.vector(prepared, outputs).tolist()
+
+    task = Embedded(reader=None, output="embedding")  # type: ignore[arg-type]
+    asked = [("answer", "embedding"), ("answer",), ("embedding",)]
+    requests = [Request({"text": texts("a bb")}, outputs=outputs) for outputs in asked]
+    answers = run_requests(Pooling(), lambda parameters: task, requests, 8)  # type: ignore[arg-type]
+    both = {"answer", "embedding"} if dtype == np.float32 else {"answer"}
+    assert [set(answer) for answer in answers] == [both, {"answer"}, {"embedding"}]  # type: ignore[arg-type]
+    assert json.loads(answers[0]["answer"][0, 0]) == [1, 2]  # type: ignore[index]
+    assert answers[2]["embedding"].dtype == dtype  # type: ignore[index]
+    assert answers[2]["embedding"].tolist() == [[1, 2]]  # type: ignore[index]
 
 
 def test_a_failure_of_the_model_is_the_answer_of_the_whole_request() -> None:
