@@ -224,16 +224,15 @@ def main() -> None:
             print("rows of a run: median duration, requests per second")
             for rows, times in curve.items():
                 print(f"  {rows:3d}: {1e3 * statistics.median(times):7.1f} ms {rows / statistics.median(times):7.1f}/s")
-            # the simulation has one runner, which uses the whole machine
-            options = [
-                "--max-batch",
-                str(arguments.max_batch),
-                "--runtime",
-                arguments.runtime,
-                "--concurrent-runs",
-                "1",
-            ]
-            with running_server(path, folder, *options) as server:
+            # the simulation has one runner, which uses the whole machine, and only rows limit its runs
+            options = {
+                "--max-batch": arguments.max_batch,
+                "--runtime": arguments.runtime,
+                "--concurrent-runs": 1,
+                "--max-run-tokens": arguments.max_batch * arguments.seq_len,
+            }
+            words = [str(word) for option in options.items() for word in option]
+            with running_server(path, folder, *words) as server:
                 overhead_s = overhead_of(server, samples[0])
                 print(f"a lone request takes {1e3 * overhead_s:.1f} ms in addition to its run")
                 measure = partial(measured_curve, runner, arguments.seq_len, arguments.max_batch, arguments.rounds)

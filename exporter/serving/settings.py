@@ -90,7 +90,8 @@ class ServingSettings:
         """The settings with what depends on the machine. cores: those that the runtime may use.
 
         More rows than keep all cores busy cost memory and latency for nothing, so there is a limit of tokens on a CPU.
-        Two runs at once waste less time than one with more threads; this was measured in ONNX Runtime only.
+        Two runs at once keep short requests from waiting for a long one, and waste less of a busy machine than one with
+        more threads; this was measured in ONNX Runtime only.
         """
         on_cpu = runtime.device == "cpu"
         tokens = self.max_run_tokens or (RUN_TOKENS_PER_CORE * cores if on_cpu else None)
