@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from kept import kept
 from random_tokenizers import saved_tokenizer
 from small_builds import what_decides_a_build
 from transformers_models import saved
-from triton_server import TritonServer, ask_client
+from triton_server import ENVIRONMENT, ROOT, TritonServer, ask_client, environment
 
 import effexport
 from effexport.artifact import Artifact, open_artifact
@@ -42,7 +44,7 @@ CONFIG: dict[str, Any] = {
     "conv_kernel_size": None,
     "pad_token_id": 0,
 }
-LOADED = ("masked", "pooled", "writer-generate", "slow-generate")
+LOADED = ("masked", "sentences", "writer-generate", "writer-slow-generate")
 # Appended to a packaged model: its longest text takes 25 seconds, so that a client always leaves before the end.
 SLOW_STEPS = """
 import time
@@ -91,14 +93,14 @@ def running(built: Built, package: Packaging, tmp_path_factory: pytest.TempPathF
     writer = built("linear", causal=True, lm_head=True, seq_len=512)
     artifacts = {
         "masked": open_artifact(kept("artifacts/masked-lm", decided_by, masked_checkpoint) / "built"),
-        "pooled": built("linear", pool="mean"),
+        "sentences": built("linear", pool="mean"),
         "writer": writer,
-        "slow": writer,
+        "writer-slow": writer,
     }
-    options = {"pooled": {"queue_delay_us": 50_000}, "slow": {"max_batch": 1}}
+    options = {"sentences": {"queue_delay_us": 50_000}, "writer-slow": {"max_batch": 1}}
     for name, artifact in artifacts.items():
         package(artifact, folder / "models", name=name, backends=("python",), threads=1, **options.get(name, {}))
-    with (folder / "models" / "slow-generate" / "1" / "model.py").open("a") as model:
+    with (folder / "models" / "writer-slow-generate" / "1" / "model.py").open("a") as model:
         model.write(SLOW_STEPS)
     with TritonServer(folder / "models", folder / "log", LOADED) as server:
         yield Running(server, artifacts, folder)
@@ -126,9 +128,29 @@ def test_a_text_gets_the_answer_of_effexport_itself(running: Running) -> None:
         np.testing.assert_allclose([one["score"] for one in proposals], [one["score"] for one in wanted], rtol=1e-5)
 
 
+CURL = re.compile(r"^(?:\$ )?curl (?:-N )?localhost:8000(\S+)\s+(?:\\\s+)?-d '(.+)'$", re.MULTILINE)
+PYTHON = re.compile(r"^```python\n(.+?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(("page", "requests", "programs"), [("docs/triton.md", 4, 1), ("models/README.md", 4, 1)])
+def test_the_examples_of_the_pages_work(running: Running, page: str, requests: int, programs: int) -> None:
+    text = ((running.folder if page.startswith("models") else ROOT) / page).read_text()
+    found = CURL.findall(text)
+    assert len(found) == requests
+    for path, body in found:
+        status, answer = running.server.post(path, body.encode())
+        # a page shows what an empty text gets
+        assert status == (400 if '""' in body else 200), (path, body, answer)
+    codes = [code for code in PYTHON.findall(text) if '"lsh"' not in code]
+    assert len(codes) == programs
+    for code in codes:
+        code = code.replace("localhost:8000", f"127.0.0.1:{running.server.http}")
+        subprocess.run([ENVIRONMENT / "bin" / "python", "-c", code], env=environment(), check=True, timeout=60)
+
+
 def test_the_image_gets_tokenizers_for_an_artifact_with_a_tokenizer(running: Running) -> None:
     assert "tokenizers==" in (running.folder / "models" / "Dockerfile").read_text()
-    for name, needed in (("masked", True), ("pooled", False), ("writer-generate", False)):
+    for name, needed in (("masked", True), ("sentences", False), ("writer-generate", False)):
         record = json.loads((running.folder / "models" / name / "effexport.json").read_text())
         assert ("tokenizers" in record["packages"]) is needed
 
@@ -137,18 +159,18 @@ def test_texts_and_tensors_that_arrive_together_all_get_their_own_answers(runnin
     def ask(i: int) -> tuple[int, dict[str, Any]]:
         text = TEXTS[i % len(TEXTS)]
         if i % 3 == 0:
-            status, answer = running.infer("pooled", input_ids=[[byte + 2 for byte in text.encode()]])
+            status, answer = running.infer("sentences", input_ids=[[byte + 2 for byte in text.encode()]])
         else:
             others = [text, TEXTS[0]] if i % 3 == 1 else [text]
-            status, answer = running.infer("pooled", text=[[one] for one in others])
+            status, answer = running.infer("sentences", text=[[one] for one in others])
         return status, outputs_of(answer)
 
-    before = running.server.counts("pooled")
+    before = running.server.counts("sentences")
     with ThreadPoolExecutor(36) as pool:
         answers = list(pool.map(ask, range(36)))
-    after = running.server.counts("pooled")
+    after = running.server.counts("sentences")
     assert after[1] - before[1] < after[0] - before[0] == 48
-    with effexport.load_text(running.artifacts["pooled"].path) as model:
+    with effexport.load_text(running.artifacts["sentences"].path) as model:
         expected = {text: model(text) for text in TEXTS}
     for i, (status, outputs) in enumerate(answers):
         text = TEXTS[i % len(TEXTS)]
@@ -172,8 +194,8 @@ def test_texts_and_tensors_that_arrive_together_all_get_their_own_answers(runnin
         ("masked", {"text": [MASKED], "context": ["a", "b"]}, "expected a context for each text"),
         ("masked", {"context": ["a"]}, "expected text"),
         ("masked", {"text": [MASKED], "input_ids": [[1, 2]]}, "input_ids, text"),
-        ("pooled", {"text": ["a"]}, "[-1,1]"),
-        ("pooled", {"attention_mask": [[1]]}, "'input_ids' is missing"),
+        ("sentences", {"text": ["a"]}, "[-1,1]"),
+        ("sentences", {"attention_mask": [[1]]}, "'input_ids' is missing"),
     ],
 )
 def test_a_bad_text_is_refused_and_the_server_lives_on(
@@ -271,7 +293,7 @@ def test_a_stream_whose_client_leaves_ends(running: Running, protocol: str) -> N
     fields = {"text_input": "once", "stream": True, "max_new_tokens": count}
     if protocol == "http":
         connection = http.client.HTTPConnection("127.0.0.1", running.server.http, timeout=60)
-        connection.request("POST", "/v2/models/slow-generate/generate_stream", json.dumps(fields))
+        connection.request("POST", "/v2/models/writer-slow-generate/generate_stream", json.dumps(fields))
         answer = connection.getresponse()
         assert answer.read(5) == b"data:"
         answer.close()
@@ -279,14 +301,14 @@ def test_a_stream_whose_client_leaves_ends(running: Running, protocol: str) -> N
     else:
         job = {
             "url": f"127.0.0.1:{running.server.grpc}",
-            "model": "slow-generate",
+            "model": "writer-slow-generate",
             "prompts": ["once"],
             "parameters": {"max_new_tokens": [count]},
             "leave_after": 1,
         }
         ask_client("stream", running.folder, job)
     # this model generates one text at a time, so the next one waits for the end of the first
-    status, answer = running.generate("slow-generate", text_input="b", max_new_tokens=2)
+    status, answer = running.generate("writer-slow-generate", text_input="b", max_new_tokens=2)
     assert status == 200, answer
     end = time.monotonic() + 10
     while f" of {count} tokens" not in running.server.log.read_text() and time.monotonic() < end:
