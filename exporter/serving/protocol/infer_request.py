@@ -14,7 +14,6 @@ from effexport.serving.protocol.json_data import array_from_json
 from effexport.serving.protocol.request_fields import (
     Fields,
     Wanted,
-    fields_from_body,
     objects_named,
     parameters_of,
     unread_bytes,
@@ -31,15 +30,6 @@ class InferRequest(Wanted):
     """A request that the model can run. feeds: all inputs; those sent as binary data are views of the body."""
 
     feeds: Mapping[str, Array]
-
-    @property
-    def rows(self) -> int:
-        return int(next(iter(self.feeds.values())).shape[0])
-
-
-def request_from_body(body: bytes, header: str | None, signature: Signature) -> InferRequest:
-    """As `infer_request`, for the body of a request."""
-    return infer_request(fields_from_body(body, header), signature)
 
 
 def infer_request(parsed: Fields, signature: Signature) -> InferRequest:

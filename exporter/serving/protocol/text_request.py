@@ -15,6 +15,7 @@ from effexport.serving.protocol.request_fields import (
     Wanted,
     objects_named,
     parameters_of,
+    unread_bytes,
     wanted_from_fields,
 )
 from effexport.serving.protocol.signature import Signature
@@ -68,9 +69,7 @@ def text_request(parsed: Fields, outputs: Mapping[str, str]) -> TextRequest:
         found[name] = strings_from_binary(bytes(parsed.binary[offset : offset + size]), name, shape[0])
         offset += size
     if offset != len(parsed.binary):
-        raise RequestError(
-            f"{len(parsed.binary)} bytes follow the JSON of the request; its inputs account for {offset}"
-        )
+        raise unread_bytes(len(parsed.binary), offset)
     if TEXT not in found:
         raise RequestError(f"the request has a {CONTEXT!r} and no {TEXT!r}, which is the question")
     texts, pairs = found[TEXT], found.get(CONTEXT)

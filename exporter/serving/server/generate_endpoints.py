@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from effexport.serving.protocol.body import read_body
 from effexport.serving.protocol.errors import ClientGoneError, RequestError
 from effexport.serving.protocol.generate_request import GenerateRequest, answer_fields, event, generate_request
 from effexport.serving.server.queued import watched
@@ -63,15 +62,11 @@ class Generate:
 
     async def _begin(self, request: Request, stack: ExitStack, *, streaming: bool) -> Text:
         """Begin the text that a request asks for. The model stays in use until the stack is closed."""
-        settings = self._service.settings
         model = stack.enter_context(self._service.using(request))
         # before the body is read, so that an overloaded server refuses at once
         model.generations.refuse_if_full()
-        with self._service.budget.account() as take:
-            body = await read_body(
-                request.receive, request.headers, settings.max_request_bytes, settings.timeout_s, take
-            )
-        wanted = generate_request(body, streaming=streaming)
+        async with self._service.body_of(request) as body:
+            wanted = generate_request(body, streaming=streaming)
         stream = await model.generations.submit(wanted.text, wanted.sampling)
         stack.callback(stream.close)
         gone = stack.enter_context(watched(request.receive))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from effexport.serving.protocol.body import THREAD_BYTES, compress, read_body, wanted_encoding
+from effexport.serving.protocol.body import THREAD_BYTES, compress, wanted_encoding
 from effexport.serving.protocol.infer_request import infer_request
 from effexport.serving.protocol.infer_response import Answer, answer_from_outputs
 from effexport.serving.protocol.request_fields import Fields, Wanted, fields_from_body
@@ -27,11 +27,9 @@ HEADER_LENGTH = "inference-header-content-length"
 
 async def infer(request: Request, model: ServedModel, service: Service) -> Response:
     """Answer an infer request. Raises RequestError if it is refused, ClientGoneError if the client has gone."""
-    settings = model.settings
     # before its body is read, so that an overloaded server refuses at once
     model.batcher.refuse_if_full()
-    with service.budget.account() as take:
-        body = await read_body(request.receive, request.headers, settings.max_request_bytes, settings.timeout_s, take)
+    async with service.body_of(request) as body:
         parsed = fields_from_body(body, request.headers.get(HEADER_LENGTH))
         with watched(request.receive) as gone:
             wanted, outputs = await answered(parsed, model, gone, service)

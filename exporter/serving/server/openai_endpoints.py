@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from effexport.serving.protocol.body import read_body
 from effexport.serving.protocol.embedding_request import (
     EmbeddingRequest,
     FieldError,
@@ -51,15 +50,11 @@ class OpenAiApi:
         return await self._service.counted(request, self._embeddings)
 
     async def _embeddings(self, request: Request) -> Response:
-        settings = self._service.settings
-        with self._service.budget.account() as take:
-            body = await read_body(
-                request.receive, request.headers, settings.max_request_bytes, settings.timeout_s, take
-            )
+        async with self._service.body_of(request) as body:
             wanted = embedding_request(parsed_object(body, "a JSON object with model and input"))
             with self._service.using(request, wanted.model) as model, watched(request.receive) as gone:
                 check_embeds(model, wanted)
-                waiting = Waiting(settings.timeout_s, gone, self._service.text_memory)
+                waiting = Waiting(self._service.settings.timeout_s, gone, self._service.text_memory)
                 answers = await model.texts.embeddings_of(model, wanted.inputs, waiting)
         return json_response(embedding_answer(wanted, answers))
 

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from effexport.models.validation import shown
-from effexport.serving.protocol.body import read_body
 from effexport.serving.protocol.errors import STOPPING, RequestError
 from effexport.serving.protocol.request_fields import flag, parameters_of, parsed_object
 from effexport.serving.server.service import Endpoint, Service, json_response
@@ -62,9 +61,5 @@ class RepositoryApi:
 
     async def _fields(self, request: Request) -> dict[str, Any]:
         """The JSON object of the body; empty without a body, as curl sends it."""
-        settings = self._service.settings
-        with self._service.budget.account() as take:
-            body = await read_body(
-                request.receive, request.headers, settings.max_request_bytes, settings.timeout_s, take
-            )
+        async with self._service.body_of(request) as body:
             return parsed_object(body, "a JSON object, or nothing") if body else {}

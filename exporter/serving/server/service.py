@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from effexport.serving.protocol.body import ByteBudget
+from effexport.serving.protocol.body import ByteBudget, read_body
 from effexport.serving.protocol.errors import CROWDED, UNAUTHORIZED, ClientGoneError, RequestError
 from effexport.serving.server.metrics import RequestMetrics
 from effexport.serving.server.waiting import TextMemory
@@ -70,6 +70,13 @@ class Service:
         model = self.model(request, name)
         with model.in_use():
             yield model
+
+    @asynccontextmanager
+    async def body_of(self, request: Request) -> AsyncIterator[bytes]:
+        """The body of a request, which counts as memory in use during the block. Raises as `read_body`."""
+        limits = self.settings.max_request_bytes, self.settings.timeout_s
+        with self.budget.account() as take:
+            yield await read_body(request.receive, request.headers, *limits, take)
 
     def metrics_of(self, request: Request) -> RequestMetrics:
         """The metrics of the request's model, or those of the server if it has none."""

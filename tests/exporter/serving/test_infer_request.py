@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.infer_request import InferRequest, request_from_body
+from effexport.serving.protocol.infer_request import InferRequest, infer_request
 from effexport.serving.protocol.infer_response import answer_from_outputs
+from effexport.serving.protocol.request_fields import fields_from_body
 from effexport.serving.protocol.signature import Signature, signature_from_spec
 from effexport.serving.settings import ServingSettings
 from effexport.spec import BuildSpec
@@ -37,6 +38,10 @@ def hidden_signature(small_spec: Callable[..., BuildSpec]) -> Callable[[str], Si
 
 def tensor(**changes: Any) -> dict[str, Any]:
     return {"name": "input_ids", "shape": [1, 4], "datatype": "INT64", "data": [1, 2, 3, 4], **changes}
+
+
+def request_from_body(body: bytes, header: str | None, signature: Signature) -> InferRequest:
+    return infer_request(fields_from_body(body, header), signature)
 
 
 def parsed(signature: Signature, inputs: list[dict[str, Any]], **fields: Any) -> InferRequest:

@@ -344,7 +344,7 @@ def test_malformed_requests_each_get_a_4xx_with_one_message_and_nothing_leaks(
         # a line, however long what it is about
         assert 10 < len(error) < 500, (kind, error)
         assert "\n" not in error
-        # requests have half a megabyte at most; the allocator keeps some of what was freed
+    # requests have half a megabyte at most; the allocator keeps some of what was freed
     assert reading.rss_bytes - rss < 16 << 20
     assert reading.open_files <= files + 1
     assert reading.metric("effexport_queue_depth") == 0
