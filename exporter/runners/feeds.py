@@ -123,7 +123,8 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
             "shorten or split the input, or build with a larger --seq-len"
         )
     mask = feeds.get(MASK_NAME)
-    if mask is not None and not np.isin(mask, (0, 1)).all():
+    # np.isin takes ten times as long
+    if mask is not None and not ((mask == 0) | (mask == 1)).all():
         raise UserError(f"{MASK_NAME} has values other than 0 and 1; expected 1 for tokens to keep, 0 for padding")
     for tensor in inputs:
         if tensor.dims == ("batch", MASKS):

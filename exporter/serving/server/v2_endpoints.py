@@ -15,19 +15,17 @@ EXTENSIONS = ("binary_tensor_data", "model_repository")
 
 def endpoints(service: Service) -> list[Endpoint]:
     v2 = V2(service)
-    rows: list[Endpoint] = [
+    prefixes = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
+    return [
+        # paths are compared in this order, and most requests are these
+        *(("POST", f"{prefix}/infer", v2.infer) for prefix in prefixes),
+        *(("GET", prefix, v2.model_metadata) for prefix in prefixes),
+        *(("GET", f"{prefix}/ready", v2.model_ready) for prefix in prefixes),
         ("GET", "/v2/health/live", v2.live),
         ("GET", "/v2/health/ready", v2.ready),
         ("GET", "/v2", v2.server_metadata),
         ("GET", "/metrics", v2.metrics),
     ]
-    for prefix in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
-        rows += [
-            ("GET", prefix, v2.model_metadata),
-            ("GET", f"{prefix}/ready", v2.model_ready),
-            ("POST", f"{prefix}/infer", v2.infer),
-        ]
-    return rows
 
 
 class V2:
