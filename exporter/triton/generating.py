@@ -50,7 +50,7 @@ class TextStream:
         self._next_check = 0.0
         self._done = False
 
-    def send_news(self) -> None:
+    def send_new(self) -> None:
         """Send what the session has added since the last call, or end it if the client has gone."""
         session = self.session
         if self._done:
@@ -90,7 +90,7 @@ class GenerationLoop(Closeable):
         self._waiting: deque[TextStream] = deque()
         self._running: dict[Session, TextStream] = {}
         # streams with something to send, each once, however many steps ago
-        self._news: dict[TextStream, None] = {}
+        self._unsent: dict[TextStream, None] = {}
         self._closed = False
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._step, self._send)]
         for thread in self._threads:
@@ -120,7 +120,7 @@ class GenerationLoop(Closeable):
                     self._generator.stepper.add(stream.session)
             advanced = self._stepped()
             with self._changed:
-                self._news |= {self._running[session]: None for session in advanced}
+                self._unsent |= {self._running[session]: None for session in advanced}
                 self._running = {session: stream for session, stream in self._running.items() if not session.ended}
                 self._changed.notify_all()
 
@@ -136,13 +136,13 @@ class GenerationLoop(Closeable):
     def _send(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._news or self._closed)
+                self._changed.wait_for(lambda: self._unsent or self._closed)
                 if self._closed:
                     return
-                news, self._news = self._news, {}
-            for stream in news:
+                streams, self._unsent = self._unsent, {}
+            for stream in streams:
                 try:
-                    stream.send_news()
+                    stream.send_new()
                 except Exception:  # the server does not say which error it raises for a connection that has gone
                     stream.session.cancel()
 

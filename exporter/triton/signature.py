@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from effexport.dtypes import DTYPES, TensorInfo
 from effexport.errors import UserError
+from effexport.serving.settings import MAX_TEXT_BYTES
 
 # The element type of texts, bytes in UTF-8; no tensor of an artifact has it.
 STRING = "string"
@@ -75,7 +76,9 @@ def tensors_of(values: Sequence[TensorInfo]) -> list[TensorInfo]:
 
 
 def decoded(data: bytes, name: str) -> str:
-    """The text of an input. Raises UserError if it is not UTF-8."""
+    """The text of an input. Raises UserError if it is not UTF-8, or too long to be tokenised beside other requests."""
+    if len(data) > MAX_TEXT_BYTES:
+        raise UserError(f"{name} has {len(data)} bytes; expected at most {MAX_TEXT_BYTES}: send it in parts")
     try:
         return data.decode()
     except UnicodeDecodeError as error:

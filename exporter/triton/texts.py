@@ -14,7 +14,6 @@ import numpy as np
 
 from effexport.errors import EffexportError, UserError
 from effexport.models.head_spec import EMBEDDING
-from effexport.serving.settings import MAX_TEXT_BYTES
 from effexport.text.embedding import Embedding
 from effexport.text.task import Prepared, Task, groups, joined_outputs
 from effexport.triton.merging import Answer, run_merged
@@ -107,8 +106,8 @@ def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[Prepared]:
     prepared = []
     for i in range(texts.size):
         try:
-            pair = None if contexts is None else text_of(contexts.flat[i], CONTEXT)
-            prepared.append(task.prepare(text_of(texts.flat[i], TEXT), pair))
+            pair = None if contexts is None else decoded(contexts.flat[i], CONTEXT)
+            prepared.append(task.prepare(decoded(texts.flat[i], TEXT), pair))
         except UserError as error:
             raise error if texts.size == 1 else UserError(f"{TEXT} {i}: {error}") from error
     windows = sum(len(one.windows) for one in prepared)
@@ -117,13 +116,6 @@ def prepared_texts(task: Task, tensors: Mapping[str, Array]) -> list[Prepared]:
             f"the request has {windows} windows of tokens; expected at most {MOST_WINDOWS}: send less text in a request"
         )
     return prepared
-
-
-def text_of(data: bytes, name: str) -> str:
-    """Raises UserError for a text that is not UTF-8, or too long to be tokenised beside other requests."""
-    if len(data) > MAX_TEXT_BYTES:
-        raise UserError(f"{name} has {len(data)} bytes; expected at most {MAX_TEXT_BYTES}: send it in parts")
-    return decoded(data, name)
 
 
 def outputs_or_error(answer: Answer) -> Mapping[str, Array]:

@@ -180,6 +180,7 @@ def test_options_are_inputs_or_parameters() -> None:
         (b"a", {"max_tokens": 1.5}, "max_new_tokens is 1.5"),
         (b"a", {"seed": -1}, "seed is -1"),
         (b"\xff", {}, "text_input is not UTF-8"),
+        (b"a" * 300_000, {}, "text_input has 300000 bytes; expected at most 262144"),
         (None, {}, "'text_input' is missing"),
     ],
 )

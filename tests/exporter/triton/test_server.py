@@ -181,37 +181,30 @@ def test_grpc_says_that_the_argument_was_wrong(running: Running) -> None:
     assert good["last_hidden_state"].shape == (1, 4, 32)
 
 
-def test_a_new_version_takes_over_when_it_is_loaded_and_the_model_can_go_and_come_back(
+def test_a_new_version_takes_over_when_it_is_loaded_and_both_answer_where_both_are_to_live(
     running: Running, built: Built, other_weights: Callable[..., Path], package: Packaging
 ) -> None:
-    server = running.server
-    package(built("softmax"), running.repository, name="reload", backends=("python",), threads=1)
-    assert server.post("/v2/repository/models/reload/load")[0] == 200
+    server, new, options = running.server, other_weights("softmax"), {"backends": ("python",), "threads": 1}
+    load, infer = "/v2/repository/models/reload/load", "/v2/models/reload/infer"
+    package(built("softmax"), running.repository, name="reload", **options)
+    assert server.post(load)[0] == 200
     assert server.state("reload") == {"1": ("READY", "")}
-    package(other_weights("softmax"), running.repository, name="reload", backends=("python",), threads=1)
+    package(new, running.repository, name="reload", **options)
     # nothing changes before somebody asks for it
     assert server.state("reload")["1"] == ("READY", "")
-    assert server.post("/v2/repository/models/reload/load")[0] == 200
+    assert server.post(load)[0] == 200
     assert server.state("reload")["2"] == ("READY", "")
     # the old version finishes what it has accepted, and goes
     assert server.state("reload")["1"][0] in ("UNLOADING", "UNAVAILABLE")
-    status, answer = server.post("/v2/models/reload/infer", {"inputs": [IDS]})
+    status, answer = server.post(infer, {"inputs": [IDS]})
     assert (status, answer["model_version"]) == (200, "2")
     assert server.post("/v2/repository/models/reload/unload")[0] == 200
-    assert 400 <= server.post("/v2/models/reload/infer", {"inputs": [IDS]})[0] < 500
-    assert server.post("/v2/repository/models/reload/load")[0] == 200
-    assert server.post("/v2/models/reload/infer", {"inputs": [IDS]})[0] == 200
-
-
-def test_both_versions_answer_where_both_are_to_live(
-    running: Running, built: Built, other_weights: Callable[..., Path], package: Packaging
-) -> None:
-    for artifact in (built("softmax"), other_weights("softmax")):
-        package(artifact, running.repository, name="both", backends=("python",), threads=1, live_versions=2)
-    assert running.server.post("/v2/repository/models/both/load")[0] == 200
-    assert running.server.state("both") == {"1": ("READY", ""), "2": ("READY", "")}
+    assert 400 <= server.post(infer, {"inputs": [IDS]})[0] < 500
+    package(new, running.repository, name="reload", live_versions=2, **options)
+    assert server.post(load)[0] == 200
+    assert server.state("reload") == {"1": ("READY", ""), "2": ("READY", "")}
     for version in ("1", "2"):
-        _, answer = running.server.post(f"/v2/models/both/versions/{version}/infer", {"inputs": [IDS]})
+        _, answer = server.post(f"/v2/models/reload/versions/{version}/infer", {"inputs": [IDS]})
         assert answer["model_version"] == version
 
 
