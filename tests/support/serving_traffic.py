@@ -1,4 +1,4 @@
-"""Requests of all kinds to three models, with their right answers, and a load while a fourth is loaded and unloaded."""
+"""Requests of all kinds to four models, with their right answers, and a load while another is loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -171,29 +171,29 @@ def vector_of(embedding: str | list[float]) -> Any:
     return np.frombuffer(base64.b64decode(embedding), "<f4")
 
 
-def check_load(port: int, samples: Sequence[Sample], requests: int, fourth: Sequence[Sample] = ()) -> str:
+def check_load(port: int, samples: Sequence[Sample], requests: int, guest: Sequence[Sample] = ()) -> str:
     """Send requests from 64 clients, of which none may be lost or wrong, and return a summary.
 
-    fourth: requests to a model that is loaded, used, and unloaded while it is used, over and over.
+    guest: requests to a model that is loaded, used, and unloaded while it is used, over and over.
     """
     loads = 0
 
     async def scenario() -> Outcome:
         nonlocal loads
         load = asyncio.create_task(closed_loop(port, samples, 64, requests))
-        while fourth and not load.done():
-            await load_and_unload(port, fourth)
+        while guest and not load.done():
+            await load_and_unload(port, guest)
             loads += 1
         return await load
 
     outcome = asyncio.run(scenario())
     assert outcome.statuses == Counter(samples[number % len(samples)].status for number in range(requests))
     assert (outcome.wrong, outcome.lost) == (0, 0)
-    return f"{dict(outcome.statuses)} in {outcome.wall_s:.1f} s, {loads} loads and unloads of a fourth model"
+    return f"{dict(outcome.statuses)} in {outcome.wall_s:.1f} s, {loads} loads and unloads of another model"
 
 
 async def load_and_unload(port: int, samples: Sequence[Sample]) -> None:
-    path = "/v2/repository/models/fourth"
+    path = "/v2/repository/models/guest"
     assert (await exchange_once(port, post(f"{path}/load", b""))).status == 200
     outcome = await closed_loop(port, samples, 4, 24)
     assert (outcome.statuses, outcome.wrong) == ({200: 24}, 0)

@@ -71,7 +71,7 @@ def pooled(built: Callable[..., Artifact]) -> Artifact:
 def reading(
     read: Path, pooled: Artifact, built: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    """It also has a model that generates, and may load "fourth"."""
+    """It also has a model that generates, and may load "guest"."""
     others = (
         read / "ask",
         pooled.path,
@@ -80,7 +80,7 @@ def reading(
     )
     names = [option for name in NAMES for option in ("--name", name)]
     folder = tmp_path_factory.mktemp("models")
-    shutil.copytree(built("aft-simple").path, folder / "fourth")
+    shutil.copytree(built("aft-simple").path, folder / "guest")
     (folder / "leads-out").symlink_to(pooled.path)
     options = (*map(str, others), *names, "--allow-load", str(folder))
     with running_server(read / "fill", tmp_path_factory.mktemp("server"), *options) as running:
@@ -124,10 +124,10 @@ def traffic(oracle: Oracle) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def fourth(built: Callable[..., Artifact]) -> list[Sample]:
+def guest(built: Callable[..., Artifact]) -> list[Sample]:
     """Requests to the model that the server may load."""
     with effexport.load(built("aft-simple").path) as runner:
-        return samples_of(runner.run, (16, 40, 64), "fourth")
+        return samples_of(runner.run, (16, 40, 64), "guest")
 
 
 def ask(server: ServerProcess, path: str, fields: object, headers: str = "", data: bytes = b"") -> Reply:
@@ -353,19 +353,19 @@ def test_malformed_requests_each_get_a_4xx_with_one_message_and_nothing_leaks(
     check_load(reading.port, traffic, 120)
 
 
-def test_requests_to_three_models_are_neither_lost_nor_wrong_while_a_fourth_comes_and_goes(
-    reading: ServerProcess, traffic: list[Sample], fourth: list[Sample]
+def test_requests_to_four_models_are_neither_lost_nor_wrong_while_another_comes_and_goes(
+    reading: ServerProcess, traffic: list[Sample], guest: list[Sample]
 ) -> None:
-    check_load(reading.port, traffic, 240, fourth)
+    check_load(reading.port, traffic, 240, guest)
 
 
 @pytest.mark.soak
-def test_10000_requests_to_three_models_are_neither_lost_nor_wrong_while_a_fourth_comes_and_goes(
-    reading: ServerProcess, traffic: list[Sample], fourth: list[Sample]
+def test_10000_requests_to_four_models_are_neither_lost_nor_wrong_while_another_comes_and_goes(
+    reading: ServerProcess, traffic: list[Sample], guest: list[Sample]
 ) -> None:
-    check_load(reading.port, traffic, 1000, fourth)
+    check_load(reading.port, traffic, 1000, guest)
     rss, files = reading.rss_bytes, reading.open_files
-    summary = check_load(reading.port, traffic, 10_000, fourth)
+    summary = check_load(reading.port, traffic, 10_000, guest)
     print(f"{summary}; resident {rss >> 20} → {reading.rss_bytes >> 20} MiB")
     assert reading.rss_bytes - rss < 32 << 20
     assert reading.open_files <= files + 1
