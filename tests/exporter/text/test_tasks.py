@@ -28,6 +28,8 @@ pytestmark = pytest.mark.requires("torch", "transformers")
 LIMIT = 1e-4
 FAST = ("bert-with-words", "bert-wide-mask", "roberta-with-words", "bpe-wide-mask", "albert", "reformer")
 OTHERS = [name for name in TOKENIZERS if name not in FAST]
+# Word pieces, byte pairs and unigrams, with both families of models.
+EXPORTED = ("bert", "roberta", "reformer")
 
 
 def texts_for(tokenizer: Any) -> list[str]:
@@ -239,7 +241,13 @@ def test_options_that_make_no_sense_are_refused(field: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.requires("onnx", "ort")
-@pytest.mark.parametrize(("name", "number"), [(name, number) for number, name in enumerate(TOKENIZERS)])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param(name, number, marks=pytest.mark.soak if name not in EXPORTED else ())
+        for number, name in enumerate(TOKENIZERS)
+    ],
+)
 def test_exported_checkpoints_fill_masks_as_transformers_does(tmp_path: Path, name: str, number: int) -> None:
     """Twenty checkpoints from the folder to the answer, every second one a Reformer with LSH layers."""
     from effexport.export.module_source import source_from_path
@@ -264,10 +272,20 @@ def test_exported_checkpoints_fill_masks_as_transformers_does(tmp_path: Path, na
 @pytest.mark.parametrize(
     ("task", "kind", "arguments"),
     [
-        ("text-classification", "NystromformerForSequenceClassification", (SENTENCES[0],)),
-        ("token-classification", "NystromformerForTokenClassification", (SENTENCES[3],)),
         ("question-answering", "NystromformerForQuestionAnswering", ("Where is the dog?", SENTENCES[1])),
         ("text-classification", "ReformerForSequenceClassification", (SENTENCES[0],)),
+        pytest.param(
+            "text-classification",
+            "NystromformerForSequenceClassification",
+            (SENTENCES[0],),
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            "token-classification",
+            "NystromformerForTokenClassification",
+            (SENTENCES[3],),
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_exported_checkpoints_answer_as_transformers_does(
