@@ -1,4 +1,5 @@
-"""examples/my_operator as a user runs it: in a folder of its own, with the installed package."""
+"""examples/my_operator as a user runs it: in a folder of its own, with the package installed from a wheel, whose native
+sources are compiled there."""
 
 from __future__ import annotations
 
@@ -82,6 +83,7 @@ def names(checks: list[dict[str, Any]], status: str) -> set[str]:
 def test_the_example_is_exported_and_proven_with_its_kernel_and_its_body(user: User) -> None:
     installed = user.effexport("plugins", "info")
     assert "GatedRMSNorm" in [op["name"] for op in installed["operators"]]
+    assert Path(installed["library"]).is_relative_to(user.folder / "cache")
     assert str(user.site) in json.loads((Path(installed["library"]).parent / "build.json").read_text())["installation"]
     user.build("artifacts/gated")
     artifact = user.work / "artifacts" / "gated"

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import json
-import os
 import re
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -19,7 +16,6 @@ from package_builds import PACKAGE_OF_FOLDER, ROOT, build, copy_tree
 
 import effexport
 from effexport.environment import PACKAGES
-from effexport.plugins.building.headers import find_headers
 from effexport.plugins.building.sources import all_sources
 from effexport.plugins.ops import OPS
 
@@ -92,29 +88,6 @@ def test_the_wheel_holds_types_contracts_and_licence(wheel_path: Path) -> None:
 @pytest.mark.slow
 def test_the_wheel_holds_the_native_sources(wheel_path: Path) -> None:
     assert {f"effexport/plugins/{name}" for name in all_sources()} <= set(wheel_files(wheel_path))
-
-
-@pytest.mark.slow
-@pytest.mark.requires("native", "ort")
-def test_the_kernel_library_builds_from_the_wheel_and_loads(wheel_path: Path, tmp_path: Path) -> None:
-    import onnxruntime
-
-    with zipfile.ZipFile(wheel_path) as archive:
-        archive.extractall(tmp_path / "site")
-    command = [sys.executable, "-m", "effexport", "plugins", "build", "--no-cuda", "--json"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tmp_path / "site"),
-        "EFFEXPORT_CACHE_DIR": str(tmp_path / "cache"),
-        "EFFEXPORT_ORT_INCLUDE_DIR": str(find_headers().folder),
-    }
-    environment.pop("EFFEXPORT_LIBRARY", None)
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    library = json.loads(done.stdout)["library"]
-    assert Path(library).is_relative_to(tmp_path / "cache")
-    assert json.loads((Path(library).parent / "build.json").read_text())["installation"].startswith(str(tmp_path))
-    onnxruntime.SessionOptions().register_custom_ops_library(library)
 
 
 @pytest.mark.slow
