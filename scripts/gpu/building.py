@@ -51,7 +51,7 @@ def load_kernels(run: Run) -> Kernels:
 def build(run: Run) -> Result:
     shutil.rmtree(run.work, ignore_errors=True)
     run.work.mkdir(parents=True, exist_ok=True)
-    toolchain = emulating_toolchain("-O2") if run.device.emulated else nvcc_toolchain()
+    toolchain = emulating_toolchain("-O1") if run.device.emulated else nvcc_toolchain()
     seconds, messages = make_library(run, toolchain, library_path(run))
     make_driver(driver_path(run))
     load_kernels(run)
@@ -87,10 +87,13 @@ def shared_memory_names() -> list[str]:
     )
 
 
-def make_library(run: Run, toolchain: Toolchain, library: Path) -> tuple[dict[str, float], str]:
-    """Compile all files in parallel and link them. Returns the seconds of each, and the compilers' messages."""
+def make_library(
+    run: Run, toolchain: Toolchain, library: Path, ops: Sequence[str] = tuple(op.torch_name for op in OPS.values())
+) -> tuple[dict[str, float], str]:
+    """Compile the files of operators in parallel and link them. Returns the seconds of each, and the compilers'
+    messages."""
     extra = NATIVE / ("on_cpu.cc" if run.device.emulated else "on_gpu.cu")
-    folders = [PLUGINS / op.torch_name for op in OPS.values()]
+    folders = [PLUGINS / op for op in ops]
     sources = [folder / name for name in ("kernel_cuda.cu", "gpu_check.cc") for folder in folders] + [extra]
     objects = [library.with_suffix("") / f"{source.parent.name}_{source.stem}.o" for source in sources]
     objects[0].parent.mkdir(exist_ok=True)

@@ -64,7 +64,7 @@ def emulated_commands(run: Run, programs: dict[str, list[str]]) -> dict[tuple[st
     """The same calls under the compiler's AddressSanitizer."""
     folder = run.work / "sanitized"
     folder.mkdir(exist_ok=True)
-    make_library(run, emulating_toolchain(*SANITIZER), folder / "kernels.so")
+    make_library(run, emulating_toolchain(*SANITIZER), folder / "kernels.so", run.ops)
     make_driver(folder / "driver", *SANITIZER)
     # arrays that are freed after a failure only are not leaks
     start = ["env", "ASAN_OPTIONS=detect_leaks=0", str(folder / "driver"), str(folder / "kernels.so")]
