@@ -30,8 +30,8 @@ FOLDER, FILE = "choose another folder with -o", "choose another file with -o"
 # come after it, so that each size fails at another of them.
 COMMANDS = [
     (f"{BUILD} -o DISK/new/a", "40k", FOLDER),
-    (f"{BUILD} --external-data -o DISK/a", "40k", FOLDER),
-    (f"{BUILD} -o DISK/a", "120k", FOLDER),
+    pytest.param(f"{BUILD} --external-data -o DISK/a", "40k", FOLDER, marks=pytest.mark.soak),
+    pytest.param(f"{BUILD} -o DISK/a", "120k", FOLDER, marks=pytest.mark.soak),
     (f"{BUILD} -o DISK/a", "300k", FOLDER),
     (f"{BENCH} --runtimes ort -o DISK/b", "4k", FOLDER),
     ("run ARTIFACT --text TEXT --output DISK/o.npz", "4k", "choose another file with -o"),

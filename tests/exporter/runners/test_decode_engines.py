@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from fake_tensorrt import FakeTensorRT
 from onnx_in_fake_tensorrt import fake_tensorrt
-from slow_cases import slow
 
 import effexport
 from effexport.artifact import DECODE_STEP, PREFILL, Artifact, open_artifact
@@ -37,7 +36,6 @@ GRAPHS = TrtSettings(cuda_graph=True)
 KINDS = [
     ("linear", "encoder", "fp16"),
     ("aft-simple", "attention", "fp32"),
-    slow(("aft-simple", "encoder", "fp16")),
     # the types of a state do not depend on the variant, nor its names on the precision
     *(
         pytest.param(*kind, marks=pytest.mark.soak)
@@ -45,6 +43,7 @@ KINDS = [
             ("linear", "attention", "fp32"),
             ("linear", "encoder", "fp32"),
             ("linear", "attention", "fp16"),
+            ("aft-simple", "encoder", "fp16"),
             ("aft-simple", "encoder", "fp32"),
             ("aft-simple", "attention", "fp16"),
         )

@@ -337,9 +337,8 @@ def test_a_damaged_prefill_is_found(
 
 
 PROVEN = {
-    ("linear", "pre-norm", "fp32"),
+    ("linear", "post-norm", "fp32"),
     ("linear", "reversible", "fp16"),
-    ("aft-simple", "post-norm", "fp32"),
     ("aft-simple", "pre-norm", "fp16"),
 }
 
@@ -348,7 +347,7 @@ PROVEN = {
 @pytest.mark.parametrize(
     ("name", "block", "precision"),
     [
-        # every block, and each kind of state in each precision; the soak run has all of them
+        # every block, precision and kind of state; the soak run has all of them
         (name, block, precision)
         if (name, block, precision) in PROVEN
         else pytest.param(name, block, precision, marks=pytest.mark.soak)
