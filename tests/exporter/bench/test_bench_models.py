@@ -80,7 +80,15 @@ def test_a_core_export_agrees_with_pytorch(name: str) -> None:
     agrees(case, exported(case))
 
 
-@pytest.mark.parametrize("name", variants_fast_for("softmax", "linear"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("softmax", "linear"),
+        *slow_after(0, ["nystrom", "lsh"]),
+        # without kernels of ours, these are what the other exports of AFT are
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("aft-full", "aft-simple", "aft-local", "aft-conv")),
+    ],
+)
 def test_a_naive_export_has_no_operator_of_ours_and_agrees_with_pytorch(name: str) -> None:
     case = small_case(name, "naive")
     path = exported(case, naive_onnx_from_case)

@@ -65,8 +65,9 @@ def nothing_was_written(folder: Path) -> bool:
 @pytest.mark.parametrize(
     ("model_scope", "precision"),
     [
-        ("attention", "fp32"),
+        # an encoder has all nodes of its attention, and half precision adds casts and ops kept in float32
         ("encoder", "fp16"),
+        pytest.param("attention", "fp32", marks=pytest.mark.soak),
         pytest.param("attention", "fp16", marks=pytest.mark.soak),
         pytest.param("encoder", "fp32", marks=pytest.mark.soak),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slow_cases import variants_fast_for
+from slow_cases import slow_after
 
 from effexport.build import artifact_from_spec
 from effexport.errors import RuntimeUnsupportedError
@@ -36,7 +36,14 @@ def evaluator(path: Path) -> Any:
     return ReferenceEvaluator(str(path), new_ops=[GatherElements])
 
 
-@pytest.mark.parametrize("name", variants_fast_for("linear"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear",
+        *slow_after(0, ["nystrom", "lsh", "aft-local"]),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("softmax", "aft-full", "aft-simple", "aft-conv")),
+    ],
+)
 def test_a_bfloat16_encoder_agrees_with_float32_pytorch(name: str, tmp_path: Path) -> None:
     # one chunk covers seven tokens: a bucket that flips in bfloat16 changes nothing
     options = {"variant": name, "dim": 32, "heads": 2, "layers": 1, "seq_len": 64, "precision": "bf16"}

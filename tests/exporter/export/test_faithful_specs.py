@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slow_cases import slow_after
 
 import effexport
 from effexport.build import artifact_from_spec
@@ -55,8 +54,18 @@ FAITHFUL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("around", slow_after(1, ["attention", "encoder"]))
-@pytest.mark.parametrize("options", FAITHFUL.values(), ids=FAITHFUL)
+# one of each family and package; every field of the others has a test of its layer in tests/models
+FAST = ("nystrom", "nystrom of nystrom-attention", "lsh decoder", "lsh of reformer-pytorch")
+
+
+@pytest.mark.parametrize("around", ["attention", pytest.param("encoder", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=() if name in FAST else pytest.mark.slow)
+        for name, options in FAITHFUL.items()
+    ],
+)
 def test_a_faithful_spec_builds_and_says_that_batch_invariance_does_not_hold(
     options: dict[str, Any], around: str, tmp_path: Path
 ) -> None:
@@ -73,8 +82,8 @@ def test_a_faithful_spec_builds_and_says_that_batch_invariance_does_not_hold(
     "options",
     [
         {"variant": "linear", "causal": True},
-        pytest.param({"variant": "softmax"}, marks=pytest.mark.slow),
-        pytest.param({"variant": "nystrom", "num_landmarks": 8}, marks=pytest.mark.slow),
+        pytest.param({"variant": "softmax"}, marks=pytest.mark.soak),
+        pytest.param({"variant": "nystrom", "num_landmarks": 8}, marks=pytest.mark.soak),
         pytest.param({"variant": "lsh", "chunk_length": 16}, marks=pytest.mark.slow),
     ],
     ids=lambda options: options["variant"],
