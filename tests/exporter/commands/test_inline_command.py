@@ -129,7 +129,7 @@ def test_nothing_is_written_if_a_check_fails(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "inlined.onnx"]
 
 
-@pytest.mark.parametrize("name", ["nystrom", "lsh"])
+@pytest.mark.parametrize("name", ["lsh", pytest.param("nystrom", marks=pytest.mark.soak)])
 def test_an_artifact_built_inline_says_so_everywhere(cli: Cli, built: Built, tmp_path: Path, name: str) -> None:
     artifact = built(name, "encoder", inline=True)
     assert is_standard(artifact.model_path)
