@@ -309,7 +309,7 @@ def test_nvrtc_compiles_without_nvcc_for_the_architecture_that_is_asked_for(answ
 @pytest.mark.requires("tensorrt", "nvcc")
 @pytest.mark.xdist_group("tensorrt")
 @pytest.mark.parametrize(
-    "architecture", ["sm_75", "sm_90", *(pytest.param(name, marks=pytest.mark.soak) for name in ("sm_80", "sm_120"))]
+    "architecture", ["sm_90", *(pytest.param(name, marks=pytest.mark.soak) for name in ("sm_75", "sm_80", "sm_120"))]
 )
 def test_ptxas_assembles_the_ptx_without_warnings(answers: dict[str, Any], architecture: str, tmp_path: Path) -> None:
     ptxas = find_nvcc().resolve().parent / "ptxas"

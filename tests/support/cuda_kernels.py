@@ -94,6 +94,8 @@ ENTRIES = {
         for dtype in ("float32", "float16", "bfloat16")
     },
 }
+# of one multiprocessor
+REGISTERS = 65536
 THREADS = {entry: 512 if "sort" in entry else 256 for entry in ENTRIES}
 THREADS |= {
     f"effexport_{op}_{dtype}": 128
