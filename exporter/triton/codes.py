@@ -13,7 +13,8 @@ class OverloadedError(EffexportError):
 
 
 def triton_code(error: EffexportError) -> str:
-    """The name of the code in Triton's Python backend; the status over HTTP is 400, 503 or 500."""
+    """The name of the code in Triton's Python backend; `infer` over HTTP has the status 400, 503 or 500 for it,
+    `generate` always 400."""
     if isinstance(error, OverloadedError):
         return "UNAVAILABLE"
     return "INVALID_ARG" if error.exit_code == 2 else "INTERNAL"
