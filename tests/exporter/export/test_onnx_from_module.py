@@ -258,8 +258,8 @@ def damage_loop(model: onnx.ModelProto) -> None:
 
 
 def damage_topk(model: onnx.ModelProto) -> None:
-    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "top_k"))
-    node = helper.make_node("TopK", ["hidden_states", "top_k"], ["top_values", "top_places"], name="top")
+    model.graph.initializer.append(numpy_helper.from_array(np.array([3841]), "top_k"))
+    node = helper.make_node("TopK", ["hidden_states", "top_k"], ["top_values", "top_places"], name="top", axis=1)
     model.graph.node.insert(0, node)
 
 
