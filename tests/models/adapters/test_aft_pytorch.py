@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from foreign_aft import DIM, FLOAT32, error, largest_file_error, trained_like
-from slow_cases import slow_after
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import NotExportableError
@@ -66,7 +65,9 @@ class Model(nn.Module):
 
 
 @pytest.mark.requires("onnx", "ort", "native")
-@pytest.mark.parametrize("name", slow_after(1, ["AFTLocal", "AFTFull", "AFTSimple"]))
+@pytest.mark.parametrize(
+    "name", ["AFTLocal", *(pytest.param(n, marks=pytest.mark.soak) for n in ("AFTFull", "AFTSimple"))]
+)
 def test_the_file_computes_what_the_original_does(name: str, tmp_path: Path) -> None:
     seq_lens = (1, 63, 100, min(1000, POSITIONS[name]))
     assert largest_file_error(Model(made(name)).eval(), seq_lens, tmp_path / "built") <= FLOAT32

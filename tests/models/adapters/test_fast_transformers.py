@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exported_layers import OnnxFile, padded_mask, relative_error, trained_like
+from slow_cases import slow_after
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import NotExportableError
@@ -154,7 +155,12 @@ ONNX_CASES: dict[str, tuple[Any, bool, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "causal" else pytest.param(name, marks=pytest.mark.slow) for name in ONNX_CASES]
+    "name",
+    [
+        "causal",
+        *slow_after(0, ["full"]),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("linear", "causal, relu", "full, causal")),
+    ],
 )
 @torch.no_grad()
 def test_the_onnx_file_of_an_encoder_answers_as_the_original(name: str, tmp_path: Path) -> None:

@@ -245,7 +245,11 @@ class WithoutMask(WithMask):
 # 256 landmarks are more than the example that torch.onnx traces has tokens, so its segments are one token each
 @pytest.mark.parametrize(
     ("model", "num_landmarks", "fused"),
-    slow_after(1, [(WithMask, 16, True), (WithoutMask, 16, True), (WithMask, 256, False), (WithoutMask, 256, True)]),
+    [
+        (WithMask, 16, True),
+        *slow_after(0, [(WithMask, 256, False)]),
+        *(pytest.param(WithoutMask, count, True, marks=pytest.mark.soak) for count in (16, 256)),
+    ],
 )
 @torch.no_grad()
 def test_the_file_equals_the_original(model: type[WithMask], num_landmarks: int, fused: bool, tmp_path: Path) -> None:

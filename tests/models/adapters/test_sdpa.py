@@ -175,7 +175,9 @@ class Encoder(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.requires("onnx", "ort", "transformers")
-@pytest.mark.parametrize("family", ["Bert", "DistilBert", "Roberta"])
+@pytest.mark.parametrize(
+    "family", ["Bert", *(pytest.param(n, marks=pytest.mark.soak) for n in ("DistilBert", "Roberta"))]
+)
 def test_models_of_the_bert_family_get_the_operator(family: str, tmp_path: Path) -> None:
     import transformers
 

@@ -218,7 +218,7 @@ def test_arguments_of_the_cache_are_errors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.requires("onnx", "ort")
-@pytest.mark.parametrize("kind", ["local", "lsh"])
+@pytest.mark.parametrize("kind", ["lsh", pytest.param("local", marks=pytest.mark.soak)])
 def test_an_exported_reformer_layer_computes_the_same(kind: str, tmp_path: Path) -> None:
     original = trained_like(ReformerClassifier(kind, num_hashes=2))
     adapted = with_our_layers(original, 112)
