@@ -119,7 +119,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.requires("onnx", "ort", "native")
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_the_file_computes_what_the_original_does_and_no_more_tokens(causal: bool, tmp_path: Path) -> None:
     import onnxruntime
     from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, RuntimeException

@@ -265,6 +265,7 @@ def test_the_file_equals_the_original(model: type[WithMask], num_landmarks: int,
                 assert relative_error(torch.from_numpy(given["output"]), expected) <= TOLERANCE, seq_len
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_vision_transformer_of_the_examples_exports(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]

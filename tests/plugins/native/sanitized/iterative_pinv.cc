@@ -19,7 +19,9 @@ void iterate(std::int64_t count, std::int64_t m, std::size_t offset = 0) {
 }  // namespace
 
 int main() {
-  for (const std::int64_t m : {1, 2, 31, 63, 64, 65, 100}) {
+  // takes half of the time, and a matrix of 65 goes the same way in every type
+  iterate<effexport::Half>(2, 100);
+  for (const std::int64_t m : {1, 2, 31, 63, 64, 65}) {
     iterate<float>(2, m);
     iterate<effexport::Half>(2, m);
     iterate<effexport::BFloat16>(2, m);
