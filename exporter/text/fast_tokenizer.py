@@ -77,7 +77,7 @@ def fast_tokenizer(folder: Path) -> FastTokenizer:
         special = add_missing_tokens(tokenizer, folder, options, kind)
         set_add_prefix_space(tokenizer, bool(options.get("add_prefix_space", False)))
         if kind.sets_normalizer:
-            set_normalizer(tokenizer, options)
+            set_normalizer(tokenizer, options, kind.sets_normalizer)
     except UserError:
         raise
     except Exception as error:  # the library raises Exception itself
@@ -129,8 +129,8 @@ def add_missing_tokens(
             special[name] = token
     additional = [token for token in given.get("additional_special_tokens") or () if token]
     texts = {str_of(token) for token in (*special.values(), *additional)}
-    known = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
-    missing: list[str | AddedToken] = [token for _, token in sorted(listed.items()) if repr(token) not in known]
+    # also those that tokenizer.json has: a special token may be listed in it as an ordinary one
+    missing: list[str | AddedToken] = [token for _, token in sorted(listed.items())]
     present = {token.content for token in tokenizer.get_added_tokens_decoder().values()} | set(map(str_of, missing))
     seen: set[str] = set()
     for token in (*special.values(), *additional):
@@ -219,8 +219,8 @@ def set_add_prefix_space(tokenizer: tokenizers.Tokenizer, wanted: bool) -> None:
         tokenizer.pre_tokenizer = kind(**(state | {"add_prefix_space": wanted}))
 
 
-def set_normalizer(tokenizer: tokenizers.Tokenizer, options: Mapping[str, Any]) -> None:
-    """Give the settings of tokenizer_config.json to a normalizer that has them."""
+def set_normalizer(tokenizer: tokenizers.Tokenizer, options: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Give the settings of tokenizer_config.json, those of these names, to a normalizer that has them."""
     from tokenizers import normalizers
 
     if tokenizer.normalizer is None:
@@ -231,6 +231,7 @@ def set_normalizer(tokenizer: tokenizers.Tokenizer, options: Mapping[str, Any]) 
         "strip_accents": options.get("strip_accents"),
         "handle_chinese_chars": options.get("tokenize_chinese_chars", True),
     }
+    wanted = {name: wanted[name] for name in names}
     if any(state.get(name, value) != value for name, value in wanted.items()):
         kind = getattr(normalizers, state.pop("type"))
         tokenizer.normalizer = kind(**(state | wanted))

@@ -71,7 +71,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str, pair: str | None = None, *, special_tokens: bool = True) -> Encoding:
         """The tokens of a text, with those of a second text after them.
 
-        Raises UserError for a text that is not valid Unicode.
+        Raises UserError for a text that is not valid Unicode, or with characters that a tokenizer without a token for
+        unknown ones does not know.
         """
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -101,8 +102,11 @@ class ArtifactTokenizer:
         check_unicode(text)
         check_unicode(pair or "")
         given = text if pair is None else (text, pair)
-        # unlike `encode`, this lets other threads run
-        (found,) = self._fast.tokenizer.encode_batch([given], add_special_tokens=special_tokens)
+        try:
+            # unlike `encode`, this lets other threads run
+            (found,) = self._fast.tokenizer.encode_batch([given], add_special_tokens=special_tokens)
+        except Exception as error:  # the library raises Exception itself
+            raise UserError(f"the tokenizer cannot read this text: {error}") from error
         return Encoding(
             tuple(found.ids),
             tuple(found.type_ids) if self._fast.has_type_ids else (0,) * len(found.ids),

@@ -14,17 +14,19 @@ class TokenizerClass:
 
     special_tokens: by their name in tokenizer_config.json. wide_mask: a mask token that is given as a text takes the
     spaces before it; normalized_mask: it is looked for in the normalised text, not in the given one. sets_normalizer:
-    do_lower_case, strip_accents and tokenize_chinese_chars outrank tokenizer.json. has_type_ids: whether the model is
-    given segments.
+    the properties of the normalizer for which tokenizer_config.json outranks tokenizer.json. has_type_ids: whether the
+    model is given segments.
     """
 
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     wide_mask: bool = False
     normalized_mask: bool = True
-    sets_normalizer: bool = False
+    sets_normalizer: tuple[str, ...] = ()
     has_type_ids: bool = True
 
 
+# do_lower_case, strip_accents and tokenize_chinese_chars in tokenizer_config.json
+NORMALIZER = ("lowercase", "strip_accents", "handle_chinese_chars")
 BERT = {
     "unk_token": "[UNK]",
     "sep_token": "[SEP]",
@@ -41,12 +43,13 @@ ROBERTA = {
     "cls_token": "<s>",
     "mask_token": "<mask>",
 }
-ALBERT = BERT | {"bos_token": "[CLS]", "eos_token": "[SEP]", "unk_token": "<unk>", "pad_token": "<pad>"}
+FNET = BERT | {"unk_token": "<unk>", "pad_token": "<pad>"}
+ALBERT = FNET | {"bos_token": "[CLS]", "eos_token": "[SEP]"}
 GPT = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 XLNET = ROBERTA | {"sep_token": "<sep>", "cls_token": "<cls>"}
 T5 = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
-_BERT = TokenizerClass(BERT, sets_normalizer=True)
+_BERT = TokenizerClass(BERT, sets_normalizer=NORMALIZER)
 _ROBERTA = TokenizerClass(ROBERTA, wide_mask=True, normalized_mask=False, has_type_ids=False)
 _XLM_ROBERTA = TokenizerClass(ROBERTA, wide_mask=True, has_type_ids=False)
 _ALBERT = TokenizerClass(ALBERT, wide_mask=True, normalized_mask=False)
@@ -63,15 +66,15 @@ TOKENIZER_CLASSES: dict[str, TokenizerClass] = {
     "ConvBertTokenizer": _BERT,
     "DebertaTokenizer": TokenizerClass(BERT | {"bos_token": "[CLS]", "eos_token": "[SEP]"}),
     "DebertaV2Tokenizer": TokenizerClass(BERT | {"bos_token": "[CLS]", "eos_token": "[SEP]"}),
-    "DistilBertTokenizer": TokenizerClass(BERT, sets_normalizer=True, has_type_ids=False),
+    "DistilBertTokenizer": TokenizerClass(BERT, sets_normalizer=NORMALIZER, has_type_ids=False),
     "ElectraTokenizer": _BERT,
-    "FNetTokenizer": TokenizerClass(ALBERT, wide_mask=True),
-    "FunnelTokenizer": TokenizerClass(XLNET, sets_normalizer=True),
+    "FNetTokenizer": TokenizerClass(FNET, wide_mask=True),
+    "FunnelTokenizer": TokenizerClass(XLNET, sets_normalizer=NORMALIZER),
     "GPT2Tokenizer": TokenizerClass(GPT, has_type_ids=False),
     "GPTNeoXTokenizer": TokenizerClass(GPT, has_type_ids=False),
     "LongformerTokenizer": _ROBERTA,
     "MPNetTokenizer": TokenizerClass(
-        ROBERTA | {"unk_token": "[UNK]"}, wide_mask=True, sets_normalizer=True, has_type_ids=False
+        ROBERTA | {"unk_token": "[UNK]"}, wide_mask=True, sets_normalizer=NORMALIZER[:2], has_type_ids=False
     ),
     "MobileBertTokenizer": _BERT,
     "PreTrainedTokenizer": TokenizerClass(),

@@ -100,3 +100,21 @@ def test_the_tokens_of_a_byte_level_model_are_its_bytes() -> None:
     assert encoding.ids == (99, 197, 171, 242, 161, 155, 132)
     assert encoding.offsets == ((0, 1), *[(1, 2)] * 2, *[(2, 3)] * 4)
     assert ByteTokenizer().decode((0, *encoding.ids, 1)) == "aé🙂"
+
+
+def test_a_special_token_that_is_listed_as_an_ordinary_one_is_special(tmp_path: Path) -> None:
+    import transformers
+
+    saved_tokenizer("bert-additional", tmp_path)
+    tokens = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    edited(tmp_path, "tokenizer.json", added_tokens=[token | {"special": False} for token in tokens])
+    edited(tmp_path, "tokenizer_config.json", added_tokens_decoder="removed")
+    assert_same(ours(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
+
+
+def test_a_text_that_the_library_cannot_read_is_refused(tmp_path: Path) -> None:
+    saved_tokenizer("albert", tmp_path)
+    model = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    edited(tmp_path, "tokenizer.json", model=model | {"unk_id": None})
+    with pytest.raises(UserError, match=r"the tokenizer cannot read this text: .*unk_id"):
+        ours(tmp_path).encode("☃")
