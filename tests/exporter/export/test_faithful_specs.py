@@ -55,7 +55,7 @@ FAITHFUL: dict[str, dict[str, Any]] = {
 
 
 # one of each family and package; every field of the others has a test of its layer in tests/models
-FAST = ("nystrom", "nystrom of nystrom-attention", "lsh decoder", "lsh of reformer-pytorch")
+FAST = ("nystrom", "nystrom of nystrom-attention", "lsh decoder")
 
 
 @pytest.mark.parametrize("around", ["attention", pytest.param("encoder", marks=pytest.mark.soak)])

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.requires("torch", "onnx", "ort", "rtx")
 GRAPHS = TrtSettings(cuda_graph=True)
 KINDS = [
     ("linear", "encoder", "fp16"),
-    ("aft-simple", "attention", "fp32"),
+    pytest.param("aft-simple", "attention", "fp32", marks=pytest.mark.slow),
     # the types of a state do not depend on the variant, nor its names on the precision
     *(
         pytest.param(*kind, marks=pytest.mark.soak)

@@ -128,6 +128,7 @@ def overloaded(server: ServerProcess, samples: list[Sample], seconds: float) -> 
     assert well.statuses == {200: 20}
 
 
+@pytest.mark.slow
 def test_overload_is_answered_with_503_and_the_server_recovers(
     long_artifact: Artifact, folder: Path, long_samples: list[Sample]
 ) -> None:

@@ -131,7 +131,10 @@ def test_the_language_model_answers_as_the_original(option: str) -> None:
         assert relative_error(adapted.module(tokens(2, seq_len), mask), expected, mask != 0) <= TOLERANCE
 
 
-@pytest.mark.parametrize("option", ["causal", pytest.param("reversible, rotary", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "option",
+    [pytest.param("causal", marks=pytest.mark.slow), pytest.param("reversible, rotary", marks=pytest.mark.soak)],
+)
 @torch.no_grad()
 def test_the_onnx_file_of_the_language_model_answers_as_the_original(option: str, tmp_path: Path) -> None:
     model = LanguageModel(**MODELS[option])

@@ -246,8 +246,7 @@ class WithoutMask(WithMask):
 @pytest.mark.parametrize(
     ("model", "num_landmarks", "fused"),
     [
-        (WithMask, 16, True),
-        *slow_after(0, [(WithMask, 256, False)]),
+        *slow_after(0, [(WithMask, 16, True), (WithMask, 256, False)]),
         *(pytest.param(WithoutMask, count, True, marks=pytest.mark.soak) for count in (16, 256)),
     ],
 )

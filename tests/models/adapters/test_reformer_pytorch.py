@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow_cases import slow_after
 from torch import Tensor, nn
 
 import effexport
@@ -286,8 +287,7 @@ EXPORTED = {
     "name",
     [
         # what changes the graph most; the layers of the others are compared in PyTorch above
-        "a causal language model",
-        pytest.param("every option of the attention", marks=pytest.mark.slow),
+        *slow_after(0, ["a causal language model", "every option of the attention"]),
         *(
             pytest.param(name, marks=pytest.mark.soak)
             for name in ("positions per axis", "full attention", "one layer twice")
