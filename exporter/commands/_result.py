@@ -6,6 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from effexport.commands._options import implementation_text, say
+from effexport.errors import UserError
 from effexport.units import megabytes, rough_duration, seconds
 
 if TYPE_CHECKING:
@@ -41,7 +42,24 @@ def next_step(artifact: Artifact, report: Report) -> str:
         if any(check.status == "not run" and check.target == engine.target for check in report.checks)
     ]
     command = f"effexport verify {shlex.quote(str(artifact.path))}"
-    return f"on a machine with a GPU, {command} --runtime {unproven[0]}" if unproven else command
+    if unproven:
+        return f"on a machine with a GPU, {command} --runtime {unproven[0]}"
+    return f"{fill} or {command}" if (fill := fill_mask_command(artifact)) else command
+
+
+def fill_mask_command(artifact: Artifact) -> str:
+    """How to try out a model that fills masks; "" for others, and without what reads texts."""
+    from effexport.text.fill_mask import FillMask
+    from effexport.text.tasks import task_from_artifact
+
+    try:
+        task = task_from_artifact(artifact)
+    except UserError:
+        return ""
+    if not isinstance(task, FillMask):
+        return ""
+    text = f"Paris is the {task.reader.tokenizer.mask_token} of France."
+    return f"effexport run {shlex.quote(str(artifact.path))} --fill-mask {shlex.quote(text)}"
 
 
 def print_engine(console: Console, artifact: Artifact, engine: EngineEntry) -> None:

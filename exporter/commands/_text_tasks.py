@@ -184,9 +184,9 @@ def show_filled(console: Console, prepared: Prepared, answer: Any) -> None:
     for number, proposals in enumerate(answer if several else [answer], 1):
         if several:
             say(console, f"mask {number}:")
-        width = max(len(visible(one["token_str"])) for one in proposals)
+        width = max(len(quoted(one["token_str"])) for one in proposals)
         for one in proposals:
-            say(console, f"  {one['score']:.4f}  {visible(one['token_str']):<{width}}  {visible(one['sequence'])}")
+            say(console, f"  {one['score']:.4f}  {quoted(one['token_str']):<{width}}  {visible(one['sequence'])}")
 
 
 def show_labels(console: Console, prepared: Prepared, answer: Any) -> None:
@@ -213,6 +213,11 @@ def show_spans(console: Console, prepared: Prepared, answer: Any) -> None:
         before, after = context[max(start - AROUND, 0) : start], context[end : end + AROUND]
         say(console, f"  {one['score']:.4f}  {visible(one['answer'])}  (characters {start} to {end})")
         say(console, f"          … {visible(before)}»{visible(one['answer'])}«{visible(after)} …")
+
+
+def quoted(text: str) -> str:
+    """As `visible`, with quotes around a text that could not be seen otherwise."""
+    return visible(text) if text.strip() else f'"{visible(text)}"'
 
 
 def visible(text: str) -> str:

@@ -105,7 +105,10 @@ class ArtifactTokenizer:
         try:
             # unlike `encode`, this lets other threads run
             (found,) = self._fast.tokenizer.encode_batch([given], add_special_tokens=special_tokens)
-        except Exception as error:  # the library raises Exception itself
+        except BaseException as error:
+            # the library raises Exception itself, and for its own defects an error that is not an Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise UserError(f"the tokenizer cannot read this text: {error}") from error
         return Encoding(
             tuple(found.ids),

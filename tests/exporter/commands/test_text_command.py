@@ -54,7 +54,19 @@ def test_the_answers_for_a_mask_are_a_table_with_scores_tokens_and_texts(
     assert last.startswith(f"{len(expected.tokenizer(TEXT)['input_ids'])} tokens in ")
     assert len(rows) == 3
     for row, one in zip(rows, expected(TEXT, top_k=3), strict=True):
-        assert row.split() == [f"{one['score']:.4f}", *one["token_str"].split(), *one["sequence"].split()]
+        token = one["token_str"].split() or f'"{one["token_str"]}"'.split()
+        assert row.split() == [f"{one['score']:.4f}", *token, *one["sequence"].split()]
+
+
+def test_a_build_says_how_to_fill_a_mask_and_a_token_of_spaces_is_quoted(masked_lm: Path) -> None:
+    from effexport.artifact import open_artifact
+    from effexport.commands._result import fill_mask_command
+    from effexport.commands._text_tasks import quoted
+
+    folder = masked_lm / "artifact"
+    command = f"effexport run {folder} --fill-mask 'Paris is the [MASK] of France.'"
+    assert fill_mask_command(open_artifact(folder)) == command
+    assert [quoted(text) for text in (" ", "", "a b")] == ['" "', '""', "a b"]
 
 
 def test_json_has_the_answer_of_the_pipeline_and_the_tokens_with_offsets(

@@ -118,3 +118,16 @@ def test_a_text_that_the_library_cannot_read_is_refused(tmp_path: Path) -> None:
     edited(tmp_path, "tokenizer.json", model=model | {"unk_id": None})
     with pytest.raises(UserError, match=r"the tokenizer cannot read this text: .*unk_id"):
         ours(tmp_path).encode("☃")
+
+
+def test_a_panic_of_the_library_is_refused_like_any_other_text_that_it_cannot_read(tmp_path: Path) -> None:
+    """Its words in the normalised text go wrong where the normaliser removes characters."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Strip()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_tokens(["the", "  "])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="the tokenizer cannot read this text: AddedVocabulary bad split"):
+        ours(tmp_path).encode("  é")
