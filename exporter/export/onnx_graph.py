@@ -111,17 +111,19 @@ def why_forbidden(
 
 
 def small_constants(model: onnx.ModelProto) -> dict[str, int]:
-    """Integers that are constants of a graph, alone in their tensor, by the name of their value."""
+    """Integers that are constants of a graph, alone in their tensor and in the file, by the name of their value."""
     import onnx
 
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
-        if node.op_type == "Constant" and node.attribute[0].name == "value":
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
             tensors[node.output[0]] = node.attribute[0].t
     return {
         name: int(onnx.numpy_helper.to_array(tensor).item())
         for name, tensor in tensors.items()
-        if tensor.data_type == onnx.TensorProto.INT64 and math.prod(tensor.dims) == 1
+        if tensor.data_type == onnx.TensorProto.INT64
+        and tensor.data_location != onnx.TensorProto.EXTERNAL
+        and math.prod(tensor.dims) == 1
     }
 
 
