@@ -412,7 +412,7 @@ print(sum(sizes), peak() - before, tracing.BATCH_BYTES, max(sizes))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_memory_is_bounded_at_8192_tokens(built: Built) -> None:
     """Never all values of one side. At once there are three batches, the values of one run in the runtime, their copies
     as arrays, and PyTorch's; and what the module and the runtime need to compute them, which is less than 16 values."""
