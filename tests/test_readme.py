@@ -120,7 +120,7 @@ def test_the_serving_example_packages_an_artifact_and_gets_its_answers_from_trit
         main(shlex.split(package)[1:])
     assert stop.value.code == 0
     (curl,) = (line.split(" | ")[0] for line in commands if line.startswith("curl") and "/lsh/" in line)
-    (client,) = (block for block in blocks(ROOT / "docs" / "triton.md", "python") if "tritonclient" in block)
+    (client,) = (block for block in blocks(ROOT / "docs" / "triton.md", "python") if 'infer("lsh"' in block)
     with TritonServer(Path("triton-models"), tmp_path / "log", ["lsh"]) as server:
 
         def here(text: str) -> str:
