@@ -1,8 +1,8 @@
 """effexport: efficient-attention models from PyTorch to ONNX and TensorRT, with proof that they compute the same.
 
-build, verify, refit, inspect and report do what the commands of these names do; export builds from an nn.Module; load,
-load_decoder and load_generator run an artifact, load_text gives it texts, and hf puts one in the place of a model of
-transformers.
+build, verify, evaluate, refit, inspect and report do what the commands of these names do; export builds from an
+nn.Module; load, load_decoder and load_generator run an artifact, load_text gives it texts, and hf puts one in the place
+of a model of transformers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         BuildResult,
         Description,
         build,
+        evaluate,
         export,
         inspect,
         load,
@@ -44,6 +45,7 @@ __all__ = [
     "UserError",
     "__version__",
     "build",
+    "evaluate",
     "export",
     "hf",
     "inspect",

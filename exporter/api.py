@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from effexport.artifact import Artifact
     from effexport.description import Kind
+    from effexport.dtypes import Array
     from effexport.engines.spec import EngineSpec
+    from effexport.evaluation.evaluate import Evaluation
     from effexport.generation.text_generator import TextGenerator
     from effexport.report.model import Report
     from effexport.runners.decode import DecodeRunner
@@ -308,6 +310,52 @@ def verify(
         request = Request(choice, optional_path("weights", weights), tuple(names), trace)
         verification, found = verify_artifact(candidate, request, lambda stage: progress(stage, None))
     return report_from_verification(candidate, request, verification, found, time.perf_counter() - start)
+
+
+def evaluate(
+    artifact: str | Path,
+    data: str | Path | Mapping[str, Array],
+    *,
+    compare: str | None = None,
+    weights: str | Path | None = None,
+    window: int | None = None,
+    stride: int = 0,
+    rows: int | None = None,
+    seed: int = 0,
+    runtime: str = "ort",
+    implementation: str = "auto",
+    device: int = 0,
+    precision_hint: str = "",
+    progress: Progress = quiet,
+) -> Evaluation:
+    """Judge an artifact on labelled data or on a text, by itself or beside another model, as `effexport evaluate` does.
+
+        found = effexport.evaluate("artifacts/writer", "held-out.txt", compare="torch")
+        print(found.figure("bits per byte"), found.comparison.changes)
+
+    data: a file, or the model's inputs and `labels` as arrays: [rows] for classes of rows, [rows, tokens] for tokens,
+    -100 where nothing is asked. The other arguments have the names and values of the flags.
+    Raises UserError for data that does not fit, and for a model or runtime that is not available.
+    """
+    from effexport.artifact import open_artifact
+    from effexport.errors import check_type
+    from effexport.evaluation.evaluate import Subject, evaluate_artifact, other_subject
+    from effexport.evaluation.labelled import Windows
+    from effexport.runners.runner import ModelOptions
+
+    check_texts(runtime=runtime, implementation=implementation, precision_hint=precision_hint)
+    check_type("compare", compare, (str, type(None)), "a path, '@' and a runtime, both, or 'torch'")
+    for name, number in {"stride": stride, "seed": seed, "device": device}.items():
+        check_type(name, number, int, "a number")
+    for name, count in {"window": window, "rows": rows}.items():
+        check_type(name, count, (int, type(None)), "a number")
+    given = data if isinstance(data, Mapping) else path_of("data", data)
+    options = ModelOptions(implementation, precision_hint=precision_hint, device=device)
+    with user_errors():
+        subject = Subject(open_artifact(path_of("artifact", artifact)), runtime, options)
+        other = None if compare is None else other_subject(compare, subject, optional_path("weights", weights))
+        windows = Windows(window, stride, rows, seed)
+        return evaluate_artifact(subject, given, windows, other, lambda stage: progress(stage, None))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from effexport.models.encoder_spec import EncoderSpec
 from effexport.text.fast_tokenizer import FastTokenizer, fast_tokenizer
 from effexport.text.tokenizer_files import TOKENIZER_FILES, TOKENIZER_JSON
 
-# Tokens 0 and 1 of a byte-level encoder are padding and a spare; byte b is token b + 2.
+# Tokens of a byte-level encoder: 0 is padding, 1 is spare and stands for a mask, and byte b is b + 2.
+BYTE_MASK = 1
 BYTE_OFFSET = 2
 NO_TOKENS = "build it with the tokenizer of the model: effexport build … --tokenizer DIR"
 

@@ -1,0 +1,118 @@
+"""Figures with confidence intervals, of one model and of the difference between two on the same rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from effexport.errors import UserError
+from effexport.evaluation.scores import Scores
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+
+# Of a normal distribution, on both sides of 95 %.
+DEVIATIONS = 1.96
+LOSS, PERPLEXITY, BITS, ACCURACY = "loss", "perplexity", "bits per byte", "accuracy"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and the ends of its 95 % confidence interval, None if there are too few rows to tell."""
+
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How many answers differ between two models, and how many there are."""
+
+    count: int
+    of: int
+
+    @property
+    def share(self) -> float:
+        return self.count / self.of
+
+
+def estimates_of(scores: Scores, *, language: bool) -> list[Estimate]:
+    """loss, in nats per answer, and accuracy; of language models also perplexity, and bits per byte if they are known.
+
+    The intervals take rows for independent of each other, and answers within a row not.
+    """
+    loss = ratio(LOSS, scores.nats, scores.asked)
+    found = [loss, share(ACCURACY, scores.right, scores.asked)]
+    if language:
+        found.insert(1, transformed(PERPLEXITY, loss, math.exp))
+        if scores.text_bytes is not None and scores.text_bytes.sum():
+            found.insert(0, ratio(BITS, scores.nats / math.log(2), scores.text_bytes))
+    return found
+
+
+def differences(first: Scores, second: Scores, *, language: bool) -> list[Estimate]:
+    """The figures of the first minus those of the second, row by row. Raises UserError for scores of other rows."""
+    check_same_rows(first, second)
+    nats = first.nats - second.nats
+    found = [ratio(LOSS, nats, first.asked), ratio(ACCURACY, first.right - second.right, first.asked)]
+    if language and first.text_bytes is not None and first.text_bytes.sum():
+        found.insert(0, ratio(BITS, nats / math.log(2), first.text_bytes))
+    return found
+
+
+def changes(first: Scores, second: Scores) -> Changes:
+    """How many answers differ. Raises UserError for scores of other rows."""
+    check_same_rows(first, second)
+    return Changes(int((first.answers != second.answers).sum()), len(first.answers))
+
+
+def check_same_rows(first: Scores, second: Scores) -> None:
+    if first.asked.shape != second.asked.shape or (first.asked != second.asked).any():
+        raise UserError(
+            "the two models do not read the data as the same rows, so they cannot be compared row by row; expected "
+            "models with the same tokenizer and length: set the length with --window"
+        )
+
+
+def ratio(name: str, values: Array, sizes: Array) -> Estimate:
+    """Σ values / Σ sizes, both [rows], with the interval of a ratio of two means."""
+    value = float(values.sum() / sizes.sum())
+    error = standard_error(values, sizes, value)
+    if error is None:
+        return Estimate(name, value)
+    return Estimate(name, value, value - DEVIATIONS * error, value + DEVIATIONS * error)
+
+
+def share(name: str, hits: Array, sizes: Array) -> Estimate:
+    """Σ hits / Σ sizes, between 0 and 1, with Wilson's interval for as many independent answers as its standard error
+    amounts to; for as many as there are rows if every row has the same share."""
+    value = float(hits.sum() / sizes.sum())
+    error = standard_error(hits, sizes, value)
+    if error is None:
+        return Estimate(name, value)
+    count = value * (1 - value) / error**2 if error else len(sizes)
+    square = DEVIATIONS**2 / count
+    center = (value + square / 2) / (1 + square)
+    width = DEVIATIONS * math.sqrt(value * (1 - value) / count + square / (4 * count)) / (1 + square)
+    return Estimate(name, value, max(0.0, center - width), min(1.0, center + width))
+
+
+def standard_error(values: Array, sizes: Array, value: float) -> float | None:
+    """Of Σ values / Σ sizes; None for a single row."""
+    rows = len(sizes)
+    if rows < 2:
+        return None
+    deviations = values - value * sizes
+    return float(math.sqrt(rows / (rows - 1) * float((deviations**2).sum())) / sizes.sum())
+
+
+def transformed(name: str, estimate: Estimate, change: Callable[[float], float]) -> Estimate:
+    """change: monotonic."""
+    low, high = estimate.low, estimate.high
+    return Estimate(
+        name, change(estimate.value), None if low is None else change(low), None if high is None else change(high)
+    )

@@ -1,0 +1,159 @@
+"""Judges an artifact on labelled data, by itself or beside another model: what `effexport evaluate` does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from effexport.artifact import open_artifact
+from effexport.errors import Unavailable, UserError
+from effexport.evaluation.estimates import Changes, Estimate, changes, differences, estimates_of
+from effexport.evaluation.files import rows_of_data
+from effexport.evaluation.labelled import LANGUAGE, Objective, Windows, objective_of
+from effexport.evaluation.scores import Run, scores_of
+from effexport.files import file_digest
+from effexport.models.validation import did_you_mean
+from effexport.proof.module_runs import run_module
+from effexport.proof.references.rebuilt_module import module_of_artifact
+from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
+from effexport.runners.feeds import checked_feeds, limits_from_spec
+from effexport.runners.runner import ModelOptions
+from effexport.runtimes import ARTIFACT_RUNTIMES
+
+if TYPE_CHECKING:
+    from effexport.artifact import Artifact
+    from effexport.dtypes import Array
+
+TORCH = "torch"
+OnStage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is judged: an artifact in a runtime, or its PyTorch module (TORCH).
+
+    weights: of the module, if they were not drawn from the seed.
+    """
+
+    artifact: Artifact
+    runtime: str
+    options: ModelOptions = field(default_factory=ModelOptions)
+    weights: Path | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.artifact.path}, {self.runtime}"
+
+    @contextmanager
+    def opened(self) -> Iterator[Run]:
+        """Raises UserError for a module or a runtime that is not available."""
+        if self.runtime != TORCH:
+            with runner_from_artifact(self.artifact, self.runtime, self.options) as runner:
+                yield runner.run
+            return
+        module = module_of_artifact(self.artifact, self.weights)
+        if isinstance(module, Unavailable):
+            raise UserError(f"--compare {TORCH}: {module}")
+        spec = self.artifact.spec
+        limits = limits_from_spec(spec)
+        yield lambda feeds: run_module(module, spec, checked_feeds(feeds, spec.inputs, limits))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Another model on the same rows. differences: the figures of the first model minus those of this one."""
+
+    model: str
+    estimates: tuple[Estimate, ...]
+    differences: tuple[Estimate, ...]
+    changes: Changes
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a model is on labelled data. data_sha256: of a file, "" for arrays. answers: how many labels there were.
+    seconds: of the runs."""
+
+    model: str
+    objective: Objective
+    data: str
+    data_sha256: str
+    rows: int
+    answers: int
+    estimates: tuple[Estimate, ...]
+    seconds: float
+    comparison: Comparison | None = None
+
+    def figure(self, name: str) -> Estimate:
+        """The figure of this name: loss, perplexity, bits per byte or accuracy. Raises KeyError."""
+        return named(self.estimates, name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+def named(estimates: Sequence[Estimate], name: str) -> Estimate:
+    """Raises KeyError."""
+    return {estimate.name: estimate for estimate in estimates}[name]
+
+
+def other_subject(text: str, subject: Subject, weights: Path | None) -> Subject:
+    """A parsed --compare: `torch`, PATH, @RUNTIME or PATH@RUNTIME. Raises UserError."""
+    if text == TORCH:
+        return Subject(subject.artifact, TORCH, weights=weights)
+    path, at, runtime = text.rpartition("@") if "@" in text else (text, "", subject.runtime)
+    if at and runtime not in ARTIFACT_RUNTIMES:
+        known = tuple(ARTIFACT_RUNTIMES)
+        raise UserError(
+            f"--compare {text}: unknown runtime {runtime!r}{did_you_mean(runtime, known)} Expected {TORCH}, PATH, "
+            f"@RUNTIME or PATH@RUNTIME, with one of: {', '.join(known)}"
+        )
+    return Subject(open_artifact(Path(path)) if path else subject.artifact, runtime)
+
+
+def evaluate_artifact(
+    subject: Subject, data: Path | Mapping[str, Array], windows: Windows, other: Subject | None, on_stage: OnStage
+) -> Evaluation:
+    """Run the data through a model, and through another one. Raises UserError for data that does not fit a model."""
+    check_runtime(subject.runtime, subject.options)
+    objective = objective_of(subject.artifact.spec)
+    rows = rows_of_data(data, subject.artifact, windows)
+    language = objective in LANGUAGE
+    runs = []
+    for one in (subject, other):
+        if one is None:
+            continue
+        given = rows if one.artifact is subject.artifact else rows_of_data(data, one.artifact, windows)
+        on_stage(f"loading {one.title}")
+        with one.opened() as run:
+            on_stage(f"running {one.title}")
+            start = time.perf_counter()
+            scores = scores_of(run, given)
+            runs.append((one, scores, time.perf_counter() - start))
+    (_, scores, seconds), *others = runs
+    comparison = None
+    for one, found, took in others:
+        comparison = Comparison(
+            one.title,
+            tuple(estimates_of(found, language=language)),
+            tuple(differences(scores, found, language=language)),
+            changes(scores, found),
+            took,
+        )
+    return Evaluation(
+        subject.title,
+        objective,
+        str(data) if isinstance(data, Path) else "arrays",
+        file_digest(data) if isinstance(data, Path) else "",
+        len(scores.asked),
+        int(scores.asked.sum()),
+        tuple(estimates_of(scores, language=language)),
+        seconds,
+        comparison,
+    )

@@ -1,0 +1,211 @@
+"""Inputs of a model with the answers that are right, and which answers a model can be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.errors import UserError
+from effexport.text.task import TOKENS, Prepared, Reader, groups
+from effexport.text.tokenizer import BYTE_MASK, ByteTokenizer, Encoding, Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from effexport.dtypes import Array
+    from effexport.spec import BuildSpec
+
+LOGITS, LABELS = "logits", "labels"
+# Of places without an answer, as in PyTorch's cross_entropy.
+IGNORED = -100
+# Share of the tokens that are masked, as BERT was trained.
+MASKED_SHARE = 0.15
+
+
+class Objective(StrEnum):
+    """What the logits of a model predict."""
+
+    LANGUAGE_MODEL = "language model"  # the next token
+    MASKED_LANGUAGE_MODEL = "masked language model"  # the token in a masked place
+    CLASSIFICATION = "classification"  # the class of a row
+    TOKEN_CLASSIFICATION = "token classification"  # the class of each token
+
+
+# What texts without labels can judge.
+LANGUAGE = (Objective.LANGUAGE_MODEL, Objective.MASKED_LANGUAGE_MODEL)
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """Rows that run together. labels: int64 [rows] or [rows, tokens], IGNORED where nothing is asked.
+
+    text_bytes: how many bytes of text the labels of each row stand for, [rows]; None if that is not known.
+    """
+
+    feeds: Mapping[str, Array]
+    labels: Array
+    text_bytes: Array | None = None
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a text is cut: tokens of a window (None: as many as the model takes), and tokens that neighbours share, which
+    are asked for once. limit: the most rows. seed: of the places that are masked."""
+
+    length: int | None = None
+    stride: int = 0
+    limit: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("window", self.length, 2), ("stride", self.stride, 0), ("rows", self.limit, 1)):
+            if value is not None and value < least:
+                raise UserError(f"{name} is {value}; expected at least {least}")
+
+
+def objective_of(spec: BuildSpec) -> Objective:
+    """Raises UserError for a model without logits."""
+    outputs = {tensor.name: tensor.dims for tensor in spec.outputs}
+    dims = outputs.get(LOGITS)
+    if dims is None:
+        raise UserError(
+            f"{spec.model.title} returns {', '.join(outputs)}, which labels cannot judge; expected {LOGITS}: build an "
+            "encoder with --lm-head, or a checkpoint with its head"
+        )
+    if len(dims) == 2:
+        return Objective.CLASSIFICATION
+    kind = getattr(spec.model, "task", "")
+    if kind == "lm-head" or spec.model.is_causal:
+        return Objective.LANGUAGE_MODEL
+    if kind == "masked-lm" or dims[-1] == spec.model.input_limits.get(TOKENS):
+        return Objective.MASKED_LANGUAGE_MODEL
+    return Objective.TOKEN_CLASSIFICATION
+
+
+def rows_of_text(
+    reader: Reader, encoding: Encoding, text: str, objective: Objective, windows: Windows, batch: int
+) -> Iterator[LabelledRows]:
+    """The windows of a text, for a language model or a masked one. text: "" if it was bytes.
+
+    Raises UserError for a text that is too short.
+    """
+    masked = objective == Objective.MASKED_LANGUAGE_MODEL
+    inputs = with_masks(encoding, reader.tokenizer, windows.seed) if masked else encoding
+    prepared = reader.cut(text, None, inputs, windows.length, windows.stride)
+    labels = (masked_labels if masked else next_labels)(prepared, encoding, inputs)
+    if not (labels != IGNORED).any():
+        raise UserError(f"the text has {len(encoding)} tokens, of which none can be asked for; expected a longer text")
+    text_bytes = None if masked else bytes_of_labels(prepared, labels, bytes_of_tokens(encoding, text))
+    start = 0
+    for run in prepared.runs:
+        for feeds in groups(run, batch):
+            rows = slice(start, start + len(feeds[TOKENS]))
+            start = rows.stop
+            length = feeds[TOKENS].shape[1]
+            yield LabelledRows(feeds, labels[rows, :length], None if text_bytes is None else text_bytes[rows])
+            if windows.limit is not None and start >= windows.limit:
+                return
+
+
+def with_masks(encoding: Encoding, tokenizer: Tokenizer, seed: int) -> Encoding:
+    """The same tokens, some of those of the text masked. Raises UserError for a tokenizer without a mask."""
+    mask = BYTE_MASK if isinstance(tokenizer, ByteTokenizer) else tokenizer.mask_token_id
+    if mask is None:
+        raise UserError("the tokenizer of this artifact has no mask token, so there is nothing to predict")
+    drawn = np.random.default_rng(seed).random(len(encoding)) < MASKED_SHARE
+    chosen = drawn & np.array([number is not None for number in encoding.sequence])
+    return replace(encoding, ids=tuple(np.where(chosen, mask, encoding.ids).tolist()))
+
+
+def masked_labels(prepared: Prepared, encoding: Encoding, inputs: Encoding) -> Array:
+    """[rows, tokens]: the token behind each mask, in the first window that has it."""
+    labels = np.full(prepared.feeds[TOKENS].shape, IGNORED, np.int64)
+    for row, column, place in new_places(prepared):
+        if inputs.ids[place] != encoding.ids[place]:
+            labels[row, column] = encoding.ids[place]
+    return labels
+
+
+def next_labels(prepared: Prepared, encoding: Encoding, inputs: Encoding) -> Array:
+    """[rows, tokens]: the token of the text that follows, in the first window that has it with a token before it."""
+    labels = np.full(prepared.feeds[TOKENS].shape, IGNORED, np.int64)
+    for row, column, place in new_places(prepared):
+        if column and encoding.sequence[place] is not None:
+            labels[row, column - 1] = encoding.ids[place]
+    return labels
+
+
+def new_places(prepared: Prepared) -> Iterator[tuple[int, int, int]]:
+    """(row, column, place in the text) of all tokens that no earlier row has."""
+    end = -1
+    for row, places in enumerate(prepared.places):
+        own = [place for place in places if prepared.encoding.sequence[place] is not None]
+        for column, place in enumerate(places):
+            if place > end and place <= own[-1]:
+                yield row, column, place
+        end = max(end, own[-1])
+
+
+def bytes_of_tokens(encoding: Encoding, text: str) -> Array:
+    """How many bytes of the text each token adds to those before it; of text that was bytes, one each."""
+    if not text:
+        return np.ones(len(encoding), np.int64)
+    ends = np.cumsum([0, *(len(character.encode()) for character in text)])
+    covered = [
+        end if number is not None else 0 for (_, end), number in zip(encoding.offsets, encoding.sequence, strict=True)
+    ]
+    return np.diff(ends[np.maximum.accumulate(covered)], prepend=0)
+
+
+def bytes_of_labels(prepared: Prepared, labels: Array, token_bytes: Array) -> Array:
+    """The bytes of the tokens that each row is asked for. token_bytes: of each token of the text."""
+    counts = np.zeros(len(labels), np.int64)
+    for row, column, place in new_places(prepared):
+        if column and labels[row, column - 1] != IGNORED:
+            counts[row] += token_bytes[place]
+    return counts
+
+
+def rows_of_arrays(
+    arrays: Mapping[str, Array], spec: BuildSpec, objective: Objective, batch: int, limit: int | None
+) -> list[LabelledRows]:
+    """Inputs by name, and `labels`. Raises UserError for labels that are missing or do not fit."""
+    if LABELS not in arrays:
+        raise UserError(f"the arrays are {', '.join(arrays)}; expected the model's inputs and {LABELS}")
+    labels = np.asarray(arrays[LABELS])
+    feeds = {name: array for name, array in arrays.items() if name != LABELS}
+    lead = next((array for array in feeds.values()), labels)
+    wanted = lead.shape[:1] if objective == Objective.CLASSIFICATION else lead.shape[:2]
+    if labels.dtype.kind not in "iu" or labels.shape != wanted:
+        raise UserError(
+            f"{LABELS} is {labels.dtype} {list(labels.shape)}; expected integers {list(wanted)}: one for each "
+            f"{'row' if len(wanted) == 1 else 'token'}, {IGNORED} where nothing is asked"
+        )
+    if any(len(array) != len(labels) for array in feeds.values()):
+        sizes = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
+        raise UserError(f"the arrays have different numbers of rows: {sizes}; expected the same")
+    count = len(labels) if limit is None else min(limit, len(labels))
+    return [
+        LabelledRows({name: array[start:end] for name, array in feeds.items()}, labels[start:end].astype(np.int64))
+        for start, end in ((start, min(start + batch, count)) for start in range(0, count, batch))
+    ]
+
+
+def rows_of_texts(prepared: Sequence[Prepared], labels: Sequence[int], batch: int) -> list[LabelledRows]:
+    """Texts with a class each. Those of equal length run together, unless other rows could change an answer."""
+    order = sorted(range(len(prepared)), key=lambda index: prepared[index].feeds[TOKENS].shape[1])
+    found: list[LabelledRows] = []
+    for index in order:
+        feeds, label = prepared[index].runs[0], np.array([labels[index]], np.int64)
+        last = found[-1] if found else None
+        fits = last is not None and len(last.labels) < batch and not prepared[index].alone
+        if last is not None and fits and last.feeds[TOKENS].shape[1] == feeds[TOKENS].shape[1]:
+            joined = {name: np.concatenate([last.feeds[name], array]) for name, array in feeds.items()}
+            found[-1] = LabelledRows(joined, np.concatenate([last.labels, label]))
+        else:
+            found.append(LabelledRows(feeds, label))
+    return found

@@ -1,0 +1,89 @@
+"""What a model makes of labelled rows: the probability of the right answers, and its own answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from effexport.errors import RuntimeFailedError, UserError
+from effexport.evaluation.labelled import IGNORED, LOGITS, LabelledRows
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+
+# Inputs by name → outputs by name.
+Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of each row, [rows]: nats, the negative log-probability of all its right answers; asked, how many there are;
+    right, how many of them are the model's own; text_bytes, of the text that they stand for, None if unknown.
+
+    answers: the model's own, for all labels of all rows, in their order.
+    """
+
+    nats: Array
+    asked: Array
+    right: Array
+    text_bytes: Array | None
+    answers: Array
+
+
+def scores_of(run: Run, data: Sequence[LabelledRows], on_rows: Callable[[int], None] = lambda done: None) -> Scores:
+    """Run a model on all rows. on_rows: called with the number of rows that are done.
+
+    Raises UserError for labels that the model does not have, and RuntimeFailedError for logits that are not finite.
+    """
+    parts, done = [], 0
+    for rows in data:
+        parts.append(scores_of_logits(run(rows.feeds)[LOGITS], rows))
+        done += len(rows.labels)
+        on_rows(done)
+    text_bytes = [part.text_bytes for part in parts if part.text_bytes is not None]
+    return Scores(
+        np.concatenate([part.nats for part in parts]),
+        np.concatenate([part.asked for part in parts]),
+        np.concatenate([part.right for part in parts]),
+        np.concatenate(text_bytes) if len(text_bytes) == len(parts) else None,
+        np.concatenate([part.answers for part in parts]),
+    )
+
+
+def scores_of_logits(logits: Array, rows: LabelledRows) -> Scores:
+    """logits: [rows, classes] or [rows, tokens, classes]."""
+    wanted, labels = asked_logits(logits, rows.labels)
+    count = len(rows.labels)
+    of_row = np.nonzero(rows.labels != IGNORED)[0]
+    if not np.isfinite(wanted).all():
+        raise RuntimeFailedError(f"the {LOGITS} contain NaN or infinity, so no answer can be judged")
+    peaks = wanted.max(axis=-1)
+    sums = np.log(np.exp(wanted - peaks[:, None]).sum(axis=-1)) + peaks
+    nats = sums - np.take_along_axis(wanted, labels[:, None], axis=-1)[:, 0]
+    answers = wanted.argmax(axis=-1).astype(np.int32)
+    return Scores(
+        np.bincount(of_row, nats, count),
+        np.bincount(of_row, minlength=count),
+        np.bincount(of_row, answers == labels, count).astype(np.int64),
+        rows.text_bytes,
+        answers,
+    )
+
+
+def asked_logits(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """The logits [asked, classes], in float64, of the places that have a label, and these labels [asked].
+
+    Raises UserError for a label that is no class.
+    """
+    chosen = labels != IGNORED
+    wanted, found = logits[chosen].astype(np.float64), labels[chosen]
+    classes = logits.shape[-1]
+    wrong = (found < 0) | (found >= classes)
+    if wrong.any():
+        raise UserError(
+            f"the labels contain {found[wrong][0]}; expected 0 to {classes - 1}, or {IGNORED} for no answer"
+        )
+    return wanted, found
