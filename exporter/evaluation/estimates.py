@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from effexport.errors import UserError
-from effexport.evaluation.scores import Scores
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+    from effexport.evaluation.scores import Scores
 
 # Of a normal distribution, on both sides of 95 %.
 DEVIATIONS = 1.96

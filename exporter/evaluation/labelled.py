@@ -189,6 +189,8 @@ def rows_of_arrays(
         sizes = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
         raise UserError(f"the arrays have different numbers of rows: {sizes}; expected the same")
     count = len(labels) if limit is None else min(limit, len(labels))
+    if not (labels[:count] != IGNORED).any():
+        raise UserError(f"no answer is asked for: {LABELS} is empty, or {IGNORED} everywhere")
     return [
         LabelledRows({name: array[start:end] for name, array in feeds.items()}, labels[start:end].astype(np.int64))
         for start, end in ((start, min(start + batch, count)) for start in range(0, count, batch))

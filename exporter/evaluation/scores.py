@@ -33,16 +33,12 @@ class Scores:
     answers: Array
 
 
-def scores_of(run: Run, data: Sequence[LabelledRows], on_rows: Callable[[int], None] = lambda done: None) -> Scores:
-    """Run a model on all rows. on_rows: called with the number of rows that are done.
+def scores_of(run: Run, data: Sequence[LabelledRows]) -> Scores:
+    """Run a model on all rows, at least one.
 
     Raises UserError for labels that the model does not have, and RuntimeFailedError for logits that are not finite.
     """
-    parts, done = [], 0
-    for rows in data:
-        parts.append(scores_of_logits(run(rows.feeds)[LOGITS], rows))
-        done += len(rows.labels)
-        on_rows(done)
+    parts = [scores_of_logits(run(rows.feeds)[LOGITS], rows) for rows in data]
     text_bytes = [part.text_bytes for part in parts if part.text_bytes is not None]
     return Scores(
         np.concatenate([part.nats for part in parts]),

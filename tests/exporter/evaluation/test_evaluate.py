@@ -1,0 +1,209 @@
+"""`effexport evaluate` against figures that PyTorch computes in float64 from the logits of the module."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from text_checkpoints import checkpoint, our_task
+from torch.nn.functional import cross_entropy
+
+import effexport
+from effexport.artifact import Artifact
+from effexport.errors import UserError
+from effexport.evaluation.files import class_names, examples_of_lines
+from effexport.evaluation.labelled import IGNORED, MASKED_SHARE, rows_of_texts
+from effexport.evaluation.scores import scores_of
+from effexport.proof.references.rebuilt_module import module_of_artifact
+from effexport.text.classification import Labels, TextClassification
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
+Cli = Callable[..., Any]
+TEXT = "Größe und Länge, gemessen in Bytes. " * 5
+# float32 logits within 2e-4 of their RMS, averaged over some hundred answers
+CLOSE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def writer(built: Callable[..., Artifact]) -> Artifact:
+    return built("linear", causal=True, lm_head=True)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "held-out.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def torch_nats(artifact: Artifact, ids: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> tuple[float, int]:
+    """The sum of the cross-entropy, and how many answers are right. ids, labels: [rows, tokens]."""
+    module = module_of_artifact(artifact, None)
+    assert isinstance(module, torch.nn.Module)
+    with torch.inference_mode():
+        logits = module.double()(torch.from_numpy(ids), torch.ones(ids.shape, dtype=torch.int64)).flatten(0, 1)
+    wanted = torch.from_numpy(labels).flatten()
+    right = (logits.argmax(-1) == wanted).sum().item()
+    return cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum").item(), int(right)
+
+
+def test_a_language_model_is_asked_for_every_byte_that_has_one_before_it(writer: Artifact, text: Path) -> None:
+    data = np.frombuffer(TEXT.encode(), np.uint8).astype(np.int64) + 2
+    assert len(data) % 40
+    nats, right, asked = 0.0, 0, 0
+    for start in range(0, len(data), 40):
+        window = data[start : start + 40]
+        more = torch_nats(writer, window[None, :-1], window[None, 1:])
+        nats, right, asked = nats + more[0], right + more[1], asked + len(window) - 1
+    found = effexport.evaluate(writer.path, text, window=40)
+    assert (found.objective, found.answers, found.rows) == ("language model", asked, -(-len(data) // 40))
+    assert found.figure("bits per byte").value == pytest.approx(nats / asked / math.log(2), abs=CLOSE)
+    assert found.figure("perplexity").value == pytest.approx(math.exp(nats / asked), rel=CLOSE)
+    assert found.figure("accuracy").value == pytest.approx(right / asked)
+
+
+def test_neighbouring_windows_share_tokens_that_are_asked_for_once(writer: Artifact, text: Path) -> None:
+    found = effexport.evaluate(writer.path, text, window=40, stride=10)
+    # all but the first byte; the shared ones have more text before them than without a stride
+    assert found.answers == len(TEXT.encode()) - 1
+    assert effexport.evaluate(writer.path, text, window=40, rows=2).answers == 2 * 39
+
+
+def test_arrays_with_labels_say_the_same_as_the_text(writer: Artifact, text: Path, tmp_path: Path) -> None:
+    data = np.frombuffer(TEXT.encode()[:120], np.uint8).astype(np.int64).reshape(3, 40) + 2
+    labels = np.hstack([data[:, 1:], np.full((3, 1), IGNORED)])
+    np.savez(tmp_path / "data.npz", input_ids=data, labels=labels)
+    (tmp_path / "begin.txt").write_bytes(TEXT.encode()[:120])
+    arrays = effexport.evaluate(writer.path, tmp_path / "data.npz")
+    assert arrays.figure("loss") == effexport.evaluate(writer.path, tmp_path / "begin.txt", window=40).figure("loss")
+    assert effexport.evaluate(writer.path, {"input_ids": data, "labels": labels}).figure("loss") == arrays.figure(
+        "loss"
+    )
+
+
+def test_a_masked_language_model_is_asked_for_the_masked_tokens(built: Callable[..., Artifact], text: Path) -> None:
+    encoder = built("linear", lm_head=True)
+    data = np.frombuffer(TEXT.encode(), np.uint8).astype(np.int64)[:40] + 2
+    masked = np.random.default_rng(7).random(len(TEXT.encode()))[:40] < MASKED_SHARE
+    nats, right = torch_nats(encoder, np.where(masked, 1, data)[None], np.where(masked, data, IGNORED)[None])
+    found = effexport.evaluate(encoder.path, text, window=40, rows=1, seed=7)
+    assert (found.objective, found.answers) == ("masked language model", masked.sum())
+    assert found.figure("loss").value == pytest.approx(nats / masked.sum(), abs=CLOSE)
+    assert found.figure("accuracy").value == pytest.approx(right / masked.sum())
+    assert [estimate.name for estimate in found.estimates] == ["loss", "perplexity", "accuracy"]
+
+
+def test_texts_with_classes_are_scored_as_transformers_scores_them(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, "NystromformerForSequenceClassification", "bert-with-words", num_labels=3)
+    task = our_task(tmp_path)
+    assert isinstance(task, TextClassification)
+    lines = [("a dog", None, "LABEL_2"), ("the cat sat on the mat", "a dog", 0), ("a cat", None, 1)]
+    file = tmp_path / "data.jsonl"
+    fields = [{"text": one, "label": label} | ({"pair": two} if two else {}) for one, two, label in lines]
+    file.write_text("\n".join(map(json.dumps, fields)) + "\n")
+    examples = examples_of_lines(file, class_names(Labels(("LABEL_0", "LABEL_1", "LABEL_2"))), None)
+    assert [label for *_, label in examples] == [2, 0, 1]
+    rows = rows_of_texts([task.prepare(*text) for *text, _ in examples], [label for *_, label in examples], 2)
+
+    def run(feeds: Any) -> dict[str, Any]:
+        with torch.inference_mode():
+            return {"logits": model(**{name: torch.from_numpy(array) for name, array in feeds.items()}).logits.numpy()}
+
+    expected = 0.0
+    for text, pair, label in examples:
+        inputs = {name: torch.from_numpy(array) for name, array in task.prepare(text, pair).runs[0].items()}
+        with torch.inference_mode():
+            expected += cross_entropy(model(**inputs).logits, torch.tensor([label])).item()
+    # sums of some hundred float32 products in another order
+    assert scores_of(run, rows).nats.sum() == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_artifact_answers_as_its_module_and_as_itself(writer: Artifact, text: Path, cli: Cli) -> None:
+    found = effexport.evaluate(writer.path, text, window=40, compare="torch")
+    assert found.comparison is not None
+    assert (found.comparison.changes.count, found.comparison.changes.of) == (0, found.answers)
+    assert all(abs(difference.value) < CLOSE for difference in found.comparison.differences)
+    result = cli("evaluate", writer.path, "--data", text, "--window", "40", "--compare", f"{writer.path}@ort", "--json")
+    assert result.json["comparison"]["differences"][0] == {
+        "name": "bits per byte",
+        "value": 0.0,
+        "low": 0.0,
+        "high": 0.0,
+    }
+    assert result.json["data_sha256"] == found.data_sha256
+    printed = cli("evaluate", writer.path, "--data", text, "--window", "40", "--compare", "torch").out
+    assert f"answers that changed: 0 of {found.answers}, 0 %" in printed
+    assert f"bits per byte  {found.figure('bits per byte').value:.4f} (" in printed
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"input_ids": np.full((2, 8), 5)}, "the arrays are input_ids; expected the model's inputs and labels"),
+        ({"input_ids": np.full((2, 8), 5), "labels": np.zeros((2, 8))}, r"labels is float64 \[2, 8\]"),
+        ({"input_ids": np.full((2, 8), 5), "labels": np.zeros(2, int)}, r"expected integers \[2, 8\]"),
+        ({"input_ids": np.full((2, 8), 5), "labels": np.full((2, 8), 258)}, "labels contain 258; expected 0 to 257"),
+        ({"input_ids": np.full((2, 8), 5), "labels": np.full((2, 8), -1)}, "labels contain -1; expected 0 to 257"),
+        (
+            {"input_ids": np.full((2, 8), 5), "labels": np.zeros((2, 8), int), "attention_mask": np.ones((1, 8))},
+            "different numbers of rows: input_ids 2, labels 2, attention_mask 1",
+        ),
+        ({"input_ids": np.full((2, 8), 5), "labels": np.full((2, 8), IGNORED)}, "no answer is asked for"),
+        ({"input_ids": np.zeros((0, 8), int), "labels": np.zeros((0, 8), int)}, "no answer is asked for"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(writer: Artifact, arrays: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        effexport.evaluate(writer.path, arrays)
+
+
+def test_files_and_options_that_do_not_fit_are_refused(
+    writer: Artifact, built: Callable[..., Artifact], text: Path, tmp_path: Path, cli: Cli
+) -> None:
+    hidden = built("linear").path
+    short, lines = tmp_path / "short.txt", tmp_path / "data.jsonl"
+    short.write_text("a")
+    lines.write_text('{"text": "a", "label": 0}\n')
+    wrong: dict[str, tuple[object, ...]] = {
+        "returns last_hidden_state, which labels cannot judge": (hidden, "--data", text),
+        "no text file at": (writer.path, "--data", tmp_path / "absent.txt"),
+        "none can be asked for; expected a longer text": (writer.path, "--data", short),
+        "has texts with a class each": (writer.path, "--data", lines),
+        "window is 1; expected at least 2": (writer.path, "--data", text, "--window", "1"),
+        "unknown runtime 'orrt'": (writer.path, "--data", text, "--compare", "@orrt"),
+        "give --compare torch too": (writer.path, "--data", text, "--weights", short),
+        "do not read the data as the same rows": (
+            writer.path,
+            "--data",
+            text,
+            "--compare",
+            built("linear", lm_head=True).path,
+        ),
+        "ends in .json": (writer.path, "--data", text, "-o", tmp_path / "out.txt"),
+    }
+    for message, arguments in wrong.items():
+        assert message in cli("evaluate", *arguments).error()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 of .* is not JSON"),
+        ("[" * 100_000, "line 2 of .* is not JSON"),
+        ('{"label": 1}', "line 2 of .* has no text"),
+        ('{"text": "b", "label": 2}', "line 2 of .* has the label 2; expected 0 to 1, or one of: no, yes"),
+        ('{"text": "b", "label": true}', "has the label True"),
+        ('{"text": "b"}', "has the label None"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(f'{{"text": "a", "label": "yes"}}\n{line}\n')
+    with pytest.raises(UserError, match=message):
+        examples_of_lines(file, ("no", "yes"), None)
