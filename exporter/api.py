@@ -270,6 +270,7 @@ def verify(
     device: int = 0,
     precision_hint: str = "",
     reference: str = "auto",
+    data: str | Path | None = None,
     cases: str | Sequence[str] = (),
     trace: bool = False,
     progress: Progress = quiet,
@@ -287,6 +288,7 @@ def verify(
 
     from effexport.artifact import open_artifact
     from effexport.errors import check_type
+    from effexport.evaluation.changed_answers import answer_checks
     from effexport.proof.references.choice import parse_choice
     from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
     from effexport.report.verified import report_from_verification
@@ -307,8 +309,10 @@ def verify(
         candidate = Candidate(
             open_artifact(path_of("artifact", artifact)), runtime, options, optional_path("model", model)
         )
-        request = Request(choice, optional_path("weights", weights), tuple(names), trace)
+        request = Request(choice, optional_path("weights", weights), tuple(names), trace, optional_path("data", data))
+        answers = answer_checks(candidate, request, lambda stage: progress(stage, None))
         verification, found = verify_artifact(candidate, request, lambda stage: progress(stage, None))
+    verification.checks += answers
     return report_from_verification(candidate, request, verification, found, time.perf_counter() - start)
 
 

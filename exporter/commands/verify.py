@@ -49,6 +49,11 @@ if TYPE_CHECKING:
     "is installed. transformers: the original model from --weights DIR. FILE.safetensors: answers stored elsewhere. "
     "PATH@RUNTIME: another artifact or ONNX file, such as other/artifact@ort.",
 )
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Also compare the most probable answers with PyTorch's on this data, as `effexport evaluate` reads it.",
+)
 @click.option("--case", "cases", multiple=True, help="Check only this case, named as in the report. Repeatable.")
 @click.option(
     "--trace", is_flag=True, help="Find the first value inside the graph that differs, even if no check fails."
@@ -70,6 +75,7 @@ def command(
     device: int,
     precision_hint: str,
     reference: str,
+    data: Path | None,
     cases: tuple[str, ...],
     trace: bool,
     output: Path | None,
@@ -92,6 +98,7 @@ def command(
     form = chosen_format(output, force=force)
     from effexport.artifact import open_artifact
     from effexport.commands._checks import print_checks
+    from effexport.evaluation.changed_answers import answer_checks
     from effexport.proof.checks.result import passed, summary
     from effexport.proof.verify_artifact import Candidate, Request, verify_artifact
     from effexport.report.model import dict_of_check
@@ -101,10 +108,12 @@ def command(
     from effexport.report.verified import report_from_verification
 
     candidate = Candidate(open_artifact(artifact), runtime, options, model)
-    request = Request(choice, weights, cases, trace)
+    request = Request(choice, weights, cases, trace, data)
     start = time.perf_counter()
     with stage_progress(stderr_console()) as on_stage:
+        answers = answer_checks(candidate, request, on_stage)
         verification, found = verify_artifact(candidate, request, on_stage)
+    verification.checks += answers
     report = report_from_verification(candidate, request, verification, found, time.perf_counter() - start)
     if output is not None:
         side = side_of_artifact(candidate.artifact, str(artifact), report)
@@ -165,4 +174,5 @@ def verdict_text(report: Report, request: Request, precision_hint: str) -> str:
     verdict = {"passed": "equal to", "failed": "NOT proven equal to", "not run": "NOT compared with"}[report.verdict]
     limits = f" within the limits of {precision_hint}" if precision_hint else ""
     ran = implementation_text(report.implementation)
-    return f"{verdict} {title}{limits}, {outcomes_text(report.checks)}{ran}"
+    changed = "".join(f", {check.detail}" for check in report.checks if check.kind == Kind.ANSWERS)
+    return f"{verdict} {title}{limits}, {outcomes_text(report.checks)}{changed}{ran}"

@@ -128,13 +128,14 @@ class Request:
     """What a model is to be compared with. weights: what the artifact was built from, if the user names it.
 
     cases: the names of those to check; none for all. trace: whether to look for the first value inside the graph that
-    differs, even if no check fails.
+    differs, even if no check fails. data: whose answers are compared as well; see evaluation/changed_answers.py.
     """
 
     choice: ReferenceChoice
     weights: Path | None = None
     cases: tuple[str, ...] = ()
     trace: bool = False
+    data: Path | None = None
 
     def check(self, candidate: Candidate) -> None:
         """Refuse, before anything runs, what was asked for and cannot be compared. Raises UserError."""

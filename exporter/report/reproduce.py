@@ -29,10 +29,10 @@ _SWITCHES = {
 }
 # They are the subjects of other flags.
 _IDENTITY = ("scope", "variant")
-# Checks of inputs that are made on the spot, or of another model than model.onnx.
-_WITHOUT_CASE = (Kind.DECODE_STEP, Kind.PREFILL_STATE, Kind.LONG_SEQUENCE)
+# Checks of inputs that are made on the spot, of data of the user, or of another model than model.onnx.
+_WITHOUT_CASE = (Kind.DECODE_STEP, Kind.PREFILL_STATE, Kind.LONG_SEQUENCE, Kind.ANSWERS, Kind.ANSWER_NEAR_TIES)
 MODULE_FAMILY = "module"
-REFERENCE_OPTION, WEIGHTS_OPTION = "--reference", "--weights"
+REFERENCE_OPTION, WEIGHTS_OPTION, DATA_OPTION = "--reference", "--weights", "--data"
 # Where a build is repeated: beside the artifact, not in its place.
 REBUILT = "rebuilt"
 

@@ -11,7 +11,7 @@ from effexport.proof.checks.result import Check, is_about_bodies, only_weights_f
 from effexport.proof.trace.trace import Trace
 from effexport.report.model import PYTORCH, LayerError, Report
 from effexport.report.rendering.text import trace_text
-from effexport.report.reproduce import REFERENCE_OPTION, WEIGHTS_OPTION
+from effexport.report.reproduce import DATA_OPTION, REFERENCE_OPTION, WEIGHTS_OPTION
 
 if TYPE_CHECKING:
     from effexport.proof.verify import Verification
@@ -61,6 +61,7 @@ def options_of(candidate: Candidate, request: Request) -> list[str]:
     given = {
         "--model": candidate.model,
         WEIGHTS_OPTION: request.weights,
+        DATA_OPTION: request.data,
         REFERENCE_OPTION: None if request.choice.kind == "auto" else request.choice.option,
         "--implementation": None if candidate.options.implementation == "auto" else candidate.options.implementation,
         "--device": candidate.options.device or None,

@@ -54,6 +54,8 @@ class Kind(StrEnum):
         "rank near-ties",
         "Where another token is at a rank than in PyTorch, PyTorch gives both nearly the same score.",
     )
+    ANSWERS = "answers", "How many of the most probable answers on the data are not PyTorch's."
+    ANSWER_NEAR_TIES = "answer near-ties", "Answers on the data that are not PyTorch's were nearly tied with those."
     BATCH_INVARIANCE = "batch invariance", "A sample alone gives the same result as in a batch."
     PADDING_LENGTH = "padding length", "A sample gives the same result at its own length as padded to a longer one."
     PADDING_CONTENT = "padding content", "The result does not depend on what the padding contains."

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from text_checkpoints import checkpoint, our_task
@@ -207,3 +208,33 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     file.write_text(f'{{"text": "a", "label": "yes"}}\n{line}\n')
     with pytest.raises(UserError, match=message):
         examples_of_lines(file, ("no", "yes"), None)
+
+
+def test_verify_counts_the_answers_that_are_not_pytorchs(
+    writer: Artifact, text: Path, tmp_path: Path, cli: Cli
+) -> None:
+    model = onnx.load(writer.model_path)
+    (bias,) = (one for one in model.graph.initializer if list(one.dims) == [258])
+    values = onnx.numpy_helper.to_array(bias).copy()
+    values[100] += 1  # one token that is too probable
+    bias.CopyFrom(onnx.numpy_helper.from_array(values, bias.name))
+    onnx.save(model, tmp_path / "damaged.onnx")
+    options = ("--data", text, "--reference", "golden")
+    healthy = cli("verify", writer.path, *options)
+    assert healthy.code == 0
+    assert f"0 of {len(TEXT.encode()) - 4} answers changed" in healthy.out
+    damaged = cli("verify", writer.path, "--model", tmp_path / "damaged.onnx", *options, "--json")
+    assert damaged.code == 1
+    found = damaged.json["summary"]
+    assert found["answers"]["worst"] > 0
+    assert found["answer near-ties"]["failed"] == 1
+
+
+def test_buckets_of_their_own_may_change_answers(built: Callable[..., Artifact], text: Path) -> None:
+    report = effexport.verify(built("lsh", lm_head=True).path, data=text, reference="golden")
+    assert [check.limit for check in report.checks if check.kind.startswith("answer")] == [None]
+
+
+def test_data_is_compared_with_pytorch_or_refused(writer: Artifact, tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "short.txt").write_text("a")
+    assert "expected a longer text" in cli("verify", writer.path, "--data", tmp_path / "short.txt").error()
