@@ -88,7 +88,10 @@ def test_arrays_with_labels_say_the_same_as_the_text(writer: Artifact, text: Pat
     )
 
 
-def test_a_masked_language_model_is_asked_for_the_masked_tokens(built: Callable[..., Artifact], text: Path) -> None:
+@pytest.mark.slow
+def test_a_masked_language_model_is_asked_for_the_masked_tokens(
+    built: Callable[..., Artifact], writer: Artifact, text: Path
+) -> None:
     encoder = built("linear", lm_head=True)
     data = np.frombuffer(TEXT.encode(), np.uint8).astype(np.int64)[:40] + 2
     masked = np.random.default_rng(7).random(len(TEXT.encode()))[:40] < MASKED_SHARE
@@ -98,6 +101,8 @@ def test_a_masked_language_model_is_asked_for_the_masked_tokens(built: Callable[
     assert found.figure("loss").value == pytest.approx(nats / masked.sum(), abs=CLOSE)
     assert found.figure("accuracy").value == pytest.approx(right / masked.sum())
     assert [estimate.name for estimate in found.estimates] == ["loss", "perplexity", "accuracy"]
+    with pytest.raises(UserError, match="do not read the data as the same rows"):
+        effexport.evaluate(encoder.path, text, window=40, compare=str(writer.path))
 
 
 def test_texts_with_classes_are_scored_as_transformers_scores_them(tmp_path: Path) -> None:
@@ -179,13 +184,6 @@ def test_files_and_options_that_do_not_fit_are_refused(
         "window is 1; expected at least 2": (writer.path, "--data", text, "--window", "1"),
         "unknown runtime 'orrt'": (writer.path, "--data", text, "--compare", "@orrt"),
         "give --compare torch too": (writer.path, "--data", text, "--weights", short),
-        "do not read the data as the same rows": (
-            writer.path,
-            "--data",
-            text,
-            "--compare",
-            built("linear", lm_head=True).path,
-        ),
         "ends in .json": (writer.path, "--data", text, "-o", tmp_path / "out.txt"),
     }
     for message, arguments in wrong.items():
@@ -230,6 +228,7 @@ def test_verify_counts_the_answers_that_are_not_pytorchs(
     assert found["answer near-ties"]["failed"] == 1
 
 
+@pytest.mark.slow
 def test_buckets_of_their_own_may_change_answers(built: Callable[..., Artifact], text: Path) -> None:
     report = effexport.verify(built("lsh", lm_head=True).path, data=text, reference="golden")
     assert [check.limit for check in report.checks if check.kind.startswith("answer")] == [None]
