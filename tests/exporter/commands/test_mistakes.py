@@ -119,6 +119,9 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("build --variant lsh -o /proc --force", 2, "/proc is a mount point, which cannot be replaced"),
     ("build --variant lsh -o /proc/out", 2, "cannot write to /proc"),
     # verify
+    ("evaluate art", 2, "--data is missing; see: effexport evaluate --help"),
+    ("evaluate art --data nope", 2, "returns last_hidden_state, which labels cannot judge"),
+    ("evaluate nope --data text", 2, "no artifact at nope; make one with: effexport build"),
     ("verify", 2, "ARTIFACT is missing; expected: effexport verify [OPTIONS] ARTIFACT"),
     ("verify nope", 2, "no artifact at nope; make one with: effexport build"),
     (
