@@ -120,7 +120,7 @@ def make():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.requires("torch", "onnx", "ort")
 def test_a_folder_named_triton_disturbs_nothing_that_is_started_beside_it(tmp_path: Path) -> None:
     (tmp_path / "triton").mkdir()
