@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.errors import Unavailable, UserError
+from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.evaluation.files import rows_of_data
-from effexport.evaluation.labelled import LOGITS, Windows
+from effexport.evaluation.labelled import Windows
 from effexport.evaluation.scores import Run, asked_logits
+from effexport.models.head_spec import LOGITS
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Kind, judged
 from effexport.proof.module_runs import run_module
@@ -23,6 +24,8 @@ from effexport.runners.feeds import checked_feeds, limits_from_spec
 if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.proof.verify_artifact import Candidate, Request
+
+CHANGED = "answers that changed"
 
 
 def answer_checks(candidate: Candidate, request: Request, on_stage: Callable[[str], None]) -> list[Check]:
@@ -40,21 +43,27 @@ def answer_checks(candidate: Candidate, request: Request, on_stage: Callable[[st
     module = module_of_artifact(artifact, request.weights)
     if isinstance(module, Unavailable):
         raise UserError(f"--data compares with PyTorch: {module}")
+    label = CaseLabel(
+        data.name,
+        (sum(len(some.labels) for some in rows), max(len(next(iter(some.feeds.values()))[0]) for some in rows)),
+    )
     changed, asked, widest, limits = 0, 0, 0.0, limits_from_spec(spec)
     with opened(candidate) as run:
         for some in rows:
             expected = run_module(module, spec, checked_feeds(some.feeds, spec.inputs, limits))
             wanted, _ = asked_logits(expected[LOGITS], some.labels)
-            found, _ = asked_logits(run(some.feeds)[LOGITS], some.labels)
+            try:
+                found, _ = asked_logits(run(some.feeds)[LOGITS], some.labels)
+            except RuntimeFailedError as error:
+                return [Check(Kind.ANSWERS, label, CHANGED, "failed", detail=str(error))]
             best, chosen = wanted.argmax(-1), found.argmax(-1)
             places = np.flatnonzero(best != chosen)
             changed, asked = changed + len(places), asked + len(best)
             if len(places):
                 gaps = wanted[places, best[places]] - wanted[places, chosen[places]]
                 widest = max(widest, float((gaps / scale_of(wanted)[places]).max()))
-    label = CaseLabel(data.name, (asked,))
     detail = f"{changed:,} of {asked:,} answers changed"
-    count = Check(Kind.ANSWERS, label, "answers that changed", "passed", float(changed), detail=detail)
+    count = Check(Kind.ANSWERS, label, CHANGED, "passed", float(changed), detail=detail)
     if artifact.manifest.hash_values:
         # other buckets change answers for good reasons, which the free run judges
         return [count]

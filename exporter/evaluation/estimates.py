@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from effexport.errors import UserError
-
 if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.evaluation.scores import Scores
@@ -55,8 +53,7 @@ def estimates_of(scores: Scores, *, language: bool) -> list[Estimate]:
 
 
 def differences(first: Scores, second: Scores, *, language: bool) -> list[Estimate]:
-    """The figures of the first minus those of the second, row by row. Raises UserError for scores of other rows."""
-    check_same_rows(first, second)
+    """The figures of the first minus those of the second, row by row."""
     nats = first.nats - second.nats
     found = [ratio(LOSS, nats, first.asked), ratio(ACCURACY, first.right - second.right, first.asked)]
     if language and first.text_bytes is not None and first.text_bytes.sum():
@@ -65,17 +62,8 @@ def differences(first: Scores, second: Scores, *, language: bool) -> list[Estima
 
 
 def changes(first: Scores, second: Scores) -> Changes:
-    """How many answers differ. Raises UserError for scores of other rows."""
-    check_same_rows(first, second)
+    """How many answers to the same rows differ."""
     return Changes(int((first.answers != second.answers).sum()), len(first.answers))
-
-
-def check_same_rows(first: Scores, second: Scores) -> None:
-    if first.asked.shape != second.asked.shape or (first.asked != second.asked).any():
-        raise UserError(
-            "the two models do not read the data as the same rows, so they cannot be compared row by row; expected "
-            "models with the same tokenizer and length: set the length with --window"
-        )
 
 
 def ratio(name: str, values: Array, sizes: Array) -> Estimate:

@@ -13,8 +13,8 @@ from effexport.artifact import open_artifact
 from effexport.errors import Unavailable, UserError
 from effexport.evaluation.estimates import Changes, Estimate, changes, differences, estimates_of
 from effexport.evaluation.files import rows_of_data
-from effexport.evaluation.labelled import LANGUAGE, Objective, Windows, objective_of
-from effexport.evaluation.scores import Run, scores_of
+from effexport.evaluation.labelled import LANGUAGE, LabelledRows, Objective, Windows, objective_of, same_labels
+from effexport.evaluation.scores import Run, Scores, scores_of
 from effexport.files import file_digest
 from effexport.models.validation import did_you_mean
 from effexport.proof.module_runs import run_module
@@ -91,16 +91,11 @@ class Evaluation:
 
     def figure(self, name: str) -> Estimate:
         """The figure of this name: loss, perplexity, bits per byte or accuracy. Raises KeyError."""
-        return named(self.estimates, name)
+        return {estimate.name: estimate for estimate in self.estimates}[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return asdict(self)
-
-
-def named(estimates: Sequence[Estimate], name: str) -> Estimate:
-    """Raises KeyError."""
-    return {estimate.name: estimate for estimate in estimates}[name]
 
 
 def other_subject(text: str, subject: Subject, weights: Path | None) -> Subject:
@@ -123,24 +118,20 @@ def evaluate_artifact(
     """Run the data through a model, and through another one. Raises UserError for data that does not fit a model."""
     check_runtime(subject.runtime, subject.options)
     objective = objective_of(subject.artifact.spec)
-    rows = rows_of_data(data, subject.artifact, windows)
     language = objective in LANGUAGE
-    runs = []
-    for one in (subject, other):
-        if one is None:
-            continue
-        given = rows if one.artifact is subject.artifact else rows_of_data(data, one.artifact, windows)
-        on_stage(f"loading {one.title}")
-        with one.opened() as run:
-            on_stage(f"running {one.title}")
-            start = time.perf_counter()
-            scores = scores_of(run, given)
-            runs.append((one, scores, time.perf_counter() - start))
-    (_, scores, seconds), *others = runs
+    rows = rows_of_data(data, subject.artifact, windows)
+    other_rows = rows if other is None else rows_of_data(data, other.artifact, windows)
+    if not same_labels(rows, other_rows):
+        raise UserError(
+            "the two models do not read the data as the same rows, so they cannot be compared row by row; expected "
+            "models with the same tokenizer and length: set the length with --window"
+        )
+    scores, seconds = judged(subject, rows, on_stage)
     comparison = None
-    for one, found, took in others:
+    if other is not None:
+        found, took = judged(other, other_rows, on_stage)
         comparison = Comparison(
-            one.title,
+            other.title,
             tuple(estimates_of(found, language=language)),
             tuple(differences(scores, found, language=language)),
             changes(scores, found),
@@ -157,3 +148,13 @@ def evaluate_artifact(
         seconds,
         comparison,
     )
+
+
+def judged(subject: Subject, rows: Sequence[LabelledRows], on_stage: OnStage) -> tuple[Scores, float]:
+    """The scores of a model, and the seconds of its runs."""
+    on_stage(f"loading {subject.title}")
+    with subject.opened() as run:
+        on_stage(f"running {subject.title}")
+        start = time.perf_counter()
+        scores = scores_of(run, rows)
+        return scores, time.perf_counter() - start

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.errors import UserError
 from effexport.evaluation.labelled import (
+    IGNORED,
     LANGUAGE,
     LabelledRows,
     Objective,
@@ -43,8 +44,12 @@ def rows_of_data(data: Path | Mapping[str, Array], artifact: Artifact, windows: 
     batch = 1 if spec.model.why_not_invariant else spec.batch
     if not isinstance(data, Path) or data.suffix == ARRAYS:
         arrays = load_npz(data) if isinstance(data, Path) else data
-        return rows_of_arrays(arrays, spec, objective, batch, windows.limit)
-    return rows_of_text_file(data, artifact, objective, windows, batch)
+        rows = rows_of_arrays(arrays, spec, objective, batch, windows.limit)
+    else:
+        rows = rows_of_text_file(data, artifact, objective, windows, batch)
+    if not any((some.labels != IGNORED).any() for some in rows):
+        raise UserError("the data asks for no answer; expected labels, or a text of several tokens")
+    return rows
 
 
 def rows_of_text_file(

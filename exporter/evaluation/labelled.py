@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.errors import UserError
+from effexport.models.head_spec import LOGITS
 from effexport.text.task import TOKENS, Prepared, Reader, groups
 from effexport.text.tokenizer import BYTE_MASK, ByteTokenizer, Encoding, Tokenizer
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.spec import BuildSpec
 
-LOGITS, LABELS = "logits", "labels"
+LABELS = "labels"
 # Of places without an answer, as in PyTorch's cross_entropy.
 IGNORED = -100
 # Share of the tokens that are masked, as BERT was trained.
@@ -89,26 +90,22 @@ def objective_of(spec: BuildSpec) -> Objective:
 def rows_of_text(
     reader: Reader, encoding: Encoding, text: str, objective: Objective, windows: Windows, batch: int
 ) -> Iterator[LabelledRows]:
-    """The windows of a text, for a language model or a masked one. text: "" if it was bytes.
-
-    Raises UserError for a text that is too short.
-    """
+    """The windows of a text, for a language model or a masked one. text: "" if it was bytes."""
     masked = objective == Objective.MASKED_LANGUAGE_MODEL
     inputs = with_masks(encoding, reader.tokenizer, windows.seed) if masked else encoding
     prepared = reader.cut(text, None, inputs, windows.length, windows.stride)
     labels = (masked_labels if masked else next_labels)(prepared, encoding, inputs)
-    if not (labels != IGNORED).any():
-        raise UserError(f"the text has {len(encoding)} tokens, of which none can be asked for; expected a longer text")
     text_bytes = None if masked else bytes_of_labels(prepared, labels, bytes_of_tokens(encoding, text))
-    start = 0
+    start, end = 0, len(labels) if windows.limit is None else min(windows.limit, len(labels))
     for run in prepared.runs:
-        for feeds in groups(run, batch):
+        for whole in groups(run, batch):
+            feeds = {name: array[: end - start] for name, array in whole.items()}
             rows = slice(start, start + len(feeds[TOKENS]))
+            if rows.start == rows.stop:
+                return
             start = rows.stop
             length = feeds[TOKENS].shape[1]
             yield LabelledRows(feeds, labels[rows, :length], None if text_bytes is None else text_bytes[rows])
-            if windows.limit is not None and start >= windows.limit:
-                return
 
 
 def with_masks(encoding: Encoding, tokenizer: Tokenizer, seed: int) -> Encoding:
@@ -189,8 +186,6 @@ def rows_of_arrays(
         sizes = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
         raise UserError(f"the arrays have different numbers of rows: {sizes}; expected the same")
     count = len(labels) if limit is None else min(limit, len(labels))
-    if not (labels[:count] != IGNORED).any():
-        raise UserError(f"no answer is asked for: {LABELS} is empty, or {IGNORED} everywhere")
     return [
         LabelledRows({name: array[start:end] for name, array in feeds.items()}, labels[start:end].astype(np.int64))
         for start, end in ((start, min(start + batch, count)) for start in range(0, count, batch))
@@ -198,16 +193,21 @@ def rows_of_arrays(
 
 
 def rows_of_texts(prepared: Sequence[Prepared], labels: Sequence[int], batch: int) -> list[LabelledRows]:
-    """Texts with a class each. Those of equal length run together, unless other rows could change an answer."""
-    order = sorted(range(len(prepared)), key=lambda index: prepared[index].feeds[TOKENS].shape[1])
+    """Texts with a class each, in their order. Those of equal length that follow each other run together, unless other
+    rows could change an answer."""
     found: list[LabelledRows] = []
-    for index in order:
-        feeds, label = prepared[index].runs[0], np.array([labels[index]], np.int64)
-        last = found[-1] if found else None
-        fits = last is not None and len(last.labels) < batch and not prepared[index].alone
-        if last is not None and fits and last.feeds[TOKENS].shape[1] == feeds[TOKENS].shape[1]:
+    for one, number in zip(prepared, labels, strict=True):
+        feeds, label = one.runs[0], np.array([number], np.int64)
+        last = None if one.alone or not found or len(found[-1].labels) == batch else found[-1]
+        if last is not None and last.feeds[TOKENS].shape[1] == feeds[TOKENS].shape[1]:
             joined = {name: np.concatenate([last.feeds[name], array]) for name, array in feeds.items()}
             found[-1] = LabelledRows(joined, np.concatenate([last.labels, label]))
         else:
             found.append(LabelledRows(feeds, label))
     return found
+
+
+def same_labels(first: Sequence[LabelledRows], second: Sequence[LabelledRows]) -> bool:
+    """Whether the same is asked of every row, however the rows are put together."""
+    ours, theirs = ([row for some in data for row in some.labels] for data in (first, second))
+    return len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))

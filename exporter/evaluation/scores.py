@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effexport.errors import RuntimeFailedError, UserError
-from effexport.evaluation.labelled import IGNORED, LOGITS, LabelledRows
+from effexport.evaluation.labelled import IGNORED, LabelledRows
+from effexport.models.head_spec import LOGITS
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -54,8 +55,6 @@ def scores_of_logits(logits: Array, rows: LabelledRows) -> Scores:
     wanted, labels = asked_logits(logits, rows.labels)
     count = len(rows.labels)
     of_row = np.nonzero(rows.labels != IGNORED)[0]
-    if not np.isfinite(wanted).all():
-        raise RuntimeFailedError(f"the {LOGITS} contain NaN or infinity, so no answer can be judged")
     peaks = wanted.max(axis=-1)
     sums = np.log(np.exp(wanted - peaks[:, None]).sum(axis=-1)) + peaks
     nats = sums - np.take_along_axis(wanted, labels[:, None], axis=-1)[:, 0]
@@ -72,7 +71,7 @@ def scores_of_logits(logits: Array, rows: LabelledRows) -> Scores:
 def asked_logits(logits: Array, labels: Array) -> tuple[Array, Array]:
     """The logits [asked, classes], in float64, of the places that have a label, and these labels [asked].
 
-    Raises UserError for a label that is no class.
+    Raises UserError for a label that is no class, and RuntimeFailedError for logits that are not finite.
     """
     chosen = labels != IGNORED
     wanted, found = logits[chosen].astype(np.float64), labels[chosen]
@@ -82,4 +81,6 @@ def asked_logits(logits: Array, labels: Array) -> tuple[Array, Array]:
         raise UserError(
             f"the labels contain {found[wrong][0]}; expected 0 to {classes - 1}, or {IGNORED} for no answer"
         )
+    if not np.isfinite(wanted).all():
+        raise RuntimeFailedError(f"the {LOGITS} contain NaN or infinity, so no answer can be judged")
     return wanted, found

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from effexport.errors import UserError
 from effexport.evaluation.estimates import Estimate, changes, differences, estimates_of, share
 from effexport.evaluation.scores import Scores
 
@@ -76,8 +75,3 @@ def test_a_difference_is_known_better_than_its_parts() -> None:
     assert loss.value == pytest.approx(-0.005)
     assert interval_of(loss) == pytest.approx((-0.005, -0.005))
     assert (changes(first, second).count, changes(first, second).of) == (1, 80)
-
-
-def test_scores_of_other_rows_are_not_compared() -> None:
-    with pytest.raises(UserError, match="do not read the data as the same rows"):
-        differences(scores([1.0], [4], [1]), scores([1.0], [3], [1]), language=False)

@@ -19,7 +19,7 @@ import effexport
 from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.evaluation.files import class_names, examples_of_lines
-from effexport.evaluation.labelled import IGNORED, MASKED_SHARE, rows_of_texts
+from effexport.evaluation.labelled import IGNORED, MASKED_SHARE, LabelledRows, rows_of_texts, same_labels
 from effexport.evaluation.scores import scores_of
 from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.text.classification import Labels, TextClassification
@@ -73,7 +73,16 @@ def test_neighbouring_windows_share_tokens_that_are_asked_for_once(writer: Artif
     found = effexport.evaluate(writer.path, text, window=40, stride=10)
     # all but the first byte; the shared ones have more text before them than without a stride
     assert found.answers == len(TEXT.encode()) - 1
-    assert effexport.evaluate(writer.path, text, window=40, rows=2).answers == 2 * 39
+    assert effexport.evaluate(writer.path, text, window=40, rows=1).answers == 39
+    assert effexport.evaluate(writer.path, text, window=40, rows=3).answers == 3 * 39
+
+
+def test_models_that_are_asked_for_other_tokens_are_not_compared() -> None:
+    ids = np.full((1, 4), 5)
+    ours, theirs = (LabelledRows({"input_ids": ids}, np.array([[5, 6, last, IGNORED]])) for last in (7, 8))
+    assert same_labels([ours, ours], [LabelledRows({"input_ids": ids}, np.concatenate([ours.labels] * 2))])
+    assert not same_labels([ours], [theirs])
+    assert not same_labels([ours], [ours, ours])
 
 
 def test_arrays_with_labels_say_the_same_as_the_text(writer: Artifact, text: Path, tmp_path: Path) -> None:
@@ -160,8 +169,8 @@ def test_an_artifact_answers_as_its_module_and_as_itself(writer: Artifact, text:
             {"input_ids": np.full((2, 8), 5), "labels": np.zeros((2, 8), int), "attention_mask": np.ones((1, 8))},
             "different numbers of rows: input_ids 2, labels 2, attention_mask 1",
         ),
-        ({"input_ids": np.full((2, 8), 5), "labels": np.full((2, 8), IGNORED)}, "no answer is asked for"),
-        ({"input_ids": np.zeros((0, 8), int), "labels": np.zeros((0, 8), int)}, "no answer is asked for"),
+        ({"input_ids": np.full((2, 8), 5), "labels": np.full((2, 8), IGNORED)}, "asks for no answer"),
+        ({"input_ids": np.zeros((0, 8), int), "labels": np.zeros((0, 8), int)}, "asks for no answer"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(writer: Artifact, arrays: Any, message: str) -> None:
@@ -179,7 +188,7 @@ def test_files_and_options_that_do_not_fit_are_refused(
     wrong: dict[str, tuple[object, ...]] = {
         "returns last_hidden_state, which labels cannot judge": (hidden, "--data", text),
         "no text file at": (writer.path, "--data", tmp_path / "absent.txt"),
-        "none can be asked for; expected a longer text": (writer.path, "--data", short),
+        "asks for no answer": (writer.path, "--data", short),
         "has texts with a class each": (writer.path, "--data", lines),
         "window is 1; expected at least 2": (writer.path, "--data", text, "--window", "1"),
         "unknown runtime 'orrt'": (writer.path, "--data", text, "--compare", "@orrt"),
@@ -226,6 +235,11 @@ def test_verify_counts_the_answers_that_are_not_pytorchs(
     found = damaged.json["summary"]
     assert found["answers"]["worst"] > 0
     assert found["answer near-ties"]["failed"] == 1
+    values[100] = np.nan
+    bias.CopyFrom(onnx.numpy_helper.from_array(values, bias.name))
+    onnx.save(model, tmp_path / "nan.onnx")
+    broken = cli("verify", writer.path, "--model", tmp_path / "nan.onnx", *options, "--json")
+    assert broken.json["summary"]["answers"]["failed"] == 1
 
 
 @pytest.mark.slow
@@ -236,4 +250,4 @@ def test_buckets_of_their_own_may_change_answers(built: Callable[..., Artifact],
 
 def test_data_is_compared_with_pytorch_or_refused(writer: Artifact, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "short.txt").write_text("a")
-    assert "expected a longer text" in cli("verify", writer.path, "--data", tmp_path / "short.txt").error()
+    assert "asks for no answer" in cli("verify", writer.path, "--data", tmp_path / "short.txt").error()
