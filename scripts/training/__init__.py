@@ -1,1 +1,1 @@
-"""Parts of scripts/train_proof.py: text, tasks, a training loop, and what is compared after it."""
+"""Parts of scripts/train_proof.py: text, a training loop, and what is judged after it."""

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from effexport.text.tokenizer import BYTE_OFFSET
+
 # Documentation of Perl and a book; the held-out text is by other authors, about something else.
 TRAINING, HELD_OUT = ("perl-doc", "anarchism"), "debian-policy"
-# Byte b is token b + 2, as in every encoder of effexport.
-BYTE_OFFSET = 2
 
 
 @dataclass(frozen=True)

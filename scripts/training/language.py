@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from effexport.evaluation.labelled import IGNORED, MASKED_SHARE
+from effexport.text.tokenizer import BYTE_MASK
 from scripts.training.corpus import Corpus
-from scripts.training.tasks import IGNORED, Batch
 
-MASK = 1
-MASKED_SHARE = 0.15
+Batch = tuple[NDArray[np.int64], NDArray[np.int64]]  # input_ids and labels, [rows, tokens]
 
 
 def windows_of_step(corpus: Corpus, length: int, rows: int, step: int, *, masked: bool) -> Batch:
@@ -23,7 +24,7 @@ def windows_of_step(corpus: Corpus, length: int, rows: int, step: int, *, masked
     if not masked:
         return ids, windows[:, 1:]
     chosen = generator.random(ids.shape) < MASKED_SHARE
-    return np.where(chosen, MASK, ids), np.where(chosen, ids, IGNORED)
+    return np.where(chosen, BYTE_MASK, ids), np.where(chosen, ids, IGNORED)
 
 
 def held_out_arrays(corpus: Corpus, length: int, rows: int, *, masked: bool) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def held_out_arrays(corpus: Corpus, length: int, rows: int, *, masked: bool) -> 
     if not masked:
         return {"input_ids": ids, "labels": np.hstack([ids[:, 1:], np.full((rows, 1), IGNORED)])}
     chosen = np.random.default_rng(1).random(ids.shape) < MASKED_SHARE
-    return {"input_ids": np.where(chosen, MASK, ids), "labels": np.where(chosen, ids, IGNORED)}
+    return {"input_ids": np.where(chosen, BYTE_MASK, ids), "labels": np.where(chosen, ids, IGNORED)}
 
 
 def half_weights(model: Any, file: Path) -> None:

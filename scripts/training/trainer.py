@@ -13,7 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from scripts.training.tasks import IGNORED, Batch
+from effexport.evaluation.labelled import IGNORED
+from scripts.training.language import Batch
 
 SAVE_EVERY_S = 60
 
@@ -55,7 +56,6 @@ def train(
     schedule: Schedule,
     state_file: Path,
     title: str,
-    before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
 ) -> Trained:
     """Train `model` in place. batch_of_step: the same batch for the same step, so that a run that was stopped goes on
     as if it had not been. state_file: weights, moments and losses so far; removed by the caller."""
@@ -83,7 +83,6 @@ def train(
         for step in range(first, schedule.steps):
             if spent_s + time.monotonic() - start > 60 * schedule.minutes:
                 break
-            before_step(model, step)
             for group in optimizer.param_groups:
                 group["lr"] = schedule.rate(step)
             loss = loss_of(model, *(torch.from_numpy(array) for array in batch_of_step(step)))
