@@ -10,6 +10,8 @@ from effexport.models.validation import SpecError, check_field_types
 SEED_BITS = 63
 # Smaller ones might overflow, and choose as 0 does.
 LEAST_TEMPERATURE = 1e-6
+# What other servers call a field in requests.
+ALIASES = {"max_tokens": "max_new_tokens"}
 
 
 @dataclass(frozen=True, kw_only=True)

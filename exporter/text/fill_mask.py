@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from effexport.errors import UserError
+from effexport.models import head_spec
+from effexport.models.head_spec import POSITIONS, SCORES
 from effexport.text.task import TOKENS, Prepared, Reader, best, softmax
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
 
-POSITIONS = "positions"
 DEFAULT_TOP = 5
 
 
@@ -69,7 +70,7 @@ class FillMask:
                 tokens = best(shares, self.top)
                 scores = shares[tokens]
             else:
-                scores, tokens = outputs["scores"][0, i, : self.top], outputs["tokens"][0, i, : self.top]
+                scores, tokens = outputs[SCORES][0, i, : self.top], outputs[head_spec.TOKENS][0, i, : self.top]
             answers.append(
                 [
                     self.proposal(prepared, int(place), int(token), float(score), alone=len(places) == 1)

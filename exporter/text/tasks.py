@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from effexport.artifact import Artifact
 from effexport.errors import UserError
 from effexport.models.families import CONFIG
-from effexport.models.head_spec import EMBEDDING, Head
+from effexport.models.head_spec import EMBEDDING, POSITIONS, SCORES, Head
+from effexport.runners.runner import Closeable
 from effexport.text.classification import TextClassification, TokenClassification, labels_from_config
 from effexport.text.embedding import Embedding
-from effexport.text.fill_mask import DEFAULT_TOP, POSITIONS, FillMask
+from effexport.text.fill_mask import DEFAULT_TOP, FillMask
 from effexport.text.question_answering import DEFAULT_WINDOW, QuestionAnswering
 from effexport.text.task import DEFAULT_OPTIONS, Prepared, Reader, Task, TextOptions, outputs_of, reader_from_spec
 from effexport.text.tokenizer import Tokenizer, tokenizer_from_artifact
@@ -45,7 +45,7 @@ def task_from_spec(
     outputs = {tensor.name: tensor.dims for tensor in spec.outputs}
     kind = getattr(model, "task", "")
     if POSITIONS in inputs:
-        return fill_mask(reader, options, outputs["scores"][-1])
+        return fill_mask(reader, options, outputs[SCORES][-1])
     if {"start_logits", "end_logits"} <= set(outputs):
         return question_answering(reader, options)
     if EMBEDDING in outputs:
@@ -94,7 +94,7 @@ def overlap(options: TextOptions, window: int | None) -> int:
     return DEFAULT_STRIDE if window is None else min(window // 2, DEFAULT_STRIDE)
 
 
-class TextModel:
+class TextModel(Closeable):
     """An open artifact that answers texts: a runner and a task. Thread-safe. Use it as a context manager, or `close`.
 
     batch: the most windows of a long text that run together.
@@ -121,11 +121,3 @@ class TextModel:
 
     def close(self) -> None:
         self.runner.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from effexport.errors import UserError
-from effexport.generation.sampling import Sampling
+from effexport.generation.sampling import ALIASES, Sampling
 from effexport.models.validation import did_you_mean
 from effexport.triton.signature import OPTIONS, REQUEST_ID, STREAM, TEXT_INPUT, decoded
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 OPTION_NAMES = tuple(tensor.name for tensor in OPTIONS)
-# What other servers call an option.
-OTHER_NAMES = {"max_tokens": "max_new_tokens"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def generation_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any
     """
     if TEXT_INPUT not in inputs:
         raise UserError(f"input {TEXT_INPUT!r} is missing; expected the text to continue")
-    options = {OTHER_NAMES.get(name, name): value for name, value in parameters.items() if name != REQUEST_ID}
+    options = {ALIASES.get(name, name): value for name, value in parameters.items() if name != REQUEST_ID}
     options |= {name: number(array) for name, array in inputs.items() if name != TEXT_INPUT}
     for name in options:
         if name not in OPTION_NAMES:

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from effexport.errors import UserError
-from effexport.generation.sampling import Sampling
+from effexport.generation.sampling import ALIASES, Sampling
 from effexport.generation.session import Piece
 from effexport.models.validation import did_you_mean, shown
 from effexport.serving.protocol.errors import RequestError
@@ -17,8 +17,6 @@ from effexport.serving.protocol.request_fields import parsed_object
 from effexport.serving.protocol.text_request import checked_texts
 
 TEXT = "text_input"
-# The name that Triton's backends for large models use, beside ours.
-ALIASES = {"max_tokens": "max_new_tokens"}
 STREAM = "stream"
 
 
