@@ -165,6 +165,14 @@ class AttentionSpec(ShortRepr, ABC):
         return f"{self.variant} attention"
 
     @property
+    def label(self) -> str:
+        """ "nystrom-32", "lsh, 4 rounds": the variant and its own fields that differ from their defaults; without the
+        fields that all variants share."""
+        own = (field for field in dataclasses.fields(self) if field.name not in AttentionSpec.__dataclass_fields__)
+        values = {field.name: getattr(self, field.name) for field in own if getattr(self, field.name) != field.default}
+        return label_of(self.variant, values)
+
+    @property
     def attention(self) -> AttentionSpec:
         return self
 
@@ -925,6 +933,15 @@ def attention_from_dict(values: Mapping[str, Any]) -> AttentionSpec:
         other = OTHER_SPECS[variant]
         return other(**known_fields(other, options, f"{variant} attention"))
     return attention_spec(variant, options)
+
+
+def label_of(variant: str, options: dict[str, Any]) -> str:
+    """ "nystrom-32", "lsh, 4 rounds", or the variant with its options as they were given."""
+    labels = ATTENTION_SPECS[variant].option_labels if variant in ATTENTION_SPECS else {}
+    if len(options) == 1 and options.keys() <= labels.keys():
+        ((name, value),) = options.items()
+        return labels[name](value)
+    return ", ".join([variant, *(f"{name}={value}" for name, value in options.items())])
 
 
 def field_names(spec_class: type[DataclassInstance]) -> list[str]:

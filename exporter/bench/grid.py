@@ -12,22 +12,13 @@ from effexport.dtypes import DTYPE_OF_PRECISION
 from effexport.errors import UserError
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.products import Product
-from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_spec
+from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_spec, label_of
 from effexport.models.validation import did_you_mean
 from effexport.runtimes import BENCH_RUNTIMES
 from effexport.spec import BuildSpec
 from effexport.units import tokens_from_text
 
 SCOPES = ("core", "attention", "encoder")
-
-
-def label_of(variant: str, options: dict[str, Any]) -> str:
-    """ "nystrom-32", "lsh, 4 rounds", or the variant with its options as they were given."""
-    labels = ATTENTION_SPECS[variant].option_labels if variant in ATTENTION_SPECS else {}
-    if len(options) == 1 and options.keys() <= labels.keys():
-        ((name, value),) = options.items()
-        return labels[name](value)
-    return ", ".join([variant, *(f"{name}={value}" for name, value in options.items())])
 
 
 @dataclass(frozen=True)

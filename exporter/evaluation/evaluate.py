@@ -77,9 +77,18 @@ class Comparison:
 @dataclass(frozen=True)
 class Evaluation:
     """How good a model is on labelled data. data_sha256: of a file, "" for arrays. answers: how many labels there were.
-    seconds: of the runs."""
+    seconds: of the runs.
+
+    label: the attention, as benchmarks call it. spec: of the artifact, as its manifest has it. tokens: of the longest
+    row. precision: what it computes in.
+    """
 
     model: str
+    label: str
+    spec: dict[str, Any]
+    runtime: str
+    precision: str
+    tokens: int
     objective: Objective
     data: str
     data_sha256: str
@@ -137,8 +146,14 @@ def evaluate_artifact(
             changes(scores, found),
             took,
         )
+    spec = subject.artifact.spec
     return Evaluation(
         subject.title,
+        spec.attention.label,
+        spec.to_dict(),
+        subject.runtime,
+        subject.options.precision_hint or spec.precision,
+        max(some.tokens for some in rows),
         objective,
         str(data) if isinstance(data, Path) else "arrays",
         file_digest(data) if isinstance(data, Path) else "",

@@ -51,6 +51,12 @@ class LabelledRows:
     labels: Array
     text_bytes: Array | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Of each row; 1 for a model without an axis of tokens."""
+        first = next(iter(self.feeds.values()))
+        return first.shape[1] if first.ndim > 1 else 1
+
 
 @dataclass(frozen=True)
 class Windows:

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from effexport.bench.grid import Model, label_of
+from effexport.bench.grid import Model
 from effexport.engines.profile import profiles_from_texts
 from effexport.engines.spec import EngineSpec
+from effexport.models.spec import label_of
 from effexport.models.validation import SpecError, require
 from effexport.spec import BuildSpec, build_spec_from_options
 from effexport.sweep.cell import ONNX_ONLY, Cell, deciding_versions

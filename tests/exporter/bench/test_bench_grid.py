@@ -8,7 +8,7 @@ from effexport.bench.grid import Grid, Model, lengths, models_from_text, numbers
 from effexport.bench.presets import PRESETS
 from effexport.bench.rendering.published import PUBLISHED, TITLES
 from effexport.errors import UserError
-from effexport.models.spec import LSHSpec
+from effexport.models.spec import LSHSpec, attention_spec
 from effexport.models.validation import SpecError
 
 
@@ -102,3 +102,10 @@ def test_a_preset_has_a_grid_and_figures_to_compare_with(name: str) -> None:
     assert len(list(preset.grid.cases())) >= 10
     assert name in TITLES
     assert any(table.preset == name for table in PUBLISHED)
+
+
+def test_a_spec_has_the_label_that_its_options_have_in_a_table() -> None:
+    texts = ("softmax", "nystrom:num_landmarks=32", "lsh:num_hashes=4", "lsh:chunk_length=32:num_hashes=4")
+    for model in models_from_text(",".join(texts)):
+        spec = attention_spec(model.variant, {"dim": 64, "heads": 2, "seq_len": 128, **model.options})
+        assert spec.label == model.label

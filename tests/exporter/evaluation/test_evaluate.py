@@ -152,6 +152,9 @@ def test_an_artifact_answers_as_its_module_and_as_itself(writer: Artifact, text:
         "high": 0.0,
     }
     assert result.json["data_sha256"] == found.data_sha256
+    spec = json.loads((writer.path / "manifest.json").read_text())["spec"]
+    judged = [result.json[name] for name in ("label", "runtime", "precision", "tokens", "spec")]
+    assert judged == ["linear, chunk_length=16", "ort", "fp32", 40, spec]
     printed = cli("evaluate", writer.path, "--data", text, "--window", "40", "--compare", "torch").out
     assert f"answers that changed: 0 of {found.answers}, 0 %" in printed
     assert f"bits per byte  {found.figure('bits per byte').value:.4f} (" in printed
