@@ -310,10 +310,10 @@ def verify(
             open_artifact(path_of("artifact", artifact)), runtime, options, optional_path("model", model)
         )
         request = Request(choice, optional_path("weights", weights), tuple(names), trace, optional_path("data", data))
-        answers = answer_checks(candidate, request, lambda stage: progress(stage, None))
+        answers, quality = answer_checks(candidate, request, lambda stage: progress(stage, None))
         verification, found = verify_artifact(candidate, request, lambda stage: progress(stage, None))
     verification.checks += answers
-    return report_from_verification(candidate, request, verification, found, time.perf_counter() - start)
+    return report_from_verification(candidate, request, verification, found, quality, time.perf_counter() - start)
 
 
 def evaluate(

@@ -56,10 +56,10 @@ def relative(path: Path) -> str:
 ROWS: tuple[tuple[str, ...], ...] = (
     ("__main__", "commands", "cli"),
     ("__init__", "api", "build", "build_request", "description", "bench", "sweep", "serving", "triton", "hf"),
-    ("generation", "evaluation"),
-    ("text",),
     ("refit_request",),
     ("report",),
+    ("generation", "evaluation"),
+    ("text",),
     ("proof",),
     ("runners",),
     ("engines",),

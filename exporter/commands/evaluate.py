@@ -20,12 +20,11 @@ from effexport.commands._options import (
     write_output,
 )
 from effexport.runtimes import ARTIFACT_RUNTIMES
-from effexport.units import NOTHING, counted, duration
+from effexport.units import counted, duration
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.evaluation.estimates import Estimate
     from effexport.evaluation.evaluate import Evaluation
 
 EXAMPLES = (
@@ -121,6 +120,8 @@ def command(
 def print_figures(console: Console, found: Evaluation) -> None:
     from rich.table import Table
 
+    from effexport.report.rendering.text import figure_rows, interval_text
+
     table = Table("figure", found.model, box=None, pad_edge=False)
     comparison = found.comparison
     if comparison is None:
@@ -129,19 +130,9 @@ def print_figures(console: Console, found: Evaluation) -> None:
     else:
         table.add_column(comparison.model)
         table.add_column("difference, row by row")
-        differences = {one.name: interval_text(one, signed=True) for one in comparison.differences}
-        for ours, theirs in zip(found.estimates, comparison.estimates, strict=True):
-            table.add_row(ours.name, interval_text(ours), interval_text(theirs), differences.get(ours.name, NOTHING))
+        for row in figure_rows(found.estimates, comparison.estimates, comparison.differences):
+            table.add_row(*row)
     console.print(table)
     if comparison is not None:
         changes = comparison.changes
         say(console, f"answers that changed: {changes.count:,} of {changes.of:,}, {100 * changes.share:.3g} %")
-
-
-def interval_text(estimate: Estimate, *, signed: bool = False) -> str:
-    """`2.1034 (2.0812 to 2.1256)`."""
-    form = "{:+.5f}" if signed else "{:.4f}" if estimate.value < 100 else "{:,.1f}"
-    text = form.format(estimate.value)
-    if estimate.low is None or estimate.high is None:
-        return text
-    return f"{text} ({form.format(estimate.low)} to {form.format(estimate.high)})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,17 +105,17 @@ def command(
     from effexport.report.model import dict_of_check
     from effexport.report.reading import side_of_artifact
     from effexport.report.rendering.formats import text_from_report
-    from effexport.report.rendering.text import trace_text
+    from effexport.report.rendering.text import quality_text, trace_text
     from effexport.report.verified import report_from_verification
 
     candidate = Candidate(open_artifact(artifact), runtime, options, model)
     request = Request(choice, weights, cases, trace, data)
     start = time.perf_counter()
     with stage_progress(stderr_console()) as on_stage:
-        answers = answer_checks(candidate, request, on_stage)
+        answers, quality = answer_checks(candidate, request, on_stage)
         verification, found = verify_artifact(candidate, request, on_stage)
     verification.checks += answers
-    report = report_from_verification(candidate, request, verification, found, time.perf_counter() - start)
+    report = report_from_verification(candidate, request, verification, found, quality, time.perf_counter() - start)
     if output is not None:
         side = side_of_artifact(candidate.artifact, str(artifact), report)
         write_output(output, text_from_report(side, form))
@@ -134,6 +135,7 @@ def command(
                 "trace": {"not_run": trace_text(found)}
                 if isinstance(found, Unavailable)
                 else found and found.to_dict(),
+                "quality": report.quality and asdict(report.quality),
                 **({"output": str(output)} if output is not None else {}),
             }
         )
@@ -141,6 +143,8 @@ def command(
     print_checks(console, report.checks, report.divergence)
     if found is not None and not report.divergence and not trace:
         say(console, trace_text(found))
+    if report.quality is not None:
+        say(console, quality_text(report.quality))
     say(console, f"{model or artifact}: {verdict_text(report, request, precision_hint)}")
     if output is not None:
         say(console, f"{output}: written")
@@ -174,5 +178,4 @@ def verdict_text(report: Report, request: Request, precision_hint: str) -> str:
     verdict = {"passed": "equal to", "failed": "NOT proven equal to", "not run": "NOT compared with"}[report.verdict]
     limits = f" within the limits of {precision_hint}" if precision_hint else ""
     ran = implementation_text(report.implementation)
-    changed = "".join(f", {check.detail}" for check in report.checks if check.kind == Kind.ANSWERS)
-    return f"{verdict} {title}{limits}, {outcomes_text(report.checks)}{changed}{ran}"
+    return f"{verdict} {title}{limits}, {outcomes_text(report.checks)}{ran}"

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+
+from effexport.files import Figure, figure
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -18,12 +22,16 @@ LOSS, PERPLEXITY, BITS, ACCURACY = "loss", "perplexity", "bits per byte", "accur
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and the ends of its 95 % confidence interval, None if there are too few rows to tell."""
+    """A figure and the ends of its 95 % confidence interval, which a single row does not have."""
 
     name: str
-    value: float
-    low: float | None = None
-    high: float | None = None
+    value: Figure
+    low: Figure | None = None
+    high: Figure | None = None
+
+    def __post_init__(self) -> None:
+        for end in ("value", "low", "high"):
+            object.__setattr__(self, end, figure(getattr(self, end)))
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,20 @@ class Changes:
         return self.count / self.of
 
 
+@dataclass(frozen=True)
+class Quality:
+    """The figures of a model and of its PyTorch module on the same data."""
+
+    data: Annotated[str, Meta(description="The file, as it was named.")]
+    data_sha256: str
+    objective: Annotated[str, Meta(description="What the logits predict, such as language model or classification.")]
+    rows: int
+    estimates: Annotated[tuple[Estimate, ...], Meta(description="Of the model.")]
+    pytorch: tuple[Estimate, ...]
+    differences: Annotated[tuple[Estimate, ...], Meta(description="The model's minus PyTorch's, row by row.")]
+    changes: Annotated[Changes, Meta(description="The most probable answers that are not PyTorch's.")]
+
+
 def estimates_of(scores: Scores, *, language: bool) -> list[Estimate]:
     """loss, in nats per answer, and accuracy; of language models also perplexity, and bits per byte if they are known.
 
@@ -46,7 +68,7 @@ def estimates_of(scores: Scores, *, language: bool) -> list[Estimate]:
     loss = ratio(LOSS, scores.nats, scores.asked)
     found = [loss, share(ACCURACY, scores.right, scores.asked)]
     if language:
-        found.insert(1, transformed(PERPLEXITY, loss, math.exp))
+        found.insert(1, transformed(PERPLEXITY, loss, exponential))
         if scores.text_bytes is not None and scores.text_bytes.sum():
             found.insert(0, ratio(BITS, scores.nats / math.log(2), scores.text_bytes))
     return found
@@ -96,6 +118,14 @@ def standard_error(values: Array, sizes: Array, value: float) -> float | None:
         return None
     deviations = values - value * sizes
     return float(math.sqrt(rows / (rows - 1) * float((deviations**2).sum())) / sizes.sum())
+
+
+def exponential(value: float) -> float:
+    """e to a power; infinite beyond float64."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def transformed(name: str, estimate: Estimate, change: Callable[[float], float]) -> Estimate:

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.artifact import open_artifact
-from effexport.errors import Unavailable, UserError
+from effexport.errors import UserError
 from effexport.evaluation.estimates import Changes, Estimate, changes, differences, estimates_of
 from effexport.evaluation.files import rows_of_data
 from effexport.evaluation.labelled import LANGUAGE, LabelledRows, Objective, Windows, objective_of, same_labels
-from effexport.evaluation.scores import Run, Scores, scores_of
+from effexport.evaluation.scores import Run, Scores, run_of_module, scores_of
 from effexport.files import file_digest
 from effexport.models.validation import did_you_mean
-from effexport.proof.module_runs import run_module
-from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.runners.artifact_runner import check_runtime, runner_from_artifact
-from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.runners.runner import ModelOptions
 from effexport.runtimes import ARTIFACT_RUNTIMES
 
@@ -55,12 +52,7 @@ class Subject:
             with runner_from_artifact(self.artifact, self.runtime, self.options) as runner:
                 yield runner.run
             return
-        module = module_of_artifact(self.artifact, self.weights)
-        if isinstance(module, Unavailable):
-            raise UserError(f"--compare {TORCH}: {module}")
-        spec = self.artifact.spec
-        limits = limits_from_spec(spec)
-        yield lambda feeds: run_module(module, spec, checked_feeds(feeds, spec.inputs, limits))
+        yield run_of_module(self.artifact, self.weights, f"--compare {TORCH}")
 
 
 @dataclass(frozen=True)

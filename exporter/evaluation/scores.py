@@ -8,15 +8,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effexport.errors import RuntimeFailedError, UserError
+from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.evaluation.labelled import IGNORED, LabelledRows
 from effexport.models.head_spec import LOGITS
+from effexport.proof.module_runs import run_module
+from effexport.proof.references.rebuilt_module import module_of_artifact
+from effexport.runners.feeds import checked_feeds, limits_from_spec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from effexport.artifact import Artifact
     from effexport.dtypes import Array
 
 # Inputs by name → outputs by name.
 Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
+
+
+def run_of_module(artifact: Artifact, weights: Path | None, option: str) -> Run:
+    """What runs the PyTorch module of an artifact. Raises UserError, which names the option, if it is not available."""
+    module = module_of_artifact(artifact, weights)
+    if isinstance(module, Unavailable):
+        raise UserError(f"{option}: {module}")
+    spec, limits = artifact.spec, limits_from_spec(artifact.spec)
+    return lambda feeds: run_module(module, spec, checked_feeds(feeds, spec.inputs, limits))
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,11 @@ def scores_of(run: Run, data: Sequence[LabelledRows]) -> Scores:
 
     Raises UserError for labels that the model does not have, and RuntimeFailedError for logits that are not finite.
     """
-    parts = [scores_of_logits(run(rows.feeds)[LOGITS], rows) for rows in data]
+    return joined([scores_of_logits(run(rows.feeds)[LOGITS], rows) for rows in data])
+
+
+def joined(parts: Sequence[Scores]) -> Scores:
+    """The scores of all rows of several parts, at least one, in their order."""
     text_bytes = [part.text_bytes for part in parts if part.text_bytes is not None]
     return Scores(
         np.concatenate([part.nats for part in parts]),

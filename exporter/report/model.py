@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from effexport.artifact import CheckSummary, Count, EngineEntry, Manifest, Parity
+from effexport.evaluation.estimates import Quality
 from effexport.files import Figure, figure, json_text
 from effexport.models.model_spec import Scope
 from effexport.proof.case_label import CaseLabel
@@ -26,7 +27,8 @@ else:
 
 # 2: measures, worst element, length and histogram of a check; layers and weights_from.
 # 3: reports of `verify`: reference, options and divergence.
-REPORT_VERSION: Literal[3] = 3
+# 4: quality.
+REPORT_VERSION: Literal[4] = 4
 
 PYTORCH = "PyTorch"
 
@@ -59,6 +61,7 @@ class Report:
     a checkpoint, a file or a module; "" if it is not known.
     reference: what the model was compared with. options: further options of `effexport verify` that repeat the checks.
     divergence: the first value inside the graph that differs, in words; "" if the model was not traced.
+    quality: how good the model and PyTorch are on the data of `effexport verify --data`.
     """
 
     title: str
@@ -76,6 +79,7 @@ class Report:
     reference: str = PYTORCH
     options: list[str] = field(default_factory=list)
     divergence: str = ""
+    quality: Quality | None = None
 
     def __repr__(self) -> str:
         return f"<Report of {self.title}: {self.verdict}, {outcomes_text(self.checks)}>"
@@ -163,7 +167,7 @@ class SpecFields(msgspec.Struct, kw_only=True):
 class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """report.json of an artifact: what was built, from what, and whether it computes what PyTorch computes."""
 
-    report_version: Literal[3]
+    report_version: Literal[4]
     title: Annotated[str, described("The model in words.")]
     verdict: Annotated[
         Status,
@@ -188,6 +192,9 @@ class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     options: Annotated[list[str], described("Further options of effexport verify that repeat the checks.")]
     divergence: Annotated[
         str, described("The first value inside the graph that differs, in words; empty if the model was not traced.")
+    ]
+    quality: Annotated[
+        Quality | None, described("On the data of effexport verify --data; null without data, or if it failed there.")
     ]
     engines: list[EngineEntry]
     summary: Annotated[dict[str, CheckSummary], described("By the name of a check.")]

@@ -61,8 +61,9 @@ def _values_of_file(file: Path) -> dict[str, Any]:
 
 
 def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 had no layers, no measurements, and less of each check; version 2 was of builds only."""
-    added: dict[str, Any] = {"layers": [], "bench": [], "weights_from": "", "divergence": ""}
+    """Version 1 had no layers, no measurements, and less of each check; version 2 was of builds only; version 3 had
+    no quality."""
+    added: dict[str, Any] = {"layers": [], "bench": [], "weights_from": "", "divergence": "", "quality": None}
     values = {**added, "reference": PYTORCH, "options": [], **values, "report_version": REPORT_VERSION}
     of_check: dict[str, Any] = {"measures": {}, "worst": None, "seq_len": None, "histogram": []}
     if isinstance(values.get("checks"), list):

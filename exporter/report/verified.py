@@ -14,14 +14,21 @@ from effexport.report.rendering.text import trace_text
 from effexport.report.reproduce import DATA_OPTION, REFERENCE_OPTION, WEIGHTS_OPTION
 
 if TYPE_CHECKING:
+    from effexport.evaluation.estimates import Quality
     from effexport.proof.verify import Verification
     from effexport.proof.verify_artifact import Candidate, Request
 
 
 def report_from_verification(
-    candidate: Candidate, request: Request, verification: Verification, trace: object, seconds: float
+    candidate: Candidate,
+    request: Request,
+    verification: Verification,
+    trace: object,
+    quality: Quality | None,
+    seconds: float,
 ) -> Report:
-    """The report of what `verify_artifact` returned: checks, and a trace or None. seconds: how long it took."""
+    """The report of what `verify_artifact` and `answer_checks` returned: checks, a trace or None, and the figures on
+    data or None. seconds: how long it took."""
     artifact = candidate.artifact
     spec, manifest = artifact.spec, artifact.manifest
     traced = trace if isinstance(trace, Trace) and trace.values else None
@@ -41,6 +48,7 @@ def report_from_verification(
         reference=request.choice.title,
         options=options_of(candidate, request),
         divergence=divergence_text(traced, request, verification.checks) if traced else "",
+        quality=quality,
     )
 
 

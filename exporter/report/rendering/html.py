@@ -13,7 +13,9 @@ from effexport.report.rendering.figures import comparison_figures, error_figures
 from effexport.report.rendering.templates import template_environment
 from effexport.report.rendering.text import (
     cases_text,
+    data_name,
     field_text,
+    figure_rows,
     flat_fields,
     limit_text,
     measures_text,
@@ -23,10 +25,12 @@ from effexport.report.rendering.text import (
 )
 from effexport.report.reproduce import REBUILT, build_command, verify_command
 from effexport.runtimes import RUNTIMES
-from effexport.units import megabytes, memory, moment, number, seconds
+from effexport.units import counted, megabytes, memory, moment, number, seconds
 
 if TYPE_CHECKING:
     import jinja2
+
+    from effexport.report.model import Report
 
 
 def html_from_report(side: Side, artifact: str = "") -> str:
@@ -49,6 +53,7 @@ def html_from_report(side: Side, artifact: str = "") -> str:
             groups=groups,
             problems=problems_of(report.checks),
             summary=summary(report.checks),
+            quality_rows=quality_rows(report),
             fields=flat_fields(report.spec),
             errors=error_figures(report),
             buckets=bucket_rows(report.checks),
@@ -78,6 +83,12 @@ def built_facts(side: Side) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
+def quality_rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """(figure, of the model, of PyTorch, difference) on the data of the report; none without data."""
+    found = report.quality
+    return [] if found is None else figure_rows(found.estimates, found.pytorch, found.differences)
+
+
 def html_from_comparison(comparison: Comparison) -> str:
     figures = comparison_figures(comparison)
     return _environment().get_template("comparison.html.j2").render(comparison=comparison, figures=figures)
@@ -100,6 +111,8 @@ def _environment() -> jinja2.Environment:
         "cases": cases_text,
         "share": share_of_limit,
         "sizes": sizes,
+        "data_name": data_name,
+        "counted": counted,
         "field": field_text,
         "meaning": meaning_of,
         "megabytes": megabytes,

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 from effexport.proof.checks.result import Check
 from effexport.report.model import Report
-from effexport.report.rendering.text import limit_text
+from effexport.report.rendering.text import limit_text, quality_text
 from effexport.report.reproduce import verify_command
 from effexport.units import number
 
@@ -38,7 +38,8 @@ def _suite(artifact: str, report: Report) -> ElementTree.Element:
     properties = ElementTree.SubElement(suite, "properties")
     subject = {"verdict": report.verdict, "reference": report.reference, "runtime": report.runtime}
     divergence = {"first divergence": report.divergence} if report.divergence else {}
-    facts = {**subject, **divergence, **report.implementation, **report.environment}
+    quality = {"quality": quality_text(report.quality)} if report.quality else {}
+    facts = {**subject, **divergence, **quality, **report.implementation, **report.environment}
     for name, value in facts.items():
         properties.append(_element("property", name=name, value=value or "not installed"))
     for check in report.checks:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from effexport.evaluation.estimates import Quality
 from effexport.proof.checks.result import Check, outcome_of, summary
 from effexport.report.compare import Comparison, Row, case_text, result_text
 from effexport.report.model import Report
 from effexport.report.problems import Problem, problems_of
-from effexport.report.rendering.text import cases_text, limit_text, share_of_limit
+from effexport.report.rendering.text import cases_text, figure_rows, limit_text, quality_text, share_of_limit
 from effexport.report.reproduce import REBUILT, build_command, quoted, verify_command
 from effexport.runtimes import RUNTIMES
 from effexport.units import moment, number
@@ -28,6 +29,7 @@ def markdown_from_report(report: Report, artifact: str) -> str:
     others = [_problem(problem, report, artifact) for problem in problems if problem.outcome != "failed"]
     parts += ["\n".join([*first, *failed])] if first or failed else []
     parts += [escaped(_facts(report)), _check_table(report.checks)]
+    parts += [_quality(report.quality)] if report.quality else []
     parts += ["\n".join(others)] if others else []
     parts += ["\n".join(f"* {escaped(note)}" for note in report.notes)] if report.notes else []
     verify = " ".join(map(quoted, ["effexport", "verify", artifact, *report.options]))
@@ -87,6 +89,12 @@ def _check_table(checks: Sequence[Check]) -> str:
         figures = (number(worst), number(limit), share_of_limit(worst, limit), cases_text(group))
         rows.append((name, f"{SIGNS[outcome]} {outcome}", entry["metric"], *figures))
     return table(("check", "result", "metric", "worst", "limit", "of limit", "passed"), rows, right=4)
+
+
+def _quality(quality: Quality) -> str:
+    rows = figure_rows(quality.estimates, quality.pytorch, quality.differences)
+    head = ("figure", "model", "PyTorch", "difference, row by row")
+    return f"{escaped(quality_text(quality))}\n\n{table(head, rows, right=3)}"
 
 
 def _problem(problem: Problem, report: Report, artifact: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
 from effexport.errors import Unavailable
 from effexport.models.spec import PyTorchSpec
@@ -12,6 +14,9 @@ from effexport.proof.checks.result import METRIC, Check, outcome_of, outcomes_te
 from effexport.proof.trace.trace import Suspect, Trace
 from effexport.report.problems import problems_of
 from effexport.units import NOTHING, counted, number
+
+if TYPE_CHECKING:
+    from effexport.evaluation.estimates import Estimate, Quality
 
 # How many nodes or weights a sentence lists.
 LISTED = 5
@@ -148,3 +153,37 @@ def sizes(profiles: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> str:
         f"{name} {shape(smallest)} to {shape(largest)}, tuned for {shape(optimum)}"
         for name, (smallest, optimum, largest) in first
     )
+
+
+def quality_text(quality: Quality) -> str:
+    """`held-out.txt: bits per byte 3.2411 (3.2102 to 3.2720), PyTorch 3.2411, 0 of 102,200 answers changed`."""
+    first, pytorch, changes = quality.estimates[0], quality.pytorch[0], quality.changes
+    figures = f"{first.name} {interval_text(first)}, PyTorch {interval_text(replace(pytorch, low=None))}"
+    return f"{data_name(quality)}: {figures}, {changes.count:,} of {changes.of:,} answers changed"
+
+
+def data_name(quality: Quality) -> str:
+    """Of the file, without its folder."""
+    return PurePath(quality.data).name
+
+
+def figure_rows(
+    estimates: Sequence[Estimate], others: Sequence[Estimate], differences: Sequence[Estimate]
+) -> list[tuple[str, str, str, str]]:
+    """(name, figure, that of the other model, their difference) of two models with the same figures."""
+    signed = {one.name: interval_text(one, signed=True) for one in differences}
+    return [
+        (ours.name, interval_text(ours), interval_text(theirs), signed.get(ours.name, NOTHING))
+        for ours, theirs in zip(estimates, others, strict=True)
+    ]
+
+
+def interval_text(estimate: Estimate, *, signed: bool = False) -> str:
+    """`2.1034 (2.0812 to 2.1256)`; signed, for a difference: `+0.02140 (+0.01990 to +0.02290)`."""
+    form = "{:+.5f}" if signed else "{:.4f}" if estimate.value < 100 else "{:,.1f}"
+    if signed and 0 < abs(estimate.value) < 1e-4:
+        form = "{:+.1e}"
+    text = form.format(estimate.value)
+    if estimate.low is None or estimate.high is None:
+        return text
+    return f"{text} ({form.format(estimate.low)} to {form.format(estimate.high)})"

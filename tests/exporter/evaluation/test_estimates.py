@@ -36,6 +36,10 @@ def test_rows_of_one_size_have_the_interval_of_a_mean() -> None:
     assert (loss.low, loss.high) == pytest.approx((nats.mean() - half, nats.mean() + half))
 
 
+def test_a_perplexity_beyond_float64_is_infinite() -> None:
+    assert figures(estimates_of(scores([800.0], [1], [0]), language=True))["perplexity"].value == math.inf
+
+
 def test_one_row_has_no_interval() -> None:
     for estimate in estimates_of(scores([8.0], [4], [1]), language=True):
         assert (estimate.low, estimate.high) == (None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from effexport.evaluation.files import class_names, examples_of_lines
 from effexport.evaluation.labelled import IGNORED, MASKED_SHARE, LabelledRows, rows_of_texts, same_labels
 from effexport.evaluation.scores import scores_of
 from effexport.proof.references.rebuilt_module import module_of_artifact
+from effexport.report.reading import report_from_values
 from effexport.text.classification import Labels, TextClassification
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "transformers")
@@ -230,9 +232,6 @@ def test_verify_counts_the_answers_that_are_not_pytorchs(
     bias.CopyFrom(onnx.numpy_helper.from_array(values, bias.name))
     onnx.save(model, tmp_path / "damaged.onnx")
     options = ("--data", text, "--reference", "golden")
-    healthy = cli("verify", writer.path, *options)
-    assert healthy.code == 0
-    assert f"0 of {len(TEXT.encode()) - 4} answers changed" in healthy.out
     damaged = cli("verify", writer.path, "--model", tmp_path / "damaged.onnx", *options, "--json")
     assert damaged.code == 1
     found = damaged.json["summary"]
@@ -243,6 +242,32 @@ def test_verify_counts_the_answers_that_are_not_pytorchs(
     onnx.save(model, tmp_path / "nan.onnx")
     broken = cli("verify", writer.path, "--model", tmp_path / "nan.onnx", *options, "--json")
     assert broken.json["summary"]["answers"]["failed"] == 1
+    assert broken.json["quality"] is None
+
+
+def test_a_report_of_verify_has_the_figures_of_evaluate(writer: Artifact, text: Path, tmp_path: Path, cli: Cli) -> None:
+    printed = cli("verify", writer.path, "--data", text, "--reference", "golden", "-o", tmp_path / "report.json").out
+    report = report_from_values(json.loads((tmp_path / "report.json").read_text()), tmp_path / "report.json")
+    found, quality = effexport.evaluate(writer.path, text, compare="torch"), report.quality
+    assert quality is not None
+    assert found.comparison is not None
+    assert (quality.data_sha256, quality.rows, quality.objective) == (found.data_sha256, found.rows, found.objective)
+    assert (quality.estimates, quality.pytorch) == (found.estimates, found.comparison.estimates)
+    assert (quality.differences, quality.changes) == (found.comparison.differences, found.comparison.changes)
+    # Σ nats / Σ answers over windows of 64 tokens, ± 1.96 standard errors of this ratio
+    data = np.frombuffer(TEXT.encode(), np.uint8).astype(np.int64)[None] + 2
+    windows = [data[:, start : start + 64] for start in range(0, data.size, 64)]
+    nats = np.array([torch_nats(writer, window[:, :-1], window[:, 1:])[0] for window in windows])
+    asked = np.array([window.size - 1 for window in windows])
+    bits = nats.sum() / asked.sum() / math.log(2)
+    squares = ((nats / math.log(2) - bits * asked) ** 2).sum()
+    half = 1.96 * math.sqrt(len(windows) / (len(windows) - 1) * squares) / asked.sum()
+    wanted = {"name": "bits per byte", "value": bits, "low": bits - half, "high": bits + half}
+    assert dataclasses.asdict(quality.pytorch[0]) == {
+        name: pytest.approx(value, abs=CLOSE) if isinstance(value, float) else value for name, value in wanted.items()
+    }
+    line = f"held-out.txt: bits per byte {bits:.4f} ({bits - half:.4f} to {bits + half:.4f}), PyTorch {bits:.4f}, "
+    assert f"{line}0 of {asked.sum()} answers changed" in printed
 
 
 @pytest.mark.slow

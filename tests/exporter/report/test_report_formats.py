@@ -24,6 +24,7 @@ from effexport.build_request import BuildRequest
 from effexport.cli import cli as program
 from effexport.commands.build import command as build_cli
 from effexport.errors import UserError
+from effexport.evaluation.estimates import Changes, Estimate, Quality
 from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.checks.result import Check, Worst
 from effexport.report.compare import Side
@@ -49,6 +50,17 @@ LOST = dataclasses.replace(
     measures={"max_abs": math.inf},
     worst=Worst("x", (0, 1), -math.inf, 1.0),
     histogram=(0,) * 10 + (7,),
+)
+BITS = Estimate("bits per byte", 3.2411, 3.2102, 3.272)
+QUALITY = Quality(
+    "texts/held-out.txt",
+    "5" * 64,
+    "language model",
+    200,
+    (BITS, Estimate("perplexity", math.inf, 1e300, math.inf)),
+    (Estimate("bits per byte", 3.2409, 3.21, 3.2718), Estimate("perplexity", 1234.56, 1200.0, 1300.0)),
+    (Estimate("bits per byte", 2e-4, 1e-4, 3e-4),),
+    Changes(12, 102_200),
 )
 ENGINE = EngineEntry(
     target="trt-rtx",
@@ -118,13 +130,14 @@ def test_the_reports_of_all_variants_follow_the_schema(built: Callable[..., Arti
 @pytest.mark.parametrize("checks", [(GOOD,), (GOOD, BAD, NOT_RUN), (LOST,), ()])
 def test_any_report_follows_the_schema_and_is_read_back(checks: tuple[Check, ...]) -> None:
     layers = [LayerError(layer="blocks.0", op_type="Add", error=math.nan, limit=1e-3, value="add_1")]
-    report = report_of(*checks, layers=layers)
+    report = report_of(*checks, layers=layers, quality=QUALITY)
     values = plain(report)
     validator.validate(values)
     assert plain(read(values)) == values
     # NaN does not equal itself, but its text does
     assert str(read(values).checks) == str(report.checks)
     assert str(read(values).layers) == str(layers)
+    assert read(values).quality == QUALITY
 
 
 def damaged_reports() -> dict[str, dict[str, Any]]:
@@ -202,6 +215,21 @@ def test_the_report_of_a_verification_names_the_reference_and_how_to_repeat_it()
     assert "first divergence: value `x` of blocks.0" in html_from_report(Side("artifacts/lsh", report))
     validator.validate(plain(report))
     assert read(plain(report)) == report
+
+
+def test_every_format_shows_the_figures_on_data() -> None:
+    report = report_of(GOOD, quality=QUALITY)
+    line = "held-out.txt: bits per byte 3.2411 (3.2102 to 3.2720), PyTorch 3.2409, 12 of 102,200 answers changed"
+    row = ("bits per byte", "3.2411 (3.2102 to 3.2720)", "3.2409 (3.2100 to 3.2718)", "+0.00020 (+0.00010 to +0.00030)")
+    markdown = markdown_from_report(report, "artifacts/lsh")
+    assert line in markdown
+    assert f"| {' | '.join(row)} |" in markdown
+    assert line in junit_from_reports([("artifacts/lsh", report)])
+    page = html_from_report(Side("artifacts/lsh", report))
+    cells = "".join(f'<td class="n">{cell}</td>' for cell in row[1:])
+    assert f'<th scope="row">{row[0]}</th>{cells}' in page
+    assert "12 of 102,200 answers changed" in page
+    assert "Quality" not in html_from_report(Side("artifacts/lsh", report_of(GOOD)))
 
 
 def test_markdown_leaves_no_text_free_to_be_markup() -> None:
@@ -385,12 +413,12 @@ def test_words_survive_the_shell(word: str) -> None:
     assert shlex.split(quoted(word)) == [word]
 
 
-NEW_IN_REPORT = {2: ("layers", "bench", "weights_from"), 3: ("reference", "options", "divergence")}
-NEW_IN_CHECK = {2: ("measures", "worst", "seq_len", "histogram"), 3: ()}
+NEW_IN_REPORT = {2: ("layers", "bench", "weights_from"), 3: ("reference", "options", "divergence"), 4: ("quality",)}
+NEW_IN_CHECK = {2: ("measures", "worst", "seq_len", "histogram"), 3: (), 4: ()}
 
 
 @pytest.mark.requires("torch", "onnx", "ort")
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_report_of_an_older_version_is_read(
     copied: Callable[..., Path], rewrite_manifest: Callable[..., None], version: int
 ) -> None:

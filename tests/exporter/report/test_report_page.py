@@ -24,6 +24,7 @@ from page_browser import (
 
 from effexport.artifact import Artifact, EngineEntry, open_artifact
 from effexport.dtypes import TensorInfo
+from effexport.evaluation.estimates import Changes, Estimate, Quality
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Worst, not_run
 from effexport.report.compare import Comparison, Side
@@ -80,7 +81,15 @@ def failed_report() -> Report:
         implementation={"LSHSort": "kernel"},
         engines=[an_engine()],
         layers=[LayerError(layer=name, op_type="Add", error=1e-7 * 4**n) for n, name in enumerate(names)],
+        quality=some_quality(),
     )
+
+
+def some_quality() -> Quality:
+    bits, perplexity = Estimate("bits per byte", 3.2411, 3.2102, 3.272), Estimate("perplexity", 1e9, 9e8, 2e9)
+    difference = Estimate("bits per byte", 2e-9, 1e-9, 3e-9)
+    both = (bits, perplexity)
+    return Quality("held-out.txt", "5" * 64, "language model", 9, both, both, (difference,), Changes(1, 10**6))
 
 
 def an_engine() -> EngineEntry:
