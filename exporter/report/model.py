@@ -16,6 +16,7 @@ from effexport.models.model_spec import Scope
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Status, Worst, outcomes_text, passed, summary
 from effexport.report.notebook import notebook_html
+from effexport.report.rendering.text import quality_text
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES
 from effexport.spec import BuildSpec, Precision
 from effexport.version import __version__
@@ -85,7 +86,8 @@ class Report:
         return f"<Report of {self.title}: {self.verdict}, {outcomes_text(self.checks)}>"
 
     def _repr_html_(self) -> str:
-        return notebook_html(self.title, self.sentence, self.checks, self.notes)
+        figures = [quality_text(self.quality)] if self.quality else []
+        return notebook_html(self.title, self.sentence, self.checks, [*figures, *self.notes])
 
     @property
     def verdict(self) -> Status:

@@ -180,9 +180,13 @@ def figure_rows(
 
 def interval_text(estimate: Estimate, *, signed: bool = False) -> str:
     """`2.1034 (2.0812 to 2.1256)`; signed, for a difference: `+0.02140 (+0.01990 to +0.02290)`."""
-    form = "{:+.5f}" if signed else "{:.4f}" if estimate.value < 100 else "{:,.1f}"
-    if signed and 0 < abs(estimate.value) < 1e-4:
-        form = "{:+.1e}"
+    if signed and {estimate.value, estimate.low, estimate.high} <= {0, None}:
+        return "0"
+    size = abs(estimate.value)
+    if signed:
+        form = "{:+.1e}" if 0 < size < 1e-4 else "{:+.5f}"
+    else:
+        form = "{:.4f}" if size < 100 else "{:,.1f}" if size < 1e6 else "{:.4g}"
     text = form.format(estimate.value)
     if estimate.low is None or estimate.high is None:
         return text

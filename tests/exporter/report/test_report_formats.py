@@ -51,15 +51,15 @@ LOST = dataclasses.replace(
     worst=Worst("x", (0, 1), -math.inf, 1.0),
     histogram=(0,) * 10 + (7,),
 )
-BITS = Estimate("bits per byte", 3.2411, 3.2102, 3.272)
+BITS, HALF = Estimate("bits per byte", 3.2411, 3.2102, 3.272), Estimate("accuracy", 0.5)
 QUALITY = Quality(
     "texts/held-out.txt",
     "5" * 64,
     "language model",
     200,
-    (BITS, Estimate("perplexity", math.inf, 1e300, math.inf)),
-    (Estimate("bits per byte", 3.2409, 3.21, 3.2718), Estimate("perplexity", 1234.56, 1200.0, 1300.0)),
-    (Estimate("bits per byte", 2e-4, 1e-4, 3e-4),),
+    (BITS, Estimate("perplexity", math.inf, 1e300, math.inf), HALF),
+    (Estimate("bits per byte", 3.2409, 3.21, 3.2718), Estimate("perplexity", 1234.56, 1200.0, 1300.0), HALF),
+    (Estimate("bits per byte", 2e-4, 1e-4, 3e-4), Estimate("accuracy", 0.0, 0.0, 0.0)),
     Changes(12, 102_200),
 )
 ENGINE = EngineEntry(
@@ -225,10 +225,13 @@ def test_every_format_shows_the_figures_on_data() -> None:
     assert line in markdown
     assert f"| {' | '.join(row)} |" in markdown
     assert line in junit_from_reports([("artifacts/lsh", report)])
+    assert line in report._repr_html_()
     page = html_from_report(Side("artifacts/lsh", report))
     cells = "".join(f'<td class="n">{cell}</td>' for cell in row[1:])
     assert f'<th scope="row">{row[0]}</th>{cells}' in page
     assert "12 of 102,200 answers changed" in page
+    assert '<th scope="row">accuracy</th><td class="n">0.5000</td><td class="n">0.5000</td><td class="n">0</td>' in page
+    assert "inf (1e+300 to inf)" in page
     assert "Quality" not in html_from_report(Side("artifacts/lsh", report_of(GOOD)))
 
 
