@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from effexport.description import Kind
     from effexport.dtypes import Array
     from effexport.engines.spec import EngineSpec
-    from effexport.evaluation.evaluate import Evaluation
+    from effexport.evaluation.results import Evaluation
     from effexport.generation.text_generator import TextGenerator
     from effexport.report.model import Report
     from effexport.runners.decode import DecodeRunner

@@ -168,7 +168,7 @@ class AttentionSpec(ShortRepr, ABC):
     def label(self) -> str:
         """ "nystrom-32", "lsh, 4 rounds": the variant and its own fields that differ from their defaults; without the
         fields that all variants share."""
-        own = (field for field in dataclasses.fields(self) if field.name not in AttentionSpec.__dataclass_fields__)
+        own = (field for field in dataclasses.fields(self) if field.name not in SHARED_FIELDS)
         values = {field.name: getattr(self, field.name) for field in own if getattr(self, field.name) != field.default}
         return label_of(self.variant, values)
 
@@ -946,6 +946,10 @@ def label_of(variant: str, options: dict[str, Any]) -> str:
 
 def field_names(spec_class: type[DataclassInstance]) -> list[str]:
     return [field.name for field in dataclasses.fields(spec_class)]
+
+
+# Fields that all variants have, such as sizes.
+SHARED_FIELDS = frozenset.intersection(*(frozenset(field_names(spec)) for spec in ATTENTION_SPECS.values()))
 
 
 def known_fields(spec_class: type[DataclassInstance], options: Mapping[str, Any], owner: str) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from effexport.bench.grid import Grid, Model
     from effexport.bench.limits import Limits
     from effexport.bench.measuring.plan import Plan
+    from effexport.bench.quality import Judged
 
 # Options that set fields of a spec; they win over the spec file.
 DESCRIBING = ("dim", "heads", "head_dim", "layers", "scope", "seq_len", "batch", "precision")
@@ -26,11 +28,16 @@ class AdviceRequest:
         from effexport.bench.measuring.plan import Plan
 
         self.check()
-        limits = self.limits()
-        options = self.described()
+        limits, results = self.limits(), self.results()
+        options = self.described(results)
         fields = self.grid_fields(options)
-        grid, refused = grid_of(self.models(), attention_options(options), fields)
-        return Plan(grid=grid, limits=limits, refused=refused, spec_file=str(self.flags["spec_file"] or ""))
+        grid, refused = grid_of(self.models(results, options), attention_options(options), fields)
+        plan = Plan(grid=grid, limits=limits, refused=refused, spec_file=str(self.flags["spec_file"] or ""))
+        if not results:
+            return plan
+        from effexport.bench.quality import quality_of_cases
+
+        return replace(plan, quality=quality_of_cases(plan.cases, results))
 
     def check(self) -> None:
         from effexport.models.validation import require
@@ -53,14 +60,29 @@ class AdviceRequest:
             memory_bytes=None if size is None else bytes_from_text(size, "--memory-limit"),
         )
 
-    def described(self) -> dict[str, Any]:
-        """The fields of the model and of its export: those of the spec file, overridden by options."""
+    def results(self) -> tuple[Judged, ...]:
+        """Those of --quality."""
+        if not self.flags["quality"]:
+            return ()
+        from effexport.bench.grid import words
+        from effexport.bench.quality import judged_from_files
+
+        return judged_from_files(Path(word) for text in self.flags["quality"] for word in words(text, "--quality"))
+
+    def described(self, results: Sequence[Judged]) -> dict[str, Any]:
+        """The fields of the model and of its export: those of the spec file, or of the first model that was judged,
+        overridden by options."""
         from effexport.bench.grid import numbers, words
         from effexport.models.validation import require
         from effexport.spec import options_from_toml
 
         file = self.flags["spec_file"]
-        options = options_from_toml(file) if file else {}
+        if file or not results:
+            options = options_from_toml(file) if file else {}
+        else:
+            from effexport.bench.quality import described_by
+
+            options = described_by(results[0].spec)
         given = {name: self.flags[name] for name in DESCRIBING if self.flags[name] is not None}
         for name, read in (("batch", numbers), ("precision", words)):
             if name in given:
@@ -104,12 +126,16 @@ class AdviceRequest:
             "encoder": encoder,
         }
 
-    def models(self) -> tuple[Model, ...]:
-        """Those of --variants, or all variants."""
+    def models(self, results: Sequence[Judged], options: Mapping[str, Any]) -> tuple[Model, ...]:
+        """Those of --variants, those that were judged, or all variants."""
         from effexport.bench.grid import Model, models_from_text
         from effexport.models.spec import ATTENTION_SPECS
 
         text = self.flags["variants"]
+        if text is None and results:
+            from effexport.bench.quality import models_of_results
+
+            return models_of_results(results, options)
         return tuple(Model(variant) for variant in ATTENTION_SPECS) if text is None else models_from_text(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from effexport.commands._options import say
@@ -40,12 +41,13 @@ def print_advice(console: Console, advice: Advice, results: BenchResults) -> Non
             say(console, f"  {advice.build.before}")
         say(console, f"  {advice.build.text}")
     table: Any = Table("model", "runtime", box=None, pad_edge=False)
-    for title in ("latency", "memory"):
+    for title in ("latency", "memory", *([advice.figure] if advice.figure else [])):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("")
     for entry in advice.entries:
-        cells = (entry.label, entry.runtime, entry.latency, memory(entry.peak_bytes), entry.standing, entry.why)
+        loss = [entry.loss] if advice.figure else []
+        cells = (entry.label, entry.runtime, entry.latency, memory(entry.peak_bytes), *loss, entry.standing, entry.why)
         table.add_row(*map(Text, cells))
     console.print(table)
     for sentence in caveats:
@@ -57,6 +59,9 @@ def print_advice(console: Console, advice: Advice, results: BenchResults) -> Non
 
 def json_of_advice(advice: Advice) -> dict[str, Any]:
     """The advice as it stands in the object of --json."""
+    from effexport.bench.rendering.frontier import on_frontier
+
+    frontier = on_frontier(advice.entries)
     return {
         "limits": {"latency_ms": advice.limits.latency_ms, "memory_bytes": advice.limits.memory_bytes},
         "sentences": list(advice.sentences),
@@ -70,6 +75,9 @@ def json_of_advice(advice: Advice) -> dict[str, Any]:
                 "why": entry.why,
                 "median_ms": entry.latency_ms,
                 "peak_bytes": entry.peak_bytes,
+                "loss": None if entry.quality is None else asdict(entry.quality.loss),
+                "judged": None if entry.quality is None else entry.quality.model,
+                "on_frontier": entry in frontier,
             }
             for entry in advice.entries
         ],

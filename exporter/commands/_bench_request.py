@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # An advice is wanted within a minute.
 ADVICE_ROUNDS, ADVICE_SECONDS = 3, 3.0
-ADVICE_OPTIONS = ("seq_len", "latency_limit", "memory_limit", "spec_file")
+ADVICE_OPTIONS = ("seq_len", "latency_limit", "memory_limit", "spec_file", "quality")
 SECONDS = "a number of seconds above 0"
 EXPECTED = {"rounds": "at least 1", "threads": "at least 1", "max_seconds": SECONDS, "wait_idle": SECONDS}
 
@@ -79,7 +79,7 @@ class BenchRequest:
         for name in ADVICE_OPTIONS:
             option = f"--{name.replace('_', '-')}".removesuffix("-file")
             instead = "; use --seq-lens" if name == "seq_len" else ""
-            require(self.advise or self.flags[name] is None, f"{option} only works with --advise{instead}")
+            require(self.advise or self.flags[name] in (None, ()), f"{option} only works with --advise{instead}")
         require(
             self.flags["dim"] is None or self.flags["head_dim"] is None,
             "--dim and --head-dim cannot be combined; the width is --heads times --head-dim",

@@ -92,6 +92,13 @@ DEFAULT_WAIT_SECONDS = 600.0
     help="With --advise: TOML file that describes the model, as for build.",
 )
 @click.option(
+    "--quality",
+    multiple=True,
+    metavar="FILE.json,…",
+    help="With --advise: results of `effexport evaluate -o`, or a folder of them. Recommends the lowest loss within "
+    "the limits, and shows what faster models lose.",
+)
+@click.option(
     "--wait-idle",
     type=float,
     is_flag=False,

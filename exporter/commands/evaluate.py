@@ -25,7 +25,7 @@ from effexport.units import counted, duration
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from effexport.evaluation.evaluate import Evaluation
+    from effexport.evaluation.results import Evaluation
 
 EXAMPLES = (
     "effexport evaluate artifacts/writer --data held-out.txt",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from effexport.artifact import open_artifact
 from effexport.errors import UserError
-from effexport.evaluation.estimates import Changes, Estimate, changes, differences, estimates_of
+from effexport.evaluation.estimates import changes, differences, estimates_of
 from effexport.evaluation.files import rows_of_data
-from effexport.evaluation.labelled import LANGUAGE, LabelledRows, Objective, Windows, objective_of, same_labels
+from effexport.evaluation.labelled import LabelledRows, Windows, objective_of, same_labels
+from effexport.evaluation.results import LANGUAGE, Comparison, Evaluation
 from effexport.evaluation.scores import Run, Scores, run_of_module, scores_of
 from effexport.files import file_digest
 from effexport.models.validation import did_you_mean
@@ -53,50 +54,6 @@ class Subject:
                 yield runner.run
             return
         yield run_of_module(self.artifact, self.weights, f"--compare {TORCH}")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Another model on the same rows. differences: the figures of the first model minus those of this one."""
-
-    model: str
-    estimates: tuple[Estimate, ...]
-    differences: tuple[Estimate, ...]
-    changes: Changes
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """How good a model is on labelled data. data_sha256: of a file, "" for arrays. answers: how many labels there were.
-    seconds: of the runs.
-
-    label: the attention, as benchmarks call it. spec: of the artifact, as its manifest has it. tokens: of the longest
-    row. precision: what it computes in.
-    """
-
-    model: str
-    label: str
-    spec: dict[str, Any]
-    runtime: str
-    precision: str
-    tokens: int
-    objective: Objective
-    data: str
-    data_sha256: str
-    rows: int
-    answers: int
-    estimates: tuple[Estimate, ...]
-    seconds: float
-    comparison: Comparison | None = None
-
-    def figure(self, name: str) -> Estimate:
-        """The figure of this name: loss, perplexity, bits per byte or accuracy. Raises KeyError."""
-        return {estimate.name: estimate for estimate in self.estimates}[name]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
 
 
 def other_subject(text: str, subject: Subject, weights: Path | None) -> Subject:

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 from effexport.errors import UserError
 from effexport.evaluation.labelled import (
     IGNORED,
-    LANGUAGE,
     LabelledRows,
-    Objective,
     Windows,
     objective_of,
     rows_of_arrays,
     rows_of_text,
     rows_of_texts,
 )
+from effexport.evaluation.results import LANGUAGE, Objective
 from effexport.files import load_npz
 from effexport.models.families import CONFIG
 from effexport.text.classification import Labels, labels_from_config

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from effexport.errors import UserError
+from effexport.evaluation.results import Objective
 from effexport.models.head_spec import LOGITS
 from effexport.text.task import TOKENS, Prepared, Reader, groups
 from effexport.text.tokenizer import BYTE_MASK, ByteTokenizer, Encoding, Tokenizer
@@ -25,19 +25,6 @@ LABELS = "labels"
 IGNORED = -100
 # Share of the tokens that are masked, as BERT was trained.
 MASKED_SHARE = 0.15
-
-
-class Objective(StrEnum):
-    """What the logits of a model predict."""
-
-    LANGUAGE_MODEL = "language model"  # the next token
-    MASKED_LANGUAGE_MODEL = "masked language model"  # the token in a masked place
-    CLASSIFICATION = "classification"  # the class of a row
-    TOKEN_CLASSIFICATION = "token classification"  # the class of each token
-
-
-# What texts without labels can judge.
-LANGUAGE = (Objective.LANGUAGE_MODEL, Objective.MASKED_LANGUAGE_MODEL)
 
 
 @dataclass(frozen=True)

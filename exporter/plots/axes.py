@@ -128,6 +128,16 @@ def ticks_from_zero(values: Iterable[float]) -> list[float]:
     return [float(f"{n * step:.6g}") for n in range(math.ceil(high / step) + 1)]
 
 
+def ticks_around(values: Iterable[float]) -> list[float]:
+    """Labels of a linear axis that enclose all values, at most seven."""
+    known = list(values)
+    low, high = min(known), max(known)
+    span = (high - low) or abs(high) or 1.0
+    size = 10.0 ** math.floor(math.log10(span))
+    step = next(step * size for step in (0.2, 0.5, 1, 2) if 5 * step * size >= span)
+    return [float(f"{n * step:.6g}") for n in range(math.floor(low / step), math.ceil(high / step) + 1)]
+
+
 def _with_room(places: Sequence[float]) -> set[int]:
     """The labels that fit: the last, the first, and as many between them as there is room for."""
     chosen: list[int] = []

@@ -68,11 +68,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Point:
-    """A point. label: its tooltip."""
+    """A point. label: its tooltip. interval: from where to where y may be, drawn as a line; () if that is unknown."""
 
     x: float
     y: float
     label: str = ""
+    interval: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,10 @@ def scatter(
 ) -> str:
     """Series over two axes. key: unique on the page. Values that are not finite are crosses at the upper edge."""
     points = _points(series)
+    heights = [y for p in points for y in (p.y, *p.interval)]
     across = scale_of([p.x for p in points], x, LEFT + EDGE, width - RIGHT - EDGE)
     has_zero = y.logarithmic and any(p.y <= 0 for p in points)
-    up = scale_of([p.y for p in points], y, TOP + PLOT_HEIGHT, TOP, has_zero)
+    up = scale_of(heights, y, TOP + PLOT_HEIGHT, TOP, has_zero)
     body = [*y_axis(y, up, has_zero, width - RIGHT), *x_axis(x, across, TOP + PLOT_HEIGHT)]
     for one, look, aside in zip(series, _looks(series), _aside(len(series)), strict=True):
         shift = aside if one.kind == "marks" else 0.0
@@ -113,6 +115,11 @@ def scatter(
         parts = [_bar(across(p.x) + aside, up(p.y)) for p in one.limits if math.isfinite(p.y)]
         if one.kind != "marks" and len(finite) > 1:
             parts.append(_line(look, "M" + "L".join(f"{left:.1f} {top:.1f}" for left, top in finite)))
+        parts += [
+            f'<path class="line" d="M{across(p.x) + shift:.1f} {up(p.interval[0]):.1f}V{up(p.interval[1]):.1f}"/>'
+            for p in one.points
+            if p.interval
+        ]
         parts += [
             _point(one, look, p, p.y, across(p.x) + shift, up(p.y), (across(p.x) + shift, TOP)) for p in one.points
         ]

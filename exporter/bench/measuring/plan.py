@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from effexport.bench.grid import Grid, products_of_case
 from effexport.bench.limits import Limits
@@ -20,6 +21,9 @@ from effexport.bench.measuring.progress import (
 from effexport.bench.results import Case
 from effexport.environment import usable_cores
 from effexport.runtimes import RUNTIMES
+
+if TYPE_CHECKING:
+    from effexport.bench.quality import CandidateQuality
 
 # A probe times a case at this part of the length. Up to SHORTEST_PROBED tokens, no variant takes long enough.
 PROBE_PART, SHORTEST_PROBED = 8, 2048
@@ -42,12 +46,14 @@ class Plan:
     """What to measure for an advice. grid: of one length, batch and precision.
 
     refused: why a variant cannot be the model that was described, by variant. spec_file: where it was described, or "".
+    quality: how good candidates are, by label and runtime, as far as that is known.
     """
 
     grid: Grid
     limits: Limits = field(default_factory=Limits)
     refused: Mapping[str, str] = field(default_factory=dict)
     spec_file: str = ""
+    quality: Mapping[tuple[str, str], CandidateQuality] = field(default_factory=dict)
 
     @property
     def models(self) -> tuple[tuple[Case, ...], ...]:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from effexport.bench.grid import model_of_case
 from effexport.bench.limits import Limits
 from effexport.bench.measuring.plan import MOST_DISTURBED, Plan
 from effexport.bench.rendering.build_command import BuildCommand, command_from_case
+from effexport.bench.rendering.entries import FITTING, STANDINGS, Entry, Standing
+from effexport.bench.rendering.frontier import OTHER_WEIGHTS, on_frontier, sentences_of_frontier, with_frontier
 from effexport.bench.results import BenchResults, Case, Row
-from effexport.units import NOTHING, counted, duration, duration_with, listed, memory, three_digits
+from effexport.units import counted, duration, three_digits
 
-Standing = Literal[
-    "use this", "fits", "–", "memory unknown", "disturbed", "over the limit", "not measured", "failed", "not reached"
-]
-# The order of the table. Without any limit, "–" stands for "fits".
-STANDINGS: tuple[Standing, ...] = (
-    *("use this", "fits", "–", "memory unknown", "disturbed", "over the limit"),
-    *("not measured", "failed", "not reached"),
-)
 OTHER_MODELS = (
     "The variants are different models, not implementations of one model: they cannot share weights, so this is a "
     "choice to make before training."
@@ -30,50 +23,11 @@ DISTURBED = "Other programs disturbed {}; repeat this on an idle machine, or wit
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One candidate of an advice. row: its measurement at the full length, or None. why: its standing in words."""
-
-    label: str
-    runtime: str
-    standing: Standing
-    why: str = ""
-    row: Row | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.label} on {self.runtime}"
-
-    @property
-    def latency_ms(self) -> float | None:
-        return None if self.row is None or self.row.timing is None else self.row.timing.median_ms
-
-    @property
-    def latency(self) -> str:
-        """`12.3 ± 0.42 ms`: the median and its spread."""
-        if self.row is None or self.row.timing is None:
-            return NOTHING
-        return duration_with(self.row.timing.median_ms, self.row.timing.spread_ms)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        return None if self.row is None else self.row.peak_bytes
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Whether its timing is too long because of other programs."""
-        return self.latency_ms is not None and self.row is not None and not self.row.is_quotable
-
-    @property
-    def figures(self) -> str:
-        """`182 ms and 392 MB`, as far as they are known."""
-        return listed([duration(self.latency_ms)] + ([] if self.peak_bytes is None else [memory(self.peak_bytes)]))
-
-
-@dataclass(frozen=True)
 class Advice:
     """The candidates, the best first. sentences: what to do, then caveats. model: what was measured.
 
-    build: how to get the recommended one; None if nothing is recommended, or there is nothing to build.
+    build: how to get the recommended one; None if nothing is recommended, or there is nothing to build, as for a model
+    that was judged.
     """
 
     entries: tuple[Entry, ...]
@@ -82,15 +36,21 @@ class Advice:
     model: str
     build: BuildCommand | None
 
+    @property
+    def figure(self) -> str:
+        """What the losses are: bits per byte, or loss; "" without any."""
+        return next((entry.quality.loss.name for entry in self.entries if entry.quality is not None), "")
+
 
 def advice_from_results(results: BenchResults, plan: Plan) -> Advice:
     """The advice that the rows of a plan support; those of shorter lengths are not ranked."""
     entries = ranked(results, plan)
     measured = any(row.timing is not None for row in results.rows)
-    best = next((entry for entry in entries if entry.standing in ("use this", "fits", "–")), None)
+    best = next(iter(on_frontier(entries)), None) or next((one for one in entries if one.standing in FITTING), None)
     first = sentences_of_best(best, entries, plan) if best else sentences_of_none(entries, plan, measured=measured)
     sentences = (*first, *caveats(results, entries))
-    build = None if best is None or best.row is None else command_from_case(best.row.case, plan.spec_file)
+    is_new = best is not None and best.quality is None
+    build = command_from_case(best.row.case, plan.spec_file) if best and best.row and is_new else None
     return Advice(entries, plan.limits, sentences, model_text(plan), build)
 
 
@@ -104,9 +64,18 @@ def model_text(plan: Plan) -> str:
 
 
 def ranked(results: BenchResults, plan: Plan) -> tuple[Entry, ...]:
-    """All candidates, the best first. The fastest that fits is to be used, if no disturbed one could be faster."""
+    """All candidates, the best first. The one with the lowest loss that fits is to be used; if none of those that fit
+    was judged, the fastest, if no disturbed one could be faster."""
     rows = {(row.case.label, row.case.runtime): row for row in results.rows if row.case.model_seq_len is None}
-    entries = [entry_of(case, rows.get((case.label, case.runtime)), plan.limits) for case in plan.cases]
+    entries = with_frontier(
+        [
+            replace(
+                entry_of(case, rows.get((case.label, case.runtime)), plan.limits),
+                quality=plan.quality.get((case.label, case.runtime)),
+            )
+            for case in plan.cases
+        ]
+    )
     entries += [Entry(variant, "–", "not measured", reason) for variant, reason in plan.refused.items()]
     entries.sort(key=lambda entry: (STANDINGS.index(entry.standing), entry.is_disturbed, entry.latency_ms or 0.0))
     if entries[0].standing in ("fits", "–") and is_fastest(entries[0], entries):
@@ -152,14 +121,19 @@ def over_limit(name: str, value: float | None, limit: float | None) -> str:
 
 
 def sentences_of_best(best: Entry, entries: Sequence[Entry], plan: Plan) -> Iterator[str]:
-    """What to use; if disturbed rows leave that open, what fits, or without any limit what is the fastest so far."""
+    """What to use; if disturbed rows leave that open, what fits, or without any limit what is the fastest so far.
+
+    With --quality, the frontier.
+    """
     assert best.row is not None
     assert best.row.timing is not None
     limits, timing = plan.limits, best.row.timing
     (seq_len,) = plan.grid.seq_lens
     within = f", within {limits.text}" if limits.text else ""
     measured = f"{best.figures} for {seq_len:,} tokens, measured on this machine{within}."
-    if best.standing == "use this":
+    if best.quality is not None:
+        yield from sentences_of_frontier(entries, seq_len, limits.text)
+    elif best.standing == "use this":
         has_rivals = sum(entry.latency_ms is not None for entry in entries) > 1
         fastest = "the fastest so far" if any(entry.standing == "not reached" for entry in entries) else "the fastest"
         yield f"{best.name} is {fastest}: {measured}" if has_rivals and not within else f"Use {best.name}: {measured}"
@@ -203,5 +177,7 @@ def caveats(results: BenchResults, entries: Sequence[Entry]) -> Iterator[str]:
     if not results.complete:
         missing = sum(entry.standing == "not reached" for entry in entries)
         yield f"Interrupted: {counted(missing, 'candidate was', 'candidates were')} not measured."
-    if sum(entry.latency_ms is not None for entry in entries) > 1:
+    if on_frontier(entries):
+        yield OTHER_WEIGHTS
+    elif sum(entry.latency_ms is not None for entry in entries) > 1:
         yield OTHER_MODELS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from effexport.bench.rendering.beside import measured_sheet, sections
 from effexport.bench.rendering.curves import crossovers, curves
 from effexport.bench.rendering.headline import disturbance, headlines, interruption, parity_sentence, problems, verdict
-from effexport.bench.rendering.plots import bench_chart, mean_ratio_chart
+from effexport.bench.rendering.plots import bench_chart, frontier_chart, mean_ratio_chart
 from effexport.bench.rendering.published import TITLES
 from effexport.bench.rendering.table import differing_options, table_of
 from effexport.bench.results import BenchResults
@@ -30,6 +30,7 @@ def html_from_results(results: BenchResults, advice: Advice | None = None) -> st
     return environment.get_template("page.html.j2").render(
         results=results,
         advice=advice,
+        frontier=None if advice is None else frontier_chart(advice),
         title=title_of(results),
         headlines=headlines(results),
         verdict=verdict(results),

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 from effexport.bench.rendering.beside import mean_ratios
 from effexport.bench.rendering.curves import BASELINE, Curve, curves, median_ms
+from effexport.bench.rendering.frontier import on_frontier
 from effexport.bench.results import BenchResults, Row
+from effexport.plots.axes import PANEL_WIDTH, Axis, ticks_around, ticks_between
 from effexport.plots.multiples import Chart, Line, Quantity, chart_of
+from effexport.plots.svg import Figure, Point, Series, legend_of, scatter
 from effexport.units import duration, memory, times
+
+if TYPE_CHECKING:
+    from effexport.bench.rendering.advise import Advice
 
 What = Literal["latency", "memory", "ratio", "floor"]
 RATIO = Quantity("Times as fast as softmax", "times as fast", times)
@@ -46,6 +53,31 @@ def mean_ratio_chart(results: BenchResults) -> Chart | None:
     """The chart of the blog: mean time of softmax divided by that of each model."""
     quantity = Quantity("Mean time of softmax over that of the model", RATIO.axis, RATIO.text)
     return chart_of("mean-ratio", {quantity: _with_even_line(mean_ratios(results))})
+
+
+def frontier_chart(advice: Advice) -> Chart | None:
+    """Loss against latency, with the frontier as a line; None unless two candidates were timed and judged."""
+    points: dict[str, Point] = {}
+    for entry in advice.entries:
+        if entry.latency_ms is None or entry.quality is None or entry.is_disturbed:
+            continue
+        loss = entry.quality.loss
+        interval = () if loss.low is None or loss.high is None else (loss.low, loss.high)
+        label = f"{entry.name}: {entry.latency}, {entry.quality.text}"
+        points[entry.name] = Point(entry.latency_ms, loss.value, label, interval)
+    if len(points) < 2:
+        return None
+    frontier = [points[entry.name] for entry in on_frontier(advice.entries) if entry.name in points]
+    line = Series("frontier", [replace(point, interval=()) for point in frontier], "baseline")
+    runtimes = {entry.runtime for entry in advice.entries}
+    names = {entry.name: entry.name if len(runtimes) > 1 else entry.label for entry in advice.entries}
+    series = [line, *(Series(names[name], [point]) for name, point in points.items())]
+    title = f"Frontier of latency against {advice.figure}"
+    caption = f"On the frontier: {'; '.join(point.label for point in frontier)}."
+    x = Axis("milliseconds", True, ticks_between(point.x for point in points.values()))
+    y = Axis(advice.figure, ticks=ticks_around(y for point in points.values() for y in (point.y, *point.interval)))
+    svg = scatter("frontier", title, caption, x, y, series, PANEL_WIDTH)
+    return Chart(legend_of(series), {"": [Figure(title, caption, svg)]})
 
 
 def _line(curve: Curve, values: dict[int, float]) -> Line:

@@ -318,6 +318,7 @@ def test_the_plan_begins_with_cheap_models_and_takes_less_time_under_a_limit() -
 def described(tmp_path: Path, toml: str = "", **flags: Any) -> Plan:
     """The plan of these options and this spec file."""
     names = ("seq_lens", "preset", "no_memory", "memory_limit", "latency_limit", "spec_file", "variants", "runtimes")
+    names += ("quality",)
     names += ("dim", "heads", "head_dim", "layers", "scope", "seq_len", "batch", "precision")
     if toml:
         flags["spec_file"] = tmp_path / "spec.toml"

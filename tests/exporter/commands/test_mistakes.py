@@ -250,6 +250,10 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench --preset linear", 2, "unknown --preset 'linear'; did you mean 'linear-blog'?"),
     ("bench --advise", 2, "--advise needs a length, such as --seq-len 8192"),
     ("bench --memory-limit 1GB", 2, "--memory-limit only works with --advise"),
+    ("bench --quality text", 2, "--quality only works with --advise"),
+    ("bench --advise --quality nope.json", 2, "cannot read --quality nope.json; expected what `effexport evaluate"),
+    ("bench --advise --quality art/manifest.json", 2, "manifest.json; expected what `effexport evaluate ARTIFACT"),
+    ("bench --advise --quality a.json,,b.json", 2, "expected a list with commas, without empty parts"),
     ("bench -o art", 2, "art exists; choose another folder with -o"),
     ("bench -o text/below", 2, "cannot write to text"),
     # sweep
