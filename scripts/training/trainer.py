@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from effexport.evaluation.labelled import IGNORED
-from scripts.training.language import Batch
+from effexport.models.encoder import Encoder
+from scripts.training.tasks import Batch
 
 SAVE_EVERY_S = 60
 
@@ -57,8 +59,11 @@ def train(
     state_file: Path,
     title: str,
 ) -> Trained:
-    """Train `model` in place. batch_of_step: the same batch for the same step, so that a run that was stopped goes on
-    as if it had not been. state_file: weights, moments and losses so far; removed by the caller."""
+    """Train `model` in place, in bfloat16 where the processor has it.
+
+    batch_of_step: the same batch for the same step, so that a run that was stopped goes on as if it had not been.
+    state_file: weights, moments and losses so far; removed by the caller.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.learning_rate, weight_decay=schedule.weight_decay)
     losses: list[tuple[int, float]] = []
     first, spent_s = 0, 0.0
@@ -78,6 +83,8 @@ def train(
         unfinished.rename(state_file)
 
     model.train()
+    compiled = torch.compile(model)
+    in_half = torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16())
     with progress_bar() as bar:
         task = bar.add_task(title, total=schedule.steps, completed=first, loss=float("nan"))
         for step in range(first, schedule.steps):
@@ -85,7 +92,8 @@ def train(
                 break
             for group in optimizer.param_groups:
                 group["lr"] = schedule.rate(step)
-            loss = loss_of(model, *(torch.from_numpy(array) for array in batch_of_step(step)))
+            with in_half:
+                loss = loss_of(compiled, *(torch.from_numpy(array) for array in batch_of_step(step)))
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), schedule.clip)
@@ -103,6 +111,33 @@ def train(
     save()
     model.eval()
     return Trained(losses, done, (spent_s + time.monotonic() - start) / 60)
+
+
+def has_bfloat16() -> bool:
+    """Whether products in bfloat16 are fast; without the instructions they are slower than in float32."""
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+
+
+def start_small(model: Encoder) -> None:
+    """Embeddings as small numbers, and positions as sinusoids (Vaswani et al. 2017), which are learned from there."""
+    positions = model.position_embedding.weight
+    count, dim = positions.shape
+    rates = torch.exp(-math.log(10_000) * torch.arange(0, dim, 2) / dim)
+    angles = torch.arange(count)[:, None] * rates
+    with torch.no_grad():
+        model.token_embedding.weight.normal_(0, 0.02)
+        positions[:, 0::2], positions[:, 1::2] = 0.05 * torch.sin(angles), 0.05 * torch.cos(angles)
+
+
+def save_half(model: nn.Module, file: Path) -> None:
+    """Round the weights to float16 and save them as such: what is judged is what the file holds.
+
+    Rotations are not in the file. They come from the spec, so that the same weights can have other hash rounds.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half())
+    save_file({name: parameter.half().contiguous() for name, parameter in model.named_parameters()}, file)
 
 
 def loss_of(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
