@@ -79,7 +79,7 @@ def duplication(length: int, chunk_length: int) -> Iterator[Experiment]:
 def listops(name: str, options: Mapping[str, Any]) -> Experiment:
     task = ListOps(2048, shortest=16)
     options = SMALL | {"dim": 64, "heads": 2, "layers": 2, "vocab_size": task.vocabulary, "seq_len": 2048} | options
-    return Experiment(f"listops-{name}", options, lambda folder: task, Schedule(1000, 4), 1000)
+    return Experiment(f"listops-{name}", options, lambda folder: task, Schedule(600, 2), 300)
 
 
 EXPERIMENTS = {
