@@ -79,7 +79,7 @@ def run(experiment: Experiment, folder: Path) -> None:
             print(": ".join(filter(None, (experiment.name, other, stage))), file=sys.stderr)
 
         artifacts = folder / "artifacts" / experiment.name / (other or "trained")
-        return judged(experiment.spec(other), weights, data, artifacts, on_stage)
+        return judged(experiment.spec(other), weights, data, artifacts, on_stage, everywhere=not other)
 
     found = {
         "name": experiment.name,

@@ -32,8 +32,10 @@ RUNS: dict[Precision, tuple[tuple[str, str, str], ...]] = {
 Judged = dict[str, Any]
 
 
-def judged(spec: BuildSpec, weights: Path, data: Path, folder: Path, on_stage: Callable[[str], None]) -> Judged:
-    """The figures of PyTorch, and those of each run beside them.
+def judged(
+    spec: BuildSpec, weights: Path, data: Path, folder: Path, on_stage: Callable[[str], None], *, everywhere: bool
+) -> Judged:
+    """The figures of PyTorch, and those of each run beside them. everywhere: otherwise with kernels only.
 
     spec: in float32. data: inputs and labels, .npz. folder: where artifacts are kept. A run that is not possible has
     the reason under `not_run`.
@@ -53,9 +55,9 @@ def judged(spec: BuildSpec, weights: Path, data: Path, folder: Path, on_stage: C
             found["PyTorch"] = intervals(estimates_of(expected, language=False))
         openers: list[tuple[str, Callable[[], AbstractContextManager[Run]]]] = [
             (title, Subject(artifact, runtime, ModelOptions(implementation)).opened)
-            for title, runtime, implementation in runs
+            for title, runtime, implementation in (runs if everywhere else runs[:1])
         ]
-        if precision == "fp32":
+        if everywhere and precision == "fp32":
             openers.append(("int8", partial(quantised, artifact)))
             if spec.model.has_decode_step:
                 openers.append(("decode step", partial(decoded, artifact)))
