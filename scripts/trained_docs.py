@@ -89,7 +89,8 @@ def percent_off(run: Result | None, loss: float) -> str:
     """How far the loss of a run is from PyTorch's, in percent of it."""
     if run is None or "not_run" in run:
         return NOTHING if run is None else "not run"
-    return f"{100 * run['differences']['loss'][0] / loss:+.5f}"
+    percent = 100 * run["differences"]["loss"][0] / loss
+    return f"{percent:+.5f}" if abs(percent) >= 5e-6 else "0.00000"
 
 
 def interval(values: Sequence[float], form: str) -> str:
@@ -121,6 +122,8 @@ def duplication_table(results: Sequence[Result]) -> str:
             accuracies = [100 * result["others"][kind]["PyTorch"]["accuracy"][0] for kind in KINDS]
             cells = [f"{ours:.1f} ({theirs})" for ours, theirs in zip(accuracies, PUBLISHED[trained], strict=True)]
             rows.append((trained, *cells, changed_rows(result, "fp32"), changed_rows(result, "fp16")))
+        if not rows:
+            continue
         head = ("trained with", *(f"judged with {kind}" for kind in KINDS), "rows changed, fp32", "fp16")
         parts.append(f"{length} tokens (published: 1,024):\n\n{table(head, rows, right=len(head) - 1)}")
     return "\n\n".join(parts)
@@ -168,7 +171,9 @@ def training_table(results: Sequence[Result]) -> str:
         loss = training["losses"][-1][1]
         cells = (f"{training['steps']:,}", f"{result['schedule']['rows']}", f"{training['minutes']:.1f}", f"{loss:.3f}")
         rows.append((result["name"], *cells))
-    return table(("model", "steps", "rows of a step", "minutes on one core", "last loss, nats"), rows, right=4)
+    head = ("model", "steps", "rows of a step", "minutes on one core", "last loss, nats")
+    missing = [name for name in EXPERIMENTS if name not in {result["name"] for result in results}]
+    return table(head, rows, right=4) + (f"\n\nNot trained yet: {', '.join(missing)}." if missing else "")
 
 
 def loss_curves(kind: str, results: Sequence[Result]) -> str:

@@ -87,10 +87,6 @@ def test_held_out_rows_are_always_the_same_and_no_others() -> None:
             assert not rows & {row.tobytes() for row in task.batch(4, np.random.default_rng([0, step]))[0]}
 
 
-class Stopped(Exception):
-    """Stands for Ctrl-C."""
-
-
 def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.training.trainer.SAVE_EVERY_S", 0.0)
     task, schedule = Duplication(16, symbols=7), Schedule(steps=6, rows=2, warmup=2)
@@ -105,7 +101,7 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, mo
     def run(made: Encoder, file: Path, until: int) -> None:
         def batch_of_step(step: int) -> Any:
             if step == until:
-                raise Stopped
+                raise KeyboardInterrupt
             return task.batch(schedule.rows, np.random.default_rng([0, step]))
 
         with torch.compiler.set_stance("force_eager"):
@@ -113,7 +109,7 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, mo
 
     whole, second = model(), model()
     run(whole, tmp_path / "whole", 6)
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         run(model(), tmp_path / "parts", 3)
     run(second, tmp_path / "parts", 6)
     for ours, theirs in zip(whole.parameters(), second.parameters(), strict=True):
