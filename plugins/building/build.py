@@ -29,6 +29,7 @@ from effexport.plugins.building.library import (
     Library,
     find_build,
     kernels_folder,
+    make_cache_folder,
     read_build,
     select_build,
     sha256_of,
@@ -124,8 +125,7 @@ def build_library(
 
 def _library_of_plan(plan: Plan, force: bool, folders: tuple[str, ...], on_stage: OnStage) -> Library:
     try:
-        folder = kernels_folder()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_cache_folder("kernels")
         with lock(folder, on_stage):
             clear_leftovers(folder)
             built_now = force or not _is_intact(folder / plan.key)
@@ -170,8 +170,9 @@ def _build(plan: Plan, temporary: Path, on_stage: OnStage) -> Path:
     _compile(plan, temporary)
     on_stage("trying the library")
     result = temporary / "result"
-    result.mkdir()
+    result.mkdir(mode=0o755)
     (temporary / "build" / LIBRARY_NAME).rename(result / LIBRARY_NAME)
+    (result / LIBRARY_NAME).chmod(0o755)  # others may not write, whatever the umask
     _try_to_load(result / LIBRARY_NAME)
     if sources.source_hash(plan.operators) != plan.source_hash:
         raise BuildFailedError("the sources changed while they were compiled; run effexport plugins build again")

@@ -41,7 +41,6 @@ def headers_from_debian(cache: Path, on_stage: Callable[[str], None]) -> Path:
         return target / INCLUDE
     on_stage(f"fetching ONNX Runtime's headers ({PACKAGE}) from the Debian archive")
     try:
-        cache.mkdir(parents=True, exist_ok=True)
         return _fetch_from_first(debian_mirrors(), target) / INCLUDE
     except OSError as error:
         raise RecipeError(f"they cannot be kept in {cache}: {error}") from error

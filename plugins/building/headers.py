@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from effexport.plugins.building.debian_headers import RecipeError, headers_from_debian
-from effexport.plugins.building.library import cache_folder
+from effexport.plugins.building.library import make_cache_folder
 from effexport.plugins.building.programs import run_program
 from effexport.plugins.errors import LibraryError
 
@@ -58,7 +58,7 @@ def find_headers(on_stage: Callable[[str], None] = lambda stage: None) -> Header
                 return headers
             too_old.append(f"those in {folder} are of 1.{headers.api_version}, older than 1.{OLDEST_API_VERSION}")
     try:
-        headers = read_headers(headers_from_debian(cache_folder() / "headers", on_stage))
+        headers = read_headers(headers_from_debian(headers_folder(), on_stage))
         if headers is None:
             raise RecipeError("the package from the Debian archive does not contain them")
         return headers
@@ -97,6 +97,14 @@ def read_headers(folder: Path) -> Headers | None:
         digest.update(contents[-1])
     version = re.search(rb"^\s*#\s*define\s+ORT_API_VERSION\s+(\d+)", contents[0], re.MULTILINE)
     return Headers(folder, int(version[1]), digest.hexdigest()) if version else None
+
+
+def headers_folder() -> Path:
+    """Where headers from the Debian archive are kept. Raises RecipeError, and LibraryError as `make_cache_folder`."""
+    try:
+        return make_cache_folder("headers")
+    except OSError as error:
+        raise RecipeError(f"they cannot be kept in the cache: {error}") from error
 
 
 def system_folders() -> Iterator[Path]:

@@ -11,8 +11,10 @@ import json
 import os
 import platform
 import shlex
+import stat
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -54,6 +56,21 @@ class Library:
         """The command that builds it from the present sources, with the same operators."""
         return shlex.join((*BUILD_COMMAND, *(word for folder in self.folders for word in ("--with", folder))))
 
+    def check_contents(self) -> None:
+        """Raise LibraryError unless the file is as it was built. One that EFFEXPORT_LIBRARY names is taken as it is."""
+        if self.info is None:
+            return
+        try:
+            status = self.path.stat()
+        except OSError:
+            return  # what loads it reports that it is gone
+        found = _sha256_of_state(self.path, status.st_mtime_ns, status.st_size)
+        if found != self.info.sha256:
+            raise LibraryError(
+                f"{self.path} is not the library that was built: its SHA-256 is {found[:16]}…, {RECORD_NAME} beside it "
+                f"says {self.info.sha256[:16]}…. Build it again: {self.rebuild_command}"
+            )
+
 
 def get_library_path() -> Path | None:
     """The library that `find_library` finds, or None: custom operators then run as their function bodies."""
@@ -82,7 +99,7 @@ def find_build() -> Library | None:
     """The most recently selected build of the present sources; without one, of earlier sources, marked outdated.
 
     A build without the operators that were selected last does not count: it would run them as their bodies.
-    Raises LibraryError for an installed operator that cannot be used.
+    Raises LibraryError for an installed operator that cannot be used, and as `require_own` does.
     """
     try:
         folder = kernels_folder()
@@ -96,7 +113,9 @@ def find_build() -> Library | None:
     for outdated in (False, True):
         for selection, info in builds:
             if selection.folders == folders and (info.source_hash != present) == outdated:
-                return Library(folder / info.key / LIBRARY_NAME, outdated, info, folders=folders)
+                path = folder / info.key / LIBRARY_NAME
+                require_own(folder, path.parent, path)
+                return Library(path, outdated, info, folders=folders)
     return None
 
 
@@ -124,6 +143,36 @@ def cache_folder() -> Path:
 
 def kernels_folder() -> Path:
     return cache_folder() / "kernels"
+
+
+def make_cache_folder(name: str) -> Path:
+    """A folder in the cache, made unless it exists. Raises OSError, and LibraryError as `require_own` does."""
+    folder = cache_folder() / name
+    for made in (folder.parent, folder):
+        made.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may not write, whatever the umask
+    require_own(folder)
+    return folder
+
+
+def require_own(*paths: Path) -> None:
+    """Raise LibraryError, with the command that mends it, if others than this user and root may write to the cache
+    folder or to these paths in it: what lies there is compiled and executed."""
+    if os.name != "posix":
+        return
+    root = cache_folder()
+    for path in (root, *paths):
+        status = path.stat()
+        if status.st_uid not in (os.geteuid(), 0):
+            problem, mend = f"belongs to the user with the number {status.st_uid}", f"chown -R {os.geteuid()}"
+        # in a folder such as /tmp, others may write, but not replace what is not theirs
+        elif status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+            problem, mend = "can be written to by other users", "chmod -R go-w"
+        else:
+            continue
+        raise LibraryError(
+            f"{path} {problem}; expected a cache that only you can write to, because code in it is executed. Run: "
+            f"{mend} {shlex.quote(str(root))}, or set {CACHE_VARIABLE} to another folder"
+        )
 
 
 def read_build(folder: Path) -> BuildInfo:
@@ -170,6 +219,12 @@ def select_build(key: str, folders: tuple[str, ...] = ()) -> None:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@cache
+def _sha256_of_state(path: Path, mtime_ns: int, size: int) -> str:
+    """The checksum of a file, computed again only when its time or size has changed."""
+    return sha256_of(path)
 
 
 def _selections(folder: Path) -> list[Selection]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from effexport.plugins.building import sources
-from effexport.plugins.building.library import CACHE_VARIABLE, cache_folder
+from effexport.plugins.building.library import CACHE_VARIABLE, make_cache_folder
 from effexport.plugins.building.programs import Run, run_program
 from effexport.plugins.building.ptx_target import MAX_ISA, Version, isa_of, text_of
 from effexport.plugins.building.records import write_whole
@@ -87,8 +87,7 @@ def ptx_from_source(op: Op, architecture: int) -> str:
     compiler = find_ptx_compiler()
     key = _key(op, compiler, architecture)
     try:
-        folder = cache_folder() / "ptx"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_cache_folder("ptx")
         cached = folder / f"{key}.ptx"
         if (ptx := _read(cached)) is None:
             compiled = compiler.compile(sources.include_folder(op) / op.cuda_source, architecture)

@@ -37,12 +37,17 @@ class Kernels:
 
     def register(self, options: Any, settings: OrtSettings) -> Kernels:
         """Add the kernels to the options of a session. Returns what the session has: nothing if the library does not
-        load, which warns, or raises UserError if kernels were requested."""
+        load, which warns, or raises UserError if kernels were requested. Raises UserError for a library that is not as
+        it was built."""
         if self.library is None:
             return self
         ops = known_ops()
         folders = [ops[op].torch_name for op in self.bodies if op in ops]
         options.add_session_config_entry(LEFT_OUT_KEY, ",".join(folders))
+        try:
+            self.library.check_contents()
+        except LibraryError as error:
+            raise UserError(str(error)) from error
         try:
             options.register_custom_ops_library(str(self.library.path))
         except Exception as error:  # onnxruntime has no common base class for its errors

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.engines.api import version_tuple
 from effexport.errors import KernelWarning, UserError
-from effexport.plugins.building.library import cache_folder
+from effexport.plugins.building.library import make_cache_folder
 from effexport.plugins.errors import LibraryError
 from effexport.runners.ort.settings import PROVIDERS, OrtSettings
 from effexport.runtimes import RUNTIMES
@@ -121,8 +121,8 @@ def engine_folder(runtime: str, model: Path | bytes, external: Collection[Path],
             with part.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     try:
-        folder = cache_folder() / runtime / digest.hexdigest()[:32]
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_cache_folder(runtime) / digest.hexdigest()[:32]
+        folder.mkdir(mode=0o755, exist_ok=True)
     except (LibraryError, OSError) as error:
         raise UserError(f"engines of {RUNTIMES[runtime].label} cannot be stored: {error}") from error
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from effexport import OrtSettings
 from effexport.artifact import Artifact
 from effexport.errors import EffexportError, KernelWarning, RuntimeUnsupportedError, UserError
 from effexport.export.onnx_graph import value_types
-from effexport.plugins.building.library import Library, get_library_path
+from effexport.plugins.building.library import Library, find_library, get_library_path
 from effexport.proof.cases import load_reference
 from effexport.proof.metrics import relative_error
 from effexport.proof.tolerances import arithmetic_limit
@@ -54,6 +55,19 @@ def test_kernels_and_bodies_give_the_same_answer_and_say_which_they_are(built: B
     assert np.array_equal(answers["auto"], answers["kernel"])
     for sample, other in zip(answers["kernel"], answers["body"], strict=True):
         assert relative_error(sample, other)[0] <= arithmetic_limit(artifact.spec).value
+
+
+@pytest.mark.requires("native")
+def test_a_library_with_other_contents_is_not_loaded(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = find_library()
+    assert library is not None
+    changed = tmp_path / library.path.name
+    changed.write_bytes(library.path.read_bytes() + b"more")
+    library_is(monkeypatch, replace(library, path=changed))
+    with pytest.raises(UserError, match=r"is not the library that was built: .* effexport plugins build"):
+        effexport.load(built("lsh", "encoder").path)
 
 
 @pytest.mark.requires("native")

@@ -222,7 +222,7 @@ def without_cache(machine: Machine) -> None:
         (without_mirror, "not configured with a mirror of the Debian archive"),
         (without_apt, "apt-get, which fetches them from the Debian archive, is not installed"),
         (without_keyring, "which authenticates the Debian archive, does not exist"),
-        (without_cache, "they cannot be kept in"),
+        (without_cache, "they cannot be kept in the cache"),
     ],
 )
 def test_headers_from_nowhere_are_one_error_that_says_what_to_install(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -161,3 +165,65 @@ def test_the_cache_is_where_it_is_told_to_be(monkeypatch: pytest.MonkeyPatch, tm
     assert cache_folder() == tmp_path / "xdg" / "effexport"
     monkeypatch.setenv("EFFEXPORT_CACHE_DIR", str(tmp_path / "mine"))
     assert cache_folder() == tmp_path / "mine"
+
+
+def given_to_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+@pytest.mark.parametrize("part", ["cache", "kernels", "build", "library"])
+def test_a_cache_that_others_may_write_to_is_refused_with_the_command_that_mends_it(
+    machine: Machine, part: str, mode: int
+) -> None:
+    library = build_library().path
+    parts = {"cache": machine.cache, "kernels": library.parents[1], "build": library.parent, "library": library}
+    parts[part].chmod(mode)
+    with pytest.raises(LibraryError, match=f"^{parts[part]} can be written to by other users") as caught:
+        find_library()
+    (command,) = re.findall(r"Run: (.*), or set EFFEXPORT_CACHE_DIR", str(caught.value))
+    assert command == f"chmod -R go-w {machine.cache}"
+    subprocess.run(shlex.split(command), check=True, env={"PATH": os.defpath})
+    assert get_library_path() == library
+
+
+def test_a_build_in_a_cache_that_others_may_write_to_is_refused(machine: Machine) -> None:
+    machine.cache.mkdir()
+    machine.cache.chmod(0o777)
+    with pytest.raises(LibraryError, match="because code in it is executed"):
+        build_library()
+    machine.cache.chmod(0o1777)  # as /tmp is: nobody can replace what is not theirs
+    assert get_library_path() is None
+    assert build_library().path == get_library_path()
+
+
+def test_a_cache_of_another_user_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_to_another_user(build_library().path, monkeypatch)
+    with pytest.raises(LibraryError, match=r"belongs to the user with the number \d+; .* Run: chown -R \d+ /"):
+        find_library()
+
+
+def test_a_umask_that_lets_the_group_write_does_not_reach_the_cache(machine: Machine) -> None:
+    before = os.umask(0o002)
+    try:
+        assert build_library().path == get_library_path()
+    finally:
+        os.umask(before)
+
+
+def test_a_library_with_other_contents_is_noticed_before_it_is_loaded(machine: Machine) -> None:
+    library = build_library()
+    library.check_contents()
+    contents = bytearray(library.path.read_bytes())
+    contents[-1] ^= 1
+    library.path.write_bytes(contents)
+    found = find_library()
+    assert found is not None  # of the size that its record has
+    with pytest.raises(LibraryError, match=r"is not the library that was built: .* effexport plugins build"):
+        found.check_contents()
+    again = build_library()
+    assert again.built_now
+    again.check_contents()
