@@ -18,6 +18,7 @@ from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.spec import AttentionSpec
 from effexport.spec import BuildSpec
+from effexport.units import listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,12 +85,16 @@ def module_from_path(spec: BuildSpec, path: Path, which: str = OF_ARTIFACT) -> n
     module = module_from_seed(spec)
     found = checkpoint.read_tensors(path)
     # buffers, such as rotations, may be in the file; without them they come from the spec
-    names = [name for name, _ in module.named_parameters()]
-    names += [name for name, _ in module.named_buffers() if name in found]
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in found}
+    names = [*(name for name, _ in module.named_parameters()), *buffers]
     expected = (
         f"the state_dict of the {spec.model.title} {which}. The names are those of effexport.models: rename the "
         "tensors of another model, or write it with layers of effexport.models and build it with --module"
     )
+    misfits = [name for name, buffer in buffers.items() if buffer.shape != found[name].shape]
+    if misfits:
+        expected += f". For another number of hash rounds or buckets, leave {listed(misfits)} out of the file"
+        expected += ": rotations that are not in it are drawn from the seed"
     checkpoint.fill_module(module, found, {name: (name,) for name in names}, (), path, expected)
     return module
 

@@ -18,6 +18,8 @@ SMALL = {"dim": 128, "heads": 4, "layers": 4, "lm_head": True, "batch": 8}
 TEXT_TOKENS, TEXT_ROWS = 512, 200
 # Few rows and many steps: with 8 rows and a quarter of the steps, masked models learned only how often each byte comes.
 CAUSAL_SCHEDULE, MASKED_SCHEDULE = Schedule(5000, 2), Schedule(3000, 2)
+# After 3,000 steps, these still answer with how often each byte comes.
+LONGER = Schedule(8000, 2)
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,14 @@ def causal(variant: str) -> Experiment:
     return Experiment(f"causal-{variant}", options, lambda folder: text(folder, False), CAUSAL_SCHEDULE, TEXT_ROWS)
 
 
-def masked(name: str, options: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]] | None = None) -> Experiment:
+def masked(
+    name: str,
+    options: Mapping[str, Any],
+    others: Mapping[str, Mapping[str, Any]] | None = None,
+    schedule: Schedule = MASKED_SCHEDULE,
+) -> Experiment:
     options = SMALL | {"seq_len": TEXT_TOKENS} | options
-    name = f"masked-{name}"
-    return Experiment(name, options, lambda folder: text(folder, True), MASKED_SCHEDULE, TEXT_ROWS, others or {})
+    return Experiment(f"masked-{name}", options, lambda folder: text(folder, True), schedule, TEXT_ROWS, others or {})
 
 
 def nystrom(**changes: Any) -> dict[str, dict[str, Any]]:
@@ -92,9 +98,10 @@ EXPERIMENTS = {
         masked("softmax-conv", {"variant": "softmax", "conv_kernel_size": 65}, nystrom()),
         # positions by rotation: without, these two do not learn to look at neighbours
         masked("softmax", {"variant": "softmax", "rotary": True}, nystrom(conv_kernel_size=0)),
-        masked("linear", {"variant": "linear", "rotary": True}),
+        masked("linear", {"variant": "linear", "rotary": True}, schedule=LONGER),
         masked("lsh", {"variant": "lsh"}, rounds(8, 4, 1)),
-        *(masked(variant, {"variant": variant}) for variant in ("aft-local", "aft-conv", "aft-full")),
+        masked("aft-conv", {"variant": "aft-conv"}),
+        *(masked(variant, {"variant": variant}, schedule=LONGER) for variant in ("aft-local", "aft-full")),
         *duplication(64, 8),
         *duplication(128, 16),
         *(listops(variant, {"variant": variant}) for variant in ("linear", "nystrom", "lsh", "aft-local", "softmax")),
