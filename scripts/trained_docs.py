@@ -3,6 +3,8 @@
 
 python scripts/trained_docs.py                # from docs/trained/*.json
 python scripts/trained_docs.py build/trained  # first copies the results there to docs/trained
+
+The frontier is in frontier.json, which is what `effexport bench --advise --quality … --json` printed.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from scripts.bench_docs import svg_file  # noqa: E402
 from scripts.training.experiments import EXPERIMENTS  # noqa: E402
 
 DOCUMENT, RESULTS, IMAGES = ROOT / "docs" / "trained.md", ROOT / "docs" / "trained", ROOT / "docs" / "images"
+FRONTIER = RESULTS / "frontier.json"
 BEGIN, END = "<!-- {}: scripts/trained_docs.py -->", "<!-- end of {} -->"
 Result = dict[str, Any]
 
@@ -45,11 +48,12 @@ def main() -> None:
     if len(sys.argv) > 1:
         RESULTS.mkdir(exist_ok=True)
         for path in Path(sys.argv[1]).glob("*.json"):
-            if path.stem in EXPERIMENTS:
+            if path.stem in (*EXPERIMENTS, FRONTIER.stem):
                 shutil.copy(path, RESULTS)
     results = [json.loads(path.read_text()) for name in EXPERIMENTS if (path := RESULTS / f"{name}.json").exists()]
     for kind in ("causal", "masked"):
         (IMAGES / f"trained-{kind}.svg").write_text(loss_curves(kind, of_kind(results, kind)))
+    (IMAGES / "trained-frontier.svg").write_text(frontier_plot())
     text = DOCUMENT.read_text()
     for name, write in TABLES.items():
         begin, end = BEGIN.format(name), END.format(name)
@@ -164,6 +168,34 @@ def listops_table(results: Sequence[Result]) -> str:
     return table(("model", "PyTorch", "fp32, kernels", "fp16, kernels"), rows, right=3)
 
 
+def frontier_table(results: Sequence[Result]) -> str:
+    del results
+    rows = []
+    for one in candidates():
+        cells = (interval([one["loss"][name] for name in ("value", "low", "high")], "{:.4f}"), f"{one['median_ms']:.1f}")
+        rows.append((one["label"], one["runtime"], *cells, "yes" if one["on_frontier"] else ""))
+    return table(("model", "runtime", "nats per masked byte", "milliseconds", "on the frontier"), rows, right=0)
+
+
+def candidates() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(FRONTIER.read_text())["advice"]["candidates"]
+    return sorted((one for one in found if one["loss"] and one["median_ms"]), key=lambda one: one["median_ms"])
+
+
+def frontier_plot() -> str:
+    """Loss against latency, with the frontier as a line, as an SVG file."""
+    points = {one["label"]: Point(one["median_ms"], one["loss"]["value"]) for one in candidates()}
+    line = [points[one["label"]] for one in candidates() if one["on_frontier"]]
+    series = [Series("frontier", line, "baseline"), *(Series(name, [point]) for name, point in points.items())]
+    title = "Latency against loss of masked language models"
+    svg = scatter("frontier", title, title, Axis("milliseconds"), Axis("nats per masked byte"), series)
+    return svg_file(title, Chart(legend_of(series), {"": [Figure(title, "", svg)]}), plot_style())
+
+
+def plot_style() -> str:
+    return template_environment(("plots",)).get_template("plot.css.j2").render()
+
+
 def training_table(results: Sequence[Result]) -> str:
     rows = []
     for result in results:
@@ -181,8 +213,7 @@ def loss_curves(kind: str, results: Sequence[Result]) -> str:
     series = [Series(short_name(result), list(curve(result["training"]["losses"]))) for result in results]
     title = f"Loss of {kind} language models in training"
     svg = scatter(f"loss-{kind}", title, title, Axis("steps"), Axis("bits per byte"), series)
-    style = template_environment(("plots",)).get_template("plot.css.j2").render()
-    return svg_file(title, Chart(legend_of(series), {"": [Figure(title, "", svg)]}), style)
+    return svg_file(title, Chart(legend_of(series), {"": [Figure(title, "", svg)]}), plot_style())
 
 
 def curve(losses: Sequence[Sequence[float]], together: int = 5) -> Iterator[Point]:
@@ -197,6 +228,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "duplication": duplication_table,
     "others": other_table,
     "listops": listops_table,
+    "frontier": frontier_table,
     "training": training_table,
 }
 
