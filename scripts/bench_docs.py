@@ -110,13 +110,13 @@ def svg_file(title: str, chart: Chart | None, style: str) -> str:
     panels = [] if chart is None else [panel for row in chart.rows.values() for panel in row]
     entries = [] if chart is None else chart.legend
     columns = max(1, min(COLUMNS, len(panels)))
-    height = max((_height(panel.svg) for panel in panels), default=0) + HEADING
+    height = max((_size(panel.svg)[1] for panel in panels), default=0) + HEADING
     width = max(2, columns) * (PANEL_WIDTH + MARGIN) + MARGIN
     top = MARGIN + HEADING
     body = [_heading(MARGIN, MARGIN, title)]
     for n, panel in enumerate(panels):
         x, y = MARGIN + n % columns * (PANEL_WIDTH + MARGIN), top + n // columns * height
-        place = f'<svg x="{x}" y="{y + HEADING}" width="{PANEL_WIDTH}" height="{height - HEADING}" '
+        place = f'<svg x="{x}" y="{y + HEADING}" width="{_size(panel.svg)[0]}" height="{height - HEADING}" '
         # a single panel is headed by the title
         body += [_heading(x, y, panel.title)] if len(panels) > 1 else []
         body.append(panel.svg.replace("<svg ", place, 1))
@@ -135,9 +135,10 @@ def svg_file(title: str, chart: Chart | None, style: str) -> str:
     )
 
 
-def _height(svg: str) -> int:
-    """The height of a plot in pixels, from its view box."""
-    return math.ceil(float(svg.partition('viewBox="')[2].partition('"')[0].split()[3]))
+def _size(svg: str) -> tuple[int, int]:
+    """Width and height of a plot in pixels, from its view box."""
+    *_, width, height = svg.partition('viewBox="')[2].partition('"')[0].split()
+    return math.ceil(float(width)), math.ceil(float(height))
 
 
 def _heading(x: float, y: float, text: str) -> str:

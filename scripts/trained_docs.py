@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from effexport.plots.axes import Axis  # noqa: E402
+from effexport.plots.axes import Axis, ticks_around  # noqa: E402
 from effexport.plots.multiples import Chart  # noqa: E402
 from effexport.plots.svg import Figure, Point, Series, legend_of, scatter  # noqa: E402
 from effexport.report.rendering.markdown import table  # noqa: E402
@@ -172,9 +172,9 @@ def frontier_table(results: Sequence[Result]) -> str:
     del results
     rows = []
     for one in candidates():
-        cells = (interval([one["loss"][name] for name in ("value", "low", "high")], "{:.4f}"), f"{one['median_ms']:.1f}")
-        rows.append((one["label"], one["runtime"], *cells, "yes" if one["on_frontier"] else ""))
-    return table(("model", "runtime", "nats per masked byte", "milliseconds", "on the frontier"), rows, right=0)
+        loss = interval([one["loss"][name] / math.log(2) for name in ("value", "low", "high")], "{:.4f}")
+        rows.append((one["label"], "yes" if one["on_frontier"] else "", loss, f"{one['median_ms']:.1f}"))
+    return table(("model", "on the frontier", "bits per byte", "milliseconds"), rows, right=2)
 
 
 def candidates() -> list[dict[str, Any]]:
@@ -184,16 +184,20 @@ def candidates() -> list[dict[str, Any]]:
 
 def frontier_plot() -> str:
     """Loss against latency, with the frontier as a line, as an SVG file."""
-    points = {one["label"]: Point(one["median_ms"], one["loss"]["value"]) for one in candidates()}
+    points = {one["label"]: Point(one["median_ms"], one["loss"]["value"] / math.log(2)) for one in candidates()}
     line = [points[one["label"]] for one in candidates() if one["on_frontier"]]
     series = [Series("frontier", line, "baseline"), *(Series(name, [point]) for name, point in points.items())]
     title = "Latency against loss of masked language models"
-    svg = scatter("frontier", title, title, Axis("milliseconds"), Axis("nats per masked byte"), series)
-    return svg_file(title, Chart(legend_of(series), {"": [Figure(title, "", svg)]}), plot_style())
+    return plot(title, "milliseconds", series)
 
 
-def plot_style() -> str:
-    return template_environment(("plots",)).get_template("plot.css.j2").render()
+def plot(title: str, across: str, series: Sequence[Series]) -> str:
+    """Bits per byte against another quantity, as an SVG file."""
+    points = [point for one in series for point in one.points]
+    x, y = (ticks_around(values) for values in ([point.x for point in points], [point.y for point in points]))
+    svg = scatter("plot", title, title, Axis(across, ticks=x), Axis("bits per byte", ticks=y), series)
+    style = template_environment(("plots",)).get_template("plot.css.j2").render()
+    return svg_file(title, Chart(legend_of(series), {"": [Figure(title, "", svg)]}), style)
 
 
 def training_table(results: Sequence[Result]) -> str:
@@ -211,9 +215,7 @@ def training_table(results: Sequence[Result]) -> str:
 def loss_curves(kind: str, results: Sequence[Result]) -> str:
     """Losses while training, in bits per byte, averaged over 250 steps, as an SVG file."""
     series = [Series(short_name(result), list(curve(result["training"]["losses"]))) for result in results]
-    title = f"Loss of {kind} language models in training"
-    svg = scatter(f"loss-{kind}", title, title, Axis("steps"), Axis("bits per byte"), series)
-    return svg_file(title, Chart(legend_of(series), {"": [Figure(title, "", svg)]}), plot_style())
+    return plot(f"Loss of {kind} language models in training", "steps", series)
 
 
 def curve(losses: Sequence[Sequence[float]], together: int = 5) -> Iterator[Point]:

@@ -100,6 +100,8 @@ def told(found: Evaluation) -> str:
 def described_by(spec: BuildSpec) -> dict[str, Any]:
     """What a spec file would say about a model, apart from the fields of its variant."""
     attention = {name: getattr(spec.attention, name) for name in sorted(SHARED_FIELDS)}
+    if attention["bias"] == type(spec.attention).bias:
+        del attention["bias"]  # each variant has its own default
     encoder = (
         {name: getattr(spec.model, name) for name in ENCODER_FIELDS} if isinstance(spec.model, EncoderSpec) else {}
     )

@@ -224,19 +224,23 @@ def test_ticks_of_a_linear_axis_enclose_its_values() -> None:
 def test_what_evaluate_wrote_says_which_models_to_time(
     built: Callable[..., Artifact], tmp_path: Path, cli: Cli
 ) -> None:
-    writer = built("linear", causal=True, lm_head=True)
-    spec = writer.spec
+    artifacts = {name: built(name, causal=True, lm_head=True) for name in ("linear", "lsh")}
+    spec = artifacts["linear"].spec
     (tmp_path / "held-out.txt").write_text("Groesse und Laenge, gemessen in Bytes. " * 20)
     quality = tmp_path / "quality"
     quality.mkdir()
     data = ("--data", tmp_path / "held-out.txt", "--window", spec.seq_len)
-    assert cli("evaluate", writer.path, *data, "-o", quality / "linear.json").code == 0
+    for name, artifact in artifacts.items():
+        assert cli("evaluate", artifact.path, *data, "-o", quality / f"{name}.json").code == 0
     arguments = ("--runtimes", "torch", "--no-memory", "--rounds", "3", "--threads", "1")
     result = cli("bench", "--advise", "--quality", quality, *arguments, "--json")
     assert result.code == 0, result.err
-    (candidate,) = result.json["advice"]["candidates"]
-    assert (candidate["label"], candidate["standing"]) == ("linear, chunk_length=16", "use this")
-    (loss, *_) = json.loads((quality / "linear.json").read_text())["estimates"]
-    assert candidate["loss"] == loss
-    case = result.json["rows"][0]["case"]
-    assert (case["scope"], case["seq_len"], case["options"]["causal"]) == ("encoder", spec.seq_len, True)
+    candidates = {candidate["label"]: candidate for candidate in result.json["advice"]["candidates"]}
+    cases = {row["case"]["label"]: row["case"] for row in result.json["rows"]}
+    assert candidates.keys() == cases.keys() == {artifact.spec.attention.label for artifact in artifacts.values()}
+    for name, artifact in artifacts.items():
+        (loss, *_) = json.loads((quality / f"{name}.json").read_text())["estimates"]
+        label = artifact.spec.attention.label
+        assert candidates[label]["loss"] == loss
+        case = cases[label]
+        assert (case["scope"], case["seq_len"], case["options"]["causal"]) == ("encoder", spec.seq_len, True)
