@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -78,7 +79,10 @@ def judged_from_json(path: Path) -> Judged:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Evaluation)
         spec = BuildSpec.from_dict(found.spec)
-    except (OSError, msgspec.MsgspecError, SpecError, KeyError, TypeError) as error:
+        figures = [end for one in found.estimates for end in (one.value, one.low, one.high) if end is not None]
+        if LOSS not in {one.name for one in found.estimates} or not all(map(math.isfinite, figures)):
+            raise ValueError("a loss and finite figures are missing")
+    except (OSError, ValueError, OverflowError, SpecError, KeyError, TypeError) as error:
         raise UserError(f"cannot read --quality {path}; {EXPECTED}: {error}") from error
     if spec.scope == "checkpoint":
         raise UserError(
