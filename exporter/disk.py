@@ -40,7 +40,8 @@ def write_error(path: Path, error: BaseException, remedy: str) -> EffexportError
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return UserError(f"cannot write {path}: {reason}; {remedy}")
     folder, temporary = existing_folder(path), existing_folder(Path(tempfile.gettempdir()))
-    if free_bytes(temporary) < free_bytes(folder):
+    # by far, because other programs may write to a disk that holds both between the two readings
+    if free_bytes(temporary) < free_bytes(folder) / 2:
         folder, remedy = temporary, ANOTHER_TEMPORARY
     room = f"{memory(free_bytes(folder))} free in {folder}"
     return DiskFullError(f"cannot write {path}: the disk is full ({room}); free some space, or {remedy}")

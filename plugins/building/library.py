@@ -148,8 +148,9 @@ def kernels_folder() -> Path:
 def make_cache_folder(name: str) -> Path:
     """A folder in the cache, made unless it exists. Raises OSError, and LibraryError as `require_own` does."""
     folder = cache_folder() / name
-    for made in (folder.parent, folder):
-        made.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may not write, whatever the umask
+    if not folder.parent.exists():
+        folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o755, exist_ok=True)  # others may not write, whatever the umask
     require_own(folder)
     return folder
 

@@ -76,6 +76,10 @@ def test_a_full_temporary_folder_is_named_instead_of_the_output(
     monkeypatch.setattr("effexport.disk.free_bytes", lambda folder: 4096 if folder == temporary else 10**9)
     message = str(write_error(tmp_path / "out", FULL["the system's"], "choose another file with -o"))
     assert f"(4.10 kB free in {temporary}); free some space, or set TMPDIR" in message
+    # on one disk, whose space other programs take at the same time
+    monkeypatch.setattr("effexport.disk.free_bytes", lambda folder: 10**9 - 4096 * (folder == temporary))
+    message = str(write_error(tmp_path / "out", FULL["the system's"], "choose another file with -o"))
+    assert message.endswith("; free some space, or choose another file with -o")
 
 
 @pytest.fixture
