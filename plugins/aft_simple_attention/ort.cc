@@ -87,10 +87,11 @@ class Kernel : public KernelDefaults {
       return invalid("AFTSimpleAttention: keep has shape ", shape_text(keep), "; expected ",
                      shape_text({shape[0], shape[2]}), ", batch and seq of q ", shape_text(shape));
     }
+    const BoolInput<kOn> kept(context, 3);
     const Arrays<T> arrays{input<T>(context, 0),
                            input<T>(context, 1),
                            input<T>(context, 2),
-                           input<bool>(context, 3),
+                           kept.get(),
                            output<T>(context, 0, shape),
                            shape[0] * shape[1],
                            shape[1],

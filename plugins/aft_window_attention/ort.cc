@@ -69,8 +69,7 @@ class Kernel : public KernelDefaults {
 
   explicit Kernel(Ort::ConstKernelInfo info) {
     constexpr std::int64_t kNo = 0;
-    causal_ = integer_attribute(info, kName, "causal", &kNo);
-    if (causal_ != 0 && causal_ != 1) throw_invalid("AFTWindowAttention: causal is ", causal_, "; expected 0 or 1");
+    causal_ = integer_attribute(info, kName, "causal", kFlag, &kNo);
   }
 
   Ort::Status compute(const Ort::KernelContext& context) {
@@ -78,8 +77,9 @@ class Kernel : public KernelDefaults {
     if (Ort::Status status = checked(shapes, causal_ != 0); !status.IsOK()) return status;
     const auto& [q, k, v, keep, bias] = shapes;
     const Problem problem{q[0] * q[1], q[1], q[2], q[3], k[3], bias[0], bias[1], bias[2], causal_ != 0};
-    const Arrays<T> arrays{input<T>(context, 0),    input<T>(context, 1),     input<T>(context, 2),
-                           input<bool>(context, 3), input<float>(context, 4), output<T>(context, 0, q)};
+    const BoolInput<kOn> kept(context, 3);
+    const Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1),     input<T>(context, 2),
+                           kept.get(),           input<float>(context, 4), output<T>(context, 0, q)};
     if (problem.groups == 0 || problem.seq == 0 || problem.channels == 0) return Ort::Status{nullptr};
     if constexpr (kOn == Device::kCuda) return attend_on_cuda(context, problem, arrays);
     return attend_on_cpu(context, problem, arrays);

@@ -65,11 +65,8 @@ class Kernel : public KernelDefaults {
   static constexpr Device kDevice = kOn;
   static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kElementType<T>};
 
-  explicit Kernel(Ort::ConstKernelInfo info) : iterations_(integer_attribute(info, kName, "iterations", &kIterations)) {
-    if (iterations_ < 1 || iterations_ > kMaxIterations) {
-      throw_invalid("IterativePinv: iterations is ", iterations_, "; expected 1 to ", kMaxIterations);
-    }
-  }
+  explicit Kernel(Ort::ConstKernelInfo info)
+      : iterations_(integer_attribute(info, kName, "iterations", {1}, &kIterations)) {}
 
   Ort::Status compute(const Ort::KernelContext& context) {
     const auto [shape, scale_shape] = shapes_of<2>(context);
@@ -89,7 +86,6 @@ class Kernel : public KernelDefaults {
 
  private:
   static constexpr std::int64_t kIterations = 6;  // the schema's default
-  static constexpr std::int64_t kMaxIterations = std::numeric_limits<std::int32_t>::max();
   std::int64_t iterations_;
 };
 

@@ -95,14 +95,12 @@ class Kernel : public KernelDefaults {
   static constexpr std::size_t kShapeOf = 2;  // v: its last dimension may differ from that of q and k
 
   explicit Kernel(Ort::ConstKernelInfo info)
-      : eps_(float_attribute(info, kName, "eps")), causal_(integer_attribute(info, kName, "causal", &kCausal)) {
+      : eps_(float_attribute(info, kName, "eps")), causal_(integer_attribute(info, kName, "causal", kFlag, &kCausal)) {
     if (!(eps_ >= 0) || !std::isfinite(eps_)) {
       throw_invalid("EluLinearAttention: eps is ", eps_, "; expected a finite number that is not negative");
     }
-    if (causal_ != 0 && causal_ != 1) throw_invalid("EluLinearAttention: causal is ", causal_, "; expected 0 or 1");
     // the block size of the function body, which kernels do not use
-    const std::int64_t chunk_length = integer_attribute(info, kName, "chunk_length", &kChunkLength);
-    if (chunk_length < 1) throw_invalid("EluLinearAttention: chunk_length is ", chunk_length, "; expected at least 1");
+    integer_attribute(info, kName, "chunk_length", {1}, &kChunkLength);
   }
 
   Ort::Status compute(const Ort::KernelContext& context) {

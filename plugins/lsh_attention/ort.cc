@@ -65,12 +65,12 @@ class Kernel : public KernelDefaults {
   static constexpr std::size_t kShapeOf = 1;
 
   explicit Kernel(Ort::ConstKernelInfo info) : problem_{} {
-    problem_.chunk_length = at_least(info, "chunk_length", 1);
-    problem_.chunks_before = at_least(info, "chunks_before", 0);
-    problem_.chunks_after = at_least(info, "chunks_after", 0);
-    problem_.causal = integer_attribute(info, kName, "causal") != 0;
-    problem_.circular = integer_attribute(info, kName, "circular") != 0;
-    problem_.rounded = integer_attribute(info, kName, "rounded") != 0;
+    problem_.chunk_length = integer_attribute(info, kName, "chunk_length", {1});
+    problem_.chunks_before = integer_attribute(info, kName, "chunks_before", {0});
+    problem_.chunks_after = integer_attribute(info, kName, "chunks_after", {0});
+    problem_.causal = integer_attribute(info, kName, "causal", kAny) != 0;
+    problem_.circular = integer_attribute(info, kName, "circular", kAny) != 0;
+    problem_.rounded = integer_attribute(info, kName, "rounded", kAny) != 0;
   }
 
   Ort::Status compute(const Ort::KernelContext& context) {
@@ -103,18 +103,19 @@ class Kernel : public KernelDefaults {
     const T* queries = input<T>(context, 0);
     const T* values = input<T>(context, 1);
     const auto* tokens = input<std::int32_t>(context, 2);
-    const bool* kept = input<bool>(context, 4);
-    if constexpr (kOn == Device::kCuda) return attend_on_cuda(context, problem, queries, values, tokens, kept, out);
-    return attend_on_cpu(context, problem, queries, values, tokens, kept, out);
+    const BoolInput<kOn> kept(context, 4);
+    if (!problem.circular) {  // further chunks are beyond the ends of a round
+      problem.chunks_before = std::min(problem.chunks_before, problem.chunks() - 1);
+      problem.chunks_after = std::min(problem.chunks_after, problem.chunks() - 1);
+    }
+    check_count("LSHAttention: a window", {problem.window(), problem.chunk_length, problem.chunk_length});
+    if constexpr (kOn == Device::kCuda) {
+      return attend_on_cuda(context, problem, queries, values, tokens, kept.get(), out);
+    }
+    return attend_on_cpu(context, problem, queries, values, tokens, kept.get(), out);
   }
 
  private:
-  static std::int64_t at_least(const Ort::ConstKernelInfo& info, const char* name, std::int64_t lowest) {
-    const std::int64_t value = integer_attribute(info, kName, name);
-    if (value < lowest) throw_invalid("LSHAttention: ", name, " is ", value, "; expected at least ", lowest);
-    return value;
-  }
-
   Problem problem_;
 };
 

@@ -37,8 +37,7 @@ class Kernel : public KernelDefaults {
   static constexpr bool kInfersShapes = false;  // rows is a product of sizes, and padded rounds one up
 
   explicit Kernel(Ort::ConstKernelInfo info)
-      : halves_(halves_of(info)), chunk_length_(integer_attribute(info, kName, "chunk_length")) {
-    if (chunk_length_ < 1) throw_invalid("LSHHash: chunk_length is ", chunk_length_, "; expected at least 1");
+      : halves_(halves_of(info)), chunk_length_(integer_attribute(info, kName, "chunk_length", {1})) {
     for (int i = 0; i < halves_.count; ++i) width_ += halves_.of[i];
   }
 
@@ -56,7 +55,8 @@ class Kernel : public KernelDefaults {
     }
     const std::int64_t padded = (qk[2] + chunk_length_ - 1) / chunk_length_ * chunk_length_;
     const Problem problem{qk[0] * qk[1], qk[1], qk[2], padded, qk[3], rotations[2], width_, halves_};
-    const Arrays<T> arrays{input<T>(context, 0), input<float>(context, 1), input<bool>(context, 2),
+    const BoolInput<kOn> kept(context, 2);
+    const Arrays<T> arrays{input<T>(context, 0), input<float>(context, 1), kept.get(),
                            output<std::int32_t>(context, 0, {problem.groups * problem.rounds, padded})};
     if (problem.groups == 0 || problem.rounds == 0 || padded == 0) return Ort::Status{nullptr};
     if constexpr (kOn == Device::kCuda) {

@@ -42,12 +42,9 @@ class Kernel : public KernelDefaults {
   static constexpr ONNXTensorElementDataType kInputTypes[] = {kInt32};
   static constexpr std::size_t kOutputs = 2;
 
-  explicit Kernel(Ort::ConstKernelInfo info) : num_buckets_(integer_attribute(info, kName, "num_buckets")) {
-    constexpr std::int64_t kHighest = std::numeric_limits<std::int32_t>::max();
-    if (num_buckets_ < 1 || num_buckets_ > kHighest) {
-      throw_invalid("LSHSort: num_buckets is ", num_buckets_, "; expected 1 to ", kHighest);
-    }
-  }
+  static constexpr Range kBuckets{1, std::numeric_limits<std::int32_t>::max()};
+
+  explicit Kernel(Ort::ConstKernelInfo info) : num_buckets_(integer_attribute(info, kName, "num_buckets", kBuckets)) {}
 
   Ort::Status compute(const Ort::KernelContext& context) {
     const auto [shape] = shapes_of<1>(context);

@@ -51,8 +51,8 @@ class Kernel : public KernelDefaults {
     T* out = output<T>(context, 0, Shape{q[0], q[1], q[2], v[3]});
     const std::int64_t size = problem.groups * problem.queries * problem.value_dim;
     if (size == 0) return Ort::Status{nullptr};
-    Arrays<T> arrays{
-        input<T>(context, 0), input<T>(context, 1), input<T>(context, 2), input<bool>(context, 3), out, nullptr};
+    const BoolInput<kOn> kept(context, 3);
+    Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), input<T>(context, 2), kept.get(), out, nullptr};
     if constexpr (kOn == Device::kCuda) {
       const Scratch partials(context, sizeof(float) * static_cast<std::size_t>(cuda_partial_floats(problem)));
       arrays.partials = static_cast<float*>(partials.get());

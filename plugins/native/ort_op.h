@@ -54,12 +54,26 @@ template <class... Parts>
   throw Ort::Exception(text.str(), ORT_INVALID_ARGUMENT);
 }
 
-// An integer attribute of a node. `absent` is its value when the node does not carry it; null when it must.
-inline std::int64_t integer_attribute(const Ort::ConstKernelInfo& info, const char* op, const char* name,
+// What an integer attribute may be: by default a size, far beyond those of any model, and small enough that outputs and
+// workspaces which follow it alone fit into memory.
+struct Range {
+  std::int64_t lowest;
+  std::int64_t highest = std::int64_t{1} << 20;
+};
+constexpr Range kFlag{0, 1};
+constexpr Range kAny{std::numeric_limits<std::int64_t>::min(), std::numeric_limits<std::int64_t>::max()};
+
+// An integer attribute of a node, which must be in a range. `absent` is its value when the node does not carry it; null
+// when it must.
+inline std::int64_t integer_attribute(const Ort::ConstKernelInfo& info, const char* op, const char* name, Range range,
                                       const std::int64_t* absent = nullptr) {
   const OrtApi& api = Ort::GetApi();
   std::int64_t value = 0;
-  if (Ort::Status(api.KernelInfoGetAttribute_int64(info, name, &value)).IsOK()) return value;
+  if (Ort::Status(api.KernelInfoGetAttribute_int64(info, name, &value)).IsOK()) {
+    if (value >= range.lowest && value <= range.highest) return value;
+    if (range.highest == 1) throw_invalid(op, ": ", name, " is ", value, "; expected 0 or 1");
+    throw_invalid(op, ": ", name, " is ", value, "; expected at least ", range.lowest, " and at most ", range.highest);
+  }
   float number = 0;
   std::size_t length = 0;
   if (Ort::Status(api.KernelInfoGetAttribute_float(info, name, &number)).IsOK() ||
@@ -120,8 +134,43 @@ const T* input(const Ort::KernelContext& context, std::size_t index) {
   return context.GetInput(index).GetTensorData<T>();
 }
 
+// A bool input. On the CPU, every byte that is not 0 is true: callers may hand over other bytes than 0 and 1. On the GPU,
+// where looking at them would stop the device, they are taken as they are.
+template <Device kOn>
+class BoolInput {
+ public:
+  BoolInput(const Ort::KernelContext& context, std::size_t index) {
+    const Ort::ConstValue value = context.GetInput(index);
+    bytes_ = static_cast<const std::uint8_t*>(value.GetTensorRawData());
+    if (kOn == Device::kCuda) return;
+    const std::uint8_t* const end = bytes_ + value.GetTensorTypeAndShapeInfo().GetElementCount();
+    if (std::all_of(bytes_, end, [](std::uint8_t byte) { return byte <= 1; })) return;
+    std::transform(bytes_, end, std::back_inserter(copy_), [](std::uint8_t byte) { return byte != 0; });
+    bytes_ = copy_.data();
+  }
+  const bool* get() const { return reinterpret_cast<const bool*>(bytes_); }
+
+ private:
+  const std::uint8_t* bytes_;
+  std::vector<std::uint8_t> copy_;
+};
+
+// Throws unless the product of sizes, none of them negative, is at most 2^40: before memory for so many elements is
+// taken, and before their number overflows.
+inline void check_count(const char* what, const Shape& sizes) {
+  std::int64_t count = 1;
+  for (const std::int64_t size : sizes) {
+    if (size == 0) return;
+    if (count > (std::int64_t{1} << 40) / size) {
+      throw_invalid(what, " of ", shape_text(sizes), " elements was requested; expected at most 2^40");
+    }
+    count *= size;
+  }
+}
+
 template <class T>
 T* output(const Ort::KernelContext& context, std::size_t index, const Shape& shape) {
+  check_count("an output", shape);
   return context.GetOutput(index, shape).GetTensorMutableData<T>();
 }
 

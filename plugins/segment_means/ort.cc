@@ -16,9 +16,7 @@ class Kernel : public KernelDefaults {
   static constexpr ONNXTensorElementDataType kInputTypes[] = {kElementType<T>, kBool};
   static constexpr AttributeDim kAttributeDim{2, "num_segments"};
 
-  explicit Kernel(Ort::ConstKernelInfo info) : segments_(integer_attribute(info, kName, "num_segments")) {
-    if (segments_ < 1) throw_invalid("SegmentMeans: num_segments is ", segments_, "; expected at least 1");
-  }
+  explicit Kernel(Ort::ConstKernelInfo info) : segments_(integer_attribute(info, kName, "num_segments", {1})) {}
 
   Ort::Status compute(const Ort::KernelContext& context) {
     const auto [x, keep] = shapes_of<2>(context);
@@ -29,7 +27,8 @@ class Kernel : public KernelDefaults {
       return invalid("SegmentMeans: keep has shape ", shape_text(keep), "; expected ", shape_text({x[0], x[2]}));
     }
     const Problem problem{x[0] * x[1], x[1], x[2], x[3], segments_};
-    const Arrays<T> arrays{input<T>(context, 0), input<bool>(context, 1),
+    const BoolInput<kOn> kept(context, 1);
+    const Arrays<T> arrays{input<T>(context, 0), kept.get(),
                            output<T>(context, 0, {x[0], x[1], segments_, x[3]})};
     if (problem.groups == 0 || problem.channels == 0) return Ort::Status{nullptr};
     if constexpr (kOn == Device::kCuda) {

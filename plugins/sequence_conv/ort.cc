@@ -40,7 +40,8 @@ class Kernel : public KernelDefaults {
       return invalid("SequenceConv: keep has shape ", shape_text(keep), "; expected ", shape_text({x[0], x[2]}));
     }
     const Problem problem{x[0] * x[1], x[1], x[2], x[3], weight[2]};
-    const Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), input<bool>(context, 2), input<T>(context, 3),
+    const BoolInput<kOn> kept(context, 2);
+    const Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), kept.get(), input<T>(context, 3),
                            output<T>(context, 0, x)};
     if (problem.groups == 0 || problem.seq == 0 || problem.channels == 0) return Ort::Status{nullptr};
     if constexpr (kOn == Device::kCuda) {

@@ -375,8 +375,11 @@ def test_the_operator_says_what_is_wrong_with_a_window(fields: dict[str, int]) -
     ("attributes", "message"),
     [
         ({"chunk_length": 0}, "chunk_length is 0; expected at least 1"),
-        ({"chunks_before": -1}, "chunks_before is -1; expected at least 0"),
-        ({"chunks_after": -2}, "chunks_after is -2; expected at least 0"),
+        ({"chunk_length": 2**31}, "chunk_length is 2147483648; expected at least 1 and at most 1048576"),
+        ({"chunks_before": -1}, "chunks_before is -1; expected at least 0 and at most 1048576"),
+        ({"chunks_before": 2**62}, f"chunks_before is {2**62}; expected at least 0 and at most 1048576"),
+        ({"chunks_after": -2}, "chunks_after is -2; expected at least 0 and at most 1048576"),
+        ({"chunks_after": 2**63 - 1}, f"chunks_after is {2**63 - 1}; expected at least 0 and at most 1048576"),
         ({"causal": 0.5}, "attribute causal has another type; expected an integer"),
         ({"chunk_length": "10"}, "attribute chunk_length has another type; expected an integer"),
         ({"rounded": None}, "attribute rounded is missing; expected an integer"),
@@ -386,6 +389,26 @@ def test_a_bad_attribute_is_refused_when_the_model_is_loaded(attributes: dict[st
     given = {name: value for name, value in {**Case().attributes, **attributes}.items() if value is not None}
     with pytest.raises(Exception, match="LSHAttention: " + message):
         session(attention_model(given))
+
+
+@pytest.mark.requires("native", "onnx", "ort")
+def test_a_window_that_is_wider_than_a_round_sees_all_of_it() -> None:
+    case = Case()
+    chunks = case.arrays()["order"].shape[1] // case.chunk_length
+    answers = []
+    for around in (chunks - 1, 2**20):
+        attributes = replace(case, chunks_before=around, chunks_after=around).attributes
+        answers.append(session(attention_model(attributes)).run(None, case.arrays())[0])
+    assert np.array_equal(*answers)
+
+
+@pytest.mark.requires("native", "onnx", "ort")
+def test_every_byte_of_keep_that_is_not_0_is_true() -> None:
+    arrays = Case().arrays()
+    opened = session(attention_model(Case().attributes))
+    (expected,) = opened.run(None, arrays)
+    arrays["keep"] = (arrays["keep"].view(np.uint8) * np.uint8(254)).view(bool)
+    assert np.array_equal(opened.run(None, arrays)[0], expected)
 
 
 @pytest.mark.requires("native", "onnx", "ort")

@@ -308,11 +308,11 @@ def test_sort_says_which_rank_it_expects(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("op", "attributes", "message"),
     [
-        ("LSHSort", {"num_buckets": 0}, "LSHSort: num_buckets is 0; expected 1 to 2147483647"),
-        ("LSHSort", {"num_buckets": 2**31}, "LSHSort: num_buckets is 2147483648; expected 1 to"),
+        ("LSHSort", {"num_buckets": 0}, "LSHSort: num_buckets is 0; expected at least 1"),
+        ("LSHSort", {"num_buckets": 2**31}, "LSHSort: num_buckets is 2147483648; expected at least 1 and at most"),
         ("LSHSort", {"num_buckets": 2.5}, "LSHSort: attribute num_buckets has another type; expected an integer"),
         ("LSHSort", {}, "LSHSort: attribute num_buckets is missing; expected an integer"),
-        ("IterativePinv", {"iterations": 0}, "IterativePinv: iterations is 0; expected 1 to"),
+        ("IterativePinv", {"iterations": 0}, "IterativePinv: iterations is 0; expected at least 1"),
         ("IterativePinv", {"iterations": "6"}, "IterativePinv: attribute iterations has another type"),
     ],
 )

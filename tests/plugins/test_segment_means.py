@@ -205,11 +205,29 @@ def test_wrong_shapes_are_errors_of_the_kernel(given: dict[str, tuple[int, ...]]
         ({}, "attribute num_segments is missing"),
         ({"num_segments": 2.0}, "attribute num_segments has another type"),
         ({"num_segments": 0}, "num_segments is 0"),
+        ({"num_segments": 2**40}, f"num_segments is {2**40}"),
     ],
 )
 def test_wrong_attributes_are_errors_of_the_kernel(attributes: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=f"SegmentMeans: {message}.*expected"):
         session(one_node_model(OP, wrong_feeds({}), body=False, **attributes), library=True)
+
+
+@pytest.mark.requires("native", "onnx", "ort")
+def test_more_means_than_any_machine_holds_are_refused() -> None:
+    feeds = wrong_feeds({"x": (1, 1024, 1, 1025), "keep": (1, 1)})
+    opened = session(one_node_model(OP, feeds, body=False, num_segments=2**20), library=True)
+    with pytest.raises(Exception, match=r"an output of \[1, 1024, 1048576, 1025\] elements was requested"):
+        opened.run(None, feeds)
+
+
+@pytest.mark.requires("native", "onnx", "ort")
+def test_every_byte_of_keep_that_is_not_0_is_true() -> None:
+    feeds = random_feeds(9)
+    opened = session(one_node_model(OP, feeds, body=False, num_segments=5), library=True)
+    (expected,) = opened.run(None, feeds)
+    feeds["keep"] = (feeds["keep"].view(np.uint8) * np.uint8(2)).view(bool)
+    assert np.array_equal(opened.run(None, feeds)[0], expected)
 
 
 def test_wrong_dtypes_and_counts_are_errors_of_the_operator() -> None:
