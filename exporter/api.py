@@ -93,8 +93,9 @@ def export(
     output: the folder to write; by default artifacts/ and the class of the module.
     dynamic: the free axes by input, such as {"x": {0: "batch", 1: "seq"}}; by default the first axis is the batch, and
     the second, of vectors and of indices, the sequence.
-    precision: fp32, fp16 or bf16. targets: TensorRT engines to build as well, "trt" or "trt-rtx", with the default
-    profile. progress: called as each stage begins, see `Progress`. options: as for `build`: seq_len, opset, force, …
+    precision: fp32, fp16, bf16, int8 or fp8. targets: TensorRT engines to build as well, "trt" or "trt-rtx", with the
+    default profile. progress: called as each stage begins, see `Progress`. options: as for `build`: seq_len, opset,
+    calibration, force, …
     Raises UserError for a module or inputs that cannot work, and errors.StageError if a stage or a check fails; then
     nothing is written.
     """
@@ -127,6 +128,8 @@ def build(
     dynamic: Mapping[str, object] | None = None,
     tokenizer: str | Path | None = None,
     reference: str | Path | None = None,
+    calibration: str | Path | None = None,
+    evaluate: str | Path | None = None,
     settings: OrtSettings | None = None,
     targets: Sequence[str] = (),
     engines: Sequence[EngineSpec] = (),
@@ -145,6 +148,7 @@ def build(
     inputs: a TOML file that describes the inputs of the module. examples, dynamic: as for `export`.
     tokenizer: a folder with the tokenizer of the model; by default that of the checkpoint, and "none" leaves it out.
     reference: a safetensors file with inputs and answers of the model that the weights come from, to compare with.
+    calibration: with precision int8 or fp8, samples of what the model will read; evaluate: labelled data of its task.
     options: the other fields of the spec, named as the flags: seq_len, causal, precision, …
     output: the folder to write; by default artifacts/ and the name of the variant, checkpoint or module.
     targets: TensorRT engines with the default profile; engines: TensorRT engines with options of their own.
@@ -154,11 +158,13 @@ def build(
     """
     from effexport.artifact import ARTIFACT_FOLDER
     from effexport.build import artifact_from_spec
+    from effexport.build_quantization import QuantizationData, with_scales_for_engines
     from effexport.build_request import BuildRequest
     from effexport.engines.profile import profiles_from_texts
     from effexport.engines.spec import EngineSpec, check_target
     from effexport.environment import require_torch
     from effexport.errors import check_type
+    from effexport.evaluation.task_loss import TaskData
     from effexport.spec import BuildSpec
 
     require_torch("effexport.build")
@@ -167,7 +173,7 @@ def build(
     check_texts(**{f"targets[{i}]": target for i, target in enumerate(targets)})
     wanted = spec if isinstance(spec, BuildSpec) else optional_path("spec", spec)
     request = BuildRequest(
-        {"variant": variant, **options},
+        with_scales_for_engines({"variant": variant, **options}, (*targets, *engines)),
         wanted,
         optional_path("checkpoint", checkpoint),
         optional_path("weights", weights),
@@ -185,6 +191,8 @@ def build(
         wanted_engines = [*engines, *(EngineSpec(target=target, profiles=profiles) for target in targets)]
         folder = optional_path("output", output) or Path("artifacts") / name
         ARTIFACT_FOLDER.check(folder, force=force)
+        labelled = optional_path("evaluate", evaluate)
+        task = None if labelled is None else TaskData(labelled)
         artifact, found = artifact_from_spec(
             resolved,
             folder,
@@ -194,6 +202,7 @@ def build(
             notes=notes,
             settings=settings,
             reference=optional_path("reference", reference),
+            quantization=QuantizationData(optional_path("calibration", calibration), task),
             trace=trace,
             force=force,
             on_stage=lambda stage: progress(stage, None),

@@ -17,6 +17,7 @@ from effexport.errors import UserError
 from effexport.export.onnx_graph import load_graph
 from effexport.files import Figure, FolderKind, file_digest, record_from_values
 from effexport.models.families import is_checkpoint
+from effexport.quantize.record import Quantization
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
 
@@ -85,6 +86,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of manifest.json.
 
     hash_values: graph values that hold buckets. weights_sha256: checksum of all parameters and buffers of the module.
+    quantization: None if nothing is quantised.
     files and integrity, the checksum of all other fields, are filled in when the manifest is written.
     """
 
@@ -104,8 +106,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineEntry, ...]
     parity: Parity
     environment: dict[str, str | None]
+    quantization: Quantization | None = None
     files: dict[str, FileEntry] = {}
     integrity: str = ""
+
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """Graph values that the reference can prescribe: buckets, and what is rounded."""
+        return (*self.hash_values, *(self.quantization.unrounded if self.quantization else ()))
 
 
 @dataclass(frozen=True)
@@ -182,6 +190,29 @@ def open_artifact(path: Path) -> Artifact:
         if graph in manifest.files:
             load_graph(path / graph)
     return artifact
+
+
+def artifact_in_progress(folder: Path, spec: BuildSpec) -> Artifact:
+    """The folder of a build as an artifact, for what reads texts or runs the model before the build is finished."""
+    manifest = Manifest(
+        effexport_version="",
+        variant=spec.variant,
+        spec=spec.to_dict(),
+        precision=spec.precision,
+        opset=spec.opset,
+        inputs=spec.inputs,
+        outputs=spec.outputs,
+        custom_ops=spec.custom_ops,
+        hash_values=(),
+        weights_sha256="",
+        weights_from="",
+        notes=(),
+        engines=(),
+        parity=Parity(False, {}),
+        environment={},
+        files=dict.fromkeys(files_of_folder(folder), FileEntry("", 0)),
+    )
+    return Artifact(folder, manifest)
 
 
 def not_an_artifact(path: Path) -> str:

@@ -28,6 +28,14 @@ from effexport.artifact import (
     open_artifact,
     write_manifest,
 )
+from effexport.build_quantization import (
+    DRAWN_NOTE,
+    QuantizationData,
+    QuantizedModel,
+    check_loss_on_samples,
+    check_task,
+    quantization_of_build,
+)
 from effexport.engines.api import import_api
 from effexport.engines.builder_log import OnProgress
 from effexport.engines.engine_from_engine import engine_from_engine
@@ -47,6 +55,7 @@ from effexport.models.module_spec import ModuleSpec
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, Answers, reference_from_module
 from effexport.proof.candidates import open_in_ort
 from effexport.proof.cases import Case, load_reference, save_reference
+from effexport.proof.checks.quantized import check_products
 from effexport.proof.checks.result import Check, Kind
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.references.answers_file import is_original, original_cases, with_hashes
@@ -62,6 +71,7 @@ from effexport.report.rendering.text import failure_text
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.decode import decoder_in_ort
+from effexport.runners.ort.runner import OrtRunner
 from effexport.runners.ort.session import check_settings
 from effexport.runners.ort.settings import OrtSettings
 from effexport.runtimes import engine_name
@@ -71,6 +81,8 @@ from effexport.units import memory
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from effexport.quantize.record import Quantization
 
 
 @dataclass
@@ -103,6 +115,7 @@ class Build:
     """A build whose module exists: what every later stage needs.
 
     hashes: graph values that hold buckets. previous: the artifact that gets other weights; None for a new one.
+    quantized: what is quantised, None if nothing is.
     """
 
     spec: BuildSpec
@@ -113,6 +126,12 @@ class Build:
     settings: OrtSettings
     watch: Stopwatch
     previous: Artifact | None
+    quantized: QuantizedModel | None = None
+
+    @property
+    def decisions(self) -> Sequence[str]:
+        """Graph values that the reference can prescribe: buckets, and what is rounded."""
+        return (*self.hashes, *(self.quantized.record.unrounded if self.quantized else ()))
 
     @property
     def traced(self) -> Path | None:
@@ -130,6 +149,7 @@ def artifact_from_spec(
     notes: Sequence[str] = (),
     settings: OrtSettings | None = None,
     reference: Path | None = None,
+    quantization: QuantizationData | None = None,
     trace: bool = False,
     force: bool = False,
     previous: Artifact | None = None,
@@ -145,6 +165,7 @@ def artifact_from_spec(
     reference: a file with answers of the original model, see `original_cases`: the model is compared with them, too.
     trace: also compare the intermediate values of the graph, for the errors of each layer in the report. A build that
     fails is always traced.
+    quantization: the files that an int8 or fp8 build reads.
     settings: how ONNX Runtime runs the model for the parity check; the artifact does not depend on them.
     previous: an artifact of the same spec. Its traced graphs are finished with the weights of `source`, which gives the
     files that an export of these would, and its refittable engines are refitted.
@@ -156,6 +177,8 @@ def artifact_from_spec(
     settings = settings or OrtSettings()
     source = source or source_from_seed()
     originals = original_cases(reference, spec) if reference is not None else []
+    data = quantization or QuantizationData()
+    data.check(spec, [engine.target for engine in engines], capabilities_of(engines))
     with ARTIFACT_FOLDER.new(output, force=force) as folder:
         text_notes = copy_tokenizer(tokenizer, folder, spec.model.input_limits.get("input_ids"))
         with watch.stage("loading PyTorch and the ONNX exporter"):
@@ -167,18 +190,23 @@ def artifact_from_spec(
             module = source.make(spec)
             hashes, digest = list(hash_modules(module)), weights_digest(module)
             build = Build(spec, module, hashes, folder, folder / MODEL, settings, watch, previous)
+        if spec.is_quantized:
+            with watch.stage("choosing what to quantise"):
+                build = replace(build, quantized=quantization_of_build(module, spec, folder, data))
         if previous is not None and previous.traced_path.is_file():
             shutil.copy(previous.traced_path, folder / TRACED)
             export = "putting the weights into the traced graphs"
         else:
             export = "exporting to ONNX"
         with watch.stage(export):
-            replaced = write_graphs(build)
+            replaced, build = write_graphs(build)
             spec = with_operators_of_graph(spec, build.model)
             build = replace(build, spec=spec)
         with watch.stage("running the PyTorch reference"):
             answers = answers_from_source(source, module, spec)
             check_reference(answers.checks)
+            if build.quantized is not None:
+                answers = answers_of_quantized(answers, build)
             save_reference([*answers.cases, *with_hashes(originals, module, spec)], folder / REFERENCE)
         # as written and read back: what is checked is what users get
         cases = load_reference(folder / REFERENCE)
@@ -194,6 +222,11 @@ def artifact_from_spec(
         entries = [
             entry for engine in engines for entry in prove_engine(build, engine, cases, verification, on_progress)
         ]
+        record = None
+        if build.quantized is not None:
+            with watch.stage("measuring what quantisation costs"):
+                record, cost = cost_of_quantization(build, build.quantized, data)
+                verification.checks += cost
         found = trace_model(build, verification, cases, wanted=trace)
         report = Report(
             title=spec.model.title,
@@ -210,7 +243,9 @@ def artifact_from_spec(
                 *not_for_tensorrt(build.model),
                 *([] if previous is None else [refit_note(previous, source.origin, digest)]),
                 *([f"--trace: {found.reason}"] if trace and isinstance(found, Unavailable) else []),
+                *quantization_notes(record),
             ],
+            quantization=record,
             implementation=verification.implementation,
             engines=entries,
             weights_from=source.origin,
@@ -269,14 +304,57 @@ def answers_from_source(source: ModuleSource, module: nn.Module, spec: BuildSpec
     return answers_of_user(source.user, spec, seed)
 
 
-def write_graphs(build: Build) -> Mapping[str, int]:
-    """Export the model, and its decode step and prefill if it has them. Returns what `attach_function_bodies` does."""
-    module, spec = build.module, build.spec
-    replaced = onnx_from_module(module, spec, build.model, build.traced)
+def answers_of_quantized(answers: Answers, build: Build) -> Answers:
+    """The answers of PyTorch's quantised model, beside those of the float model."""
+    from effexport.proof.quantized_answers import quantized_answers
+
+    assert build.quantized is not None
+    return quantized_answers(answers, build.module, build.spec, build.quantized.record)
+
+
+def write_graphs(build: Build) -> tuple[Mapping[str, int], Build]:
+    """Export the model, and its decode step and prefill if it has them. Returns what `attach_function_bodies` does, and
+    the build with the names that quantised graphs have."""
+    module, spec, quantized = build.module, build.spec, build.quantized
+    record = None
+    if quantized is not None:
+        module, record = quantized.module, quantized.record
+    written = onnx_from_module(module, spec, build.model, build.traced, record)
     if spec.has_decode_step:
-        onnx_from_decode_step(module, spec, build.folder / DECODE_STEP, build.traced)
-        onnx_from_prefill(module, spec, build.folder / PREFILL, build.traced)
-    return replaced
+        onnx_from_decode_step(module, spec, build.folder / DECODE_STEP, build.traced, record)
+        onnx_from_prefill(module, spec, build.folder / PREFILL, build.traced, record)
+    if quantized is not None and record is not None:
+        known = {product.layer for product in record.products}
+        products = (*record.products, *(p for p in written.products if p.layer not in known))
+        record = msgspec.structs.replace(record, unrounded=written.unrounded, products=products)
+        build = replace(build, quantized=replace(quantized, record=record))
+    return written.replaced, build
+
+
+def cost_of_quantization(
+    build: Build, quantized: QuantizedModel, data: QuantizationData
+) -> tuple[Quantization, list[Check]]:
+    """What the file loses against the float model on the samples and at its task; the record with these figures."""
+    spec, record = build.spec, quantized.record
+    checks = [check_products(build.model, record)]
+    with OrtRunner(build.model, build.settings, limits=limits_from_spec(spec)) as runner:
+        checks.append(check_loss_on_samples(quantized, runner, spec, judge=data.task is None))
+        if data.task is not None:
+            record, check = check_task(quantized, runner, data.task, spec)
+            checks.append(check)
+    return record, checks
+
+
+def quantization_notes(record: Quantization | None) -> list[str]:
+    """What users have to know about the samples of a quantised build."""
+    if record is None or record.samples.source:
+        return []
+    return [DRAWN_NOTE.format(count=record.samples.samples)]
+
+
+def capabilities_of(engines: Sequence[EngineSpec]) -> list[int]:
+    """The compute capabilities that engines are asked to be for."""
+    return [number for engine in engines for number in engine.compute_capabilities]
 
 
 def with_operators_of_graph(spec: BuildSpec, model: Path) -> BuildSpec:
@@ -338,11 +416,11 @@ def prove_model(build: Build, cases: Sequence[Case]) -> Verification:
     """Check the model in ONNX Runtime, its function bodies if it has any, and its decoder if it has one."""
     spec, watch, settings = build.spec, build.watch, build.settings
     with watch.stage("checking parity in ONNX Runtime"):
-        result = verify_candidate(build.model, cases, spec, build.hashes, settings)
+        result = verify_candidate(build.model, cases, spec, build.decisions, settings)
     if result.implementation:
         with watch.stage("checking the function bodies of custom operators"):
             open_with_bodies = open_in_ort(replace(settings, implementation="body", memory_arena=False))
-            result += verify_bodies(build.model, cases, spec, build.hashes, result.implementation, open_with_bodies)
+            result += verify_bodies(build.model, cases, spec, build.decisions, result.implementation, open_with_bodies)
     if spec.has_decode_step:
         with watch.stage("checking the decode step and the prefill"):
             step, prefill = build.folder / DECODE_STEP, build.folder / PREFILL

@@ -19,7 +19,8 @@ class Dtype:
 
     name: numpy's name, which TensorInfo has; bfloat16 comes from ml_dtypes. nbytes: the size of one element.
     onnx: in onnx.TensorProto.DataType. protocol: in the V2 inference protocol.
-    tensorrt: in tensorrt.DataType; "" if TensorRT does not support it. precision: as in --precision; "" for the others.
+    tensorrt: in tensorrt.DataType; "" if TensorRT does not support it. precision: as in --precision, of a graph whose
+    numbers are all of this type; "" for the others.
     """
 
     name: str
@@ -49,11 +50,18 @@ DTYPES: dict[str, Dtype] = {
         Dtype("float64", 8, "DOUBLE", "FP64"),
         Dtype("int64", 8, "INT64", "INT64", "INT64"),
         Dtype("int32", 4, "INT32", "INT32", "INT32"),
+        Dtype("int8", 1, "INT8", "INT8", "INT8"),
+        Dtype("float8_e4m3fn", 1, "FLOAT8E4M3FN", "FP8", "FP8"),
         Dtype("bool", 1, "BOOL", "BOOL", "BOOL"),
     )
 }
-# --precision → the element type of weights and activations.
-DTYPE_OF_PRECISION: dict[str, str] = {dtype.precision: name for name, dtype in DTYPES.items() if dtype.precision}
+# Precisions in which only products with weights are computed; everything around them is float32.
+QUANTIZED = ("int8", "fp8")
+# --precision → the element type of inputs, outputs and whatever is not quantised.
+DTYPE_OF_PRECISION: dict[str, str] = {
+    **{dtype.precision: name for name, dtype in DTYPES.items() if dtype.precision},
+    **dict.fromkeys(QUANTIZED, "float32"),
+}
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:

@@ -92,6 +92,12 @@ def source_for_artifact(artifact: Artifact, weights: Path | None, checkpoint: Pa
             f"{artifact.path} came from {artifact.manifest.weights_from}, code that an artifact does not hold; build "
             "it again with --module"
         )
+    record = artifact.manifest.quantization
+    if record is not None and (record.scales == "static" or record.smooth is not None or record.max_loss is not None):
+        raise UserError(
+            f"{artifact.path} is quantised by what samples said about its weights, and these would be others; build it "
+            "again with effexport build and --calibration"
+        )
     if (weights is None) == (checkpoint is None):
         raise UserError("expected new weights as either --weights FILE or --checkpoint DIR")
     if isinstance(model, CheckpointSpec):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.dtypes import DTYPE_OF_PRECISION, TensorInfo
+from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.head_spec import TOKENS, Head, Pooling
@@ -19,7 +19,10 @@ from effexport.toml_file import read_toml
 if TYPE_CHECKING:
     from effexport.models.module_spec import ModuleSpec
 
-Precision = Literal["fp32", "fp16", "bf16"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+Scales = Literal["dynamic", "static"]
+# fp8 in Q/DQ pairs
+OPSET_OF_FP8 = 19
 OPSETS = range(18, 25)
 # Scopes that options choose; a checkpoint and a module have their own.
 SCOPES = ("encoder", "attention")
@@ -30,6 +33,7 @@ INPUT_DEFAULTS: dict[str, int] = {MASK_NAME: 1, "token_type_ids": 0}
 NEXT_PREFIX = "next_"
 # protobuf is limited to 2 GB; this leaves room for the graph itself
 EXTERNAL_DATA_THRESHOLD_BYTES = 1_800_000_000
+QUANTIZATION_FIELDS = ("quantization", "keep_float", "quantize_embeddings", "smooth", "max_loss")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -42,6 +46,12 @@ class BuildSpec(ShortRepr):
     inline: whether the file has the bodies of custom operators in place of the operators, so that it contains standard
     operators only.
     pool, truncate_dim, normalize, top_k: of the `head`.
+    quantization: whether int8 activations get a scale for each token as the model runs ("dynamic", default of int8),
+    or one for all from calibration ("static", and fp8).
+    keep_float: layers that are not quantised, by path, or modules around them. quantize_embeddings: round tables of
+    embeddings to int8, too. smooth: α of SmoothQuant, folded into layer norms; None without it.
+    max_loss: the largest RMS error against the float model that quantisation may cause, as a share of the RMS: layers
+    are put back to float until it holds.
     """
 
     model: ModelSpec
@@ -56,17 +66,66 @@ class BuildSpec(ShortRepr):
     truncate_dim: int | None = None
     normalize: bool = False
     top_k: int | None = None
+    quantization: Scales | None = None
+    keep_float: tuple[str, ...] = ()
+    quantize_embeddings: bool = False
+    smooth: float | None = None
+    max_loss: float | None = None
 
     def __post_init__(self) -> None:
         check_field_types(self)
         require(
             self.precision in DTYPE_OF_PRECISION,
-            f"precision is {self.precision!r}; expected fp32, fp16 or bf16",
+            f"precision is {self.precision!r}; expected {', '.join(DTYPE_OF_PRECISION)}",
         )
+        self.check_quantization()
         require(self.batch >= 1, f"batch is {self.batch}; expected at least 1")
         require(self.opset in OPSETS, f"opset is {self.opset}; expected {OPSETS.start} to {OPSETS.stop - 1}")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2^63 - 1")
         self.head.check(self.model)
+
+    def check_quantization(self) -> None:
+        """Raise SpecError for options of quantisation that contradict each other or cannot work."""
+        given = [name for name in QUANTIZATION_FIELDS if getattr(self, name) not in (None, (), False)]
+        require(
+            self.is_quantized or not given,
+            f"{' and '.join(given)} applies to --precision int8 and fp8 only; this is {self.precision}",
+        )
+        known = ("dynamic", "static")
+        require(
+            self.quantization in (None, *known),
+            f"quantization is {self.quantization!r}; expected {' or '.join(known)}",
+        )
+        require(
+            self.precision != "fp8" or self.quantization != "dynamic",
+            "fp8 has static scales; leave --quantization out, or use --precision int8",
+        )
+        require(
+            self.precision != "fp8" or self.opset >= OPSET_OF_FP8,
+            f"opset is {self.opset}; expected at least {OPSET_OF_FP8} for fp8",
+        )
+        require(
+            self.smooth is None or 0 < self.smooth < 1,
+            f"smooth is {self.smooth}; expected a number between 0 and 1, usually 0.5",
+        )
+        require(
+            self.max_loss is None or self.max_loss > 0,
+            f"max_loss is {self.max_loss}; expected a positive number, such as 0.02 for 2 % of the output's RMS",
+        )
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.precision in QUANTIZED
+
+    @property
+    def scales(self) -> Scales:
+        """Of the inputs of quantised layers."""
+        return self.quantization or ("static" if self.precision == "fp8" else "dynamic")
+
+    @property
+    def arithmetic(self) -> str:
+        """The precision of everything that is not quantised."""
+        return "fp32" if self.is_quantized else self.precision
 
     @property
     def head(self) -> Head:
@@ -148,7 +207,11 @@ class BuildSpec(ShortRepr):
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; `from_dict` reads it back."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
+        # of a model that is not quantised, an older effexport can read this
+        left_out = () if self.is_quantized else QUANTIZATION_FIELDS
+        plain = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("model", *left_out)
+        }
         return {"scope": self.scope, **plain, "model": self.model.to_dict()}
 
     @classmethod
@@ -160,6 +223,8 @@ class BuildSpec(ShortRepr):
             "checkpoint": checkpoint_from_dict,
         }
         model = read.get(options.pop("scope", None), attention_from_dict)(options.pop("model"))
+        if "keep_float" in options:
+            options["keep_float"] = tuple(options["keep_float"])
         return cls(model=model, **options)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +21,8 @@ class AFTLayer(AttentionLayer):
     A subclass implements `sums`, the two sums. They and their quotient are float32 whatever the model's
     dtype: in float16 two keys 17 apart already give 0 / 0. A row that sees no key gets 0.
     """
+
+    IN_FLOAT: ClassVar[Mapping[str, str]] = {"": "its sums of exponentials span many magnitudes"}
 
     def __init__(self, spec: AttentionSpec, inner_dim: int, heads: int, key_dim: int) -> None:
         super().__init__(spec, inner_dim)

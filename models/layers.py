@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +114,8 @@ class LayerNorm(nn.LayerNorm):
 class DepthwiseConv(nn.Module):
     """Convolution along seq with one filter per head, shared by its channels (Nyströmformer, section 3.5)."""
 
+    IN_FLOAT: ClassVar[Mapping[str, str]] = {"": "a few multiplications for each number: nothing to gain"}
+
     def __init__(self, heads: int, kernel_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads, 1, kernel_size, 1))
@@ -133,10 +135,13 @@ class AttentionLayer(nn.Module):
 
     A subclass builds its input projections and implements `project` and `mix`.
 
+    IN_FLOAT: what stays float where the model is quantised, each with its reason: a child by name, and "" for products
+    of the layer's own.
     fused: whether `mix` calls the fused operator of its variant, where `effexport.plugins` has one. Set while exporting
     (`fused_operators`); otherwise PyTorch runs the formulas as they are written, which have gradients.
     """
 
+    IN_FLOAT: ClassVar[Mapping[str, str]] = {"": "both factors of its products are activations"}
     fused: bool = False
 
     def __init__(self, spec: AttentionSpec, inner_dim: int) -> None:

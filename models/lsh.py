@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,10 @@ class LSHAttention(AttentionLayer):
     causal: a later token still takes a place in the sort and so moves the borders of chunks.
     """
 
+    IN_FLOAT: ClassVar[Mapping[str, str]] = {
+        "query_key": "it is hashed: a rounded projection moves tokens to other buckets",
+        "": "both factors of its products are activations, or it is the hash",
+    }
     spec: LSHSpec
 
     def __init__(self, spec: LSHSpec) -> None:

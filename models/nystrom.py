@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,7 @@ class NystromAttention(MultiHeadAttention):
     packages is a `convention`.
     """
 
+    IN_FLOAT: ClassVar[Mapping[str, str]] = {"": "landmarks enter a pseudo-inverse, which amplifies rounding"}
     spec: NystromSpec
 
     def __init__(self, spec: NystromSpec) -> None:

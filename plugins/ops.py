@@ -25,6 +25,7 @@ class Op:
     element_types are those of T in its kernels and its schema, and output_type that of its outputs.
     cuda_up_to: in ONNX Runtime on a GPU, the body should be faster than the CUDA kernel unless the last dimension of
     the first input is known and at most this. None: the kernel should be faster. Not measured yet.
+    in_float: why it takes and returns floating-point numbers where the model around it is quantised.
     package: the Python package of a user's operator, which is its folder; "" for ours. See `user_operators.py`.
     """
 
@@ -33,6 +34,7 @@ class Op:
     element_types: tuple[str, ...] = FLOAT_TYPES
     output_type: str = "T"
     cuda_up_to: int | None = None
+    in_float: str = "an operator takes and returns floating-point numbers"
     package: str = ""
 
     @property
@@ -67,14 +69,14 @@ def _by_onnx_name(*ops: Op) -> dict[str, Op]:
 # exported files in this order, so a new operator is added at the end.
 OPS: dict[str, Op] = _by_onnx_name(
     # beyond 64 columns, the matrices do not fit into shared memory, and the body's products by cuBLAS should win
-    Op("iterative_pinv", "IterativePinv", cuda_up_to=64),
-    Op("linear_attention", "EluLinearAttention"),
-    Op("lsh_sort", "LSHSort", element_types=("int32",)),
-    Op("lsh_attention", "LSHAttention"),
-    Op("aft_simple_attention", "AFTSimpleAttention"),
-    Op("masked_attention", "MaskedAttention"),
-    Op("segment_means", "SegmentMeans"),
-    Op("sequence_conv", "SequenceConv"),
-    Op("lsh_hash", "LSHHash", output_type="int32"),
-    Op("aft_window_attention", "AFTWindowAttention"),
+    Op("iterative_pinv", "IterativePinv", cuda_up_to=64, in_float="the iteration amplifies rounding"),
+    Op("linear_attention", "EluLinearAttention", in_float="its sums over the sequence grow with the length"),
+    Op("lsh_sort", "LSHSort", element_types=("int32",), in_float="it sorts integers"),
+    Op("lsh_attention", "LSHAttention", in_float="both factors of its products are activations"),
+    Op("aft_simple_attention", "AFTSimpleAttention", in_float="its sums of exponentials span many magnitudes"),
+    Op("masked_attention", "MaskedAttention", in_float="a softmax turns rounded logits into wrong weights"),
+    Op("segment_means", "SegmentMeans", in_float="landmarks enter a pseudo-inverse, which amplifies rounding"),
+    Op("sequence_conv", "SequenceConv", in_float="a few multiplications for each number: nothing to gain"),
+    Op("lsh_hash", "LSHHash", output_type="int32", in_float="rounded projections move tokens to other buckets"),
+    Op("aft_window_attention", "AFTWindowAttention", in_float="its sums of exponentials span many magnitudes"),
 )

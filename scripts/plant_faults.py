@@ -130,7 +130,7 @@ def measured(candidate: ModelCandidate, cases: Sequence[Case]) -> tuple[float, .
     """The worst of each of MEASURES over all samples; a model that hashes is given the buckets of the reference."""
     worst = np.zeros(len(MEASURES))
     for case in cases:
-        given = candidate.run_with_buckets
+        given = candidate.run_with_given
         outputs = candidate.run(case.inputs) if given is None else given(case.inputs, case.buckets)[0]
         for name, expected in case.outputs.items():
             for sample in range(len(expected)):

@@ -55,7 +55,19 @@ def relative(path: Path) -> str:
 # From the top of the story to its foundations: a part imports its own row and the rows below it.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("__main__", "commands", "cli"),
-    ("__init__", "api", "build", "build_request", "description", "bench", "sweep", "serving", "triton", "hf"),
+    (
+        "__init__",
+        "api",
+        "build",
+        "build_quantization",
+        "build_request",
+        "description",
+        "bench",
+        "sweep",
+        "serving",
+        "triton",
+        "hf",
+    ),
     ("refit_request",),
     ("report",),
     ("generation", "evaluation"),
@@ -65,6 +77,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("engines",),
     ("artifact",),
     ("export",),
+    ("quantize",),
     ("spec", "runtimes", "dtypes", "environment"),
     ("plots", "errors", "disk", "files", "toml_file", "process_memory", "units", "version"),
     ("models",),

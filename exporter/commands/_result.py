@@ -22,6 +22,10 @@ def print_result(console: Console, artifact: Artifact, report: Report, verb: str
     from effexport.commands._checks import print_checks
 
     print_checks(console, report.checks)
+    if report.quantization is not None:
+        from effexport.report.rendering.quantization import quantization_text
+
+        say(console, quantization_text(report.quantization))
     for note in report.notes:
         say(console, f"note: {note}", style="yellow")
     for engine in report.engines:

@@ -110,7 +110,7 @@ def run_task(
     from effexport.artifact import open_artifact
     from effexport.cli import print_json
     from effexport.runners.artifact_runner import runner_from_artifact
-    from effexport.text.files import lines_of_file, text_of_file
+    from effexport.text.reading import lines_of_file, text_of_file
     from effexport.text.task import TextOptions
     from effexport.text.tasks import TextModel, task_from_artifact
 

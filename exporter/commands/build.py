@@ -40,6 +40,9 @@ SECTIONS = {
     ),
     "What it returns": ("lm_head", "pool", "truncate_dim", "normalize", "top_k"),
     "The ONNX file": ("precision", "opset", "external_data", "fused", "inline"),
+    "Quantisation, with --precision int8 or fp8": (
+        *("quantization", "calibration", "evaluate", "max_loss", "smooth", "keep_float", "quantize_embeddings"),
+    ),
     "The check": ("runtime", "implementation", "device", "reference", "trace"),
     "TensorRT engines": ENGINE_FLAGS,
 }
@@ -72,7 +75,45 @@ EXAMPLES = (
 @click.option(
     "--precision",
     type=OneOf(DTYPE_OF_PRECISION),
-    help="Of weights and activations; default: fp32. Operations that would overflow or lose accuracy stay in float32.",
+    help="Of weights and activations; default: fp32. Operations that would overflow or lose accuracy stay in float32; "
+    "int8 and fp8 are for linear layers.",
+)
+@click.option(
+    "--quantization",
+    type=OneOf(("dynamic", "static")),
+    help="Scales of activations: one for each token as the model runs (default of int8), or from --calibration, which "
+    "engines and fp8 need.",
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="At least 64 samples of what the model will read: a text, FILE.jsonl with a text in each line, or FILE.npz.",
+)
+@click.option(
+    "--evaluate",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Labelled data, as for effexport evaluate: compare the task's figures with those of the float model.",
+)
+@click.option(
+    "--max-loss",
+    type=float,
+    metavar="SHARE",
+    help="Put layers back to float until quantisation costs at most this: the RMS error against the float model, or "
+    "with --evaluate the share that is added to the task's loss.",
+)
+@click.option(
+    "--smooth", type=float, metavar="ALPHA", help="Fold SmoothQuant into layer norms before quantising, usually 0.5."
+)
+@click.option(
+    "--keep-float",
+    multiple=True,
+    metavar="LAYER",
+    help="Leave a layer, or all within a module, in float, such as lm_head or blocks.0. May be repeated.",
+)
+@click.option(
+    "--quantize-embeddings/--no-quantize-embeddings", default=None, help="Round tables of embeddings to int8, too."
 )
 @click.option("--opset", type=int, help="ONNX opset, 18 to 24.")
 @click.option("--seed", type=int, help="Seed of the random weights.")
@@ -182,6 +223,8 @@ def command(
     inputs: Path | None,
     spec_file: Path | None,
     tokenizer: str | None,
+    calibration: Path | None,
+    evaluate: Path | None,
     runtime: str,
     implementation: str,
     device: int,
@@ -198,11 +241,15 @@ def command(
     model; the exported model does not depend on them.
     """
     from effexport.artifact import ARTIFACT_FOLDER
+    from effexport.build_quantization import QuantizationData, with_scales_for_engines
     from effexport.build_request import BuildRequest
     from effexport.cli import print_json
+    from effexport.evaluation.task_loss import TaskData
 
     require_torch("effexport build")
     engine_flags = {name: flags.pop(name) for name in ENGINE_FLAGS}
+    flags["keep_float"] = flags["keep_float"] or None
+    flags = with_scales_for_engines(flags, [target for target in engine_flags["targets"] if target != "none"])
     request = BuildRequest(flags, spec_file, checkpoint, weights, factory, inputs, tokenizer=tokenizer)
     settings = settings_from_options(runtime, implementation, device)
     spec, source, notes, name = request.resolve()
@@ -212,7 +259,10 @@ def command(
     engines = engines_from_flags(engine_flags, spec)
     output = output or Path("artifacts") / name
     ARTIFACT_FOLDER.check(output, force=force)
-    from effexport.build import artifact_from_spec
+    quantization = QuantizationData(calibration, None if evaluate is None else TaskData(evaluate))
+    from effexport.build import artifact_from_spec, capabilities_of
+
+    quantization.check(spec, [engine.target for engine in engines], capabilities_of(engines))
 
     with stage_progress(stderr_console()) as progress:
         artifact, report = artifact_from_spec(
@@ -224,6 +274,7 @@ def command(
             notes=notes,
             settings=settings,
             reference=reference,
+            quantization=quantization,
             trace=trace,
             force=force,
             on_stage=progress,

@@ -8,13 +8,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from effexport.dtypes import DTYPE_OF_PRECISION, DTYPES
+from effexport.dtypes import DTYPE_OF_PRECISION, DTYPES, QUANTIZED
 from effexport.engines.api import INetworkDefinition
 from effexport.errors import StageError
 
 STAGE = "element types"
 # The parser's type of a layer that multiplies matrices.
 PRODUCT = "MATRIX_MULTIPLY"
+# The parser's type of a layer that rounds, and the element type of its codes by precision.
+ROUNDING = "QUANTIZE"
+CODES = {"int8": "int8", "fp8": "float8_e4m3fn"}
+# Element types that must be those of the graph. Of other integers, TensorRT may choose the type.
+COMPARED = {*DTYPE_OF_PRECISION.values(), *CODES.values()}
 # Members of TensorRT's DataType → the names in the table of element types.
 _NAMES = {dtype.tensorrt: name for name, dtype in DTYPES.items() if dtype.tensorrt}
 # The engine inspector describes a tensor in words, such as "Row major linear FP16 format"; the words vary by release.
@@ -42,15 +47,16 @@ def layers_of_network(definition: INetworkDefinition) -> Iterator[dict[str, Any]
 def check_dtypes(layers: Sequence[Mapping[str, Any]], expected: Mapping[str, str]) -> int:
     """Compare the element types of an engine's tensors with those of the ONNX graph, by name.
 
-    Floating-point types must be equal: a float16 tensor that became float32 is slow, and a float32 tensor that became
-    float16 may overflow. TensorRT may choose other integer types. Returns the number of tensors compared.
+    Floating-point types and codes must be equal: a float16 tensor that became float32 is slow, and a float32 tensor
+    that became float16 may overflow. Of other integers, TensorRT may choose the type. Returns the number of tensors
+    compared.
     Raises StageError with the tensors that differ.
     """
     compared, different = 0, []
     for layer in layers:
         for tensor in layer["outputs"]:
             wanted = expected.get(tensor["name"])
-            if wanted not in DTYPE_OF_PRECISION.values() or tensor["dtype"] == "unknown":
+            if wanted not in COMPARED or tensor["dtype"] == "unknown":
                 continue
             compared += 1
             if tensor["dtype"] != wanted:
@@ -61,7 +67,7 @@ def check_dtypes(layers: Sequence[Mapping[str, Any]], expected: Mapping[str, str
         shown = "\n".join(f"  {line}" for line in different[:10])
         raise StageError(
             STAGE,
-            f"TensorRT changed the precision of {len(different)} of {compared} floating-point tensors, so the engine "
+            f"TensorRT changed the precision of {len(different)} of {compared} tensors, so the engine "
             f"would not compute what the model says; nothing was written\n{shown}",
         )
     return compared
@@ -69,7 +75,13 @@ def check_dtypes(layers: Sequence[Mapping[str, Any]], expected: Mapping[str, str
 
 def check_precision(layers: Sequence[Mapping[str, Any]], precision: str) -> None:
     """Raises StageError unless the layers have the requested precision: an fp16 engine multiplies some matrices in
-    float16, and an fp32 engine has no tensor of fewer bits. fp16 engines also keep some operations in float32."""
+    float16, and an fp32 engine has no tensor of fewer bits. fp16 engines also keep some operations in float32. A
+    quantised engine has codes of its precision, and float32 around them."""
+    if precision in QUANTIZED:
+        codes = [tensor["dtype"] for layer in layers if layer["type"] == ROUNDING for tensor in layer["outputs"]]
+        if CODES[precision] not in codes:
+            raise StageError(STAGE, f"{precision} was asked for, and no tensor of the engine is {CODES[precision]}")
+        return
     wanted = DTYPE_OF_PRECISION[precision]
     products = [layer for layer in layers if layer["type"] == PRODUCT]
     if products and not any(tensor["dtype"] == wanted for layer in products for tensor in layer["outputs"]):

@@ -21,7 +21,7 @@ from effexport.evaluation.results import LANGUAGE, Objective
 from effexport.files import load_npz
 from effexport.models.families import CONFIG
 from effexport.text.classification import Labels, labels_from_config
-from effexport.text.files import bytes_of_file, decoded, text_of_file
+from effexport.text.reading import bytes_of_file, decoded, text_of_file
 from effexport.text.task import reader_from_spec
 from effexport.text.tokenizer import ByteTokenizer, tokenizer_from_artifact
 from effexport.text.tokenizer_files import json_of

@@ -9,16 +9,17 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from effexport.dtypes import DTYPE_OF_PRECISION, TensorInfo
+from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.export.failures import place_of, reason_of, unknown_op
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable
 from effexport.export.portable_graph import make_portable
+from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
 from effexport.export.specialised_length import assumed_sizes, largest_sizes
 from effexport.export.traced_graphs import SCOPES_KEY, add_traced, graph_without_weights, optimized_graph, read_traced
 from effexport.models.head_spec import MASKS
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from effexport.quantize.record import FloatProduct, Quantization
+
 STAGE = "export"
 # Name of the graph value that holds the buckets of an LSH layer: "<module path>.buckets".
 BUCKETS_SUFFIX = "buckets"
@@ -42,16 +45,37 @@ BUCKETS_SUFFIX = "buckets"
 CONFLICT = "Found the following conflicts"
 
 
-def onnx_from_module(module: nn.Module, spec: BuildSpec, path: Path, traced: Path | None = None) -> Counter[str]:
+def onnx_from_module(
+    module: nn.Module,
+    spec: BuildSpec,
+    path: Path,
+    traced: Path | None = None,
+    quantization: Quantization | None = None,
+) -> Written:
     """Export `module`, which must be in evaluation mode and float32, to `path`.
 
     Lower precision is reached in a copy of the module. Weights go to `<path>.data` beside the file when
     they exceed EXTERNAL_DATA_THRESHOLD_BYTES or the spec asks for it.
     traced: an archive of traced graphs. If it has that of `path`, the module is not traced; otherwise it is added.
+    quantization: which layers are quantised; None for a graph that is not.
     Raises StageError if the exporter fails or the graph does not have the signature of the spec.
     """
     signature = GraphSignature(spec.inputs, spec.outputs, spec.custom_ops)
-    return write_graph(at_precision(module, spec.precision), example_inputs(spec), signature, spec, path, traced)
+    module = at_precision(module, spec.precision)
+    return write_graph(module, example_inputs(spec), signature, spec, path, traced, quantization)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a written graph differs in from the traced one.
+
+    replaced: see `attach_function_bodies`. unrounded: values that are rounded before a quantised product, in the order
+    of the graph. products: every product that stays float beside quantised ones, and why.
+    """
+
+    replaced: Counter[str]
+    unrounded: tuple[str, ...] = ()
+    products: tuple[FloatProduct, ...] = ()
 
 
 def write_graph(
@@ -61,10 +85,11 @@ def write_graph(
     spec: BuildSpec,
     path: Path,
     traced: Path | None = None,
-) -> Counter[str]:
+    quantization: Quantization | None = None,
+) -> Written:
     """Trace `module` on `example`, complete the graph, save it and check its signature.
 
-    traced: as in `onnx_from_module`. Returns what `attach_function_bodies` does.
+    traced, quantization: as in `onnx_from_module`.
     A graph of our own layers must also be portable. What a module of the user computes is the user's to decide.
     """
     graph = None if traced is None else read_traced(traced, path.name)
@@ -80,10 +105,16 @@ def write_graph(
     mark_custom_nodes(model)
     if isinstance(spec.model, ModuleSpec):
         name_output_axes(model, signature)
+    unrounded: tuple[str, ...] = ()
+    products: tuple[FloatProduct, ...] = ()
+    if quantization is not None:
+        unrounded = quantize_graph(model, quantization, {node: module_path(node) for node in model.graph})
     replaced = attach_function_bodies(model, spec.opset)
     strip_metadata(model)
     if spec.inline:
         inline_functions(model)
+    if quantization is not None:
+        products = declared_products(model, module)
     save(model, spec, path)
     signature = replace(signature, custom_ops=Counter(signature.custom_ops) - replaced)
     if isinstance(spec.model, ModuleSpec):
@@ -91,17 +122,18 @@ def write_graph(
     else:
         check_graph(path, signature)
         check_portable(path)
-    return replaced
+    return Written(replaced, unrounded, products)
 
 
 def at_precision(module: nn.Module, precision: str) -> nn.Module:
-    """A float32 module in the given precision, as a copy unless it is float32.
+    """A float32 module in the given precision, as a copy unless it is float32. A graph is quantised after it is traced,
+    so its module is float32.
 
     Layers keep what must stay float32 in float32. Raises UserError for a weight that is too large for the precision.
     """
     import torch
 
-    if precision == "fp32":
+    if precision == "fp32" or precision in QUANTIZED:
         return module
     dtype = getattr(torch, DTYPE_OF_PRECISION[precision])
     lower = copy.deepcopy(module).to(dtype)
@@ -322,6 +354,13 @@ def module_path(node: ir.Node) -> str:
     return scopes[-2] if len(scopes) > 1 else ""
 
 
+def declared_products(model: ir.Model, module: nn.Module) -> tuple[FloatProduct, ...]:
+    """Every product of a finished graph that stays float, and why."""
+    from effexport.quantize.places import reason_of_product
+
+    return float_products(model, lambda path: reason_of_product(module, path))
+
+
 def attach_function_bodies(model: ir.Model, opset: int) -> Counter[str]:
     """Give every custom operator in the graph its body of standard operators.
 
@@ -380,7 +419,7 @@ def strip_metadata(model: ir.Model) -> None:
         node.metadata_props.clear()
         node.doc_string = None
         if path:
-            node.metadata_props["effexport.module"] = path
+            node.metadata_props[MODULE_KEY] = path
     for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
         value.metadata_props.clear()
     model.graph.metadata_props.clear()

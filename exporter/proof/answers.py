@@ -116,9 +116,9 @@ def change_by_rounding(case: Case, module: nn.Module, spec: BuildSpec, runs: Rep
     with torch.no_grad():
         for weight in other.parameters():
             noise = torch.rand(weight.shape, generator=generator) * 2 - 1
-            weight.mul_(1 + UNIT_ROUNDOFF[spec.precision] * noise)
+            weight.mul_(1 + UNIT_ROUNDOFF[spec.arithmetic] * noise)
     changes = [largest_change(case, repeated_outputs(case, other, spec, runs))]
-    if spec.precision != "fp32":
+    if spec.arithmetic != "fp32":
         lower = at_precision(module, spec.precision)
         changes.append(largest_change(case, repeated_outputs(case, lower, spec, runs)))
     return float(np.max(changes))

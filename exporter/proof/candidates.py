@@ -1,15 +1,16 @@
-"""Models under test: a runner and, if the model hashes, a second one that reads the buckets as inputs."""
+"""Models under test: a runner and, if the model hashes or rounds, a second one that reads its decisions as inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from effexport.export.onnx_graph import load_graph
-from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values, with_given_buckets
+from effexport.proof.given_values import GIVEN_SUFFIX, given_values, with_given_values
 from effexport.runners.artifact_runner import OpenModel
 from effexport.runners.feeds import FeedLimits
 from effexport.runners.ort.runner import OrtRunner
@@ -18,23 +19,21 @@ from effexport.runners.runner import Runner
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-    from effexport.proof.checks.candidate import RunWithBuckets
+    from effexport.proof.checks.candidate import RunWithGiven
 
 
 class RunnerCandidate:
-    """A runner under test; if the model hashes, `given` runs the same model with the buckets as inputs.
+    """A runner under test; if the model hashes or rounds, `given` runs the same model with its decisions as inputs.
 
-    hashes: names of the bucket values in the reference, in the order of the layers; values: their names in the model.
-    Both are empty for models that do not hash.
+    values: the values of the graph that are prescribed, by their names in the reference; empty if there are none.
     """
 
     def __init__(
-        self, runner: Runner, given: Runner | None = None, hashes: Sequence[str] = (), values: Sequence[str] = ()
+        self, runner: Runner, given: Runner | None = None, values: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self._runner = runner
         self._given = given
-        self._hashes = tuple(hashes)
-        self._values = tuple(values)
+        self._values = dict(values)
         self.implementation = dict(runner.implementation)
 
     def accepts(self, inputs: Mapping[str, Array]) -> bool:
@@ -44,38 +43,44 @@ class RunnerCandidate:
         return self._runner.run(inputs)
 
     @property
-    def run_with_buckets(self) -> RunWithBuckets | None:
-        return self._run_with_buckets if self._given is not None else None
+    def given(self) -> Collection[str]:
+        return self._values if self._given is not None else ()
 
-    def _run_with_buckets(
-        self, inputs: Mapping[str, Array], buckets: Mapping[str, Array]
+    @property
+    def run_with_given(self) -> RunWithGiven | None:
+        return self._run_with_given if self._given is not None else None
+
+    def _run_with_given(
+        self, inputs: Mapping[str, Array], given: Mapping[str, Array]
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         assert self._given is not None
         feeds = dict(inputs)
-        for name, value in zip(self._hashes, self._values, strict=True):
-            feeds[value + GIVEN_SUFFIX] = np.ascontiguousarray(buckets[name])
+        for name, value in self._values.items():
+            feeds[value + GIVEN_SUFFIX] = np.ascontiguousarray(given[name])
         results = self._given.run(feeds)
-        own = {name: results.pop(value) for name, value in zip(self._hashes, self._values, strict=True)}
+        own = {name: results.pop(value) for name, value in self._values.items()}
         return results, own
 
 
 class ModelCandidate(RunnerCandidate):
-    """A model file in a runtime; if the model hashes, it is opened a second time with the buckets as inputs."""
+    """A model file in a runtime; if it hashes or rounds, it is opened a second time with its decisions as inputs."""
 
-    def __init__(self, path: Path, hashes: Sequence[str], limits: FeedLimits, open_model: OpenModel) -> None:
+    def __init__(self, path: Path, decisions: Sequence[str], limits: FeedLimits, open_model: OpenModel) -> None:
         load_graph(path)
         runner = open_model(path, limits, None)
-        super().__init__(runner, *opened_with_buckets(path, hashes, limits, open_model))
+        super().__init__(runner, *opened_with_given(path, decisions, limits, open_model))
 
 
-def opened_with_buckets(
-    path: Path, hashes: Sequence[str], limits: FeedLimits, open_model: OpenModel
-) -> tuple[Runner | None, Sequence[str], Sequence[str]]:
-    """The runner of a model file that reads its buckets as inputs, None if it does not hash; `hashes`; and their names
-    in the model."""
-    values = hash_values(path, hashes)
-    given = open_model(with_given_buckets(path, values), limits, path.parent.resolve()) if values else None
-    return given, hashes, values
+def opened_with_given(
+    path: Path, decisions: Sequence[str], limits: FeedLimits, open_model: OpenModel
+) -> tuple[Runner | None, dict[str, str]]:
+    """The runner of a model file that reads its decisions as inputs, None if it has none; and their names in the model
+    by those in the reference."""
+    values = given_values(path, decisions)
+    given = None
+    if values:
+        given = open_model(with_given_values(path, list(values.values())), limits, path.parent.resolve())
+    return given, values
 
 
 def open_in_ort(settings: OrtSettings | None) -> OpenModel:

@@ -12,12 +12,13 @@ import numpy as np
 
 from effexport.errors import UserError
 from effexport.proof.case_label import CaseLabel
+from effexport.quantize.rounding import numbers_of, precision_of
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
 
 # The arrays of a case, in the order in which the golden file stores them.
-PARTS = ("inputs", "outputs", "buckets", "margins", "tokens", "ranked")
+PARTS = ("inputs", "outputs", "buckets", "margins", "tokens", "ranked", "codes", "scales", "exact")
 # In the part `tokens`: which of them count, boolean [batch, seq].
 KEPT = "kept"
 # Stands for scores of 0, which have no logarithm.
@@ -32,12 +33,16 @@ class Case:
     buckets and margins: per hash (by the name of its graph value), int32 and float32 [batch · heads · rounds, padded
     seq]: the bucket of every token and how close it came to another one.
     seed_noise: RMS-relative change of the output with other rotations; None without hashing.
-    precision_noise: the same if PyTorch itself runs at the precision of the spec; 0 in float32.
+    precision_noise: the same if PyTorch itself runs at the precision of the spec; 0 in float32. Of a quantised model,
+    the change of PyTorch's quantised outputs if every weight is off by one rounding before it is quantised.
     own_error: in an adversarial case, how much rounding at the precision of the spec changes PyTorch's own answer, see
     `answers.change_by_rounding`; no runtime can be expected to do better. 0 in other cases.
     tokens: which of them count, if not those that an `attention_mask` keeps: see KEPT.
     pooled: outputs that have no axis of tokens, even if one of their axes is as long.
     ranked: for an output of the likeliest indices, the reference's score of every index, [batch, …, indices].
+    codes and scales: of a quantised model, what every rounding gave, by the name of the value before it is rounded:
+    codes int8, or uint8 for the bytes of float8, and float32 scales that broadcast to them. They need not be there.
+    exact: of a quantised model, the outputs of the float model and the buckets of its hashes.
     """
 
     name: str
@@ -51,6 +56,17 @@ class Case:
     tokens: Mapping[str, Array] = field(default_factory=dict)
     pooled: tuple[str, ...] = ()
     ranked: Mapping[str, Array] = field(default_factory=dict)
+    codes: Mapping[str, Array] = field(default_factory=dict)
+    scales: Mapping[str, Array] = field(default_factory=dict)
+    exact: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def given(self) -> Mapping[str, Array]:
+        """What the reference decided: the buckets of its hashes, and the float32 numbers that its roundings gave."""
+        rounded = {
+            name: numbers_of(codes, precision_of(codes), self.scales[name]) for name, codes in self.codes.items()
+        }
+        return {**self.buckets, **rounded}
 
     @property
     def keep(self) -> Array:

@@ -14,8 +14,8 @@ from effexport.engines.sidecar import EngineInfo
 from effexport.engines.spec import EngineSpec
 from effexport.export.onnx_graph import external_sizes, load_graph, model_digest
 from effexport.models.spec import LSHSpec
-from effexport.proof.bucket_injection import bucket_dims, hash_values, with_given_buckets
 from effexport.proof.candidates import RunnerCandidate
+from effexport.proof.given_values import bucket_dims, given_values, with_given_values
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.runner import Runner
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 class EngineCandidate(RunnerCandidate):
     """An engine under test. It accepts the shapes of its profiles."""
 
-    def __init__(
-        self, info: EngineInfo, runner: Runner, given: Runner | None, hashes: Sequence[str], values: Sequence[str]
-    ) -> None:
-        super().__init__(runner, given, hashes, values)
+    def __init__(self, info: EngineInfo, runner: Runner, given: Runner | None, values: Mapping[str, str]) -> None:
+        super().__init__(runner, given, values)
         self._profiles = info.profiles
 
     def accepts(self, inputs: Mapping[str, Array]) -> bool:
@@ -61,13 +59,14 @@ def engine_candidate(
     # the temporary folder is removed last, after the engine in it is closed
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(TrtRunner(engine, limits=limits, onnx_sha256=model_digest(model)))
-        values = hash_values(model, hashes)
+        # of a quantised model only the free run is judged: its roundings would be inputs of any shape
+        values = {} if spec.is_quantized else given_values(model, hashes)
         given = None
         if values:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="effexport-")))
-            second = engine_with_given_buckets(model, values, info, spec, folder)
+            second = engine_with_given_buckets(model, list(values.values()), info, spec, folder)
             given = stack.enter_context(TrtRunner(second, limits=limits))
-        yield EngineCandidate(info, runner, given, hashes, values)
+        yield EngineCandidate(info, runner, given, values)
 
 
 def engine_with_given_buckets(
@@ -75,7 +74,7 @@ def engine_with_given_buckets(
 ) -> Path:
     """Build the engine of a model whose buckets are inputs and outputs, into `folder`."""
     changed = folder / model.name
-    changed.write_bytes(with_given_buckets(model, values))
+    changed.write_bytes(with_given_values(model, values))
     for location in external_sizes(load_graph(model)):
         (folder / location).parent.mkdir(parents=True, exist_ok=True)
         (folder / location).symlink_to((model.parent / location).resolve())

@@ -67,6 +67,11 @@ def largest(parts: Iterable[Array]) -> tuple[float, tuple[int, int]]:
     return value, place
 
 
+def overall_error(actual: Array, expected: Array) -> float:
+    """RMS(actual − expected) / RMS(expected); NaN if there is one."""
+    return rms(actual.astype(np.float32) - expected) / max(rms(expected), float(np.finfo(np.float32).tiny))
+
+
 def largest_change(case: Case, outputs: Mapping[str, Array]) -> float:
     """The largest change of any element that is compared, relative to the scale of its token."""
     changes = [

@@ -58,11 +58,11 @@ def uses_by_operator(model: onnx.ModelProto, spec: BuildSpec) -> dict[str, list[
     """The calls of each of our operators; those with the same attributes and element type count once."""
     nodes = [node for node in all_nodes(model) if node.domain == DOMAIN]
     # in half precision, some operators are kept in float32
-    types = value_types(model) if nodes and spec.precision != "fp32" else {}
+    types = value_types(model) if nodes and spec.arithmetic != "fp32" else {}
     found: dict[str, dict[object, OperatorUse]] = {}
     for node in nodes:
         dtype, _ = types.get(node.input[0], (spec.dtype, ()))
-        precision = "fp32" if dtype == "float32" else spec.precision
+        precision = "fp32" if dtype == "float32" else spec.arithmetic
         attributes = frozenset(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
         found.setdefault(node.op_type, {}).setdefault((precision, attributes), OperatorUse(model, node, precision))
     return {op: list(uses.values()) for op, uses in sorted(found.items())}

@@ -60,6 +60,16 @@ SEED_NOISE_SHARE = 0.25
 # In low precision PyTorch itself flips buckets: over 72 models its float16 run differed by up to 0.6 of seed noise.
 PRECISION_NOISE_FACTOR = 1.5
 
+# Of a quantised model: how far its free run may be, in units of the change that one rounding of each weight makes in
+# PyTorch's own, and of the loss. Both are one draw of the same cascade of flips; two draws differ by √2.
+ROUNDING_NOISE_FACTOR = 2.0
+ROUNDING_LOSS_SHARE = 0.5
+# Share of rounded numbers that float32 errors may send to the next step. A number is that near to the middle with a
+# probability of 2 errors per step: an error of 1e-6 beside steps of 0.03 σ gives 7e-5. Measured: up to 2e-5. A small
+# case varies more.
+ROUNDING_FLIPS = 2e-4
+MOST_FLIPS_OF_FEW = 8
+
 # Adversarial cases amplify rounding: a near-singular iteration, or exp of a large key. Rounding every weight anew, or
 # running PyTorch in half precision, shows by how much. Another runtime rounds in a few other places along each path.
 OWN_ERROR_FACTOR = 4
@@ -67,7 +77,7 @@ OWN_ERROR_FACTOR = 4
 
 def arithmetic_limit(spec: BuildSpec) -> Limit:
     """The limit of one precision and scope."""
-    return deepened(ARITHMETIC[spec.precision, spec.scope], spec)
+    return deepened(ARITHMETIC[spec.arithmetic, spec.scope], spec)
 
 
 def deepened(limit: Limit, spec: BuildSpec) -> Limit:
@@ -104,7 +114,7 @@ def function_body_limit(precision: str, own_error: float) -> Limit:
 
 def overall_limit(spec: BuildSpec, own_error: float) -> Limit | None:
     """The limit of the RMS error in one case; None in half precision, whose own rounding is larger than most damage."""
-    if spec.precision != "fp32":
+    if spec.arithmetic != "fp32":
         return None
     limit, own = deepened(OVERALL[spec.scope], spec), OWN_ERROR_FACTOR * own_error
     return limit if own <= limit.value else Limit(own, case_limit(spec, own_error).reason)
@@ -112,7 +122,7 @@ def overall_limit(spec: BuildSpec, own_error: float) -> Limit | None:
 
 def bucket_flip_limit(spec: BuildSpec, tokens: int) -> Limit:
     """How many of `tokens` buckets may differ; one near-tie is always possible."""
-    share = BUCKET_FLIPS[spec.precision]
+    share = BUCKET_FLIPS[spec.arithmetic]
     return Limit(max(1, int(share.value * tokens)), f"{share.reason}; {tokens} buckets in all")
 
 
@@ -120,15 +130,42 @@ def free_run_limit(spec: BuildSpec, seed_noise: float, precision_noise: float) -
     """How far a free-running hash model may be from the reference, RMS-relative."""
     choices = {
         f"a quarter of the change that other rotation seeds make ({seed_noise:.2g})": SEED_NOISE_SHARE * seed_noise,
-        f"1.5 × the change when PyTorch runs in {spec.precision} ({precision_noise:.2g})": PRECISION_NOISE_FACTOR
-        * precision_noise,
+        f"1.5 × the change {low_precision(spec)} ({precision_noise:.2g})": PRECISION_NOISE_FACTOR * precision_noise,
         "arithmetic noise, where one chunk covers everything and the hash has no effect": arithmetic_limit(spec).value,
     }
     reason, value = max(choices.items(), key=lambda choice: choice[1])
     return Limit(value, reason)
 
 
+def low_precision(spec: BuildSpec) -> str:
+    """When PyTorch's own answer changes by `Case.precision_noise`."""
+    if spec.is_quantized:
+        return "that one rounding of each weight makes in PyTorch's quantised model"
+    return f"when PyTorch runs in {spec.precision}"
+
+
+def rounding_limit(spec: BuildSpec, noise: float, loss: float) -> Limit:
+    """How far a quantised model that rounds by itself may be from PyTorch's, RMS-relative. noise: see
+    `Case.precision_noise`; loss: how far PyTorch's quantised model is from the float model.
+
+    float32 sums in another order send some numbers to the next step, and these send others.
+    """
+    choices = {
+        f"{ROUNDING_NOISE_FACTOR} × the change {low_precision(spec)} ({noise:.2g})": ROUNDING_NOISE_FACTOR * noise,
+        f"{ROUNDING_LOSS_SHARE} × what quantisation costs here ({loss:.2g})": ROUNDING_LOSS_SHARE * loss,
+        "arithmetic noise, where no rounding flips": arithmetic_limit(spec).value,
+    }
+    reason, value = max(choices.items(), key=lambda choice: choice[1])
+    return Limit(value, reason)
+
+
+def rounding_flip_limit(numbers: int) -> Limit:
+    """How many of `numbers` rounded numbers may be at the next step."""
+    value = max(MOST_FLIPS_OF_FEW, int(ROUNDING_FLIPS * numbers))
+    return Limit(value, f"numbers within rounding of the middle between two steps; {numbers} in all")
+
+
 def near_tie_limit(spec: BuildSpec) -> Limit:
     """How far apart two buckets may be, relative to the largest projection, and still be exchanged by rounding."""
-    value = 8 * UNIT_ROUNDOFF[spec.precision] * spec.attention.head_size**0.5
-    return Limit(value, f"8 unit roundoffs of {spec.precision} times √head_dim: the error of one projection")
+    value = 8 * UNIT_ROUNDOFF[spec.arithmetic] * spec.attention.head_size**0.5
+    return Limit(value, f"8 unit roundoffs of {spec.arithmetic} times √head_dim: the error of one projection")

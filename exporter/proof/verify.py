@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from effexport.errors import EffexportError, RuntimeFailedError, RuntimeUnsupportedError
 from effexport.export.onnx_graph import custom_ops_of_model
-from effexport.proof.candidates import ModelCandidate, RunnerCandidate, open_in_ort, opened_with_buckets
+from effexport.proof.candidates import ModelCandidate, RunnerCandidate, open_in_ort, opened_with_given
 from effexport.proof.checks.arithmetic import check_numbers, check_signature
 from effexport.proof.checks.decode_step import check_decoder
 from effexport.proof.checks.float32_ops import check_float32_ops
@@ -101,10 +101,12 @@ def check_with_bodies(
     kind = Kind.FUNCTION_BODIES
     try:
         limits = limits_from_spec(spec)
-        given, *names = opened_with_buckets(model, hashes, limits, open_with_bodies)
-        candidate = RunnerCandidate(given or open_with_bodies(model, limits, None), given, *names)
-        run = candidate.run_with_buckets
-        outputs = candidate.run(case.inputs) if run is None else run(case.inputs, case.buckets)[0]
+        given, values = opened_with_given(model, hashes, limits, open_with_bodies)
+        if not set(values) <= set(case.given):
+            given, values = None, {}
+        candidate = RunnerCandidate(given or open_with_bodies(model, limits, None), given, values)
+        run = candidate.run_with_given
+        outputs = candidate.run(case.inputs) if run is None else run(case.inputs, case.given)[0]
     except (RuntimeUnsupportedError, RuntimeFailedError) as error:
         if spec.precision == "bf16" and "NOT_IMPLEMENTED" in str(error):
             return not_run_in_bfloat16(kind, spec, error)

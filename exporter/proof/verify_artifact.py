@@ -87,7 +87,7 @@ class Candidate:
         )
 
     def verify(self, cases: Sequence[Case]) -> Verification:
-        spec, hashes = self.artifact.spec, self.artifact.manifest.hash_values
+        spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
         if self.is_engine:
             return verify_engine(self.path, self.artifact.model_path, cases, spec, hashes)
         open_model = model_opener(self.runtime, self.options)
@@ -113,7 +113,7 @@ class Candidate:
         open_with_bodies = model_opener(
             self.runtime, ModelOptions("body", memory_arena=False, device=self.options.device)
         )
-        spec, hashes = self.artifact.spec, self.artifact.manifest.hash_values
+        spec, hashes = self.artifact.spec, self.artifact.manifest.decisions
         return verify_bodies(self.path, cases, spec, hashes, ran, open_with_bodies)
 
     def trace(self, weights: Path | None, case: Case) -> Trace | Unavailable:

@@ -15,6 +15,7 @@ from effexport.files import Figure, figure, json_text
 from effexport.models.model_spec import Scope
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Status, Worst, outcomes_text, passed, summary
+from effexport.quantize.record import Quantization
 from effexport.report.notebook import notebook_html
 from effexport.report.rendering.text import quality_text
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES
@@ -29,7 +30,8 @@ else:
 # 2: measures, worst element, length and histogram of a check; layers and weights_from.
 # 3: reports of `verify`: reference, options and divergence.
 # 4: quality.
-REPORT_VERSION: Literal[4] = 4
+# 5: quantization.
+REPORT_VERSION: Literal[5] = 5
 
 PYTORCH = "PyTorch"
 
@@ -63,6 +65,7 @@ class Report:
     reference: what the model was compared with. options: further options of `effexport verify` that repeat the checks.
     divergence: the first value inside the graph that differs, in words; "" if the model was not traced.
     quality: how good the model and PyTorch are on the data of `effexport verify --data`.
+    quantization: what is quantised, and what that cost; None if nothing is.
     """
 
     title: str
@@ -81,6 +84,7 @@ class Report:
     options: list[str] = field(default_factory=list)
     divergence: str = ""
     quality: Quality | None = None
+    quantization: Quantization | None = None
 
     def __repr__(self) -> str:
         return f"<Report of {self.title}: {self.verdict}, {outcomes_text(self.checks)}>"
@@ -169,7 +173,7 @@ class SpecFields(msgspec.Struct, kw_only=True):
 class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """report.json of an artifact: what was built, from what, and whether it computes what PyTorch computes."""
 
-    report_version: Literal[4]
+    report_version: Literal[5]
     title: Annotated[str, described("The model in words.")]
     verdict: Annotated[
         Status,
@@ -198,6 +202,9 @@ class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     quality: Annotated[
         Quality | None, described("On the data of effexport verify --data; null without data, or if it failed there.")
     ]
+    quantization: Annotated[
+        Quantization | None, described("What is quantised, and what that cost; null if nothing is.")
+    ] = None
     engines: list[EngineEntry]
     summary: Annotated[dict[str, CheckSummary], described("By the name of a check.")]
     checks: list[CheckRecord]
@@ -275,6 +282,7 @@ def manifest_from_report(report: Report, spec: BuildSpec, hashes: Sequence[str],
         engines=tuple(report.engines),
         parity=Parity(passed(report.checks), summary_records(report.checks)),
         environment=report.environment,
+        quantization=report.quantization,
     )
 
 

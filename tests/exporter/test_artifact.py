@@ -36,6 +36,7 @@ from effexport.artifact import (
 from effexport.build import artifact_from_spec
 from effexport.dtypes import TensorInfo
 from effexport.errors import DiskFullError, StageError, UserError
+from effexport.export.onnx_from_module import Written
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check
 from effexport.spec import BuildSpec
@@ -69,9 +70,9 @@ def quick_export(built: Built, monkeypatch: pytest.MonkeyPatch) -> BuildSpec:
     """A spec whose export only copies a file, so that tests of what surrounds it are fast."""
     artifact = built("softmax", "attention", fused=False)
 
-    def copied_file(module: object, spec: BuildSpec, path: Path, traced: object) -> Counter[str]:
+    def copied_file(module: object, spec: BuildSpec, path: Path, *others: object) -> Written:
         shutil.copy(artifact.model_path, path)
-        return Counter()
+        return Written(Counter())
 
     # effexport.build itself is the function
     monkeypatch.setattr(importlib.import_module("effexport.build"), "onnx_from_module", copied_file)

@@ -113,8 +113,8 @@ class RunnerCandidate:
         if not given:
             return None
         with given as candidate:
-            assert candidate.run_with_buckets is not None
-            return candidate.run_with_buckets(feeds, buckets)
+            assert candidate.run_with_given is not None
+            return candidate.run_with_given(feeds, buckets)
 
     def close(self) -> None:
         self._bound = None
@@ -166,17 +166,19 @@ def with_buckets_as_inputs(
 
     hashes: names of the bucket values, as the reference has them.
     """
-    from effexport.proof.bucket_injection import hash_values, with_given_buckets
     from effexport.proof.candidates import RunnerCandidate as BucketedCandidate
+    from effexport.proof.given_values import given_values, with_given_values
 
-    values = hash_values(model, hashes)
+    values = given_values(model, hashes)
     if not values:
         return None
 
     @contextmanager
     def opened() -> Iterator[Bucketed]:
-        with open_model(with_given_buckets(model, values), FeedLimits(), model.parent.resolve()) as runner:
-            yield BucketedCandidate(runner, runner, hashes, values)
+        with open_model(
+            with_given_values(model, list(values.values())), FeedLimits(), model.parent.resolve()
+        ) as runner:
+            yield BucketedCandidate(runner, runner, values)
 
     return opened()
 

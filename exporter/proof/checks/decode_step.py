@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,9 +11,10 @@ import numpy as np
 from effexport.dtypes import numpy_dtype
 from effexport.proof.cases import Case
 from effexport.proof.checks.arithmetic import check_arithmetic
-from effexport.proof.checks.result import METRIC, OUTSIDE, Check, Kind, judged, not_run
-from effexport.proof.metrics import relative_error
-from effexport.proof.tolerances import arithmetic_limit, case_limit
+from effexport.proof.checks.result import METRIC, OUTSIDE, RMS_METRIC, Check, Kind, judged, not_run
+from effexport.proof.metrics import overall_error, relative_error, rms_change
+from effexport.proof.own_roundings import free_limit
+from effexport.proof.tolerances import Limit, arithmetic_limit, case_limit
 from effexport.runners.decode import DecodeRunner, Graph
 from effexport.spec import MASK_NAME, BuildSpec
 
@@ -57,10 +59,14 @@ def prefix_of(case: Case, spec: BuildSpec) -> Case:
     """The first tokens of a case, with their answers: a causal model gives the same with and without the rest."""
     output = spec.outputs[0].name
     seq_len = min(CHECKED_TOKENS, case.keep.shape[1])
-    return Case(
-        f"first {seq_len} tokens",
-        {key: value[:, :seq_len] for key, value in case.inputs.items()},
-        {output: case.outputs[output][:, :seq_len]},
+    return replace(
+        Case(
+            f"first {seq_len} tokens",
+            {key: value[:, :seq_len] for key, value in case.inputs.items()},
+            {output: case.outputs[output][:, :seq_len]},
+            exact={output: case.exact[output][:, :seq_len]} if case.exact else {},
+        ),
+        precision_noise=case.precision_noise,
     )
 
 
@@ -70,7 +76,14 @@ def check_decode_step(decoder: DecodeRunner, case: Case, spec: BuildSpec) -> Che
     tokens = case.inputs[name]
     steps = [decoder.step({name: tokens[:, t : t + 1]})[output] for t in range(tokens.shape[1])]
     actual = {output: np.concatenate(steps, axis=1).astype(numpy_dtype(spec.dtype))}
-    return check_arithmetic(case, actual, arithmetic_limit(spec), Kind.DECODE_STEP)
+    return check_answer(case, actual, arithmetic_limit(spec), Kind.DECODE_STEP, spec)
+
+
+def check_answer(case: Case, actual: Mapping[str, Array], limit: Limit, kind: Kind, spec: BuildSpec) -> Check:
+    """The answer of a decoder; of a quantised model, which rounds by itself here, its free run."""
+    if spec.is_quantized:
+        return judged(kind, case.label, RMS_METRIC, rms_change(case, actual), free_limit(case, spec))
+    return check_arithmetic(case, actual, limit, kind)
 
 
 def check_prefill_state(decoder: DecodeRunner, case: Case, spec: BuildSpec) -> Check:
@@ -79,14 +92,22 @@ def check_prefill_state(decoder: DecodeRunner, case: Case, spec: BuildSpec) -> C
     decoder.reset()
     decoder.prefill(case.inputs)
     # not the built-in max, which may drop NaN
-    worst = float(np.max([state_error(decoder.state, stepped, name) for name in stepped]))
-    return judged(Kind.PREFILL_STATE, case.label, METRIC, worst, arithmetic_limit(spec))
+    measure = overall_error if spec.is_quantized else largest_error
+    worst = float(np.max([state_error(decoder.state, stepped, name, measure) for name in stepped]))
+    limit = free_limit(case, spec) if spec.is_quantized else arithmetic_limit(spec)
+    return judged(Kind.PREFILL_STATE, case.label, RMS_METRIC if spec.is_quantized else METRIC, worst, limit)
 
 
-def state_error(state: Mapping[str, Array], expected: Mapping[str, Array], name: str) -> float:
+def largest_error(actual: Array, expected: Array) -> float:
+    return relative_error(actual, expected)[0]
+
+
+def state_error(
+    state: Mapping[str, Array], expected: Mapping[str, Array], name: str, measure: Callable[[Array, Array], float]
+) -> float:
     """The largest error of one tensor of the state, [batch, …, channels], relative to the scale of its sample."""
     errors = [
-        relative_error(own.reshape(-1, own.shape[-1]), wanted.reshape(-1, wanted.shape[-1]))[0]
+        measure(own.reshape(-1, own.shape[-1]), wanted.reshape(-1, wanted.shape[-1]))
         for own, wanted in zip(state[name], expected[name], strict=True)
     ]
     return float(np.max(errors))
@@ -108,4 +129,4 @@ def check_prefill(decoder: DecodeRunner, case: Case, spec: BuildSpec) -> Check:
         columns = decoder.position
         token = np.ascontiguousarray(tokens[rows, columns][:, None])
         actual[rows, columns] = decoder.step({name: token})[output][:, 0]
-    return check_arithmetic(case, {output: actual}, case_limit(spec, case.own_error), Kind.PREFILL)
+    return check_answer(case, {output: actual}, case_limit(spec, case.own_error), Kind.PREFILL, spec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from effexport.dtypes import named_sizes
@@ -13,7 +13,7 @@ from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
-    from effexport.proof.checks.candidate import Arrays, RunWithBuckets
+    from effexport.proof.checks.candidate import Arrays, RunWithGiven
 
 
 class WrongShapeError(EffexportError):
@@ -36,11 +36,15 @@ class ShapeGuard:
         return outputs
 
     @property
-    def run_with_buckets(self) -> RunWithBuckets | None:
-        return None if self._candidate.run_with_buckets is None else self._run_with_buckets
+    def given(self) -> Collection[str]:
+        return self._candidate.given
 
-    def _run_with_buckets(self, inputs: Arrays, buckets: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
-        run = self._candidate.run_with_buckets
+    @property
+    def run_with_given(self) -> RunWithGiven | None:
+        return None if self._candidate.run_with_given is None else self._run_with_given
+
+    def _run_with_given(self, inputs: Arrays, buckets: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
+        run = self._candidate.run_with_given
         assert run is not None
         outputs, own = run(inputs, buckets)
         check_shapes(inputs, outputs, self._spec)

@@ -22,7 +22,7 @@ LISTED = 5
 
 def check_float32_ops(model: Path, spec: BuildSpec) -> list[Check]:
     """Empty for float32 models, and for users' own modules, which choose themselves what stays in float32."""
-    if spec.precision == "fp32" or isinstance(spec.model, ModuleSpec):
+    if spec.arithmetic == "fp32" or isinstance(spec.model, ModuleSpec):
         return []
     kind, case, metric = Kind.FLOAT32_OPS, CaseLabel("the graph"), "operators that read half precision"
     proto = load_graph(model)

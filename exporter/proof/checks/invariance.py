@@ -13,8 +13,9 @@ from effexport.proof.cases import Case
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, judged, not_run
 from effexport.proof.inputs.padded import padding_of_other_content
-from effexport.proof.metrics import relative_error
-from effexport.proof.tolerances import Limit, case_limit
+from effexport.proof.metrics import overall_error, relative_error
+from effexport.proof.own_roundings import free_limit
+from effexport.proof.tolerances import Limit, case_limit, free_run_limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -22,15 +23,24 @@ if TYPE_CHECKING:
 
 
 class Worst:
-    """The largest relative error of several comparisons, and which one it was; NaN counts as the largest."""
+    """The largest relative error of several comparisons, and which one it was; NaN counts as the largest.
 
-    def __init__(self) -> None:
+    Of a quantised model it is the RMS error of a sample: one number that is rounded to the next step is no fault.
+    """
+
+    def __init__(self, spec: BuildSpec) -> None:
         self.error, self.detail = 0.0, ""
+        self._overall = spec.is_quantized
 
     def add(self, actual: Array, expected: Array, detail: str) -> None:
-        error, _ = relative_error(actual, expected)
+        error = overall_error(actual, expected) if self._overall else relative_error(actual, expected)[0]
         if error > self.error or error != error:
             self.error, self.detail = error, detail
+
+
+def metric_of(difference: str, spec: BuildSpec) -> str:
+    """How `Worst` measures a difference, in words."""
+    return f"RMS of ({difference}) / RMS" if spec.is_quantized else f"max |{difference}| / RMS"
 
 
 def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Iterator[Check]:
@@ -39,14 +49,15 @@ def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], 
 
     outputs: of the batch; with the buckets of the case, if the candidate can be given buckets.
     """
-    metric = "max |alone − in batch| / RMS"
+    metric = metric_of("alone − in batch", spec)
     is_padded = not case.keep.all() and spec.attention.fixed_seq_len is None
-    found = {kind: Worst() for kind in (Kind.BATCH_INVARIANCE, *[Kind.PADDING_LENGTH] * is_padded)}
+    found = {kind: Worst(spec) for kind in (Kind.BATCH_INVARIANCE, *[Kind.PADDING_LENGTH] * is_padded)}
     if spec.model.why_not_invariant:
         yield from (not_run(kind, spec.model.why_not_invariant, case.label, metric) for kind in found)
         return
     is_long = {tensor.name: tensor.dims[1:] != (MASKS,) for tensor in spec.inputs}
-    run_with_buckets = candidate.run_with_buckets
+    # a quantised model rounds by itself here: given roundings would hide a scale that depends on other samples
+    run_with_given = None if spec.is_quantized else candidate.run_with_given
     for row, keep in enumerate(case.keep):
         length = int(np.flatnonzero(keep)[-1]) + 1 if spec.attention.fixed_seq_len is None else keep.size
         alone = {key: value[row : row + 1, : length if is_long[key] else None] for key, value in case.inputs.items()}
@@ -54,9 +65,9 @@ def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], 
             reason = f"sample {row} on its own {OUTSIDE}"
             yield from (not_run(kind, reason, case.label, metric) for kind in found)
             return
-        if run_with_buckets is not None:
+        if run_with_given is not None:
             given = {key: sample_buckets(value, row, length, spec) for key, value in case.buckets.items()}
-            result, _ = run_with_buckets(alone, given)
+            result, _ = run_with_given(alone, given)
         else:
             result = candidate.run(alone)
         for output in case.outputs:
@@ -75,10 +86,10 @@ def check_alone(candidate: Candidate, case: Case, outputs: Mapping[str, Array], 
 
 def check_padding_content(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
     """Kept tokens get the same answer whatever the padding contains."""
-    kind, metric = Kind.PADDING_CONTENT, "max |change| / RMS"
+    kind, metric = Kind.PADDING_CONTENT, metric_of("change", spec)
     if spec.model.why_padding_counts:
         return not_run(kind, spec.model.why_padding_counts, case.label, metric)
-    changed, worst = candidate.run(padding_of_other_content(case, spec)), Worst()
+    changed, worst = candidate.run(padding_of_other_content(case, spec)), Worst(spec)
     for output in case.outputs:
         for row in range(len(case.keep)):
             actual, expected = case.kept(output, changed[output], row), case.kept(output, outputs[output], row)
@@ -89,7 +100,7 @@ def check_padding_content(candidate: Candidate, case: Case, outputs: Mapping[str
 
 def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
     """A causal model answers the first tokens as if nothing came after them."""
-    kind, metric = Kind.CAUSAL_PREFIX, "max |prefix − whole| / RMS"
+    kind, metric = Kind.CAUSAL_PREFIX, metric_of("prefix − whole", spec)
     if spec.attention.is_hashed:
         reason = "later tokens occupy slots in the sort and shift chunk boundaries"
         return not_run(kind, reason, case.label, metric)
@@ -99,7 +110,7 @@ def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array],
     prefix = {key: value[:, :length] for key, value in case.inputs.items()}
     if not candidate.accepts(prefix):
         return not_run(kind, f"a prefix of {length} tokens {OUTSIDE}", case.label, metric)
-    answer, worst = candidate.run(prefix), Worst()
+    answer, worst = candidate.run(prefix), Worst(spec)
     for output in case.outputs:
         for row in range(len(case.keep)):
             worst.add(answer[output][row], outputs[output][row, :length], "")
@@ -109,7 +120,11 @@ def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array],
 
 def limit_without(case: Case, spec: BuildSpec, condition: str) -> Limit:
     """The limit of the arithmetic, with the condition that nothing else may use it up."""
-    limit = case_limit(spec, case.own_error, case.spread)
+    if spec.is_quantized:
+        hashed = spec.attention.is_hashed
+        limit = free_run_limit(spec, case.seed_noise or 0.0, case.precision_noise) if hashed else free_limit(case, spec)
+    else:
+        limit = case_limit(spec, case.own_error, case.spread)
     return Limit(limit.value, f"{limit.reason}; {condition}")
 
 

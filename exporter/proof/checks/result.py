@@ -50,6 +50,32 @@ class Kind(StrEnum):
         "free run",
         "With its own buckets, the model differs no more than re-drawing the rotations would change it.",
     )
+    GIVEN_ROUNDINGS = (
+        "arithmetic with identical roundings",
+        "Every element is close to that of PyTorch's quantised model if the model is given the numbers that PyTorch "
+        "rounded to.",
+    )
+    ROUNDING_AGREEMENT = (
+        "rounding agreement",
+        "Few numbers are rounded to another step than in PyTorch, and those to the next one.",
+    )
+    QUANTIZED_RUN = (
+        "quantised run",
+        "With its own roundings, the model differs from PyTorch's quantised model no more than one rounding of its "
+        "weights would change that.",
+    )
+    QUANTIZED_PRODUCTS = (
+        "quantised products",
+        "Every product is quantised where it should be, or declared to stay float.",
+    )
+    QUANTIZATION_LOSS = (
+        "quantisation loss",
+        "How far the quantised model is from the float model; it fails only against --max-loss.",
+    )
+    TASK_LOSS = (
+        "task loss",
+        "How much worse the quantised model is at its task than the float model; it fails only against --max-loss.",
+    )
     RANK_NEAR_TIES = (
         "rank near-ties",
         "Where another token is at a rank than in PyTorch, PyTorch gives both nearly the same score.",

@@ -17,9 +17,10 @@ from effexport.proof.checks.arithmetic import (
 )
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.expected_shapes import ShapeGuard, WrongShapeError
-from effexport.proof.checks.hashed import check_hashed
+from effexport.proof.checks.hashed import check_buckets, check_free_run, check_hashed
 from effexport.proof.checks.invariance import check_alone, check_padding_content, check_prefix
 from effexport.proof.checks.long_sequences import check_long_sequence
+from effexport.proof.checks.quantized import check_quantized
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, not_run
 from effexport.spec import BuildSpec, Precision
 
@@ -41,7 +42,7 @@ def run_checks(
         yield check_signature(case, outputs, spec)
         if set(outputs) == set(case.outputs) and all(outputs[n].shape == case.outputs[n].shape for n in outputs):
             yield from up_to_wrong_shape(checks_of_answer(guarded, case, outputs, computed, index == 0), case.label)
-    if spec.precision != "fp32":
+    if spec.arithmetic != "fp32":
         yield from up_to_wrong_shape(check_long_sequence(guarded, cases, spec), ALL_CASES)
 
 
@@ -52,8 +53,15 @@ def checks_of_answer(
     yield check_finite(case.label, outputs)
     yield check_repeatable(case, outputs, candidate.run(case.inputs))
     alike = outputs
-    if spec.attention.is_hashed:
-        given = candidate.run_with_buckets and candidate.run_with_buckets(case.inputs, case.buckets)
+    run = candidate.run_with_given
+    # a case whose roundings take too much room has none
+    given = run(case.inputs, case.given) if run and set(candidate.given) <= set(case.given) else None
+    if spec.is_quantized:
+        yield from check_quantized(case, outputs, given, spec)
+        if spec.attention.is_hashed:
+            yield from check_buckets(case, given[1], spec) if given else ()
+            yield check_free_run(case, outputs, spec)
+    elif spec.attention.is_hashed:
         yield from check_hashed(case, outputs, given, spec)
         if given is not None:
             # the same buckets for both, or a near-tie could tell a sample from itself in a batch

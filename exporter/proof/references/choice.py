@@ -21,6 +21,7 @@ from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.hashed import check_buckets
 from effexport.proof.checks.result import Check, Kind, not_run
 from effexport.proof.references.rebuilt_module import module_of_artifact
+from effexport.quantize.record import is_unrounded
 from effexport.runners.artifact_runner import model_opener
 from effexport.runners.feeds import FeedLimits, limits_from_spec
 from effexport.runners.runner import ModelOptions, tensors_text
@@ -199,6 +200,10 @@ def new_answers(artifact: Artifact, module: nn.Module, names: Sequence[str]) -> 
 
     spec = artifact.spec
     answers = reference_from_module(module, spec, spec.seed + NEW_INPUTS_OFFSET, names)
+    if (record := artifact.manifest.quantization) is not None:
+        from effexport.proof.quantized_answers import quantized_answers
+
+        answers = quantized_answers(answers, module, spec, record)
     return answers.cases, answers.checks
 
 
@@ -285,10 +290,10 @@ def opened_reference(
     from effexport.proof.engine_candidate import engine_candidate
 
     if choice.path.is_file():
-        hashes, path, limits = artifact.manifest.hash_values, choice.path, FeedLimits()
+        hashes, path, limits = artifact.manifest.decisions, choice.path, FeedLimits()
     else:
         other = open_artifact(choice.path)
-        hashes, path, limits = other.manifest.hash_values, other.model_path, limits_from_spec(other.spec)
+        hashes, path, limits = other.manifest.decisions, other.model_path, limits_from_spec(other.spec)
         if choice.runtime in ENGINE_RUNTIMES:
             check_same_model(choice, artifact, path, hashes)
             engine = other.engine_path(choice.runtime)
@@ -309,6 +314,7 @@ def check_same_model(choice: ReferenceChoice, artifact: Artifact, path: Path, ha
             f"{artifact.path} are {tensors_text(expected)}"
         )
     ours = artifact.manifest.hash_values
+    hashes = [name for name in hashes if not is_unrounded(name)]
     if hashes and ours and set(hashes) != set(ours):
         raise UserError(
             f"--reference {choice.title} is of another model: it hashes in {', '.join(hashes)}; {artifact.path} in "
@@ -320,8 +326,9 @@ def answers(candidate: Candidate, case: Case) -> tuple[Mapping[str, Array], Mapp
     """Float32 outputs, with the buckets of the case where the model shows its own: one that flips would change a third
     of all outputs. And its own buckets, if it shows them."""
     own: Mapping[str, Array] = {}
-    if candidate.run_with_buckets is not None and case.buckets:
-        outputs, own = candidate.run_with_buckets(case.inputs, case.buckets)
+    if candidate.run_with_given is not None and set(candidate.given) <= set(case.given):
+        outputs, own = candidate.run_with_given(case.inputs, case.given)
+        own = {name: array for name, array in own.items() if name in case.buckets}
     else:
         outputs = candidate.run(case.inputs)
     return {name: array.astype(np.float32) for name, array in outputs.items()}, own

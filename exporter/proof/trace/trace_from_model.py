@@ -10,8 +10,9 @@ import numpy as np
 
 from effexport.errors import RuntimeFailedError, RuntimeUnsupportedError, StageError, Unavailable
 from effexport.export.onnx_graph import load_graph
+from effexport.export.quantized_graph import MODULE_KEY
 from effexport.plugins.known_ops import known_ops
-from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values
+from effexport.proof.given_values import GIVEN_SUFFIX, given_values
 from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.proof.trace.trace import Suspect, Trace, TracedValue
 from effexport.proof.trace.traced_file import TracedFile
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from effexport.dtypes import Array
     from effexport.proof.cases import Case
 
-# Where `onnx_from_module` keeps the path of a node's module.
-MODULE_KEY = "effexport.module"
 # Intermediate values of one run of the model: more values take more runs, not more memory.
 BATCH_BYTES = 256 * 2**20
 
@@ -51,6 +50,8 @@ def trace_if_it_runs(
     model: Path, exported: Path, module: nn.Module, spec: BuildSpec, case: Case, settings: OrtSettings
 ) -> Trace | Unavailable:
     """As `trace_from_model`, if the module can be exported again and the model runs."""
+    if spec.is_quantized:
+        return Unavailable("the layers of a quantised model are compared where they round, and are not traced")
     try:
         return trace_from_model(model, exported, TracedModule(module, spec), case, settings)
     except (StageError, RuntimeUnsupportedError, RuntimeFailedError) as error:
@@ -129,11 +130,10 @@ def compare(
 
     traced.run(case.inputs, measure)
     # none if the file does not show the buckets of every layer: then it goes on with its own
-    hashes = hash_values(file.path, traced.hashes)
-    sources = zip(hashes, traced.hashes, strict=True) if hashes else ()
-    given = {value + GIVEN_SUFFIX: buckets[name] for value, name in sources}
+    sources = given_values(file.path, traced.hashes)
+    given = {value + GIVEN_SUFFIX: buckets[name] for name, value in sources.items()}
     for batch in batches(names, sizes):
-        actual = file.run(batch, case.inputs, hashes, given)
+        actual = file.run(batch, case.inputs, list(sources.values()), given)
         compare_batch(traced, case, actual, buckets, judge, exact=exact)
 
 

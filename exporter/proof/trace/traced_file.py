@@ -11,7 +11,7 @@ import numpy as np
 
 from effexport.errors import RuntimeUnsupportedError
 from effexport.export.onnx_graph import load_graph
-from effexport.proof.bucket_injection import with_given_buckets
+from effexport.proof.given_values import with_given_values
 from effexport.runners.feeds import FeedLimits, checked_feeds
 from effexport.runners.ort.runner import run_failure, tensor_info
 from effexport.runners.ort.session import (
@@ -44,7 +44,7 @@ class TracedFile:
     ) -> dict[str, Array]:
         """The named values, bfloat16 as float32.
 
-        hashes: values that hold buckets, whose readers get those of `buckets` instead, as in `with_given_buckets`.
+        hashes: values that hold buckets, whose readers get those of `buckets` instead, as in `with_given_values`.
         """
         ort = import_onnxruntime()
         session = self._session(ort, self._model(names, hashes))
@@ -68,7 +68,7 @@ class TracedFile:
 
         model = load_graph(self.path)
         if hashes:
-            model = onnx.ModelProto.FromString(with_given_buckets(self.path, hashes))
+            model = onnx.ModelProto.FromString(with_given_values(self.path, hashes))
         del model.graph.output[:]
         # ONNX Runtime finds the types out
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)

@@ -10,6 +10,7 @@ from effexport.proof.checks.result import Check, Kind, meaning_of, outcome_of, o
 from effexport.report.compare import Comparison, Side, case_text, result_text
 from effexport.report.problems import problems_of
 from effexport.report.rendering.figures import comparison_figures, error_figures
+from effexport.report.rendering.quantization import layer_rows, quantization_facts
 from effexport.report.rendering.templates import template_environment
 from effexport.report.rendering.text import (
     cases_text,
@@ -54,6 +55,8 @@ def html_from_report(side: Side, artifact: str = "") -> str:
             problems=problems_of(report.checks),
             summary=summary(report.checks),
             quality_rows=quality_rows(report),
+            quantization_facts=quantization_facts(report.quantization) if report.quantization else [],
+            layer_rows=layer_rows(report.quantization) if report.quantization else [],
             fields=flat_fields(report.spec),
             errors=error_figures(report),
             buckets=bucket_rows(report.checks),

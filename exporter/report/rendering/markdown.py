@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from effexport.evaluation.estimates import Quality
 from effexport.proof.checks.result import Check, outcome_of, summary
+from effexport.quantize.record import Quantization
 from effexport.report.compare import Comparison, Row, case_text, result_text
 from effexport.report.model import Report
 from effexport.report.problems import Problem, problems_of
+from effexport.report.rendering.quantization import layer_rows, quantization_facts
 from effexport.report.rendering.text import cases_text, figure_rows, limit_text, quality_text, share_of_limit
 from effexport.report.reproduce import REBUILT, build_command, quoted, verify_command
 from effexport.runtimes import RUNTIMES
@@ -30,6 +32,7 @@ def markdown_from_report(report: Report, artifact: str) -> str:
     parts += ["\n".join([*first, *failed])] if first or failed else []
     parts += [escaped(_facts(report)), _check_table(report.checks)]
     parts += [_quality(report.quality)] if report.quality else []
+    parts += [_quantization(report.quantization)] if report.quantization else []
     parts += ["\n".join(others)] if others else []
     parts += ["\n".join(f"* {escaped(note)}" for note in report.notes)] if report.notes else []
     verify = " ".join(map(quoted, ["effexport", "verify", artifact, *report.options]))
@@ -95,6 +98,14 @@ def _quality(quality: Quality) -> str:
     rows = figure_rows(quality.estimates, quality.pytorch, quality.differences)
     head = ("figure", "model", "PyTorch", "difference, row by row")
     return f"{escaped(quality_text(quality))}\n\n{table(head, rows, right=3)}"
+
+
+def _quantization(record: Quantization) -> str:
+    layers = table(
+        ("layer", "precision", "RMS error if it alone is quantised", "why it stays float"), layer_rows(record)
+    )
+    facts = table(("quantisation", ""), quantization_facts(record))
+    return f"{facts}\n\n{folded('Every layer', layers)}"
 
 
 def _problem(problem: Problem, report: Report, artifact: str) -> str:

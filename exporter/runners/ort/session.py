@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 EXTERNAL_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 # From ONNX Runtime 1.24 on, a session reports which provider runs which node; earlier releases ignore the key.
 ASSIGNMENT_KEY = "session.record_ep_graph_assignment_info"
+# Runs Q/DQ pairs as they are written.
+KEEP_QDQ_KEY = "session.disable_quant_qdq"
+# Without it, CPUs that have AVX2 but no int8 dot products add two products in 16 bits, where large ones overflow.
+EXACT_INT8_KEY = "session.x64quantprecision"
 # How the CUDA provider, and CUDA itself, refuse a device_id that no GPU has.
 NO_SUCH_GPU = ("Invalid device ID", "invalid device ordinal")
 
@@ -67,8 +71,7 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
         ort_rtx.add_provider(ort, options, model, external_files(model, external_folder), settings)
     source = model if isinstance(model, bytes) else str(model)
     try:
-        # by default, if a provider fails, onnxruntime prints a note and continues with the next one
-        inference = ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
+        inference = opened(ort, source, options, providers)
     except Exception as error:  # onnxruntime has no common base class for its errors
         if placement is not None and settings.cuda_graph:
             placement.check_capture()
@@ -88,6 +91,19 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
     if placement is not None and assigned is not None and assigned.get(PROVIDERS["cpu"]):
         placement.check()
     return Session(inference, implementation_of(inference, kernels, settings))
+
+
+def opened(ort: Any, source: bytes | str, options: Any, providers: list[Any]) -> Any:
+    """An InferenceSession. Raises what onnxruntime raises."""
+    try:
+        # by default, if a provider fails, onnxruntime prints a note and continues with the next one
+        return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
+    except Exception as error:
+        if "float8" not in str(error):
+            raise
+    # onnxruntime makes integer products of Q/DQ pairs in float8, and then refuses them (1.31)
+    options.add_session_config_entry(KEEP_QDQ_KEY, "1")
+    return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
 
 
 def without_weights(model: Path | bytes) -> onnx.ModelProto:
@@ -180,6 +196,7 @@ def session_options(ort: Any, settings: OrtSettings, external_folder: Path | Non
     # on the CPU, exceptions say all that the log says; other providers only log why they do not start
     options.log_severity_level = 4 if settings.provider == "cpu" else 3
     options.add_session_config_entry(ASSIGNMENT_KEY, "1")
+    options.add_session_config_entry(EXACT_INT8_KEY, "1")
     options.enable_cpu_mem_arena = settings.memory_arena
     if settings.threads is not None:
         options.intra_op_num_threads = settings.threads

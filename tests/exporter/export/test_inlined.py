@@ -20,7 +20,7 @@ from effexport.errors import UserError
 from effexport.export.inlined import inlined
 from effexport.export.onnx_graph import all_nodes, graph_tensors, load_graph
 from effexport.plugins.ops import DOMAIN
-from effexport.proof.bucket_injection import hash_values
+from effexport.proof.given_values import given_values
 from effexport.proof.inputs.random import random_inputs
 from effexport.proof.trace.trace_from_model import module_of_node
 
@@ -97,7 +97,7 @@ def test_buckets_are_still_found(built: Built, tmp_path: Path) -> None:
     artifact = built("lsh", "encoder")
     hashes = artifact.manifest.hash_values
     onnx.save(inlined(load_graph(artifact.model_path)), tmp_path / "inlined.onnx")
-    assert hash_values(tmp_path / "inlined.onnx", hashes) == list(hashes) != []
+    assert list(given_values(tmp_path / "inlined.onnx", hashes).values()) == list(hashes) != []
 
 
 def test_external_weights_stay_in_their_file(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Fake:
 
     answer: Answer
     longest: int = 10**9
-    run_with_buckets: Any = None
+    run_with_given: Any = None
 
     def accepts(self, inputs: Mapping[str, Any]) -> bool:
         return inputs["attention_mask"].shape[1] <= self.longest

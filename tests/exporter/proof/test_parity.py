@@ -13,13 +13,13 @@ import pytest
 from onnx import numpy_helper
 
 from effexport.artifact import Artifact
-from effexport.proof.bucket_injection import GIVEN_SUFFIX, hash_values, with_given_buckets
 from effexport.proof.candidates import ModelCandidate, open_in_ort
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.cases import Case, load_reference
-from effexport.proof.checks.candidate import RunWithBuckets
+from effexport.proof.checks.candidate import RunWithGiven
 from effexport.proof.checks.result import Check, function_body_of, passed, summary
 from effexport.proof.checks.run_checks import run_checks
+from effexport.proof.given_values import GIVEN_SUFFIX, given_values, with_given_values
 from effexport.proof.metrics import SLICE_ELEMENTS, relative_error
 from effexport.proof.tolerances import BUCKET_FLIPS, near_tie_limit
 from effexport.runners.feeds import limits_from_spec
@@ -51,13 +51,13 @@ class Faulty:
         return self.fault(inputs, self.real.run(inputs))
 
     @property
-    def run_with_buckets(self) -> RunWithBuckets | None:
-        if self.real.run_with_buckets is None:
+    def run_with_given(self) -> RunWithGiven | None:
+        if self.real.run_with_given is None:
             return None
 
         def run(inputs: Arrays, buckets: Arrays) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-            assert self.real.run_with_buckets is not None
-            outputs, own = self.real.run_with_buckets(inputs, buckets)
+            assert self.real.run_with_given is not None
+            outputs, own = self.real.run_with_given(inputs, buckets)
             return self.fault(inputs, outputs), own
 
         return run
@@ -268,9 +268,9 @@ def with_flips(artifact: Artifact, flips: int, margin: float) -> dict[str, Check
         """Computes with the real buckets, so that only the bucket checks can object."""
 
         @property
-        def run_with_buckets(self) -> RunWithBuckets:
-            assert real.run_with_buckets is not None
-            return lambda inputs, given: real.run_with_buckets(inputs, case.buckets)  # type: ignore[misc]
+        def run_with_given(self) -> RunWithGiven:
+            assert real.run_with_given is not None
+            return lambda inputs, given: real.run_with_given(inputs, case.buckets)  # type: ignore[misc]
 
     checks = run_checks(Unmoved(real, lambda inputs, outputs: outputs), [changed], artifact.spec)
     return {check.name: check for check in checks if check.name.startswith("bucket")}
@@ -306,7 +306,7 @@ def test_a_margin_that_is_nan_fails(built: Built) -> None:
 
 def test_given_buckets_are_really_used(built: Built) -> None:
     artifact = built("lsh", "encoder")
-    case, run = lsh_case(artifact), candidate_of(artifact).run_with_buckets
+    case, run = lsh_case(artifact), candidate_of(artifact).run_with_given
     assert run is not None
     (name,) = case.buckets
     same, own = run(case.inputs, case.buckets)
@@ -324,9 +324,9 @@ def test_given_buckets_are_really_used(built: Built) -> None:
 
 def test_buckets_become_inputs_and_outputs(built: Built) -> None:
     artifact = built("lsh", "encoder")
-    values = hash_values(artifact.model_path, artifact.manifest.hash_values)
+    values = list(given_values(artifact.model_path, artifact.manifest.hash_values).values())
     assert values == ["blocks.0.attention.buckets"]
-    runner = OrtRunner(with_given_buckets(artifact.model_path, values))
+    runner = OrtRunner(with_given_values(artifact.model_path, values))
     assert [t.name for t in runner.inputs] == ["input_ids", "attention_mask", values[0] + GIVEN_SUFFIX]
     assert [t.name for t in runner.outputs] == [OUTPUT, values[0]]
 
@@ -339,14 +339,14 @@ def test_buckets_are_found_by_the_sort_when_values_were_renamed(built: Built, tm
             for i, name in enumerate(names):
                 names[i] = "v17" if name == "blocks.0.attention.buckets" else name
     onnx.save(model, str(tmp_path / "renamed.onnx"))
-    assert hash_values(tmp_path / "renamed.onnx", artifact.manifest.hash_values) == ["v17"]
+    assert list(given_values(tmp_path / "renamed.onnx", artifact.manifest.hash_values).values()) == ["v17"]
 
 
 def test_buckets_out_of_sight_are_said_to_be_so(built: Built) -> None:
     artifact = built("lsh", "attention")
     case = lsh_case(artifact)
     blind = ModelCandidate(artifact.model_path, [], limits_from_spec(artifact.spec), open_in_ort(None))
-    assert blind.run_with_buckets is None
+    assert blind.run_with_given is None
     names = {check.name: check.status for check in run_checks(blind, [case], artifact.spec)}
     assert names["arithmetic (buckets not visible)"] == "passed"
     assert "bucket agreement" not in names
@@ -365,7 +365,7 @@ def test_a_graph_that_onnxruntime_optimised_passes(built: Built, tmp_path: Path,
     ort.InferenceSession(str(artifact.model_path), options, providers=["CPUExecutionProvider"])
     path = tmp_path / "optimised.onnx"
     hashes = artifact.manifest.hash_values
-    assert tuple(hash_values(path, hashes)) == hashes
+    assert tuple(given_values(path, hashes).values()) == hashes
     checks = list(run_checks(candidate_of(artifact, path), load_reference(artifact.reference_path), artifact.spec))
     assert [check for check in checks if check.status != "passed"] == []
 

@@ -1,0 +1,175 @@
+"""The part of a build that quantises: its samples, its decisions, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from effexport.artifact import Artifact, artifact_in_progress
+from effexport.errors import UserError
+from effexport.files import file_digest
+from effexport.models.module_spec import ModuleSpec
+from effexport.proof.case_label import CaseLabel
+from effexport.proof.checks.result import RMS_METRIC, Check, Kind, judged
+from effexport.proof.inputs.random import random_inputs
+from effexport.proof.tolerances import Limit
+from effexport.quantize.record import Quantization, Samples
+from effexport.spec import BuildSpec
+from effexport.text.samples import samples_from_file
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from effexport.dtypes import Array
+    from effexport.evaluation.task_loss import TaskData
+    from effexport.runners.runner import Runner
+
+# Drawn where no file is given; they only show where a loss arises.
+DRAWN_SAMPLES = 2
+DRAWN_SEED_OFFSET = 104_729
+DRAWN_NOTE = (
+    "no --calibration was given: the loss of quantisation was measured on {count} samples of random input, which says "
+    "little about real data"
+)
+NEEDS_SAMPLES = (
+    "--calibration is missing: {precision} with static scales needs at least 64 samples of what the model will read; "
+    "give a text, FILE.jsonl with a text in each line, or FILE.npz with the model's inputs{dynamic}"
+)
+Feeds = Mapping[str, "Array"]
+
+
+@dataclass(frozen=True)
+class QuantizationData:
+    """The files of a quantised build. calibration: samples of what the model will read. task: labelled data."""
+
+    calibration: Path | None = None
+    task: TaskData | None = None
+
+    def check(self, spec: BuildSpec, targets: Sequence[str], capabilities: Sequence[int] = ()) -> None:
+        """Refuse, before any work, what cannot be quantised as asked. Raises UserError.
+
+        targets: of the engines. capabilities: compute capabilities of GPUs that they are for.
+        """
+        if not spec.is_quantized:
+            given = ["--calibration"] * (self.calibration is not None) + ["--evaluate"] * (self.task is not None)
+            if given:
+                raise UserError(
+                    f"{' and '.join(given)} applies to --precision int8 and fp8 only; this is {spec.precision}"
+                )
+            return
+        if spec.scales == "static" and self.calibration is None:
+            dynamic = ", or use --quantization dynamic" if spec.precision == "int8" and not targets else ""
+            raise UserError(NEEDS_SAMPLES.format(precision=spec.precision, dynamic=dynamic))
+        if targets and spec.scales == "dynamic":
+            raise UserError(
+                f"--target {targets[0]} reads static scales only; use --quantization static with --calibration FILE"
+            )
+        if spec.precision == "fp8" and (older := [number for number in capabilities if number < 89]):
+            raise UserError(
+                f"fp8 needs a GPU of compute capability 8.9 or newer, and --compute-capability names {older[0]}; use "
+                "--precision int8"
+            )
+        if self.calibration is not None and not self.calibration.is_file():
+            raise UserError(
+                f"--calibration names {self.calibration}, which is no file; expected a text, .jsonl or .npz"
+            )
+
+
+def with_scales_for_engines(flags: Mapping[str, object], targets: Sequence[object]) -> dict[str, object]:
+    """The fields of a spec, with static scales for int8 engines if none were chosen: engines read no others."""
+    is_open = flags.get("precision") == "int8" and flags.get("quantization") is None
+    return {**flags, "quantization": "static"} if targets and is_open else dict(flags)
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """A module whose quantisation is decided. module: float32, with smoothing folded in: it gives the bits of the
+    original."""
+
+    module: nn.Module
+    record: Quantization
+    samples: Sequence[Feeds]
+
+
+def quantization_of_build(module: nn.Module, spec: BuildSpec, folder: Path, data: QuantizationData) -> QuantizedModel:
+    """Decide what is quantised in a module, and by which scales. folder: of the build, with the tokenizer.
+
+    Raises UserError for files that do not fit the model, and as `quantize.prepare.prepared` does.
+    """
+    from effexport.proof.module_runs import run_module
+    from effexport.proof.quantized_answers import run_with_buckets
+    from effexport.quantize.prepare import Options, TaskLoss, prepared
+
+    artifact = artifact_in_progress(folder, spec)
+    samples, origin = samples_of_build(artifact, data.calibration)
+    task_loss: TaskLoss | None = None
+    if (task := data.task) is not None:
+        task.read(artifact)
+
+        def task_loss(quantized: nn.Module) -> float:
+            return task.loss(lambda feeds: run_module(module, spec, feeds), lambda f: run_module(quantized, spec, f))
+
+    options = Options(
+        spec.precision, spec.scales, spec.keep_float, spec.quantize_embeddings, spec.smooth, spec.max_loss
+    )
+    smooth, record = prepared(
+        module, options, samples, origin, lambda m, feeds: run_with_buckets(m, spec, feeds), task_loss
+    )
+    return QuantizedModel(smooth, record, samples)
+
+
+def samples_of_build(artifact: Artifact, calibration: Path | None) -> tuple[list[Feeds], Samples]:
+    """The samples of a file; or, without one, a few that are drawn."""
+    if calibration is not None:
+        samples = samples_from_file(calibration, artifact)
+        return samples, Samples(source=calibration.name, sha256=file_digest(calibration), samples=len(samples))
+    spec = artifact.spec
+    rng = np.random.default_rng(spec.seed + DRAWN_SEED_OFFSET)
+    batch = 1 if not isinstance(spec.model, ModuleSpec) else spec.batch
+    drawn: list[Feeds] = [random_inputs(spec, rng, batch, spec.seq_len, None) for _ in range(DRAWN_SAMPLES)]
+    return drawn, Samples(source="", sha256="", samples=len(drawn))
+
+
+def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec, *, judge: bool) -> Check:
+    """How far the file is from the float module on samples. judge: against `max_loss`, if there is one."""
+    from effexport.proof.module_runs import run_module
+    from effexport.quantize.prepare import LOSS_SAMPLES
+
+    squares = np.zeros(2)
+    few = model.samples[:LOSS_SAMPLES]
+    for feeds in few:
+        wanted, found = run_module(model.module, spec, feeds), runner.run(feeds)
+        for name in wanted.keys() - set(spec.ranked_outputs):
+            ours, theirs = found[name].astype(np.float64), wanted[name].astype(np.float64)
+            squares += [np.square(ours - theirs).sum(), np.square(theirs).sum()]
+    value = float(np.sqrt(squares[0] / max(squares[1], float(np.finfo(np.float64).tiny))))
+    source = model.record.samples.source or "random samples"
+    case = CaseLabel(source, (len(few), spec.seq_len))
+    if spec.max_loss is None or not judge:
+        reason = "reported, and judged only against --max-loss"
+        return Check(Kind.QUANTIZATION_LOSS, case, RMS_METRIC, "passed", value, None, reason, seq_len=spec.seq_len)
+    limit = Limit(spec.max_loss, "--max-loss: the RMS error against the float model that the build may cause")
+    return judged(Kind.QUANTIZATION_LOSS, case, RMS_METRIC, value, limit)
+
+
+def check_task(model: QuantizedModel, runner: Runner, task: TaskData, spec: BuildSpec) -> tuple[Quantization, Check]:
+    """What quantisation costs the task: the record with its figures, and the relative increase of its loss, judged
+    against `max_loss`."""
+    from effexport.proof.module_runs import run_module
+
+    figures = tuple(task.compared(lambda feeds: run_module(model.module, spec, feeds), runner.run))
+    record = msgspec.structs.replace(model.record, task=figures, task_data=task.path.name)
+    kind, metric = Kind.TASK_LOSS, "relative increase of the loss"
+    case = CaseLabel(task.path.name, task.shape)
+    value = figures[0].relative_loss
+    detail = "; ".join(f"{f.name} {f.quantized_value:.5g}, float {f.float_value:.5g}" for f in figures)
+    if spec.max_loss is None:
+        reason = "reported, and judged only against --max-loss"
+        return record, Check(kind, case, metric, "passed", value, None, reason, detail, seq_len=case.shape[-1])
+    limit = Limit(spec.max_loss, "--max-loss: the share of the task's loss that the build may add")
+    return record, judged(kind, case, metric, value, limit, detail)

@@ -1,0 +1,273 @@
+"""Writes quantised products into a graph: int8 with a scale for each token, or Q/DQ pairs with static scales.
+
+A scale for each token: x → codes uint8 around 128, and MatMulInteger with int8 weights, which CPUs have instructions
+for. ONNX Runtime's own quantiser has one scale for all tokens of a batch, so that a token's result would depend on
+the others; and on x86 its kernels are slow for signed activations. Q/DQ pairs are what TensorRT reads: symmetric, with
+a zero point of 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from effexport.errors import StageError
+from effexport.plugins.known_ops import known_ops
+from effexport.plugins.ops import DOMAIN
+from effexport.quantize.record import FloatProduct, Quantization, unrounded_name
+from effexport.quantize.rounding import LARGEST_CODE, SMALLEST_MAXIMUM, codes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import onnx_ir as ir
+
+    from effexport.dtypes import Array
+
+STAGE = "quantization"
+# The code of zero: activations are unsigned in MatMulInteger.
+ZERO_CODE = 128
+PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum")
+# The path of the module that a node came from, in the metadata of a written file.
+MODULE_KEY = "effexport.module"
+
+
+def quantize_graph(model: ir.Model, record: Quantization, paths: Mapping[ir.Node, str]) -> tuple[str, ...]:
+    """Replace the products of the record's layers by quantised ones, and tables of its embeddings by int8 tables.
+
+    paths: of the module of each node. Names and types of all outputs stay. Returns the values that are rounded, in the
+    order of the graph. Raises StageError if a layer of the record has no product with constant weights in the graph.
+    """
+    rewrite = Rewrite(model, record)
+    tables = {table.layer for table in record.embeddings}
+    calls: Counter[str] = Counter()
+    for node in list(model.graph):
+        path = paths.get(node, "")
+        if node.op_type in ("MatMul", "Gemm") and node.domain == "" and (layer := record.layer(path)) is not None:
+            if constant_of(node.inputs[1]) is None:
+                continue
+            name = unrounded_name(path, calls[path])
+            calls[path] += 1
+            rewrite.product(node, name, layer.input_scale)
+        elif node.op_type == "Gather" and path in tables and constant_of(node.inputs[0]) is not None:
+            rewrite.table(node)
+            calls[path] += 1
+    missing = [layer.layer for layer in (*record.layers, *record.embeddings) if not calls[layer.layer]]
+    if missing:
+        raise StageError(
+            STAGE,
+            f"the graph has no product with constant weights of {missing[0]}; leave it float with --keep-float "
+            f"{missing[0]}",
+        )
+    rewrite.remove_unused()
+    return tuple(rewrite.unrounded)
+
+
+def constant_of(value: ir.Value | None) -> Array | None:
+    """The numbers of a float32 matrix that is an initializer; None for anything else."""
+    if value is None or value.const_value is None or value.producer() is not None:
+        return None
+    if len(value.const_value.shape) != 2 or value.const_value.dtype.name != "FLOAT":
+        return None
+    return value.const_value.numpy()
+
+
+class Rewrite:
+    """Writes quantised products into one graph, each rounded input and each constant once."""
+
+    def __init__(self, model: ir.Model, record: Quantization) -> None:
+        self.graph = model.graph
+        self.record = record
+        self.unrounded: list[str] = []
+        self._inputs: dict[ir.Value, tuple[ir.Value, ir.Value | None]] = {}
+        self._constants: dict[str, ir.Value] = {}
+        self._before: ir.Node | None = None
+        self._metadata: dict[str, str] = {}
+
+    def product(self, node: ir.Node, name: str, scale: float | None) -> None:
+        """Replace one MatMul or Gemm. name: of its input before it is rounded."""
+        self._before, self._metadata = node, dict(node.metadata_props)
+        weight, x = constant_of(node.inputs[1]), node.inputs[0]
+        assert weight is not None
+        assert x is not None
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        if node.op_type == "Gemm":
+            weight = self.plain_weight(node, weight)
+        own = node.inputs[1].name  # type: ignore[union-attr]
+        dims = node.outputs[0].shape
+        if scale is None:
+            product = self.dynamic_product(x, weight, f"{own}", name, dims)
+        else:
+            product = self.static_product(x, weight, f"{own}", name, scale, dims)
+        if bias is not None:
+            product = self.add("Add", [product, bias], dims)
+        self.replace(node, product)
+
+    def plain_weight(self, gemm: ir.Node, weight: Array) -> Array:
+        """The weight of a Gemm as that of a MatMul, [in, out]."""
+        options = {name: attribute.value for name, attribute in gemm.attributes.items()}
+        if options.get("alpha", 1.0) != 1.0 or options.get("beta", 1.0) != 1.0 or options.get("transA", 0):
+            raise StageError(STAGE, f"{gemm.name} scales or transposes; expected a plain linear layer")
+        return weight.T if options.get("transB", 0) else weight
+
+    def dynamic_product(self, x: ir.Value, weight: Array, own: str, name: str, dims: Any) -> ir.Value:
+        import onnx_ir as ir
+
+        codes, scales = self.rounded_rows(x, name)
+        weight_scale = weight_scales(weight, "int8")
+        stored = self.constant(f"{own}.int8", codes_of(weight, "int8", weight_scale))
+        zero = self.constant("zero_code", np.array(ZERO_CODE, dtype=np.uint8))
+        whole = self.add("MatMulInteger", [codes, stored, zero], dims, ir.DataType.INT32)
+        number = self.add("Cast", [whole], dims, attributes={"to": int(ir.DataType.FLOAT)})
+        of_columns = self.add("Mul", [number, self.constant(f"{own}.scale", weight_scale)], dims)
+        assert scales is not None
+        return self.add("Mul", [of_columns, scales], dims)
+
+    def rounded_rows(self, x: ir.Value, name: str) -> tuple[ir.Value, ir.Value | None]:
+        """The codes of x, uint8 around ZERO_CODE, and the scales of its rows, [..., 1]; written once for each x."""
+        import onnx_ir as ir
+
+        if x not in self._inputs:
+            shape = x.shape
+            row = None if shape is None else ir.Shape([*shape[:-1], 1])
+            before = self.named(x, name)
+            largest = self.add(
+                "ReduceMax",
+                [self.add("Abs", [before], shape), self.constant("last_axis", np.array([-1], dtype=np.int64))],
+                row,
+            )
+            least = self.constant("smallest_maximum", np.array(SMALLEST_MAXIMUM, dtype=np.float32))
+            steps = self.constant("largest_code", np.array(LARGEST_CODE["int8"], dtype=np.float32))
+            scales = self.add("Div", [self.add("Max", [largest, least], row), steps], row)
+            scaled = self.add("Div", [before, scales], shape)
+            one = self.constant("one_step", np.array(1, dtype=np.float32))
+            zero = self.constant("zero_code", np.array(ZERO_CODE, dtype=np.uint8))
+            self._inputs[x] = self.add("QuantizeLinear", [scaled, one, zero], shape, ir.DataType.UINT8), scales
+        return self._inputs[x]
+
+    def static_product(self, x: ir.Value, weight: Array, own: str, name: str, scale: float, dims: Any) -> ir.Value:
+        precision = self.record.precision
+        weight_scale = weight_scales(weight, precision)
+        stored = self.constant(f"{own}.{precision}", stored_codes(weight, precision, weight_scale))
+        zeros = self.constant(f"{own}.zeros", stored_codes(np.zeros_like(weight_scale), precision, 1.0))
+        scales = self.constant(f"{own}.scale", weight_scale)
+        factor = self.add("DequantizeLinear", [stored, scales, zeros], list(weight.shape), attributes={"axis": 1})
+        if x not in self._inputs:
+            before = self.named(x, name)
+            step = self.constant(f"{name}.scale", np.array(scale, dtype=np.float32))
+            zero = self.constant("zero_point", stored_codes(np.zeros((), np.float32), precision, 1.0))
+            codes = self.add("QuantizeLinear", [before, step, zero], x.shape, zero.dtype)
+            self._inputs[x] = self.add("DequantizeLinear", [codes, step, zero], x.shape), None
+        return self.add("MatMul", [self._inputs[x][0], factor], dims)
+
+    def table(self, node: ir.Node) -> None:
+        """Replace the table of an embedding by int8 rows, which are scaled after they are looked up."""
+        import onnx_ir as ir
+
+        self._before, self._metadata = node, dict(node.metadata_props)
+        weight = constant_of(node.inputs[0])
+        assert weight is not None
+        own, indices, dims = node.inputs[0].name, node.inputs[1], node.outputs[0].shape  # type: ignore[union-attr]
+        scale = weight_scales(weight.T, "int8")[:, None]
+        stored = self.constant(f"{own}.int8", codes_of(weight, "int8", scale))
+        row = None if dims is None else ir.Shape([*dims[:-1], 1])
+        codes = self.add("Gather", [stored, indices], dims, ir.DataType.INT8)
+        number = self.add("Cast", [codes], dims, attributes={"to": int(ir.DataType.FLOAT)})
+        scales = self.add("Gather", [self.constant(f"{own}.scale", scale), indices], row)
+        self.replace(node, self.add("Mul", [number, scales], dims))
+
+    def named(self, x: ir.Value, name: str) -> ir.Value:
+        """x under a name of its own, at which the proof can prescribe and read it."""
+        value = self.add("Identity", [x], x.shape)
+        value.name = name
+        self.unrounded.append(name)
+        return value
+
+    def add(
+        self, op: str, inputs: list[Any], shape: Any, dtype: Any = None, attributes: Mapping[str, Any] | None = None
+    ) -> ir.Value:
+        """A node before the product that is being replaced; its output, float32 unless dtype says otherwise."""
+        import onnx_ir as ir
+
+        node = ir.node(op, inputs, attributes or {})
+        node.metadata_props.update(self._metadata)
+        value = node.outputs[0]
+        value.type = ir.TensorType(ir.DataType.FLOAT if dtype is None else dtype)
+        value.shape = shape if shape is None or isinstance(shape, ir.Shape) else ir.Shape(shape)
+        assert self._before is not None
+        self.graph.insert_before(self._before, node)
+        return value
+
+    def constant(self, name: str, numbers: Array) -> ir.Value:
+        """An initializer, written once."""
+        import onnx_ir as ir
+
+        if name not in self._constants:
+            tensor = ir.tensor(numbers, name=name)
+            value = ir.Value(
+                name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(numbers.shape), const_value=tensor
+            )
+            self.graph.register_initializer(value)
+            self._constants[name] = value
+        return self._constants[name]
+
+    def replace(self, node: ir.Node, product: ir.Value) -> None:
+        import onnx_ir as ir
+
+        last = product.producer()
+        assert last is not None
+        last.name = node.name
+        ir.convenience.replace_nodes_and_values(self.graph, node, [node], [], node.outputs, [product])
+
+    def remove_unused(self) -> None:
+        """Remove the float weights that nothing reads any more."""
+        outputs = {value.name for value in self.graph.outputs}
+        for name, value in list(self.graph.initializers.items()):
+            if not value.uses() and name not in outputs:
+                del self.graph.initializers[name]
+
+
+def weight_scales(weight: Array, precision: str) -> Array:
+    """One scale for each column of a weight [in, out], float32 [out]."""
+    scales = np.abs(weight).max(axis=0) / np.float32(LARGEST_CODE[precision])
+    found: Array = np.where(scales < np.finfo(np.float32).tiny, 1, scales).astype(np.float32)
+    return found
+
+
+def stored_codes(x: Array, precision: str, scale: Array | float) -> Array:
+    """Codes with the element type that the file has."""
+    codes = codes_of(x, precision, scale)
+    if precision == "int8":
+        return codes
+    import ml_dtypes
+
+    return codes.view(ml_dtypes.float8_e4m3fn)
+
+
+def float_products(model: ir.Model, reason_of: Callable[[str], str]) -> tuple[FloatProduct, ...]:
+    """Every product of a finished graph that is not quantised, with the reason that its operator or layer declares.
+
+    reason_of: for the path of a module, why its own products stay float.
+    """
+    ops = known_ops()
+    found: dict[FloatProduct, None] = {}
+    for node in model.graph:
+        path = node.metadata_props.get(MODULE_KEY, "")
+        if node.domain == DOMAIN:
+            product = FloatProduct(layer=path, operator=node.op_type, reason=ops[node.op_type].in_float)
+        elif node.domain == "" and node.op_type in PRODUCTS and not reads_codes(node):
+            product = FloatProduct(layer=path, operator=node.op_type, reason=reason_of(path))
+        else:
+            continue
+        found[product] = None
+    return tuple(found)
+
+
+def reads_codes(node: ir.Node) -> bool:
+    """Whether both factors of a product come from codes."""
+    return all(
+        x is not None and (p := x.producer()) is not None and p.op_type == "DequantizeLinear" for x in node.inputs[:2]
+    )

@@ -1,0 +1,24 @@
+"""How far two runs of a quantised model may be apart that round by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from effexport.proof.metrics import rms_change
+from effexport.proof.tolerances import Limit, rounding_limit
+
+if TYPE_CHECKING:
+    from effexport.proof.cases import Case
+    from effexport.spec import BuildSpec
+
+
+def free_limit(case: Case, spec: BuildSpec) -> Limit:
+    """The limit of one case, RMS-relative."""
+    return rounding_limit(spec, case.precision_noise, rms_change(with_exact_answers(case), case.outputs))
+
+
+def with_exact_answers(case: Case) -> Case:
+    """The case with the answers of the float model. Without ranked indices, whose scores belong to the quantised."""
+    outputs = {name: case.exact[name] for name in case.outputs if name in case.exact and name not in case.ranked}
+    return replace(case, outputs=outputs, ranked={})

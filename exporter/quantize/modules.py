@@ -1,0 +1,127 @@
+"""PyTorch's own model with quantised layers: the same places, scales and roundings as the exported graph.
+
+It computes in float32 with numbers that the codes stand for. The formulas are written out, independently of the code
+that writes the graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effexport.models.encoder import FeedForward
+from effexport.quantize.record import Quantization, QuantizedLayer, unrounded_name
+
+INT8_LARGEST, FP8_LARGEST = 127.0, 448.0
+SMALLEST_MAXIMUM = INT8_LARGEST * torch.finfo(torch.float32).tiny
+
+
+def rounded_to_int8(x: Tensor, scale: Tensor) -> Tensor:
+    """x as multiples of a scale, -128 to 127 of them; ties go to the even one."""
+    return torch.clamp(torch.round(x / scale), -128, 127) * scale
+
+
+def rounded_to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """x as a scale times a float8 E4M3 number."""
+    scaled = torch.clamp(x / scale, -FP8_LARGEST, FP8_LARGEST)
+    return scaled.to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def rounded(x: Tensor, scale: Tensor, precision: str) -> Tensor:
+    return rounded_to_int8(x, scale) if precision == "int8" else rounded_to_fp8(x, scale)
+
+
+def weight_scales(weight: Tensor, precision: str) -> Tensor:
+    """One scale for each row of a weight [out, in], [out, 1]: the largest number of the row has the largest code."""
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    scales = largest / (INT8_LARGEST if precision == "int8" else FP8_LARGEST)
+    return torch.where(scales < torch.finfo(torch.float32).tiny, torch.ones_like(scales), scales)
+
+
+class RoundedLinear(nn.Module):
+    """A linear layer with quantised weights and inputs.
+
+    input_scale: of all inputs; None gives each row of the last axis one of its own, so that a token's result depends
+    neither on the rest of its batch nor on padding. active: otherwise it computes what the float layer does.
+    """
+
+    def __init__(self, linear: nn.Linear, input_scale: float | None, precision: str) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        self.weight = nn.Parameter(rounded(weight, weight_scales(weight, precision), precision))
+        self.bias = linear.bias
+        self.original = linear
+        self.precision = precision
+        self.active = True
+        self.input_scale = None if input_scale is None else torch.tensor(input_scale)
+
+    def scales(self, x: Tensor) -> Tensor:
+        if self.input_scale is not None:
+            return self.input_scale
+        return x.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_MAXIMUM) / INT8_LARGEST
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.active:
+            result: Tensor = self.original(x)
+            return result
+        return F.linear(rounded(x, self.scales(x), self.precision), self.weight, self.bias)
+
+
+def with_rounded_table(embedding: nn.Embedding) -> None:
+    """Round the rows of an embedding's table to int8, each with a scale of its own."""
+    weight = embedding.weight.detach()
+    embedding.weight = nn.Parameter(rounded_to_int8(weight, weight_scales(weight, "int8")))
+
+
+def quantized_module(module: nn.Module, record: Quantization) -> nn.Module:
+    """A copy of a float32 module whose layers round as `record` says."""
+    result = copy.deepcopy(module)
+    for place in record.layers:
+        replace_module(result, place.layer, rounded_layer(result, place, record.precision))
+    for place in record.embeddings:
+        embedding = result.get_submodule(place.layer)
+        assert isinstance(embedding, nn.Embedding)
+        with_rounded_table(embedding)
+    for child in result.modules():
+        if isinstance(child, FeedForward):
+            # slices of the sequence give the same numbers, and would be recorded one by one
+            child.chunk_length = 0
+    return result.eval()
+
+
+def rounded_layer(module: nn.Module, place: QuantizedLayer, precision: str) -> RoundedLinear:
+    linear = module.get_submodule(place.layer)
+    assert isinstance(linear, nn.Linear)
+    return RoundedLinear(linear, place.input_scale, precision)
+
+
+def replace_module(module: nn.Module, path: str, new: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, new)
+
+
+@contextmanager
+def recorded_inputs(module: nn.Module, kind: type[nn.Module] = RoundedLinear) -> Iterator[dict[str, Tensor]]:
+    """The inputs of every layer of a kind during the block, under the names that they have in the graph."""
+    found: dict[str, Tensor] = {}
+    calls: Counter[str] = Counter()
+    handles = []
+    for path, child in module.named_modules():
+        if isinstance(child, kind):
+
+            def record(child: nn.Module, inputs: tuple[Tensor, ...], path: str = path) -> None:
+                found[unrounded_name(path, calls[path])] = inputs[0]
+                calls[path] += 1
+
+            handles.append(child.register_forward_pre_hook(record))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,66 @@
+"""Numbers as their quantised codes and scales, in numpy: what the proof stores, prescribes and compares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from effexport.dtypes import Array
+
+# The largest code: of int8, which is symmetric, and of float8 E4M3.
+LARGEST_CODE = {"int8": 127, "fp8": 448}
+# A token whose largest number is below this is rounded to multiples of the smallest normal number, so that no scale is
+# zero or loses bits.
+SMALLEST_MAXIMUM = float(127 * np.finfo(np.float32).tiny)
+
+
+def row_scales(x: Array) -> Array:
+    """The scale of each row of the last axis, [..., 1]: its largest number becomes 127."""
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    scales: Array = np.maximum(largest, np.float32(SMALLEST_MAXIMUM)) / np.float32(127)
+    return scales
+
+
+def codes_of(x: Array, precision: str, scale: Array | float) -> Array:
+    """The codes of float32 numbers: int8, or float8 E4M3 as the bytes of its numbers."""
+    scaled = x / np.asarray(scale, dtype=np.float32)
+    if precision == "int8":
+        codes: Array = np.clip(np.rint(scaled), -128, 127).astype(np.int8)
+        return codes
+    import ml_dtypes
+
+    clipped = np.clip(scaled, -LARGEST_CODE["fp8"], LARGEST_CODE["fp8"])
+    return clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+def precision_of(codes: Array) -> str:
+    """The precision that codes belong to, by their element type."""
+    return "int8" if codes.dtype == np.int8 else "fp8"
+
+
+def numbers_of(codes: Array, precision: str, scale: Array | float) -> Array:
+    """The float32 numbers that codes stand for."""
+    if precision != "int8":
+        import ml_dtypes
+
+        codes = codes.view(ml_dtypes.float8_e4m3fn)
+    numbers: Array = codes.astype(np.float32) * np.asarray(scale, dtype=np.float32)
+    return numbers
+
+
+def steps_apart(codes: Array, others: Array, precision: str) -> Array:
+    """How many steps lie between codes, int32: neighbouring codes are one step apart."""
+    if precision == "int8":
+        codes, others = codes.astype(np.int32), others.astype(np.int32)
+    else:
+        codes, others = order_of_float8(codes), order_of_float8(others)
+    steps: Array = np.abs(codes - others)
+    return steps
+
+
+def order_of_float8(codes: Array) -> Array:
+    """The place of float8 numbers in their order: the bytes are a sign and a magnitude."""
+    magnitude = (codes & 0x7F).astype(np.int32)
+    return np.where(codes & 0x80, -magnitude, magnitude)

@@ -1,0 +1,112 @@
+"""Samples of what a model will read, from a file: what scales and losses of quantisation are measured on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from effexport.errors import UserError
+from effexport.files import load_npz
+from effexport.runners.feeds import checked_feeds, limits_from_spec
+from effexport.text.reading import bytes_of_file, decoded, text_of_file
+from effexport.text.task import Reader, reader_from_spec
+from effexport.text.tokenizer import ByteTokenizer, tokenizer_from_artifact
+
+if TYPE_CHECKING:
+    from effexport.artifact import Artifact
+    from effexport.dtypes import Array
+
+ARRAYS, JSON_LINES = ".npz", ".jsonl"
+# Fewer say too little about the largest activations; more change them little and take time.
+FEWEST, MOST = 64, 128
+# Tokens of a sample of a short text.
+SHORTEST_WINDOW = 16
+LABELS = "labels"
+Feeds = Mapping[str, "Array"]
+
+
+def samples_from_file(path: Path, artifact: Artifact) -> list[Feeds]:
+    """The samples of a file, each as the inputs of one run: rows of arrays (.npz), texts (.jsonl, an object with text
+    in each line), or windows of a text (any other file). At most MOST, spread over the file.
+
+    Raises UserError for a file that cannot be read, does not fit the model or has fewer than FEWEST samples.
+    """
+    if path.suffix == ARRAYS:
+        found = samples_of_arrays(path, artifact)
+    else:
+        tokenizer = tokenizer_from_artifact(artifact)
+        reader = reader_from_spec(artifact.spec, tokenizer)
+        found = samples_of_lines(path, reader) if path.suffix == JSON_LINES else windows_of_text(path, reader, artifact)
+    if len(found) < FEWEST:
+        raise UserError(f"{path} has {len(found)} samples; expected at least {FEWEST}, of what the model will read")
+    return spread(found, MOST)
+
+
+def spread(samples: Sequence[Feeds], most: int) -> list[Feeds]:
+    """At most so many, at equal distances."""
+    places = np.linspace(0, len(samples) - 1, min(most, len(samples))).round().astype(int)
+    return [samples[place] for place in places]
+
+
+def samples_of_arrays(path: Path, artifact: Artifact) -> list[Feeds]:
+    spec = artifact.spec
+    arrays = {name: array for name, array in load_npz(path).items() if name != LABELS}
+    known = [tensor.name for tensor in spec.inputs]
+    unknown = [name for name in arrays if name not in known]
+    if unknown or not arrays:
+        raise UserError(
+            f"{path} holds {', '.join(arrays) or 'no arrays'}; expected the inputs of this model, one row for each "
+            f"sample: {', '.join(map(str, spec.inputs))}"
+        )
+    rows = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(rows.values())) != 1:
+        sizes = ", ".join(f"{name} {count}" for name, count in rows.items())
+        raise UserError(f"{path}: the arrays have different numbers of rows: {sizes}; expected one row for each sample")
+    limits = limits_from_spec(spec)
+    count = next(iter(rows.values()))
+    places = [int(place) for place in np.linspace(0, count - 1, min(count, MOST)).round()]
+    found: list[Feeds] = []
+    for place in places:
+        try:
+            found.append(checked_feeds({n: a[place : place + 1] for n, a in arrays.items()}, spec.inputs, limits))
+        except UserError as error:
+            raise UserError(f"row {place} of {path} does not fit the model: {error}") from error
+    return found
+
+
+def samples_of_lines(path: Path, reader: Reader) -> list[Feeds]:
+    found: list[Feeds] = []
+    for number, line in enumerate(text_of_file(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {path}"
+        try:
+            fields: Any = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} is not JSON: {error}") from error
+        text, pair = (fields.get("text"), fields.get("pair")) if isinstance(fields, dict) else (None, None)
+        if not isinstance(text, str) or not isinstance(pair, str | None):
+            raise UserError(f'{where} has no text; expected {{"text": "…"}}')
+        try:
+            found.append(reader.split(text, pair, limit=None, stride=0).runs[0])
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+    return found
+
+
+def windows_of_text(path: Path, reader: Reader, artifact: Artifact) -> list[Feeds]:
+    """Windows as long as the model is built for, or shorter ones if the text would give too few."""
+    data = bytes_of_file(path)
+    if isinstance(reader.tokenizer, ByteTokenizer):
+        text, encoding = "", reader.tokenizer.encode_bytes(data)
+    else:
+        text = decoded(data, path)
+        encoding = reader.encode(text, None)
+    window = min(artifact.spec.seq_len, max(SHORTEST_WINDOW, len(encoding) // FEWEST))
+    prepared = reader.cut(text, None, encoding, window, 0)
+    full = [place for place, tokens in enumerate(prepared.windows) if len(tokens) == window]
+    return [{name: array[place : place + 1] for name, array in prepared.feeds.items()} for place in full]
