@@ -30,6 +30,7 @@ from effexport.artifact import (
 )
 from effexport.build_quantization import (
     DRAWN_NOTE,
+    SLOW_INT8_NOTE,
     QuantizationData,
     QuantizedModel,
     check_loss_on_samples,
@@ -42,7 +43,7 @@ from effexport.engines.engine_from_engine import engine_from_engine
 from effexport.engines.profile import profile_remarks
 from effexport.engines.sidecar import summary_of_engine
 from effexport.engines.spec import EngineSpec
-from effexport.environment import free_memory_bytes, require_build, versions
+from effexport.environment import free_memory_bytes, has_int8_products, require_build, versions
 from effexport.errors import EffexportError, RuntimeFailedError, StageError, Unavailable, is_out_of_memory
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.exported_model import write_export_json
@@ -347,9 +348,12 @@ def cost_of_quantization(
 
 def quantization_notes(record: Quantization | None) -> list[str]:
     """What users have to know about the samples of a quantised build."""
-    if record is None or record.samples.source:
+    if record is None:
         return []
-    return [DRAWN_NOTE.format(count=record.samples.samples)]
+    notes = [] if record.samples.source else [DRAWN_NOTE.format(count=record.samples.samples)]
+    if record.precision == "int8" and not has_int8_products():
+        notes.append(SLOW_INT8_NOTE)
+    return notes
 
 
 def capabilities_of(engines: Sequence[EngineSpec]) -> list[int]:

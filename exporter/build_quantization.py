@@ -36,6 +36,10 @@ DRAWN_NOTE = (
     "no --calibration was given: the loss of quantisation was measured on {count} samples of random input, which says "
     "little about real data"
 )
+SLOW_INT8_NOTE = (
+    "the processor of this machine has no int8 dot products (AVX512-VNNI, AVX-VNNI or AMX): the file is right here, "
+    "but slow, hardly faster than float32"
+)
 NEEDS_SAMPLES = (
     "--calibration is missing: {precision} with static scales needs at least 64 samples of what the model will read; "
     "give a text, FILE.jsonl with a text in each line, or FILE.npz with the model's inputs{dynamic}"
@@ -166,7 +170,7 @@ def check_task(model: QuantizedModel, runner: Runner, task: TaskData, spec: Buil
     record = msgspec.structs.replace(model.record, task=figures, task_data=task.path.name)
     kind, metric = Kind.TASK_LOSS, "relative increase of the loss"
     case = CaseLabel(task.path.name, task.shape)
-    value = figures[0].relative_loss
+    value = next(figure.relative_loss for figure in figures if figure.name == "loss")
     detail = "; ".join(f"{f.name} {f.quantized_value:.5g}, float {f.float_value:.5g}" for f in figures)
     if spec.max_loss is None:
         reason = "reported, and judged only against --max-loss"

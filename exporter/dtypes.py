@@ -55,6 +55,8 @@ DTYPES: dict[str, Dtype] = {
         Dtype("bool", 1, "BOOL", "BOOL", "BOOL"),
     )
 }
+# Precisions of a whole graph.
+FLOAT_PRECISIONS = tuple(dtype.precision for dtype in DTYPES.values() if dtype.precision)
 # Precisions in which only products with weights are computed; everything around them is float32.
 QUANTIZED = ("int8", "fp8")
 # --precision → the element type of inputs, outputs and whatever is not quantised.

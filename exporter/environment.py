@@ -24,6 +24,9 @@ from effexport.version import __version__
 # The problem of a package that is not installed.
 MISSING = "missing"
 _NVIDIA_SMI_SECONDS = 20
+# Flags of processors that add four products of int8 in 32 bits, and that multiply bfloat16 in tiles.
+INT8_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+BFLOAT16_TILES = "amx_bf16"
 CPU_INFO, MEMORY_INFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
 # Limit and use of a container's memory, in versions 2 and 1 of control groups.
 CONTAINER_LIMITS = (
@@ -214,6 +217,26 @@ def processor_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine() or "unknown"
+
+
+def processor_flags() -> frozenset[str]:
+    """The instruction sets of the processor, by the names that Linux gives them; empty where they are not known."""
+    try:
+        text = CPU_INFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def has_int8_products() -> bool:
+    """Whether the processor multiplies int8 exactly and fast: with instructions that add four products in 32 bits.
+
+    Of an x86 processor whose instructions are not known, no; others have such instructions or no overflow.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return not INT8_PRODUCTS.isdisjoint(processor_flags())
 
 
 def memory_info() -> dict[str, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from effexport.bench.results import Case
-from effexport.dtypes import DTYPE_OF_PRECISION
+from effexport.dtypes import FLOAT_PRECISIONS
 from effexport.errors import UserError
 from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.products import Product
@@ -54,7 +54,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         check_names("--runtimes", self.runtimes, BENCH_RUNTIMES)
-        check_names("--precision", self.precisions, DTYPE_OF_PRECISION)
+        check_names("--precision", self.precisions, FLOAT_PRECISIONS)
         check_names("--scope", (self.scope,), SCOPES)
         for option, values in (
             ("--seq-lens", self.seq_lens),

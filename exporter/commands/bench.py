@@ -22,7 +22,7 @@ from effexport.commands._options import (
     time_left,
 )
 from effexport.commands._types import ListOf, OneOf
-from effexport.dtypes import DTYPE_OF_PRECISION
+from effexport.dtypes import FLOAT_PRECISIONS
 from effexport.environment import require_torch
 from effexport.errors import InterruptError
 from effexport.models.spec import ATTENTION_SPECS
@@ -52,7 +52,7 @@ DEFAULT_WAIT_SECONDS = 600.0
 )
 @click.option("--seq-lens", help="Lengths in tokens, such as 512,2k,32k; k is 1024.")
 @click.option("--batch", help="Batch sizes, such as 1,8.")
-@click.option("--precision", type=ListOf(DTYPE_OF_PRECISION), help="fp32 (default), fp16, bf16, or several of them.")
+@click.option("--precision", type=ListOf(FLOAT_PRECISIONS), help="fp32 (default), fp16, bf16, or several of them.")
 @click.option(
     "--runtimes",
     type=ListOf(BENCH_RUNTIMES),

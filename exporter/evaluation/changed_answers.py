@@ -35,7 +35,8 @@ def answer_checks(
     candidate: Candidate, request: Request, on_stage: Callable[[str], None]
 ) -> tuple[list[Check], Quality | None]:
     """How many of the most probable answers on the data of the request are not PyTorch's, and whether those were nearly
-    tied there; and the figures of both. No checks without data, and no figures if the model cannot be judged.
+    tied there; and the figures of both. No checks without data, and no figures if the model cannot be judged. A
+    quantised model is compared with the float module.
 
     Raises UserError for data that does not fit the model, and without the module.
     """
@@ -61,8 +62,8 @@ def answer_checks(
     changed = quality.changes
     detail = f"{changed.count:,} of {changed.of:,} answers changed"
     count = Check(Kind.ANSWERS, label, CHANGED, "passed", float(changed.count), detail=detail)
-    if artifact.manifest.hash_values:
-        # other buckets change answers for good reasons, which the free run judges
+    if artifact.manifest.hash_values or spec.is_quantized:
+        # other buckets change answers for good reasons, which the free run judges, and so does quantisation
         return [count], quality
     limit = arithmetic_limit(spec)
     twice = Limit(2 * limit.value, f"two logits, each of them off by what the arithmetic may be: {limit.reason}")

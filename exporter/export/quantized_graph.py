@@ -134,15 +134,14 @@ class Rewrite:
             shape = x.shape
             row = None if shape is None else ir.Shape([*shape[:-1], 1])
             before = self.named(x, name)
-            largest = self.add(
-                "ReduceMax",
-                [self.add("Abs", [before], shape), self.constant("last_axis", np.array([-1], dtype=np.int64))],
-                row,
-            )
+            axis = self.constant("last_axis", np.array([-1], dtype=np.int64))
             least = self.constant("smallest_maximum", np.array(SMALLEST_MAXIMUM, dtype=np.float32))
             steps = self.constant("largest_code", np.array(LARGEST_CODE["int8"], dtype=np.float32))
-            scales = self.add("Div", [self.add("Max", [largest, least], row), steps], row)
-            scaled = self.add("Div", [before, scales], shape)
+            # from both ends, and by a product: absolute values and a division of all numbers take half as long again
+            highest, lowest = (self.add(op, [before, axis], row) for op in ("ReduceMax", "ReduceMin"))
+            largest = self.add("Max", [highest, self.add("Neg", [lowest], row), least], row)
+            scales = self.add("Div", [largest, steps], row)
+            scaled = self.add("Mul", [before, self.add("Div", [steps, largest], row)], shape)
             one = self.constant("one_step", np.array(1, dtype=np.float32))
             zero = self.constant("zero_code", np.array(ZERO_CODE, dtype=np.uint8))
             self._inputs[x] = self.add("QuantizeLinear", [scaled, one, zero], shape, ir.DataType.UINT8), scales
@@ -156,12 +155,30 @@ class Rewrite:
         scales = self.constant(f"{own}.scale", weight_scale)
         factor = self.add("DequantizeLinear", [stored, scales, zeros], list(weight.shape), attributes={"axis": 1})
         if x not in self._inputs:
+            if precision == "fp8":
+                x = self.with_relu_as_maximum(x)
             before = self.named(x, name)
             step = self.constant(f"{name}.scale", np.array(scale, dtype=np.float32))
             zero = self.constant("zero_point", stored_codes(np.zeros((), np.float32), precision, 1.0))
             codes = self.add("QuantizeLinear", [before, step, zero], x.shape, zero.dtype)
             self._inputs[x] = self.add("DequantizeLinear", [codes, step, zero], x.shape), None
         return self.add("MatMul", [self._inputs[x][0], factor], dims)
+
+    def with_relu_as_maximum(self, x: ir.Value) -> ir.Value:
+        """x, made by max(x, 0) if it was made by a Relu: before a QuantizeLinear to float8, onnxruntime removes a Relu
+        as if the codes had no sign (1.31)."""
+        import onnx_ir as ir
+
+        relu = x.producer()
+        if relu is None or relu.op_type != "Relu":
+            return x
+        zero = self.constant("zero", np.array(0, dtype=np.float32))
+        maximum = ir.node("Max", [relu.inputs[0], zero], name=relu.name)
+        maximum.metadata_props.update(relu.metadata_props)
+        made = maximum.outputs[0]
+        made.type, made.shape = x.type, x.shape
+        ir.convenience.replace_nodes_and_values(self.graph, relu, [relu], [maximum], relu.outputs, maximum.outputs)
+        return made
 
     def table(self, node: ir.Node) -> None:
         """Replace the table of an embedding by int8 rows, which are scaled after they are looked up."""

@@ -22,7 +22,7 @@ from effexport.proof.module_runs import (
 from effexport.proof.repeated_runs import Answer, RepeatedRuns
 from effexport.proof.tolerances import UNIT_ROUNDOFF
 from effexport.quantize.modules import quantized_module, recorded_inputs
-from effexport.quantize.rounding import codes_of, row_scales
+from effexport.quantize.rounding import codes_of, rounded_rows
 from effexport.quantize.smoothing import smoothed
 
 if TYPE_CHECKING:
@@ -97,9 +97,11 @@ def quantized_case(
     for name in record.unrounded if set(record.unrounded) <= set(numbers) else ():
         layer = record.layer(name.rpartition(".")[0])
         assert layer is not None
-        static = np.array(layer.input_scale, dtype=np.float32)
-        scale = row_scales(numbers[name]) if layer.input_scale is None else static
-        scales[name], codes[name] = scale, codes_of(numbers[name], record.precision, scale)
+        if layer.input_scale is None:
+            codes[name], scales[name] = rounded_rows(numbers[name])
+        else:
+            scales[name] = np.array(layer.input_scale, dtype=np.float32)
+            codes[name] = codes_of(numbers[name], record.precision, scales[name])
     exact = {**case.outputs, **case.buckets}
     found = dataclasses.replace(
         case,

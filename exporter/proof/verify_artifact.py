@@ -13,6 +13,7 @@ from effexport.export.onnx_graph import custom_ops_of_model
 from effexport.models.module_spec import ModuleSpec
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.cases import Case
+from effexport.proof.checks.quantized import check_products
 from effexport.proof.checks.result import Check, Kind, is_about_the_model, not_run
 from effexport.proof.lost_parts import check_nothing_lost, check_same_inputs
 from effexport.proof.references.choice import ReferenceChoice, references_from_choice
@@ -93,6 +94,12 @@ class Candidate:
         open_model = model_opener(self.runtime, self.options)
         return verify_in_runtime(self.path, cases, spec, hashes, open_model, self.options.precision_hint)
 
+    def check_products(self) -> list[Check]:
+        """Whether a quantised file has quantised what it should, and nothing else; an engine's network has other
+        nodes."""
+        record = self.artifact.manifest.quantization
+        return [] if record is None or self.is_engine else [check_products(self.path, record)]
+
     def verify_decoder(self, cases: Sequence[Case]) -> Verification:
         """The decode step and the prefill of the artifact, or their engines."""
         artifact, target = self.artifact, self.runtime if self.is_engine else ""
@@ -164,7 +171,7 @@ def verify_artifact(
     candidate.check()
     request.check(candidate)
     artifact, spec, choice = candidate.artifact, candidate.artifact.spec, request.choice
-    result, cases = Verification(), []
+    result, cases = Verification(candidate.check_products()), []
     if request.weights is not None:
         on_stage("comparing the weights")
         weights = check_weights(artifact, request.weights)

@@ -61,16 +61,20 @@ class RoundedLinear(nn.Module):
         self.active = True
         self.input_scale = None if input_scale is None else torch.tensor(input_scale)
 
-    def scales(self, x: Tensor) -> Tensor:
+    def rounded(self, x: Tensor) -> Tensor:
+        """The input as the numbers that its codes stand for."""
         if self.input_scale is not None:
-            return self.input_scale
-        return x.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_MAXIMUM) / INT8_LARGEST
+            return rounded(x, self.input_scale, self.precision)
+        largest = x.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_MAXIMUM)
+        # torch makes number / tensor a product with the reciprocal, which rounds twice
+        steps = torch.full_like(largest, INT8_LARGEST)
+        return torch.round(x * (steps / largest)) * (largest / steps)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.active:
             result: Tensor = self.original(x)
             return result
-        return F.linear(rounded(x, self.scales(x), self.precision), self.weight, self.bias)
+        return F.linear(self.rounded(x), self.weight, self.bias)
 
 
 def with_rounded_table(embedding: nn.Embedding) -> None:

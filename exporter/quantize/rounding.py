@@ -16,11 +16,12 @@ LARGEST_CODE = {"int8": 127, "fp8": 448}
 SMALLEST_MAXIMUM = float(127 * np.finfo(np.float32).tiny)
 
 
-def row_scales(x: Array) -> Array:
-    """The scale of each row of the last axis, [..., 1]: its largest number becomes 127."""
-    largest = np.abs(x).max(axis=-1, keepdims=True)
-    scales: Array = np.maximum(largest, np.float32(SMALLEST_MAXIMUM)) / np.float32(127)
-    return scales
+def rounded_rows(x: Array) -> tuple[Array, Array]:
+    """The codes of float32 numbers, int8, and the scale of each row of the last axis, [..., 1]: the largest number of a
+    row becomes 127."""
+    largest = np.maximum(np.abs(x).max(axis=-1, keepdims=True), np.float32(SMALLEST_MAXIMUM))
+    codes = np.rint(x * (np.float32(127) / largest)).astype(np.int8)
+    return codes, largest / np.float32(127)
 
 
 def codes_of(x: Array, precision: str, scale: Array | float) -> Array:

@@ -155,6 +155,7 @@ WHERE_APPLICABLE = (
     Kind.PADDING_CONTENT,
     Kind.CAUSAL_PREFIX,
     Kind.LONG_SEQUENCE,
+    Kind.GIVEN_ROUNDINGS,
 )
 # In the order in which a sentence counts them.
 OUTCOMES = ("failed", "passed", "not applicable", "not run")

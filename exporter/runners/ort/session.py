@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from effexport.environment import has_int8_products
 from effexport.errors import RuntimeUnsupportedError, UserError
 from effexport.export.onnx_graph import custom_ops_of_model, external_files, load_graph, value_types
 from effexport.runners.ort import rtx_provider as ort_rtx
@@ -34,7 +35,8 @@ EXTERNAL_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 ASSIGNMENT_KEY = "session.record_ep_graph_assignment_info"
 # Runs Q/DQ pairs as they are written.
 KEEP_QDQ_KEY = "session.disable_quant_qdq"
-# Without it, CPUs that have AVX2 but no int8 dot products add two products in 16 bits, where large ones overflow.
+# Without it, x86 CPUs that have no int8 dot products add two products in 16 bits, where large ones overflow. On those
+# that have them, it takes the slower instructions all the same.
 EXACT_INT8_KEY = "session.x64quantprecision"
 # How the CUDA provider, and CUDA itself, refuse a device_id that no GPU has.
 NO_SUCH_GPU = ("Invalid device ID", "invalid device ordinal")
@@ -196,7 +198,8 @@ def session_options(ort: Any, settings: OrtSettings, external_folder: Path | Non
     # on the CPU, exceptions say all that the log says; other providers only log why they do not start
     options.log_severity_level = 4 if settings.provider == "cpu" else 3
     options.add_session_config_entry(ASSIGNMENT_KEY, "1")
-    options.add_session_config_entry(EXACT_INT8_KEY, "1")
+    if not has_int8_products():
+        options.add_session_config_entry(EXACT_INT8_KEY, "1")
     options.enable_cpu_mem_arena = settings.memory_arena
     if settings.threads is not None:
         options.intra_op_num_threads = settings.threads

@@ -6,12 +6,16 @@ A check that catches every planted fault is worth something only if it leaves he
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from effexport.build import artifact_from_spec
+from effexport.build_quantization import QuantizationData
+from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.spec import BuildSpec, build_spec_from_options
 
@@ -93,3 +97,30 @@ def test_a_random_healthy_model_builds_and_raises_no_false_alarm(
     _, report = artifact_from_spec(random_spec(name, seed, precision=precision), tmp_path / "artifact")
     assert report.verdict == "passed"
     assert [check for check in report.checks if check.status == "failed"] == []
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static", "fp8"])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", ATTENTION_SPECS)
+def test_a_random_healthy_quantised_model_raises_no_false_alarm(
+    name: str, seed: int, scheme: str, tmp_path: Path
+) -> None:
+    rng = random.Random(f"{name}-{seed}-{scheme}")
+    # narrower layers are not worth quantising
+    spec = random_spec(name, 100 + seed, precision="fp32", dim=rng.choice([32, 48, 96]), heads=rng.choice([1, 2]))
+    precision, quantization = ("fp8", None) if scheme == "fp8" else ("int8", scheme)
+    options = {"smooth": rng.choice([None, 0.5]), "quantize_embeddings": rng.random() < 0.3 and spec.scope == "encoder"}
+    spec = replace(spec, precision=precision, quantization=quantization, opset=max(spec.opset, 19), **options)  # type: ignore[arg-type]
+    data = QuantizationData(None if scheme == "dynamic" else random_samples(spec, tmp_path / "samples.npz"))
+    _, report = artifact_from_spec(spec, tmp_path / "artifact", quantization=data)
+    assert [check for check in report.checks if check.status == "failed"] == []
+
+
+def random_samples(spec: BuildSpec, path: Path) -> Path:
+    """64 inputs of a model."""
+    rng, length = np.random.default_rng(5), min(spec.seq_len, 65)
+    if isinstance(spec.model, EncoderSpec):
+        np.savez(path, input_ids=rng.integers(0, spec.model.vocab_size, (64, length)))
+    else:
+        np.savez(path, hidden_states=rng.standard_normal((64, length, spec.attention.dim)).astype(np.float32))
+    return path
