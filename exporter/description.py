@@ -49,7 +49,7 @@ def describe_model(path: Path) -> dict[str, Any]:
     if path.is_dir():
         artifact = open_artifact(path)
         file = artifact.model_path
-        keys = ("variant", "spec", "precision", "effexport_version", "parity", "engines", "notes")
+        keys = ("variant", "spec", "precision", "effexport_version", "parity", "engines", "notes", "quantization")
         described |= {key: msgspec.to_builtins(getattr(artifact.manifest, key)) for key in keys}
     return described | {"graph": graph_summary(load_graph(file), file, has_kernels=kernel_library() is not None)}
 

@@ -69,6 +69,10 @@ def pairs_of_checkpoint(described: dict[str, Any]) -> Iterator[tuple[str, object
 
 def pairs_of_summary(result: dict[str, Any]) -> Iterator[tuple[str, object]]:
     """Names and values that describe an artifact or an ONNX file."""
+    import msgspec
+
+    from effexport.quantize.record import Quantization
+    from effexport.report.rendering.quantization import quantization_text
     from effexport.report.rendering.text import flat_fields, sizes
 
     graph = result["graph"]
@@ -83,6 +87,11 @@ def pairs_of_summary(result: dict[str, Any]) -> Iterator[tuple[str, object]]:
             yield kind[:-1], f"{tensor['name']} {tensor['dtype']} [{', '.join(map(str, tensor['dims']))}]"
     yield "opset", str(graph["opset"])
     yield "size", f"{megabytes(graph['bytes'])}, {graph['parameters']:,} parameters"
+    if result.get("quantization"):
+        record = msgspec.convert(result["quantization"], Quantization)
+        yield "quantised", quantization_text(record)
+        floats = dict.fromkeys(f"{product.operator} ({product.reason})" for product in record.products)
+        yield "in float", "; ".join(floats) or "nothing that is a product"
     for engine in result.get("engines", []):
         yield "engine", f"{engine['file']}, {megabytes(engine['bytes'])}, {sizes(engine['profiles'])}"
     for note in result.get("notes", []):

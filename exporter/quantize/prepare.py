@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 STAGE = "quantization"
 # Samples that the loss of each layer alone is measured on: every layer takes one run of each.
 LOSS_SAMPLES = 2
+# The search aims lower than the limit: in the file, other numbers are rounded to the next step than in PyTorch.
+SEARCH_SHARE = 0.95
 
 Feeds = Mapping[str, "Array"]
 # Runs a module on inputs and returns its outputs by name, and the buckets of its hashes under other names.
@@ -164,14 +166,14 @@ def within_loss(
     def loss() -> float:
         return task_loss(copy) if task_loss else loss_of(copy, few, exact, run).rms_error
 
-    if (whole := loss()) <= limit:
+    if (whole := loss()) <= SEARCH_SHARE * limit:
         return record
     worst_first = sorted(record.layers, key=lambda layer: -(layer.loss or 0.0))
     for count, layer in enumerate(worst_first, 1):
         rounding[layer.layer].active = False
         if count == len(worst_first):
             break
-        if loss() <= limit:
+        if loss() <= SEARCH_SHARE * limit:
             put_back = tuple(layer.layer for layer in worst_first[:count])
             kept = record.without(put_back, f"put back to float by the search for --max-loss {limit:g}")
             left = loss_of(copy, few, exact, run)

@@ -9,6 +9,7 @@ from typing import Any
 from effexport.dtypes import TensorInfo
 from effexport.proof.checks.result import Check, summary
 from effexport.report.model import Report, dict_of_check
+from effexport.report.rendering.quantization import quantization_facts
 from effexport.report.rendering.text import field_text, flat_fields, status_of
 from effexport.units import megabytes, number, seconds
 
@@ -93,6 +94,15 @@ class Comparison:
         ]
 
     @property
+    def quantization(self) -> list[Row]:
+        """What is quantised on both sides, and what it cost; empty if neither is quantised."""
+        first, second = (
+            dict(quantization_facts(record)) if (record := side.report.quantization) else {}
+            for side in (self.first, self.second)
+        )
+        return _rows(first, second, str)
+
+    @property
     def files(self) -> list[Row]:
         return _rows(self.first.files, self.second.files, megabytes)
 
@@ -119,6 +129,7 @@ class Comparison:
             "titles": [side.report.title for side in (self.first, self.second)],
             "verdicts": [side.report.verdict for side in (self.first, self.second)],
             "spec": pairs(self.spec),
+            "quantization": pairs(self.quantization),
             "checks": {row.name: {"metric": row.metric, "results": [row.first, row.second]} for row in self.checks},
             "cases": [
                 {"name": name, "case": case, "results": [dict_of_check(check) if check else None for check in both]}

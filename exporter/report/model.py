@@ -17,6 +17,7 @@ from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Status, Worst, outcomes_text, passed, summary
 from effexport.quantize.record import Quantization
 from effexport.report.notebook import notebook_html
+from effexport.report.rendering.quantization import cost_text
 from effexport.report.rendering.text import quality_text
 from effexport.runtimes import ARTIFACT_RUNTIMES, ENGINE_RUNTIMES
 from effexport.spec import BuildSpec, Precision
@@ -109,9 +110,12 @@ class Report:
         if self.reference != PYTORCH:
             agrees = "does not agree" if self.verdict == "failed" else "agrees"
             return f"{self.verdict.capitalize()}: the model {agrees} with {self.reference} ({counts})."
+        record = self.quantization
+        model = PYTORCH if record is None else f"PyTorch's {record.precision} model"
         if self.verdict == "failed":
-            return f"Failed: the exported model does not compute what PyTorch computes ({counts})."
-        return f"Passed: the exported model computes what PyTorch computes ({counts})."
+            return f"Failed: the exported model does not compute what {model} computes ({counts})."
+        cost = "" if record is None else f" {cost_text(record)}"
+        return f"Passed: the exported model computes what {model} computes ({counts}).{cost}"
 
     def count(self, status: str) -> int:
         return sum(check.status == status for check in self.checks)

@@ -62,7 +62,7 @@ def _values_of_file(file: Path) -> dict[str, Any]:
 
 def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
     """Version 1 had no layers, no measurements, and less of each check; version 2 was of builds only; version 3 had
-    no quality."""
+    no quality, and version 4 no quantization."""
     added: dict[str, Any] = {"layers": [], "bench": [], "weights_from": "", "divergence": "", "quality": None}
     values = {**added, "reference": PYTORCH, "options": [], **values, "report_version": REPORT_VERSION}
     of_check: dict[str, Any] = {"measures": {}, "worst": None, "seq_len": None, "histogram": []}

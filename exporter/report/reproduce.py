@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import fields
 from typing import Any
 
 from effexport.export.module_source import SEED
@@ -19,18 +20,25 @@ from effexport.spec import BuildSpec
 _FLAGS = (
     *("dim", "heads", "layers", "seq_len", "batch", "precision", "opset", "seed", "num_hashes", "pinv_init"),
     *("pool", "truncate_dim", "top_k"),
+    *("quantization", "max_loss", "smooth"),
 )
+# Flags that are repeated for each of several values.
+_REPEATED = ("keep_float",)
 _SWITCHES = {
     "causal": ("--causal", "--no-causal"),
     "external_data": ("--external-data", "--no-external-data"),
     "fused": ("--fused", "--unfused"),
     "inline": ("--inline", "--no-inline"),
     "normalize": ("--normalize", "--no-normalize"),
+    "quantize_embeddings": ("--quantize-embeddings", "--no-quantize-embeddings"),
 }
 # They are the subjects of other flags.
 _IDENTITY = ("scope", "variant")
 # Checks of inputs that are made on the spot, of data of the user, or of another model than model.onnx.
-_WITHOUT_CASE = (Kind.DECODE_STEP, Kind.PREFILL_STATE, Kind.LONG_SEQUENCE, Kind.ANSWERS, Kind.ANSWER_NEAR_TIES)
+_WITHOUT_CASE = (
+    *(Kind.DECODE_STEP, Kind.PREFILL_STATE, Kind.LONG_SEQUENCE, Kind.ANSWERS, Kind.ANSWER_NEAR_TIES),
+    *(Kind.QUANTIZED_PRODUCTS, Kind.TASK_LOSS),
+)
 MODULE_FAMILY = "module"
 REFERENCE_OPTION, WEIGHTS_OPTION, DATA_OPTION = "--reference", "--weights", "--data"
 # Where a build is repeated: beside the artifact, not in its place.
@@ -71,10 +79,10 @@ def build_command(report: Report, output: str) -> str:
     if report.weights_from not in ("", SEED):
         words += ["--weights", report.weights_from]
     words += _flags(changed)
-    rest = {name: value for name, value in changed.items() if name not in (*_FLAGS, *_SWITCHES)}
+    rest = {name: value for name, value in changed.items() if name not in (*_FLAGS, *_REPEATED, *_SWITCHES)}
     if rest:
         words += ["--spec", "spec.toml"]
-    command = " ".join(map(quoted, [*words, *_targets(report), "-o", output]))
+    command = " ".join(map(quoted, [*words, *_data(report), *_targets(report), "-o", output]))
     if not rest:
         return command
     # JSON's booleans, numbers, strings and lists are TOML's too
@@ -90,12 +98,12 @@ def _checkpoint_command(report: Report, output: str) -> str:
     words = ["effexport", "build", "--module" if is_module else "--checkpoint"]
     words.append(report.weights_from or ("MODULE" if is_module else "CHECKPOINT"))
     build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}
-    words += _flags({n: v for n, v in build.items() if v != _build_defaults()[n]})
+    words += _flags({n: v for n, v in build.items() if _listed(v) != _listed(_build_defaults()[n])})
     chosen = ("seq_len",) if is_module else ("seq_len", "task", "num_hashes", "pinv_init")
     for name in chosen:
         if name in model and model.get("has_seq", True):
             words += [f"--{name.replace('_', '-')}", str(model[name])]
-    return " ".join(map(quoted, [*words, *_targets(report), "-o", output]))
+    return " ".join(map(quoted, [*words, *_data(report), *_targets(report), "-o", output]))
 
 
 def _python_command(spec: dict[str, Any], output: str) -> str:
@@ -117,13 +125,14 @@ def _changed_fields(spec: dict[str, Any]) -> dict[str, Any]:
     attention = attention_spec(_variant(spec))
     model = EncoderSpec(attention=attention) if "attention" in spec["model"] else attention
     default: dict[str, Any] = flat_fields(model.to_dict()) | _build_defaults()
-    fields = flat_fields({k: v for k, v in spec.items() if k != "model"}) | flat_fields(spec["model"])
+    given = flat_fields({k: v for k, v in spec.items() if k != "model"}) | flat_fields(spec["model"])
     missing = object()
-    return {n: v for n, v in fields.items() if n not in _IDENTITY and _listed(default.get(n, missing)) != _listed(v)}
+    return {n: v for n, v in given.items() if n not in _IDENTITY and _listed(default.get(n, missing)) != _listed(v)}
 
 
 def _build_defaults() -> dict[str, Any]:
-    return {k: v for k, v in BuildSpec(model=attention_spec("softmax")).to_dict().items() if k != "model"}
+    spec = BuildSpec(model=attention_spec("softmax"))
+    return {"scope": spec.scope, **{field.name: getattr(spec, field.name) for field in fields(spec)[1:]}}
 
 
 def _variant(spec: dict[str, Any]) -> str:
@@ -137,7 +146,18 @@ def _flags(changed: dict[str, Any]) -> list[str]:
             words.append(_SWITCHES[name][not value])
         elif name in _FLAGS:
             words += [f"--{name.replace('_', '-')}", str(value)]
+        elif name in _REPEATED:
+            words += [word for one in value for word in (f"--{name.replace('_', '-')}", str(one))]
     return words
+
+
+def _data(report: Report) -> list[str]:
+    """The files of a quantised build, by their names."""
+    record = report.quantization
+    if record is None:
+        return []
+    calibration = ["--calibration", record.samples.source] if record.samples.source else []
+    return [*calibration, *(["--evaluate", record.task_data] if record.task_data else [])]
 
 
 def _targets(report: Report) -> list[str]:

@@ -49,6 +49,7 @@ def report_from_verification(
         options=options_of(candidate, request),
         divergence=divergence_text(traced, request, verification.checks) if traced else "",
         quality=quality,
+        quantization=candidate.artifact.manifest.quantization,
     )
 
 

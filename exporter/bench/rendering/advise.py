@@ -25,7 +25,8 @@ NOTHING_MEASURED = "Nothing was measured, so there is no advice; the table says 
 BFLOAT16_VARIANTS = ("softmax", "linear", "aft")
 BFLOAT16_HERE = (
     "This processor multiplies bfloat16 in tiles (AMX): on such a one, {} with --runtime openvino "
-    "--precision-hint bf16 took a third of the time of float32. Not measured here; effexport run and effexport verify take both options."
+    "--precision-hint bf16 took a third of the time of float32. Not measured here; effexport run and effexport verify "
+    "take both options."
 )
 DISTURBED = "Other programs disturbed {}; repeat this on an idle machine, or with --wait-idle."
 

@@ -62,6 +62,7 @@ def markdown_from_comparison(comparison: Comparison) -> str:
         _pairs("differs in the spec", names, comparison.spec)
         if comparison.spec
         else "Both were built from the same spec.",
+        *([_pairs("quantisation", names, comparison.quantization)] if comparison.quantization else []),
         table(("check", *names, "ratio"), checks),
         folded("Every case", table(("check", "case", *names), cases)),
         _pairs("size", names, comparison.files),

@@ -75,6 +75,15 @@ def quantization_text(record: Quantization) -> str:
     )
 
 
+def cost_text(record: Quantization) -> str:
+    """What quantisation cost, in one sentence."""
+    on = record.samples.source or "random input"
+    error = "" if record.loss is None else f"an RMS error of {percent(record.loss.rms_error)} on {on}"
+    task = next((figure for figure in record.task if figure.name == "loss"), None)
+    added = f", and {100 * task.relative_loss:+.2g} % of the loss on {record.task_data}" if task else ""
+    return f"Against the float model, quantisation costs {error}{added}."
+
+
 def layer_rows(record: Quantization) -> list[tuple[str, str, str, str]]:
     """(layer, precision, loss if it alone is quantised, why it stays float): the largest loss first."""
     by_loss = sorted(record.layers, key=lambda layer: -(layer.loss or 0.0))
