@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from effexport.proof.metrics import rms_change
-from effexport.proof.tolerances import Limit, rounding_limit
+from effexport.proof.tolerances import Limit, free_run_limit, rounding_limit
 
 if TYPE_CHECKING:
     from effexport.proof.cases import Case
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 def free_limit(case: Case, spec: BuildSpec) -> Limit:
-    """The limit of one case, RMS-relative."""
-    return rounding_limit(spec, case.precision_noise, rms_change(with_exact_answers(case), case.outputs))
+    """The limit of one case, RMS-relative. A model that hashes also chooses buckets of its own."""
+    limit = rounding_limit(spec, case.precision_noise, rms_change(with_exact_answers(case), case.outputs))
+    if case.seed_noise is None:
+        return limit
+    return max(limit, free_run_limit(spec, case.seed_noise, case.precision_noise), key=lambda one: one.value)
 
 
 def with_exact_answers(case: Case) -> Case:

@@ -11,7 +11,7 @@ from effexport.proof.cases import Case
 from effexport.proof.checks.arithmetic import check_arithmetic, check_numbers
 from effexport.proof.checks.result import RMS_METRIC, Check, Kind, judged
 from effexport.proof.metrics import rms_change
-from effexport.proof.tolerances import bucket_flip_limit, case_limit, free_run_limit, near_tie_limit
+from effexport.proof.tolerances import Limit, bucket_flip_limit, case_limit, free_run_limit, near_tie_limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -44,10 +44,11 @@ def check_given_buckets(
     yield from check_buckets(case, own_buckets, spec)
 
 
-def check_free_run(case: Case, outputs: Mapping[str, Array], spec: BuildSpec) -> Check:
-    """What a candidate answered with its own buckets, against what other rotations would have changed."""
+def check_free_run(case: Case, outputs: Mapping[str, Array], spec: BuildSpec, limit: Limit | None = None) -> Check:
+    """What a candidate answered with its own buckets, against what other rotations would have changed. limit: of a
+    quantised model, which rounds by itself, too."""
     assert case.seed_noise is not None
-    limit = free_run_limit(spec, case.seed_noise, case.precision_noise)
+    limit = limit or free_run_limit(spec, case.seed_noise, case.precision_noise)
     return judged(Kind.FREE_RUN, case.label, RMS_METRIC, rms_change(case, outputs), limit)
 
 

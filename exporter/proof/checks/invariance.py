@@ -15,7 +15,7 @@ from effexport.proof.checks.result import OUTSIDE, Check, Kind, judged, not_run
 from effexport.proof.inputs.padded import padding_of_other_content
 from effexport.proof.metrics import overall_error, relative_error
 from effexport.proof.own_roundings import free_limit
-from effexport.proof.tolerances import Limit, case_limit, free_run_limit
+from effexport.proof.tolerances import Limit, case_limit
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -118,13 +118,14 @@ def check_prefix(candidate: Candidate, case: Case, outputs: Mapping[str, Array],
     return judged(kind, case.label, metric, worst.error, limit, f"prefix of {length} tokens")
 
 
+def arithmetic_of_case(case: Case, spec: BuildSpec) -> Limit:
+    return case_limit(spec, case.own_error, case.spread)
+
+
 def limit_without(case: Case, spec: BuildSpec, condition: str) -> Limit:
     """The limit of the arithmetic, with the condition that nothing else may use it up."""
-    if spec.is_quantized:
-        hashed = spec.attention.is_hashed
-        limit = free_run_limit(spec, case.seed_noise or 0.0, case.precision_noise) if hashed else free_limit(case, spec)
-    else:
-        limit = case_limit(spec, case.own_error, case.spread)
+    own = free_limit if spec.is_quantized else arithmetic_of_case
+    limit = own(case, spec)
     return Limit(limit.value, f"{limit.reason}; {condition}")
 
 

@@ -22,6 +22,7 @@ from effexport.proof.checks.invariance import check_alone, check_padding_content
 from effexport.proof.checks.long_sequences import check_long_sequence
 from effexport.proof.checks.quantized import check_quantized
 from effexport.proof.checks.result import OUTSIDE, Check, Kind, not_run
+from effexport.proof.own_roundings import free_limit
 from effexport.spec import BuildSpec, Precision
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def checks_of_answer(
         yield from check_quantized(case, outputs, given, spec)
         if spec.attention.is_hashed:
             yield from check_buckets(case, given[1], spec) if given else ()
-            yield check_free_run(case, outputs, spec)
+            yield check_free_run(case, outputs, spec, free_limit(case, spec))
     elif spec.attention.is_hashed:
         yield from check_hashed(case, outputs, given, spec)
         if given is not None:
