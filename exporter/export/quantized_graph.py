@@ -219,9 +219,10 @@ class Rewrite:
         return value
 
     def constant(self, name: str, numbers: Array) -> ir.Value:
-        """An initializer, written once."""
+        """An initializer, written once, under a name that a graph of a user does not have."""
         import onnx_ir as ir
 
+        name = name if "." in name else f"effexport.{name}"
         if name not in self._constants:
             tensor = ir.tensor(numbers, name=name)
             value = ir.Value(

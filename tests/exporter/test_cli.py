@@ -221,7 +221,7 @@ def test_the_default_output_is_named_after_the_variant(
             ["--variant", "softmax", "--seq-len", "many"],
             "--seq-len has 'many'; expected a length in tokens, such as 512 or 32k",
         ),
-        (["--variant", "softmax", "--precision", "fp8"], "unknown --precision 'fp8'; did you mean 'fp32'?"),
+        (["--variant", "softmax", "--precision", "fp9"], "unknown --precision 'fp9'; did you mean 'fp8'?"),
         (["--variant", "softmax", "--opset", "17"], "opset is 17; expected 18 to 24"),
         (["--variant", "softmax", "--batch", "0"], "batch is 0"),
         (["--variant", "softmax", "--scope", "attention", "--layers", "2"], "layers belongs to the encoder"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import pytest
 
-from effexport.dtypes import DTYPE_OF_PRECISION, DTYPES, Dtype, numpy_dtype
+from effexport.dtypes import DTYPE_OF_PRECISION, DTYPES, FLOAT_PRECISIONS, Dtype, numpy_dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=lambda dtype: str(dtype.name))
@@ -16,4 +16,6 @@ def test_a_row_agrees_with_numpy_and_onnx(dtype: Dtype) -> None:
 
 
 def test_precisions_are_the_floats_that_tensorrt_supports() -> None:
-    assert DTYPE_OF_PRECISION == {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    floats = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    assert floats | {"int8": "float32", "fp8": "float32"} == DTYPE_OF_PRECISION
+    assert tuple(floats) == FLOAT_PRECISIONS

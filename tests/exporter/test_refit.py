@@ -27,7 +27,7 @@ from effexport.engines.sidecar import read_sidecar
 from effexport.engines.spec import EngineSpec
 from effexport.errors import StageError, UserError
 from effexport.export.module_source import module_from_seed
-from effexport.export.onnx_from_module import onnx_from_module
+from effexport.export.onnx_from_module import Written, onnx_from_module
 from effexport.export.onnx_graph import model_digest
 from effexport.export.traced_graphs import read_traced
 from effexport.models.module_probe import spec_from_module
@@ -161,9 +161,9 @@ def test_stale_weights_are_caught_by_the_proof_and_the_artifact_stays(
     folder = copied("softmax", "attention")
     before = state_of(folder)
 
-    def stale(module: object, spec: BuildSpec, path: Path, traced: object) -> Counter[str]:
+    def stale(module: object, spec: BuildSpec, path: Path, *others: object) -> Written:
         path.write_bytes(before["model.onnx"])
-        return Counter()
+        return Written(Counter())
 
     monkeypatch.setattr(importlib.import_module("effexport.build"), "onnx_from_module", stale)
     file = weights_file(tmp_path, open_artifact(folder).spec)

@@ -125,7 +125,7 @@ def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"precision": "fp8"}, "precision is 'fp8'; expected fp32, fp16 or bf16"),
+        ({"precision": "fp9"}, "precision is 'fp9'; expected fp32, fp16, bf16, int8, fp8"),
         ({"opset": 17}, "opset is 17; expected 18 to 24"),
         ({"opset": 25}, "opset is 25; expected 18 to 24"),
         ({"batch": 0}, "batch is 0; expected at least 1"),

@@ -198,7 +198,7 @@ def test_without_any_target_the_refusals_are_recorded_and_the_status_is_2(
 
 
 @pytest.mark.usefixtures("gpu_assumed")
-@pytest.mark.parametrize("arguments", [("--variants", "softmaxx"), ("--precisions", "fp8"), ("--variants", "lsh,")])
+@pytest.mark.parametrize("arguments", [("--variants", "softmaxx"), ("--precisions", "fp9"), ("--variants", "lsh,")])
 def test_unknown_variants_and_precisions_are_one_error(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,8 +52,7 @@ class Kind(StrEnum):
     )
     GIVEN_ROUNDINGS = (
         "arithmetic with identical roundings",
-        "Every element is close to that of PyTorch's quantised model if the model is given the numbers that PyTorch "
-        "rounded to.",
+        "Every element is close to PyTorch's quantised model if the model is given PyTorch's roundings.",
     )
     ROUNDING_AGREEMENT = (
         "rounding agreement",
@@ -61,8 +60,7 @@ class Kind(StrEnum):
     )
     QUANTIZED_RUN = (
         "quantised run",
-        "With its own roundings, the model differs from PyTorch's quantised model no more than one rounding of its "
-        "weights would change that.",
+        "With its own roundings, the model differs no more than rounding its weights would change it.",
     )
     QUANTIZED_PRODUCTS = (
         "quantised products",
@@ -74,7 +72,7 @@ class Kind(StrEnum):
     )
     TASK_LOSS = (
         "task loss",
-        "How much worse the quantised model is at its task than the float model; it fails only against --max-loss.",
+        "How much worse at its task the quantised model is; it fails only against --max-loss.",
     )
     RANK_NEAR_TIES = (
         "rank near-ties",

@@ -107,7 +107,9 @@ def check_validity(path: Path, api: Api, runtime: Runtime, serialized: bytes, lo
 
 def check_tensors(path: Path, api: Api, engine: ICudaEngine, info: EngineInfo) -> None:
     """Raises EffexportError unless the engine has the inputs, outputs, dtypes and profiles of its sidecar."""
-    dtypes = {getattr(api.DataType, dtype.tensorrt): name for name, dtype in DTYPES.items() if dtype.tensorrt}
+    # a release need not have every type
+    named = {dtype.tensorrt: name for name, dtype in DTYPES.items() if dtype.tensorrt}
+    dtypes = {getattr(api.DataType, member): name for member, name in named.items() if hasattr(api.DataType, member)}
     found, expected = [], []
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)

@@ -55,7 +55,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("build --variant lsh --heads 3", 2, "use dim 255 or 258, heads 2 or 4"),
     ("build --variant lsh --scope layer", 2, "unknown --scope 'layer'"),
     ("build --variant lsh --precision float16", 2, "unknown --precision 'float16'; did you mean 'fp16'?"),
-    ("build --variant lsh --precision int8", 2, "Expected: fp32, fp16, bf16"),
+    ("build --variant lsh --precision int7", 2, "Expected: fp32, fp16, bf16, int8, fp8"),
     ("build --variant lsh --opset 9", 2, "opset is 9; expected 18 to 24"),
     ("build --variant lsh --batch 0", 2, "batch is 0; expected at least 1"),
     ("build --variant lsh --require-plugins", 2, "--plugins: only for engines, and none was requested"),

@@ -41,6 +41,7 @@ class Fake:
     answer: Answer
     longest: int = 10**9
     run_with_given: Any = None
+    given: tuple[str, ...] = ()
 
     def accepts(self, inputs: Mapping[str, Any]) -> bool:
         return inputs["attention_mask"].shape[1] <= self.longest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +49,10 @@ class Faulty:
 
     def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
         return self.fault(inputs, self.real.run(inputs))
+
+    @property
+    def given(self) -> Collection[str]:
+        return self.real.given
 
     @property
     def run_with_given(self) -> RunWithGiven | None:

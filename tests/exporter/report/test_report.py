@@ -171,7 +171,7 @@ def test_the_json_report_holds_everything() -> None:
     assert read["spec"] == report.spec
     assert read["environment"] == report.environment
     assert read["seconds"] == {"exporting to ONNX": 1.235}
-    assert read["report_version"] == 4
+    assert read["report_version"] == 5
     assert read["summary"]["arithmetic"] == {
         "passed": 1,
         "failed": 0,

@@ -164,7 +164,7 @@ def damaged_reports() -> dict[str, dict[str, Any]]:
     change("got `int` - at `$.environment[...]`", lambda v: v["environment"].update(torch=2))
     change("enum value 'tpu' - at `$.runtime`", lambda v: v.update(runtime="tpu"))
     change("Expected `object`, got `array` - at `$.spec`", lambda v: v.update(spec=[]))
-    change("is damaged: Invalid enum value 'int8' - at `$.precision`", lambda v: v["spec"].update(precision="int8"))
+    change("is damaged: Invalid enum value 'int7' - at `$.precision`", lambda v: v["spec"].update(precision="int7"))
     change("got `null` - at `$.notes[0]`", lambda v: v.update(notes=[None]))
     return reports
 
@@ -416,12 +416,17 @@ def test_words_survive_the_shell(word: str) -> None:
     assert shlex.split(quoted(word)) == [word]
 
 
-NEW_IN_REPORT = {2: ("layers", "bench", "weights_from"), 3: ("reference", "options", "divergence"), 4: ("quality",)}
-NEW_IN_CHECK = {2: ("measures", "worst", "seq_len", "histogram"), 3: (), 4: ()}
+NEW_IN_REPORT = {
+    2: ("layers", "bench", "weights_from"),
+    3: ("reference", "options", "divergence"),
+    4: ("quality",),
+    5: ("quantization",),
+}
+NEW_IN_CHECK = {2: ("measures", "worst", "seq_len", "histogram"), 3: (), 4: (), 5: ()}
 
 
 @pytest.mark.requires("torch", "onnx", "ort")
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_a_report_of_an_older_version_is_read(
     copied: Callable[..., Path], rewrite_manifest: Callable[..., None], version: int
 ) -> None:

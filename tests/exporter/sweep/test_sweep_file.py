@@ -134,7 +134,10 @@ def test_cells_survive_the_way_to_another_machine() -> None:
         (PLAIN.replace("64", "0"), "seq_lens has 0; expected lengths in tokens"),
         (PLAIN.replace("64", "true"), "seq_lens has True; expected lengths in tokens"),
         (PLAIN.replace("64", "128"), "seq_lens has 128 twice"),
-        (PLAIN + 'precisions = ["fp8"]', "precisions has 'fp8'; did you mean 'fp32'? Expected: fp32, fp16, bf16"),
+        (
+            PLAIN + 'precisions = ["fp7"]',
+            "precisions has 'fp7'; did you mean 'fp8'? Expected: fp32, fp16, bf16, int8, fp8",
+        ),
         (PLAIN + 'targets = ["tensorrt"]', "targets has 'tensorrt'"),
         (PLAIN + 'targets = ["trt"]\ngpus = ["H100"]', "gpus has 'H100'; expected architectures by their compute"),
         (PLAIN + 'gpus = ["sm_89"]', "gpus is for engines, and no target asks for one"),
