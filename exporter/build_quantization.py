@@ -92,9 +92,10 @@ def with_scales_for_engines(flags: Mapping[str, object], targets: Sequence[objec
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """A module whose quantisation is decided. module: float32, with smoothing folded in: it gives the bits of the
-    original."""
+    """A module whose quantisation is decided. original: float32, what losses are measured against; module: with
+    smoothing folded in, what is exported."""
 
+    original: nn.Module
     module: nn.Module
     record: Quantization
     samples: Sequence[Feeds]
@@ -124,7 +125,7 @@ def quantization_of_build(module: nn.Module, spec: BuildSpec, folder: Path, data
     smooth, record = prepared(
         module, options, samples, origin, lambda m, feeds: run_with_buckets(m, spec, feeds), task_loss
     )
-    return QuantizedModel(smooth, record, samples)
+    return QuantizedModel(module, smooth, record, samples)
 
 
 def samples_of_build(artifact: Artifact, calibration: Path | None) -> tuple[list[Feeds], Samples]:
@@ -147,7 +148,7 @@ def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec
     squares = np.zeros(2)
     few = model.samples[:LOSS_SAMPLES]
     for feeds in few:
-        wanted, found = run_module(model.module, spec, feeds), runner.run(feeds)
+        wanted, found = run_module(model.original, spec, feeds), runner.run(feeds)
         for name in wanted.keys() - set(spec.ranked_outputs):
             ours, theirs = found[name].astype(np.float64), wanted[name].astype(np.float64)
             squares += [np.square(ours - theirs).sum(), np.square(theirs).sum()]
@@ -166,7 +167,7 @@ def check_task(model: QuantizedModel, runner: Runner, task: TaskData, spec: Buil
     against `max_loss`."""
     from effexport.proof.module_runs import run_module
 
-    figures = tuple(task.compared(lambda feeds: run_module(model.module, spec, feeds), runner.run))
+    figures = tuple(task.compared(lambda feeds: run_module(model.original, spec, feeds), runner.run))
     record = msgspec.structs.replace(model.record, task=figures, task_data=task.path.name)
     kind, metric = Kind.TASK_LOSS, "relative increase of the loss"
     case = CaseLabel(task.path.name, task.shape)

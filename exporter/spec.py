@@ -91,6 +91,16 @@ class BuildSpec(ShortRepr):
             self.is_quantized or not given,
             f"{' and '.join(given)} applies to --precision int8 and fp8 only; this is {self.precision}",
         )
+        for name in ("smooth", "max_loss"):
+            value = getattr(self, name)
+            require(
+                value is None or (isinstance(value, int | float) and not isinstance(value, bool)),
+                f"{name} is {value!r}; expected a number",
+            )
+        require(
+            isinstance(self.keep_float, tuple) and all(isinstance(name, str) for name in self.keep_float),
+            f"keep_float is {self.keep_float!r}; expected a list of layers, such as ['lm_head']",
+        )
         known = ("dynamic", "static")
         require(
             self.quantization in (None, *known),
@@ -223,7 +233,7 @@ class BuildSpec(ShortRepr):
             "checkpoint": checkpoint_from_dict,
         }
         model = read.get(options.pop("scope", None), attention_from_dict)(options.pop("model"))
-        if "keep_float" in options:
+        if isinstance(options.get("keep_float"), list):
             options["keep_float"] = tuple(options["keep_float"])
         return cls(model=model, **options)
 
@@ -292,7 +302,13 @@ def build_spec_from_checkpoint(flags: Mapping[str, Any], folder: Path) -> tuple[
         )
     options = {name: given[name] for name in _CHECKPOINT_OPTIONS if name in given}
     model, notes = spec_from_checkpoint(folder, options, given.get("seed"))
-    return BuildSpec(model=model, **{name: given[name] for name in BUILD_FIELDS if name in given}), notes
+    return BuildSpec(model=model, **build_fields(given)), notes
+
+
+def build_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a BuildSpec among these; lists become tuples."""
+    fields = {name: given[name] for name in BUILD_FIELDS if name in given}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def build_spec_from_module(flags: Mapping[str, Any], model: ModuleSpec) -> BuildSpec:
@@ -306,7 +322,7 @@ def build_spec_from_module(flags: Mapping[str, Any], model: ModuleSpec) -> Build
             key == "seq_len" or key in BUILD_FIELDS,
             f"--{key.replace('_', '-')} was given with --module, which decides it; leave it out",
         )
-    return BuildSpec(model=model, **{key: value for key, value in given.items() if key != "seq_len"})
+    return BuildSpec(model=model, **build_fields(given))
 
 
 def options_from_toml(path: Path) -> dict[str, Any]:

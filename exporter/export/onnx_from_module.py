@@ -108,6 +108,7 @@ def write_graph(
     unrounded: tuple[str, ...] = ()
     products: tuple[FloatProduct, ...] = ()
     if quantization is not None:
+        use_first_paths(model, module)
         unrounded = quantize_graph(model, quantization, {node: module_path(node) for node in model.graph})
     replaced = attach_function_bodies(model, spec.opset)
     strip_metadata(model)
@@ -352,6 +353,20 @@ def module_path(node: ir.Node) -> str:
     scopes: list[str] = ast.literal_eval(node.metadata_props.get(SCOPES_KEY, "[]"))
     # the last scope is the operator itself
     return scopes[-2] if len(scopes) > 1 else ""
+
+
+def use_first_paths(model: ir.Model, module: nn.Module) -> None:
+    """Name the module of each node by the first of its paths, if several lead to it."""
+    import ast
+
+    from effexport.quantize.places import first_paths
+
+    first = first_paths(module)
+    for node in model.graph:
+        path = module_path(node)
+        if first.get(path, path) != path:
+            scopes = ast.literal_eval(node.metadata_props[SCOPES_KEY])
+            node.metadata_props[SCOPES_KEY] = repr([*scopes[:-2], first[path], scopes[-1]])
 
 
 def declared_products(model: ir.Model, module: nn.Module) -> tuple[FloatProduct, ...]:

@@ -82,7 +82,8 @@ class Rewrite:
         self.graph = model.graph
         self.record = record
         self.unrounded: list[str] = []
-        self._inputs: dict[ir.Value, tuple[ir.Value, ir.Value | None]] = {}
+        # by the input and its static scale: two layers may read one input, and one of them others, too
+        self._inputs: dict[tuple[ir.Value, float | None], tuple[ir.Value, ir.Value | None]] = {}
         self._constants: dict[str, ir.Value] = {}
         self._before: ir.Node | None = None
         self._metadata: dict[str, str] = {}
@@ -130,7 +131,7 @@ class Rewrite:
         """The codes of x, uint8 around ZERO_CODE, and the scales of its rows, [..., 1]; written once for each x."""
         import onnx_ir as ir
 
-        if x not in self._inputs:
+        if (x, None) not in self._inputs:
             shape = x.shape
             row = None if shape is None else ir.Shape([*shape[:-1], 1])
             before = self.named(x, name)
@@ -144,8 +145,8 @@ class Rewrite:
             scaled = self.add("Mul", [before, self.add("Div", [steps, largest], row)], shape)
             one = self.constant("one_step", np.array(1, dtype=np.float32))
             zero = self.constant("zero_code", np.array(ZERO_CODE, dtype=np.uint8))
-            self._inputs[x] = self.add("QuantizeLinear", [scaled, one, zero], shape, ir.DataType.UINT8), scales
-        return self._inputs[x]
+            self._inputs[x, None] = self.add("QuantizeLinear", [scaled, one, zero], shape, ir.DataType.UINT8), scales
+        return self._inputs[x, None]
 
     def static_product(self, x: ir.Value, weight: Array, own: str, name: str, scale: float, dims: Any) -> ir.Value:
         precision = self.record.precision
@@ -154,30 +155,38 @@ class Rewrite:
         zeros = self.constant(f"{own}.zeros", stored_codes(np.zeros_like(weight_scale), precision, 1.0))
         scales = self.constant(f"{own}.scale", weight_scale)
         factor = self.add("DequantizeLinear", [stored, scales, zeros], list(weight.shape), attributes={"axis": 1})
-        if x not in self._inputs:
+        if (x, scale) not in self._inputs:
             if precision == "fp8":
-                x = self.with_relu_as_maximum(x)
+                x = self.with_plain_bounds(x)
             before = self.named(x, name)
             step = self.constant(f"{name}.scale", np.array(scale, dtype=np.float32))
             zero = self.constant("zero_point", stored_codes(np.zeros((), np.float32), precision, 1.0))
             codes = self.add("QuantizeLinear", [before, step, zero], x.shape, zero.dtype)
-            self._inputs[x] = self.add("DequantizeLinear", [codes, step, zero], x.shape), None
-        return self.add("MatMul", [self._inputs[x][0], factor], dims)
+            self._inputs[x, scale] = self.add("DequantizeLinear", [codes, step, zero], x.shape), None
+        return self.add("MatMul", [self._inputs[x, scale][0], factor], dims)
 
-    def with_relu_as_maximum(self, x: ir.Value) -> ir.Value:
-        """x, made by max(x, 0) if it was made by a Relu: before a QuantizeLinear to float8, onnxruntime removes a Relu
-        as if the codes had no sign (1.31)."""
+    def with_plain_bounds(self, x: ir.Value) -> ir.Value:
+        """x, made by Max and Min if it was made by Relu or Clip: before a QuantizeLinear to float8, onnxruntime removes
+        a Relu as if the codes had no sign, and refuses a Clip (1.31)."""
         import onnx_ir as ir
 
-        relu = x.producer()
-        if relu is None or relu.op_type != "Relu":
+        maker = x.producer()
+        if maker is None or maker.op_type not in ("Relu", "Clip"):
             return x
-        zero = self.constant("zero", np.array(0, dtype=np.float32))
-        maximum = ir.node("Max", [relu.inputs[0], zero], name=relu.name)
-        maximum.metadata_props.update(relu.metadata_props)
-        made = maximum.outputs[0]
-        made.type, made.shape = x.type, x.shape
-        ir.convenience.replace_nodes_and_values(self.graph, relu, [relu], [maximum], relu.outputs, maximum.outputs)
+        zero = [self.constant("zero", np.array(0, dtype=np.float32))]
+        bounds: list[Any] = zero if maker.op_type == "Relu" else list(maker.inputs[1:])
+        made = maker.inputs[0]
+        nodes = []
+        for op, bound in zip(("Max", "Min"), bounds, strict=False):
+            if bound is not None:
+                node = ir.node(op, [made, bound], name=f"{maker.name}/{op}")
+                node.metadata_props.update(maker.metadata_props)
+                made = node.outputs[0]
+                made.type, made.shape = x.type, x.shape
+                nodes.append(node)
+        if not nodes or made is None:
+            return x
+        ir.convenience.replace_nodes_and_values(self.graph, maker, [maker], nodes, maker.outputs, [made])
         return made
 
     def table(self, node: ir.Node) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from effexport.errors import StageError
 from effexport.proof.answers import Answers
 from effexport.proof.cases import Case
 from effexport.proof.metrics import rms_change
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from effexport.quantize.record import Quantization
     from effexport.spec import BuildSpec
 
+STAGE = "quantization"
 # What the roundings of all cases in a golden file may take. Beyond it, larger cases are compared by their free run.
 LARGEST_ROUNDINGS_BYTES = 16 * 2**20
 # Draws of the noise: of a short case, one may flip nothing.
@@ -93,8 +95,14 @@ def quantized_case(
     numbers = answer["unrounded"]
     scales: dict[str, Array] = {}
     codes: dict[str, Array] = {}
-    # where the graph has other values than PyTorch, such as slices of a sequence, only the free run can be compared
-    for name in record.unrounded if set(record.unrounded) <= set(numbers) else ():
+    if missing := [name for name in record.unrounded if name not in numbers]:
+        layer_path = missing[0].rpartition(".")[0]
+        raise StageError(
+            STAGE,
+            f"PyTorch's quantised model does not round the input of {layer_path}, and the graph does, so the two "
+            f"cannot be compared; leave it float with --keep-float {layer_path}",
+        )
+    for name in record.unrounded:
         layer = record.layer(name.rpartition(".")[0])
         assert layer is not None
         if layer.input_scale is None:

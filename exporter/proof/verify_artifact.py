@@ -75,6 +75,8 @@ class Candidate:
     @property
     def why_not_traced(self) -> str:
         """Why the values inside the graph cannot be read in this runtime; "" if they can."""
+        if self.artifact.spec.is_quantized:
+            return "the layers of a quantised model are compared where they round, and are not traced; leave it out"
         if self.runtime in ORT_RUNTIMES and self.settings.provider != "tensorrt":
             return ""
         kind = f"a {self.runtime} engine" if self.is_engine else self.runtime

@@ -44,7 +44,7 @@ def weight_scales(weight: Tensor, precision: str) -> Tensor:
     return torch.where(scales < torch.finfo(torch.float32).tiny, torch.ones_like(scales), scales)
 
 
-class RoundedLinear(nn.Module):
+class RoundedLinear(nn.Linear):
     """A linear layer with quantised weights and inputs.
 
     input_scale: of all inputs; None gives each row of the last axis one of its own, so that a token's result depends
@@ -52,11 +52,11 @@ class RoundedLinear(nn.Module):
     """
 
     def __init__(self, linear: nn.Linear, input_scale: float | None, precision: str) -> None:
-        super().__init__()
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
         weight = linear.weight.detach()
         self.weight = nn.Parameter(rounded(weight, weight_scales(weight, precision), precision))
         self.bias = linear.bias
-        self.original = linear
+        self.original = (linear,)  # in a tuple, so that it is no submodule
         self.precision = precision
         self.active = True
         self.input_scale = None if input_scale is None else torch.tensor(input_scale)
@@ -70,11 +70,11 @@ class RoundedLinear(nn.Module):
         steps = torch.full_like(largest, INT8_LARGEST)
         return torch.round(x * (steps / largest)) * (largest / steps)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.active:
-            result: Tensor = self.original(x)
+            result: Tensor = self.original[0](input)
             return result
-        return F.linear(self.rounded(x), self.weight, self.bias)
+        return F.linear(self.rounded(input), self.weight, self.bias)
 
 
 def with_rounded_table(embedding: nn.Embedding) -> None:
@@ -87,7 +87,7 @@ def quantized_module(module: nn.Module, record: Quantization) -> nn.Module:
     """A copy of a float32 module whose layers round as `record` says."""
     result = copy.deepcopy(module)
     for place in record.layers:
-        replace_module(result, place.layer, rounded_layer(result, place, record.precision))
+        replace_everywhere(result, result.get_submodule(place.layer), rounded_layer(result, place, record.precision))
     for place in record.embeddings:
         embedding = result.get_submodule(place.layer)
         assert isinstance(embedding, nn.Embedding)
@@ -105,9 +105,12 @@ def rounded_layer(module: nn.Module, place: QuantizedLayer, precision: str) -> R
     return RoundedLinear(linear, place.input_scale, precision)
 
 
-def replace_module(module: nn.Module, path: str, new: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(module.get_submodule(parent), name, new)
+def replace_everywhere(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace a module under every path that it has."""
+    paths = [path for path, child in module.named_modules(remove_duplicate=False) if child is old]
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        setattr(module.get_submodule(parent), name, new)
 
 
 @contextmanager
@@ -119,13 +122,18 @@ def recorded_inputs(module: nn.Module, kind: type[nn.Module] = RoundedLinear) ->
     for path, child in module.named_modules():
         if isinstance(child, kind):
 
-            def record(child: nn.Module, inputs: tuple[Tensor, ...], path: str = path) -> None:
-                found[unrounded_name(path, calls[path])] = inputs[0]
+            def record(child: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], path: str = path) -> None:
+                found[unrounded_name(path, calls[path])] = first_argument(args, named)
                 calls[path] += 1
 
-            handles.append(child.register_forward_pre_hook(record))
+            handles.append(child.register_forward_pre_hook(record, with_kwargs=True))
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+def first_argument(args: tuple[Tensor, ...], named: dict[str, Tensor]) -> Tensor:
+    """The only input of a linear layer or an embedding, whether it has its name or not."""
+    return args[0] if args else next(iter(named.values()))

@@ -15,6 +15,8 @@ from effexport.quantize.record import FloatProduct
 
 # Below this, the sums are too short for what scales cost; NVIDIA's ModelOpt draws the same line.
 SMALLEST_WIDTH = 16
+# Of 127 · 127 in 32 bits with a sign.
+MOST_PRODUCTS = (2**31 - 1) // 127**2
 COMPUTED = "both factors are computed as the model runs, or its weights are not those of a linear layer"
 ASKED = "asked for with --keep-float"
 
@@ -34,10 +36,11 @@ def layers_to_quantize(module: nn.Module, keep: Sequence[str]) -> tuple[list[str
     keep: layers, or modules around them, that the user wants float. Raises SpecError for one that does not exist.
     """
     linear = linear_layers(module)
+    known = (*linear, *embeddings(module))
     for name in keep:
         require(
-            any(is_within(path, name) for path in linear),
-            f"--keep-float names {name!r}{did_you_mean(name, tuple(linear))} Linear layers: {', '.join(linear)}",
+            any(is_within(path, name) for path in known),
+            f"--keep-float names {name!r}{did_you_mean(name, known)} Layers: {', '.join(known)}",
         )
     chosen, others = [], []
     for path, layer in linear.items():
@@ -52,6 +55,12 @@ def why_float(module: nn.Module, path: str, layer: nn.Linear, keep: Sequence[str
     """Why a linear layer stays float; "" if it is quantised."""
     if any(is_within(path, name) for name in keep):
         return ASKED
+    if not path:
+        return "the model is itself a linear layer: put it into a module"
+    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+        return "it has hooks, or a forward of its own"
+    if layer.in_features > MOST_PRODUCTS:
+        return f"sums of more than {MOST_PRODUCTS:,} products of int8 overflow 32 bits"
     parent, _, name = path.rpartition(".")
     if declared := declared_by(module.get_submodule(parent)).get(name):
         return declared
@@ -90,6 +99,12 @@ def owners(path: str) -> Iterator[str]:
 
 def is_within(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
+
+
+def first_paths(module: nn.Module) -> dict[str, str]:
+    """Every path of every module, and the first of those that lead to the same one."""
+    first: dict[int, str] = {}
+    return {path: first.setdefault(id(child), path) for path, child in module.named_modules(remove_duplicate=False)}
 
 
 def embeddings(module: nn.Module) -> list[str]:

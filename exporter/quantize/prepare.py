@@ -13,7 +13,7 @@ from torch import nn
 
 from effexport.errors import StageError
 from effexport.quantize.modules import FP8_LARGEST, INT8_LARGEST, RoundedLinear, quantized_module, recorded_inputs
-from effexport.quantize.places import layers_to_quantize
+from effexport.quantize.places import is_within, layers_to_quantize
 from effexport.quantize.record import Loss, Quantization, QuantizedLayer, Samples, Scales
 from effexport.quantize.smoothing import smoothed, smoothing_of
 
@@ -69,24 +69,36 @@ def prepared(
         smooth=options.smooth,
         max_loss=options.max_loss,
     )
+    exact = module
+    largest, called = largest_inputs(module, chosen, samples, run)
     if options.smooth is not None:
         smoothing = smoothing_of(module, chosen, samples, options.smooth, run)
         record = msgspec.structs.replace(record, smoothing=smoothing)
         module = smoothed(module, smoothing)
-    largest, called = largest_inputs(module, chosen, samples, run)
+        largest, _ = largest_inputs(module, chosen, samples, run)
     by_code = INT8_LARGEST if options.precision == "int8" else FP8_LARGEST
     static = options.scales == "static"
+    if static and (silent := [path for path in chosen if path in called and largest[path] == 0]):
+        raise StageError(
+            STAGE,
+            f"the input of {silent[0]} is 0 in all samples, so that it has no scale; give samples of what the model "
+            f"will read, or leave the layer float with --keep-float {silent[0]}",
+        )
     layers = tuple(
         QuantizedLayer(layer=path, input_scale=scale_of(largest[path], by_code) if static else None)
         for path in chosen
         if path in called
     )
-    tables = tuple(QuantizedLayer(layer=path) for path in called.embeddings) if options.embeddings else ()
+    wanted = called.embeddings if options.embeddings else ()
+    tables = tuple(
+        QuantizedLayer(layer=path) for path in wanted if not any(is_within(path, name) for name in options.keep)
+    )
     if not layers:
         reasons = "; ".join(f"{product.layer}: {product.reason}" for product in floats)
         raise StageError(STAGE, f"the model has no layer that can be quantised{f' ({reasons})' * bool(reasons)}")
     record = msgspec.structs.replace(record, layers=layers, embeddings=tables)
-    return module, within_loss(measured(module, record, samples, run), module, samples, run, task_loss)
+    record = measured(exact, module, record, samples, run)
+    return module, within_loss(record, exact, module, samples, run, task_loss)
 
 
 def scale_of(largest: float, largest_code: float) -> float:
@@ -113,27 +125,29 @@ def largest_inputs(
     largest = dict.fromkeys(chosen, 0.0)
     ran: set[str] = set()
     tables: dict[str, None] = {}
-    for feeds in samples:
+    for number, feeds in enumerate(samples):
         with recorded_inputs(module, nn.Linear) as inputs, recorded_inputs(module, nn.Embedding) as indices:
             run(module, feeds)
         for name, x in inputs.items():
             path = name.rpartition(".")[0]
             ran.add(path)
-            if path in largest:
-                largest[path] = max(largest[path], float(x.abs().max()))
+            if path in largest and x.numel():
+                top = float(x.abs().max())  # NaN if there is one
+                if not np.isfinite(top):
+                    raise StageError(
+                        STAGE, f"the input of {path} is not finite in sample {number}; check the model and the samples"
+                    )
+                largest[path] = max(largest[path], top)
         tables |= dict.fromkeys(name.rpartition(".")[0] for name in indices)
-    infinite = [path for path, value in largest.items() if not np.isfinite(value)]
-    if infinite:
-        raise StageError(
-            STAGE, f"the input of {infinite[0]} is not finite on the samples; check the model and its data"
-        )
     return largest, Called(frozenset(ran), tuple(tables))
 
 
-def measured(module: nn.Module, record: Quantization, samples: Sequence[Feeds], run: Run) -> Quantization:
-    """The record with the loss of each layer alone, and of all of them together."""
+def measured(
+    original: nn.Module, module: nn.Module, record: Quantization, samples: Sequence[Feeds], run: Run
+) -> Quantization:
+    """The record with the loss of each layer alone, and of all of them together. module: `original` with smoothing."""
     few = samples[:LOSS_SAMPLES]
-    exact = [run(module, feeds) for feeds in few]
+    exact = [run(original, feeds) for feeds in few]
     copy = quantized_module(module, record)
     rounding = rounded_layers(copy)
     whole = loss_of(copy, few, exact, run)
@@ -149,7 +163,12 @@ def measured(module: nn.Module, record: Quantization, samples: Sequence[Feeds], 
 
 
 def within_loss(
-    record: Quantization, module: nn.Module, samples: Sequence[Feeds], run: Run, task_loss: TaskLoss | None
+    record: Quantization,
+    original: nn.Module,
+    module: nn.Module,
+    samples: Sequence[Feeds],
+    run: Run,
+    task_loss: TaskLoss | None,
 ) -> Quantization:
     """The record with the layers of the largest loss float again, as few as `max_loss` needs.
 
@@ -159,7 +178,7 @@ def within_loss(
     if limit is None:
         return record
     few = samples[:LOSS_SAMPLES]
-    exact = [run(module, feeds) for feeds in few]
+    exact = [run(original, feeds) for feeds in few]
     copy = quantized_module(module, record)
     rounding = rounded_layers(copy)
 

@@ -35,7 +35,18 @@ def smoothing_of(
     linear = linear_layers(module)
     readers, largest = readers_of_norms(module, linear, samples, run)
     found: list[Smoothing] = []
-    outputs, _ = run(module, samples[0])
+    exact = [run(module, feeds)[0] for feeds in samples]
+
+    def keeps_bits(smoothing: Sequence[Smoothing], count: int) -> bool:
+        """Whether the outputs stay on so many samples. Whatever else reads a norm, such as a residual, changes them."""
+        other = smoothed(module, smoothing)
+        pairs = zip(samples[:count], exact[:count], strict=True)
+        return all(
+            np.array_equal(array, wanted[name])
+            for feeds, wanted in pairs
+            for name, array in run(other, feeds)[0].items()
+        )
+
     for norm, layers in readers.items():
         if not set(layers) & set(chosen):
             continue
@@ -45,10 +56,10 @@ def smoothing_of(
         usable = np.isfinite(exponents)
         rounded = np.clip(np.rint(np.where(usable, exponents, 0)), -LARGEST_EXPONENT, LARGEST_EXPONENT)
         candidate = Smoothing(norm=norm, layers=tuple(layers), exponents=tuple(map(int, rounded)))
-        # whatever else reads the norm, such as a residual, shows in the output
-        again, _ = run(smoothed(module, [candidate]), samples[0])
-        if all(np.array_equal(again[name], outputs[name]) for name in outputs):
+        if keeps_bits([candidate], 1):
             found.append(candidate)
+    if not keeps_bits(found, len(samples)):
+        found = [candidate for candidate in found if keeps_bits([candidate], len(samples))]
     return tuple(found)
 
 
@@ -93,7 +104,7 @@ def readers_of_norms(
 
 
 def smoothed(module: nn.Module, smoothing: Sequence[Smoothing]) -> nn.Module:
-    """A copy of a module with these factors; the same bits come out."""
+    """A copy of a module with these factors. Where `smoothing_of` has found them, the same bits come out."""
     result = copy.deepcopy(module)
     with torch.no_grad():
         for item in smoothing:

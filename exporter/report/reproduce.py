@@ -94,7 +94,14 @@ def _checkpoint_command(report: Report, output: str) -> str:
     model = report.spec["model"]
     is_module = model.get("family") == MODULE_FAMILY
     if is_module and ":" not in report.weights_from:
-        return f"effexport.export(model, example_inputs, {output!r})  # in Python; model: a {report.weights_from}"
+        build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}
+        changed = {n: v for n, v in build.items() if _listed(v) != _listed(_build_defaults()[n])}
+        data = _data(report)
+        named = {flag.removeprefix("--"): value for flag, value in zip(data[::2], data[1::2], strict=True)}
+        options = "".join(f", {name}={value!r}" for name, value in (changed | named).items())
+        return (
+            f"effexport.export(model, example_inputs, {output!r}{options})  # in Python; model: a {report.weights_from}"
+        )
     words = ["effexport", "build", "--module" if is_module else "--checkpoint"]
     words.append(report.weights_from or ("MODULE" if is_module else "CHECKPOINT"))
     build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}

@@ -35,12 +35,18 @@ def samples_from_file(path: Path, artifact: Artifact) -> list[Feeds]:
 
     Raises UserError for a file that cannot be read, does not fit the model or has fewer than FEWEST samples.
     """
-    if path.suffix == ARRAYS:
+    suffix = path.suffix.lower()
+    if suffix == ARRAYS:
         found = samples_of_arrays(path, artifact)
     else:
-        tokenizer = tokenizer_from_artifact(artifact)
-        reader = reader_from_spec(artifact.spec, tokenizer)
-        found = samples_of_lines(path, reader) if path.suffix == JSON_LINES else windows_of_text(path, reader, artifact)
+        try:
+            reader = reader_from_spec(artifact.spec, tokenizer_from_artifact(artifact))
+        except UserError as error:
+            inputs = ", ".join(map(str, artifact.spec.inputs))
+            raise UserError(
+                f"{path} is not {ARRAYS}, and this model reads no text; expected FILE{ARRAYS} with its inputs: {inputs}"
+            ) from error
+        found = samples_of_lines(path, reader) if suffix == JSON_LINES else windows_of_text(path, reader, artifact)
     if len(found) < FEWEST:
         raise UserError(f"{path} has {len(found)} samples; expected at least {FEWEST}, of what the model will read")
     return spread(found, MOST)
@@ -101,6 +107,8 @@ def samples_of_lines(path: Path, reader: Reader) -> list[Feeds]:
 def windows_of_text(path: Path, reader: Reader, artifact: Artifact) -> list[Feeds]:
     """Windows as long as the model is built for, or shorter ones if the text would give too few."""
     data = bytes_of_file(path)
+    if b"\0" in data:
+        raise UserError(f"{path} is not a text: it has zero bytes; expected a text, FILE{JSON_LINES} or FILE{ARRAYS}")
     if isinstance(reader.tokenizer, ByteTokenizer):
         text, encoding = "", reader.tokenizer.encode_bytes(data)
     else:

@@ -279,7 +279,7 @@ def test_a_stripped_file_is_still_judged_by_its_free_run(tokens: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.requires("trt-rtx")
+@pytest.mark.requires("rtx")
 @pytest.mark.parametrize("name", ATTENTION_SPECS)
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_engines_have_the_codes_of_the_graph(name: str, precision: str, tokens: Path, tmp_path: Path) -> None:

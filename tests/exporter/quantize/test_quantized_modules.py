@@ -1,0 +1,177 @@
+"""Modules of users that were once quantised wrongly, or refused with a traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import effexport
+from effexport.errors import EffexportError, UserError
+from effexport.proof.checks.result import Kind
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort")
+
+
+class Two(nn.Module):  # type: ignore[name-defined, misc]
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Any) -> Any:
+        return self.b(torch.relu(self.a(x)))
+
+
+class Asked(Two):
+    """Looks at the type and the sizes of its layers."""
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.children():
+            if isinstance(layer, nn.Linear) and layer.out_features == layer.in_features:
+                x = torch.relu(layer(x))
+        return x
+
+
+class Named(Two):
+    def forward(self, x: Any) -> Any:
+        return self.b(input=torch.relu(self.a(input=x)))
+
+
+class Shared(Two):
+    """One layer under two names, called by both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = self.a
+
+    def forward(self, x: Any) -> Any:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+class OneInputOfTwo(Two):
+    """Two layers read one tensor, and one of them a wider one, too."""
+
+    def forward(self, x: Any) -> Any:
+        return self.a(x) + self.b(x) + self.a(x * 20)
+
+
+class Bounded(Two):
+    def forward(self, x: Any) -> Any:
+        return self.b(torch.clamp(self.a(nn.functional.relu6(x)), -1, 1))
+
+
+def built(module: Any, folder: Path, **options: Any) -> Any:
+    return effexport.export(module.eval(), {"x": torch.randn(2, 5, 32)}, folder / "built", **options)
+
+
+def samples(folder: Path, scale: float = 1.0) -> Path:
+    path = folder / "samples.npz"
+    np.savez(path, x=scale * np.random.default_rng(0).standard_normal((64, 5, 32)).astype(np.float32))
+    return path
+
+
+@pytest.mark.parametrize("module", [Asked, Named, Shared], ids=lambda kind: str(kind.__name__))
+def test_roundings_are_compared_whatever_the_module_does_with_its_layers(module: Any, tmp_path: Path) -> None:
+    report = built(module(), tmp_path, precision="int8").report
+    assert {check.status for check in report.checks if check.kind == Kind.GIVEN_ROUNDINGS} == {"passed"}
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("module", [OneInputOfTwo, Bounded], ids=lambda kind: str(kind.__name__))
+def test_static_scales_belong_to_an_input_and_a_layer(module: Any, precision: str, tmp_path: Path) -> None:
+    options = {"precision": precision, "quantization": "static", "calibration": samples(tmp_path)}
+    assert built(module(), tmp_path, **options).report.verdict == "passed"
+
+
+def test_a_layer_with_hooks_stays_float(tmp_path: Path) -> None:
+    module = Two()
+    module.a.register_forward_hook(lambda layer, inputs, output: 2 * output)
+    record = built(module, tmp_path, precision="int8").artifact.manifest.quantization
+    assert record is not None
+    assert [layer.layer for layer in record.layers] == ["b"]
+    assert any("hooks" in product.reason for product in record.products)
+
+
+def test_smoothing_is_checked_on_all_samples(tmp_path: Path) -> None:
+    class Sometimes(nn.Module):  # type: ignore[name-defined, misc]
+        """The norm is also read by a branch that the first sample does not take."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.n, self.a = nn.LayerNorm(32), nn.Linear(32, 32)
+
+        def forward(self, x: Any, flag: Any) -> Any:
+            y = self.n(x)
+            return self.a(y) + torch.where(flag[:, :1, None] > 50, y, torch.zeros_like(y))
+
+    data = tmp_path / "samples.npz"
+    flags = np.full((64, 5), 100, np.int64)
+    flags[0] = 0
+    np.savez(data, x=np.random.default_rng(0).standard_normal((64, 5, 32)).astype(np.float32), flag=flags)
+    examples = {"x": torch.randn(2, 5, 32), "flag": torch.tensor([[0] * 5, [100] * 5])}
+    result = effexport.export(
+        Sometimes().eval(), examples, tmp_path / "built", precision="int8", smooth=0.5, calibration=data
+    )
+    assert result.artifact.manifest.quantization is not None
+    assert result.artifact.manifest.quantization.smoothing == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda x: x.__setitem__((10, 0, 0), np.nan), "not finite in sample 10"),
+        (lambda x: x.__imul__(0), "is 0 in all samples"),
+    ],
+)
+def test_samples_that_give_no_scale_are_refused(change: Any, sentence: str, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((64, 5, 32)).astype(np.float32)
+    change(x)
+    np.savez(tmp_path / "samples.npz", x=x)
+    with pytest.raises(EffexportError, match=sentence):
+        built(Two(), tmp_path, precision="int8", quantization="static", calibration=tmp_path / "samples.npz")
+    assert not (tmp_path / "built").exists()
+
+
+def test_a_bare_layer_and_values_of_another_type_are_one_error(tmp_path: Path) -> None:
+    with pytest.raises(EffexportError, match="put it into a module"):
+        effexport.export(nn.Linear(32, 32).eval(), torch.randn(2, 5, 32), tmp_path / "built", precision="int8")
+    for name, value in {"max_loss": "0.1", "smooth": True, "keep_float": "a"}.items():
+        with pytest.raises(UserError, match=f"{name} is {value!r}; expected a"):
+            built(Two(), tmp_path, precision="int8", **{name: value})
+    assert not (tmp_path / "built").exists()
+
+
+def test_a_text_is_no_sample_of_a_model_without_tokens(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 1000)
+    with pytest.raises(UserError, match=r"this model reads no text; expected FILE\.npz"):
+        built(Two(), tmp_path, precision="int8", calibration=text)
+
+
+def test_embeddings_can_be_kept_float_one_by_one(tmp_path: Path) -> None:
+    class Tables(nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.other, self.out = nn.Embedding(50, 32), nn.Embedding(50, 32), nn.Linear(32, 32)
+
+        def forward(self, ids: Any) -> Any:
+            return self.out(self.token(ids) + self.other(input=ids))
+
+    result = effexport.export(
+        Tables().eval(),
+        {"ids": torch.randint(0, 50, (2, 5))},
+        tmp_path / "built",
+        precision="int8",
+        quantize_embeddings=True,
+        keep_float=["other"],
+    )
+    record = result.artifact.manifest.quantization
+    assert record is not None
+    assert [table.layer for table in record.embeddings] == ["token"]
