@@ -15,8 +15,10 @@ from effexport.proof.checks.arithmetic import check_numbers, check_signature
 from effexport.proof.checks.decode_step import check_decoder
 from effexport.proof.checks.float32_ops import check_float32_ops
 from effexport.proof.checks.function_bodies import check_function_bodies
-from effexport.proof.checks.result import METRIC, Check, Kind, is_about_bodies, not_run
+from effexport.proof.checks.result import METRIC, RMS_METRIC, Check, Kind, is_about_bodies, judged, not_run
 from effexport.proof.checks.run_checks import run_checks
+from effexport.proof.metrics import rms_change
+from effexport.proof.own_roundings import foreign_limit
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.settings import OrtSettings
 from effexport.spec import BuildSpec
@@ -113,7 +115,9 @@ def check_with_bodies(
         detail = f"the model does not run without the kernel library: {str(error).splitlines()[0]}"
         return Check(kind, case.label, METRIC, "failed", detail=detail)
     checks = [check_signature(case, outputs, spec)]
-    if checks[0].status == "passed":
+    if checks[0].status == "passed" and spec.is_quantized and run is None:
+        checks = [judged(kind, case.label, RMS_METRIC, rms_change(case, outputs), foreign_limit(case, spec))]
+    elif checks[0].status == "passed":
         checks = [*check_numbers(case, outputs, spec, kind)]
     worst = next((check for check in checks if check.status == "failed"), checks[0])
     return dataclasses.replace(worst, kind=kind)

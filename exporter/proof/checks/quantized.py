@@ -19,7 +19,7 @@ from effexport.proof.cases import Case
 from effexport.proof.checks.arithmetic import Figures, check_numbers
 from effexport.proof.checks.result import RMS_METRIC, Check, Kind, Status, judged, not_run
 from effexport.proof.metrics import rms_change
-from effexport.proof.own_roundings import free_limit, with_exact_answers
+from effexport.proof.own_roundings import foreign_limit, free_limit, with_exact_answers
 from effexport.proof.tolerances import rounding_flip_limit
 from effexport.quantize.rounding import codes_of, precision_of, rounded_rows, steps_apart
 
@@ -47,7 +47,8 @@ def check_quantized(
         reason = "this model does not show them" if case.codes else "they would take too much room in the golden file"
         yield not_run(Kind.GIVEN_ROUNDINGS, f"the roundings cannot be prescribed: {reason}", case.label)
     if not spec.attention.is_hashed:
-        yield judged(Kind.QUANTIZED_RUN, case.label, RMS_METRIC, rms_change(case, outputs), free_limit(case, spec))
+        limit = free_limit(case, spec) if given is not None or not case.codes else foreign_limit(case, spec)
+        yield judged(Kind.QUANTIZED_RUN, case.label, RMS_METRIC, rms_change(case, outputs), limit)
     yield check_loss(case, outputs)
 
 
