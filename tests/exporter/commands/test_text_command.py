@@ -55,7 +55,10 @@ def test_the_answers_for_a_mask_are_a_table_with_scores_tokens_and_texts(
     assert len(rows) == 3
     for row, one in zip(rows, expected(TEXT, top_k=3), strict=True):
         token = one["token_str"].split() or f'"{one["token_str"]}"'.split()
-        assert row.split() == [f"{one['score']:.4f}", *token, *one["sequence"].split()]
+        score, *words = row.split()
+        assert words == [*token, *one["sequence"].split()]
+        # float32 rounding may tip the last digit that is printed
+        assert abs(float(score) - one["score"]) <= 1e-4
 
 
 def test_a_build_says_how_to_fill_a_mask_and_a_token_of_spaces_is_quoted(masked_lm: Path) -> None:
