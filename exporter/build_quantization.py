@@ -108,7 +108,7 @@ def quantization_of_build(module: nn.Module, spec: BuildSpec, folder: Path, data
     """
     from effexport.proof.module_runs import run_module
     from effexport.proof.quantized_answers import run_with_buckets
-    from effexport.quantize.prepare import Options, TaskLoss, prepared
+    from effexport.quantize.prepare import TaskLoss, prepared
 
     artifact = artifact_in_progress(folder, spec)
     samples, origin = samples_of_build(artifact, data.calibration)
@@ -119,11 +119,8 @@ def quantization_of_build(module: nn.Module, spec: BuildSpec, folder: Path, data
         def task_loss(quantized: nn.Module) -> float:
             return task.loss(lambda feeds: run_module(module, spec, feeds), lambda f: run_module(quantized, spec, f))
 
-    options = Options(
-        spec.precision, spec.scales, spec.keep_float, spec.quantize_embeddings, spec.smooth, spec.max_loss
-    )
     smooth, record = prepared(
-        module, options, samples, origin, lambda m, feeds: run_with_buckets(m, spec, feeds), task_loss
+        module, spec, samples, origin, lambda m, feeds: run_with_buckets(m, spec, feeds), task_loss
     )
     return QuantizedModel(module, smooth, record, samples)
 
@@ -142,17 +139,12 @@ def samples_of_build(artifact: Artifact, calibration: Path | None) -> tuple[list
 
 def check_loss_on_samples(model: QuantizedModel, runner: Runner, spec: BuildSpec, *, judge: bool) -> Check:
     """How far the file is from the float module on samples. judge: against `max_loss`, if there is one."""
-    from effexport.proof.module_runs import run_module
-    from effexport.quantize.prepare import LOSS_SAMPLES
+    from effexport.proof.quantized_answers import run_with_buckets
+    from effexport.quantize.prepare import LOSS_SAMPLES, Answer, loss_of
 
-    squares = np.zeros(2)
     few = model.samples[:LOSS_SAMPLES]
-    for feeds in few:
-        wanted, found = run_module(model.original, spec, feeds), runner.run(feeds)
-        for name in wanted.keys() - set(spec.ranked_outputs):
-            ours, theirs = found[name].astype(np.float64), wanted[name].astype(np.float64)
-            squares += [np.square(ours - theirs).sum(), np.square(theirs).sum()]
-    value = float(np.sqrt(squares[0] / max(squares[1], float(np.finfo(np.float64).tiny))))
+    exact: list[Answer] = [(run_with_buckets(model.original, spec, feeds)[0], {}) for feeds in few]
+    value = loss_of(exact, [(runner.run(feeds), {}) for feeds in few]).rms_error
     source = model.record.samples.source or "random samples"
     case = CaseLabel(source, (len(few), spec.seq_len))
     if spec.max_loss is None or not judge:

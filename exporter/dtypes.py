@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,6 +59,8 @@ DTYPES: dict[str, Dtype] = {
 FLOAT_PRECISIONS = tuple(dtype.precision for dtype in DTYPES.values() if dtype.precision)
 # Precisions in which only products with weights are computed; everything around them is float32.
 QUANTIZED = ("int8", "fp8")
+# Of the activations of a quantised model: found for each token as it runs, or one for each layer's input.
+Scales = Literal["dynamic", "static"]
 # --precision → the element type of inputs, outputs and whatever is not quantised.
 DTYPE_OF_PRECISION: dict[str, str] = {
     **{dtype.precision: name for name, dtype in DTYPES.items() if dtype.precision},

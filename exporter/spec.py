@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
+from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, Scales, TensorInfo
 from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.head_spec import TOKENS, Head, Pooling
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from effexport.models.module_spec import ModuleSpec
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
-Scales = Literal["dynamic", "static"]
 # fp8 in Q/DQ pairs
 OPSET_OF_FP8 = 19
 OPSETS = range(18, 25)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from effexport.evaluation.results import LANGUAGE, Objective
 from effexport.files import load_npz
 from effexport.models.families import CONFIG
 from effexport.text.classification import Labels, labels_from_config
-from effexport.text.reading import bytes_of_file, decoded, text_of_file
+from effexport.text.reading import bytes_of_file, decoded, objects_of_lines
 from effexport.text.task import reader_from_spec
 from effexport.text.tokenizer import ByteTokenizer, tokenizer_from_artifact
 from effexport.text.tokenizer_files import json_of
@@ -94,18 +93,8 @@ def examples_of_lines(path: Path, names: Sequence[str], limit: int | None) -> li
     Raises UserError with the number of the line that is not {"text": …, "label": …}.
     """
     examples = []
-    for number, line in enumerate(text_of_file(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {path}"
-        try:
-            fields: Any = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} is not JSON: {error}") from error
-        text, pair, label = map(fields.get, ("text", "pair", "label")) if isinstance(fields, dict) else (None,) * 3
-        if not isinstance(text, str) or not isinstance(pair, str | None):
-            raise UserError(f'{where} has no text; expected {{"text": "…", "label": "{names[0]}"}}')
-        examples.append((text, pair, class_of(label, names, where)))
+    for where, text, pair, fields in objects_of_lines(path, f'{{"text": "…", "label": "{names[0]}"}}'):
+        examples.append((text, pair, class_of(fields.get("label"), names, where)))
         if limit is not None and len(examples) == limit:
             break
     if not examples:

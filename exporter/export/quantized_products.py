@@ -15,21 +15,23 @@ if TYPE_CHECKING:
     import onnx
 
 
-def undeclared_products(path: Path, record: Quantization) -> tuple[list[str], int]:
-    """Products of a written file that are neither quantised where the record says so, nor declared to stay float; and
-    how many products there are. A file whose nodes have lost their modules has no products that can be told apart."""
+def undeclared_products(path: Path, record: Quantization) -> list[str] | None:
+    """Products of a written file that are neither quantised where the record says so, nor declared to stay float; None
+    if no product says any more which module it came from."""
     model = load_graph(path)
+    products = [
+        node for node in model.graph.node if node.domain == DOMAIN or node.op_type in (*PRODUCTS, "MatMulInteger")
+    ]
+    if products and not any(map(module_of_node, products)):
+        return None
     makers = {name: node for node in model.graph.node for name in node.output}
     # by layer: where functions are inlined, the products of a body stand for its operator
     declared = {product.layer for product in record.products}
     quantized = {layer.layer for layer in record.layers}
-    wrong, count = [], 0
-    for node in model.graph.node:
-        owner = next((entry.value for entry in node.metadata_props if entry.key == MODULE_KEY), "")
+    wrong = []
+    for node in products:
+        owner = module_of_node(node)
         kind = "quantised" if is_quantized(node, makers) else "float"
-        if node.domain != DOMAIN and node.op_type not in (*PRODUCTS, "MatMulInteger"):
-            continue
-        count += 1
         if kind == "quantised" and owner not in quantized:
             wrong.append(f"{node.op_type} of {owner or 'the model'} is quantised and should be float")
         elif kind == "float" and owner in quantized:
@@ -39,10 +41,10 @@ def undeclared_products(path: Path, record: Quantization) -> tuple[list[str], in
     tables = {table.layer for table in record.embeddings}
     wrong += [
         f"the table of {owner} is quantised and should be float"
-        for owner, node in integer_tables(model)
+        for owner in map(module_of_node, integer_tables(model))
         if owner not in tables
     ]
-    return wrong, count
+    return wrong
 
 
 def is_quantized(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> bool:
@@ -53,8 +55,8 @@ def is_quantized(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> 
     )
 
 
-def integer_tables(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.NodeProto]]:
-    """Nodes that look up rows of int8, and the paths of their modules."""
+def integer_tables(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Nodes that look up rows of int8."""
     import onnx
 
     int8 = {tensor.name for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.INT8}
@@ -63,4 +65,9 @@ def integer_tables(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.NodeProto
     }
     for node in model.graph.node:
         if node.op_type == "Gather" and node.input[0] in int8 | dequantized:
-            yield next((entry.value for entry in node.metadata_props if entry.key == MODULE_KEY), ""), node
+            yield node
+
+
+def module_of_node(node: onnx.NodeProto) -> str:
+    """The path of the module that a node came from; "" for the root, and where the file does not say."""
+    return next((entry.value for entry in node.metadata_props if entry.key == MODULE_KEY), "")

@@ -109,16 +109,22 @@ def with_hash_noise(case: Case, module: nn.Module, rounded: nn.Module, spec: Bui
 def change_by_rounding(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> float:
     """How much rounding changes PyTorch's own answer: the largest relative change of the outputs if every weight is off
     by one rounding at the spec's precision, or if the module runs in that precision, whichever is larger."""
-    import torch
-
-    other = copy.deepcopy(module)
-    generator = torch.Generator().manual_seed(NOISE_SEED_OFFSET)
-    with torch.no_grad():
-        for weight in other.parameters():
-            noise = torch.rand(weight.shape, generator=generator) * 2 - 1
-            weight.mul_(1 + UNIT_ROUNDOFF[spec.arithmetic] * noise)
+    other = with_rounded_weights(module, spec.arithmetic)
     changes = [largest_change(case, repeated_outputs(case, other, spec, runs))]
     if spec.arithmetic != "fp32":
         lower = at_precision(module, spec.precision)
         changes.append(largest_change(case, repeated_outputs(case, lower, spec, runs)))
     return float(np.max(changes))
+
+
+def with_rounded_weights(module: nn.Module, precision: str, draw: int = 0) -> nn.Module:
+    """A copy in which every weight is off by up to one rounding of a precision. draw: which of several."""
+    import torch
+
+    other = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(NOISE_SEED_OFFSET + draw)
+    with torch.no_grad():
+        for weight in other.parameters():
+            noise = torch.rand(weight.shape, generator=generator) * 2 - 1
+            weight.mul_(1 + UNIT_ROUNDOFF[precision] * noise)
+    return other

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from effexport.errors import StageError
-from effexport.proof.answers import Answers
+from effexport.proof.answers import Answers, with_rounded_weights
 from effexport.proof.cases import Case
 from effexport.proof.metrics import rms_change
 from effexport.proof.module_runs import (
-    NOISE_SEED_OFFSET,
     recorded_hashes,
     run_module,
     scores_of_indices,
 )
 from effexport.proof.repeated_runs import Answer, RepeatedRuns
-from effexport.proof.tolerances import UNIT_ROUNDOFF
 from effexport.quantize.modules import quantized_module, recorded_inputs
 from effexport.quantize.rounding import codes_of, rounded_rows
 from effexport.quantize.smoothing import smoothed
@@ -58,20 +54,9 @@ def quantized_answers(answers: Answers, module: nn.Module, spec: BuildSpec, reco
     runs = RepeatedRuns("PyTorch's quantised model")
     smooth = smoothed(module, record.smoothing) if record.smoothing else module
     quantized = quantized_module(smooth, record)
-    noisy = [quantized_module(with_rounded_weights(smooth, seed), record) for seed in range(NOISE_DRAWS)]
+    noisy = [quantized_module(with_rounded_weights(smooth, "fp32", draw), record) for draw in range(NOISE_DRAWS)]
     cases = [quantized_case(case, quantized, noisy, spec, record, runs) for case in answers.cases]
     return Answers(with_fitting_roundings(cases), [*answers.checks, runs.check])
-
-
-def with_rounded_weights(module: nn.Module, seed: int) -> nn.Module:
-    """A copy in which every weight is off by up to one rounding of float32."""
-    other = copy.deepcopy(module)
-    generator = torch.Generator().manual_seed(NOISE_SEED_OFFSET + seed)
-    with torch.no_grad():
-        for weight in other.parameters():
-            noise = torch.rand(weight.shape, generator=generator) * 2 - 1
-            weight.mul_(1 + UNIT_ROUNDOFF["fp32"] * noise)
-    return other
 
 
 def quantized_case(

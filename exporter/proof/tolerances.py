@@ -5,6 +5,7 @@ Errors of outputs are max |candidate − reference| / RMS(reference), see `metri
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from effexport.spec import BuildSpec
@@ -134,6 +135,11 @@ def free_run_limit(spec: BuildSpec, seed_noise: float, precision_noise: float) -
         f"1.5 × the change {low_precision(spec)} ({precision_noise:.2g})": PRECISION_NOISE_FACTOR * precision_noise,
         "arithmetic noise, where one chunk covers everything and the hash has no effect": arithmetic_limit(spec).value,
     }
+    return widest(choices)
+
+
+def widest(choices: Mapping[str, float]) -> Limit:
+    """The largest of several limits by reason."""
     reason, value = max(choices.items(), key=lambda choice: choice[1])
     return Limit(value, reason)
 
@@ -156,8 +162,7 @@ def rounding_limit(spec: BuildSpec, noise: float, loss: float) -> Limit:
         f"as far as the float model is ({loss:.2g})": ROUNDING_LOSS_SHARE * loss,
         "arithmetic noise, where no rounding flips": arithmetic_limit(spec).value,
     }
-    reason, value = max(choices.items(), key=lambda choice: choice[1])
-    return Limit(value, reason)
+    return widest(choices)
 
 
 def rounding_flip_limit(numbers: int) -> Limit:

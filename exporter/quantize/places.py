@@ -35,6 +35,8 @@ def layers_to_quantize(module: nn.Module, keep: Sequence[str]) -> tuple[list[str
 
     keep: layers, or modules around them, that the user wants float. Raises SpecError for one that does not exist.
     """
+    first = first_paths(module)
+    keep = [first.get(name, name) for name in keep]
     linear = linear_layers(module)
     known = (*linear, *embeddings(module))
     for name in keep:

@@ -3,8 +3,7 @@ costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,11 +13,12 @@ from torch import nn
 from effexport.errors import StageError
 from effexport.quantize.modules import FP8_LARGEST, INT8_LARGEST, RoundedLinear, quantized_module, recorded_inputs
 from effexport.quantize.places import is_within, layers_to_quantize
-from effexport.quantize.record import Loss, Quantization, QuantizedLayer, Samples, Scales
+from effexport.quantize.record import Loss, Quantization, QuantizedLayer, Samples
 from effexport.quantize.smoothing import smoothed, smoothing_of
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+    from effexport.spec import BuildSpec
 
 STAGE = "quantization"
 # Samples that the loss of each layer alone is measured on: every layer takes one run of each.
@@ -27,27 +27,16 @@ LOSS_SAMPLES = 2
 SEARCH_SHARE = 0.95
 
 Feeds = Mapping[str, "Array"]
-# Runs a module on inputs and returns its outputs by name, and the buckets of its hashes under other names.
-Run = Callable[[nn.Module, Feeds], tuple[Mapping[str, "Array"], Mapping[str, "Array"]]]
+# The outputs of a model by name, and the buckets of its hashes.
+Answer = tuple[Mapping[str, "Array"], Mapping[str, "Array"]]
+Run = Callable[[nn.Module, Feeds], Answer]
 # The relative loss of a task that a quantised module causes.
 TaskLoss = Callable[[nn.Module], float]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a build asks for; see `BuildSpec`."""
-
-    precision: str
-    scales: Scales
-    keep: tuple[str, ...]
-    embeddings: bool
-    smooth: float | None
-    max_loss: float | None
-
-
 def prepared(
     module: nn.Module,
-    options: Options,
+    spec: BuildSpec,
     samples: Sequence[Feeds],
     origin: Samples,
     run: Run,
@@ -55,29 +44,29 @@ def prepared(
 ) -> tuple[nn.Module, Quantization]:
     """The float module, with smoothing folded in if that is asked for, and the record of what is quantised in it.
 
-    samples: inputs, at least one; origin: what the record says of them. task_loss: what `options.max_loss` limits, by
+    samples: inputs, at least one; origin: what the record says of them. task_loss: what `spec.max_loss` limits, by
     default the RMS error on the samples.
-    Raises SpecError for a layer in `options.keep` that does not exist, and StageError if nothing can be quantised, or
-    nothing within `options.max_loss`.
+    Raises SpecError for a layer in `spec.keep_float` that does not exist, and StageError if nothing can be quantised,
+    or nothing within `spec.max_loss`.
     """
-    chosen, floats = layers_to_quantize(module, options.keep)
+    chosen, floats = layers_to_quantize(module, spec.keep_float)
     record = Quantization(
-        precision=options.precision,  # type: ignore[arg-type]
-        scales=options.scales,
+        precision=spec.precision,  # type: ignore[arg-type]
+        scales=spec.scales,
         products=tuple(floats),
         samples=origin,
-        smooth=options.smooth,
-        max_loss=options.max_loss,
+        smooth=spec.smooth,
+        max_loss=spec.max_loss,
     )
-    exact = module
-    largest, called = largest_inputs(module, chosen, samples, run)
-    if options.smooth is not None:
-        smoothing = smoothing_of(module, chosen, samples, options.smooth, run)
+    original = module
+    largest, called, tables = largest_inputs(module, chosen, samples, run)
+    if spec.smooth is not None:
+        smoothing = smoothing_of(module, chosen, samples, spec.smooth, run)
         record = msgspec.structs.replace(record, smoothing=smoothing)
         module = smoothed(module, smoothing)
-        largest, _ = largest_inputs(module, chosen, samples, run)
-    by_code = INT8_LARGEST if options.precision == "int8" else FP8_LARGEST
-    static = options.scales == "static"
+        largest, *_ = largest_inputs(module, chosen, samples, run)
+    by_code = INT8_LARGEST if spec.precision == "int8" else FP8_LARGEST
+    static = spec.scales == "static"
     if static and (silent := [path for path in chosen if path in called and largest[path] == 0]):
         raise StageError(
             STAGE,
@@ -89,16 +78,17 @@ def prepared(
         for path in chosen
         if path in called
     )
-    wanted = called.embeddings if options.embeddings else ()
-    tables = tuple(
-        QuantizedLayer(layer=path) for path in wanted if not any(is_within(path, name) for name in options.keep)
+    embeddings = tuple(
+        QuantizedLayer(layer=path)
+        for path in tables
+        if spec.quantize_embeddings and not any(is_within(path, name) for name in spec.keep_float)
     )
     if not layers:
         reasons = "; ".join(f"{product.layer}: {product.reason}" for product in floats)
         raise StageError(STAGE, f"the model has no layer that can be quantised{f' ({reasons})' * bool(reasons)}")
-    record = msgspec.structs.replace(record, layers=layers, embeddings=tables)
-    record = measured(exact, module, record, samples, run)
-    return module, within_loss(record, exact, module, samples, run, task_loss)
+    record = msgspec.structs.replace(record, layers=layers, embeddings=embeddings)
+    trial = Trial(quantized_module(module, record), original, samples[:LOSS_SAMPLES], run)
+    return module, within_loss(measured(record, trial), trial, task_loss)
 
 
 def scale_of(largest: float, largest_code: float) -> float:
@@ -107,21 +97,10 @@ def scale_of(largest: float, largest_code: float) -> float:
     return float(scale) if scale >= np.finfo(np.float32).tiny else 1.0
 
 
-@dataclass(frozen=True)
-class Called:
-    """Paths of the linear layers and embeddings that ran."""
-
-    linear: frozenset[str]
-    embeddings: tuple[str, ...]
-
-    def __contains__(self, path: str) -> bool:
-        return path in self.linear
-
-
 def largest_inputs(
     module: nn.Module, chosen: Sequence[str], samples: Sequence[Feeds], run: Run
-) -> tuple[dict[str, float], Called]:
-    """The largest absolute input of each layer over all samples, and which layers ran at all."""
+) -> tuple[dict[str, float], set[str], list[str]]:
+    """The largest absolute input of each layer over all samples; and the linear layers and the embeddings that ran."""
     largest = dict.fromkeys(chosen, 0.0)
     ran: set[str] = set()
     tables: dict[str, None] = {}
@@ -139,37 +118,36 @@ def largest_inputs(
                     )
                 largest[path] = max(largest[path], top)
         tables |= dict.fromkeys(name.rpartition(".")[0] for name in indices)
-    return largest, Called(frozenset(ran), tuple(tables))
+    return largest, ran, list(tables)
 
 
-def measured(
-    original: nn.Module, module: nn.Module, record: Quantization, samples: Sequence[Feeds], run: Run
-) -> Quantization:
-    """The record with the loss of each layer alone, and of all of them together. module: `original` with smoothing."""
-    few = samples[:LOSS_SAMPLES]
-    exact = [run(original, feeds) for feeds in few]
-    copy = quantized_module(module, record)
-    rounding = rounded_layers(copy)
-    whole = loss_of(copy, few, exact, run)
-    for layer in rounding.values():
-        layer.active = False
-    alone = {}
-    for path, layer in rounding.items():
-        layer.active = True
-        alone[path] = loss_of(copy, few, exact, run).rms_error
-        layer.active = False
-    layers = tuple(msgspec.structs.replace(layer, loss=alone[layer.layer]) for layer in record.layers)
-    return msgspec.structs.replace(record, layers=layers, loss=whole)
+class Trial:
+    """A quantised module whose layers can be made float one by one, and its loss against the float model."""
+
+    def __init__(self, module: nn.Module, original: nn.Module, samples: Sequence[Feeds], run: Run) -> None:
+        self.module = module
+        self.layers = {path: child for path, child in module.named_modules() if isinstance(child, RoundedLinear)}
+        self._samples, self._run = samples, run
+        self._exact = [run(original, feeds) for feeds in samples]
+
+    def round_only(self, paths: Collection[str]) -> None:
+        for path, layer in self.layers.items():
+            layer.active = path in paths
+
+    def loss(self) -> Loss:
+        return loss_of(self._exact, [self._run(self.module, feeds) for feeds in self._samples])
 
 
-def within_loss(
-    record: Quantization,
-    original: nn.Module,
-    module: nn.Module,
-    samples: Sequence[Feeds],
-    run: Run,
-    task_loss: TaskLoss | None,
-) -> Quantization:
+def measured(record: Quantization, trial: Trial) -> Quantization:
+    """The record with the loss of each layer alone, and of all of them together."""
+    whole, layers = trial.loss(), []
+    for layer in record.layers:
+        trial.round_only([layer.layer])
+        layers.append(msgspec.structs.replace(layer, loss=trial.loss().rms_error))
+    return msgspec.structs.replace(record, layers=tuple(layers), loss=whole)
+
+
+def within_loss(record: Quantization, trial: Trial, task_loss: TaskLoss | None) -> Quantization:
     """The record with the layers of the largest loss float again, as few as `max_loss` needs.
 
     Raises StageError if not even one layer can stay quantised.
@@ -177,50 +155,36 @@ def within_loss(
     limit = record.max_loss
     if limit is None:
         return record
-    few = samples[:LOSS_SAMPLES]
-    exact = [run(original, feeds) for feeds in few]
-    copy = quantized_module(module, record)
-    rounding = rounded_layers(copy)
-
-    def loss() -> float:
-        return task_loss(copy) if task_loss else loss_of(copy, few, exact, run).rms_error
-
-    if (whole := loss()) <= SEARCH_SHARE * limit:
-        return record
-    worst_first = sorted(record.layers, key=lambda layer: -(layer.loss or 0.0))
-    for count, layer in enumerate(worst_first, 1):
-        rounding[layer.layer].active = False
-        if count == len(worst_first):
-            break
-        if loss() <= SEARCH_SHARE * limit:
-            put_back = tuple(layer.layer for layer in worst_first[:count])
-            kept = record.without(put_back, f"put back to float by the search for --max-loss {limit:g}")
-            left = loss_of(copy, few, exact, run)
-            return msgspec.structs.replace(kept, loss=left, search_put_back=put_back)
-    least, what = worst_first[-1], "task" if task_loss else "RMS"
+    worst_first = [layer.layer for layer in sorted(record.layers, key=lambda layer: -(layer.loss or 0.0))]
+    losses: list[float] = []
+    for count in range(len(worst_first)):
+        trial.round_only(worst_first[count:])
+        losses.append(task_loss(trial.module) if task_loss else trial.loss().rms_error)
+        if losses[-1] > SEARCH_SHARE * limit:
+            continue
+        if count == 0:
+            return record
+        put_back = tuple(worst_first[:count])
+        kept = record.without(put_back, f"put back to float by the search for --max-loss {limit:g}")
+        return msgspec.structs.replace(kept, loss=trial.loss(), search_put_back=put_back)
+    least, what = record.layer(worst_first[-1]), "task" if task_loss else "RMS"
+    assert least is not None
     raise StageError(
         STAGE,
         f"--max-loss {limit:g} leaves no layer to quantise: {least.layer} alone changes the output by {least.loss:.2g} "
-        f"of its RMS; with all {len(worst_first)} layers, the {what} loss is {whole:.2g}; allow more, or build with "
-        "--precision fp16",
+        f"of its RMS; with all {len(worst_first)} layers, the {what} loss is {losses[0]:.2g}; allow more, or build "
+        "with --precision fp16",
     )
 
 
-def rounded_layers(module: nn.Module) -> dict[str, RoundedLinear]:
-    return {path: child for path, child in module.named_modules() if isinstance(child, RoundedLinear)}
+def loss_of(exact: Sequence[Answer], answers: Sequence[Answer]) -> Loss:
+    """How far the answers of a quantised model are from those of the float one, over all outputs of all samples.
 
-
-def loss_of(
-    quantized: nn.Module,
-    samples: Sequence[Feeds],
-    exact: Sequence[tuple[Mapping[str, Array], Mapping[str, Array]]],
-    run: Run,
-) -> Loss:
-    """How far a quantised module is from the answers of the float one, over all outputs of all samples."""
+    Raises StageError if they are not finite.
+    """
     squares, flips, tokens = np.zeros(3), 0, 0
     product = 0.0
-    for feeds, (wanted, buckets) in zip(samples, exact, strict=True):
-        found, own = run(quantized, feeds)
+    for (wanted, buckets), (found, own) in zip(exact, answers, strict=True):
         for name, expected in wanted.items():
             ours, theirs = found[name].astype(np.float64), expected.astype(np.float64)
             squares += [np.square(x).sum() for x in (ours - theirs, theirs, ours)]

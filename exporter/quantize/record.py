@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-Scales = Literal["dynamic", "static"]
+from effexport.dtypes import Scales
+
 # The name of a value before it is rounded: the path of the layer that reads it, and this.
 UNROUNDED = "unrounded"
 

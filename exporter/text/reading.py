@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from effexport.errors import UserError
 
@@ -45,6 +48,25 @@ def lines_of_file(path: Path) -> list[str]:
         if not line.strip():
             raise UserError(f"line {number} of {name_of(path)} is empty; expected one text per line")
     return lines
+
+
+def objects_of_lines(path: Path, example: str) -> Iterator[tuple[str, str, str | None, dict[str, Any]]]:
+    """(where it stands, text, second text or None, all fields) of each line of a file of JSON objects.
+
+    Raises UserError with the number of a line that has no text. example: of a line.
+    """
+    for number, line in enumerate(text_of_file(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {path}"
+        try:
+            fields: Any = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} is not JSON: {error}") from error
+        text, pair = (fields.get("text"), fields.get("pair")) if isinstance(fields, dict) else (None, None)
+        if not isinstance(text, str) or not isinstance(pair, str | None):
+            raise UserError(f"{where} has no text; expected {example}")
+        yield where, text, pair, fields
 
 
 def name_of(path: Path) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from effexport.errors import UserError
 from effexport.files import load_npz
 from effexport.runners.feeds import checked_feeds, limits_from_spec
-from effexport.text.reading import bytes_of_file, decoded, text_of_file
+from effexport.text.reading import bytes_of_file, decoded, objects_of_lines
 from effexport.text.task import Reader, reader_from_spec
 from effexport.text.tokenizer import ByteTokenizer, tokenizer_from_artifact
 
@@ -86,17 +85,7 @@ def samples_of_arrays(path: Path, artifact: Artifact) -> list[Feeds]:
 
 def samples_of_lines(path: Path, reader: Reader) -> list[Feeds]:
     found: list[Feeds] = []
-    for number, line in enumerate(text_of_file(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {path}"
-        try:
-            fields: Any = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} is not JSON: {error}") from error
-        text, pair = (fields.get("text"), fields.get("pair")) if isinstance(fields, dict) else (None, None)
-        if not isinstance(text, str) or not isinstance(pair, str | None):
-            raise UserError(f'{where} has no text; expected {{"text": "…"}}')
+    for where, text, pair, _ in objects_of_lines(path, '{"text": "…"}'):
         try:
             found.append(reader.split(text, pair, limit=None, stride=0).runs[0])
         except UserError as error:

@@ -10,7 +10,7 @@ import numpy as np
 
 from effexport.errors import RuntimeFailedError, RuntimeUnsupportedError, StageError, Unavailable
 from effexport.export.onnx_graph import load_graph
-from effexport.export.quantized_graph import MODULE_KEY
+from effexport.export.quantized_products import module_of_node
 from effexport.plugins.known_ops import known_ops
 from effexport.proof.given_values import GIVEN_SUFFIX, given_values
 from effexport.proof.references.rebuilt_module import module_of_artifact
@@ -108,10 +108,6 @@ def same_origins(
         and (made[value][0] == origin.op_type or origin.op_type in inlined)
         and origin.module in (made[value][1], "")
     }
-
-
-def module_of_node(node: onnx.NodeProto) -> str:
-    return next((entry.value for entry in node.metadata_props if entry.key == MODULE_KEY), "")
 
 
 def compare(
