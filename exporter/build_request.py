@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.export.module_source import (
     OF_OPTIONS,
     ModuleSource,
+    check_memory,
     module_from_factory,
     source_from_path,
     source_from_user,
@@ -53,8 +54,15 @@ class BuildRequest:
     def resolve(self) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
         """The spec, where its module comes from, notes for the report, and a name for the folder.
 
-        Raises SpecError and UserError for requests that contradict themselves or cannot work.
+        Raises SpecError and UserError for requests that contradict themselves or cannot work, and for models that this
+        machine has no memory for.
         """
+        resolved = self.resolve_sizes()
+        check_memory(resolved[0])
+        return resolved
+
+    def resolve_sizes(self) -> tuple[BuildSpec, ModuleSource, tuple[str, ...], str]:
+        """As `resolve`, for models of any size."""
         given = [f"--{name}" for name in ("checkpoint", "weights") if getattr(self, name) is not None]
         given += ["--module"] * (self.module is not None) + ["--spec"] * (self.spec is not None)
         if self.checkpoint is not None:

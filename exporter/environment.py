@@ -262,6 +262,32 @@ def free_memory_bytes() -> int | None:
     return min(free, default=None)
 
 
+def total_memory_bytes() -> int | None:
+    """The most memory that this process can have, with swap, within the limits of its container and of `ulimit -v`;
+    None if unknown."""
+    info = memory_info()
+    known = [info["MemTotal"]] if "MemTotal" in info else []
+    for limit_file, _ in CONTAINER_LIMITS:
+        with contextlib.suppress(OSError):
+            limit = limit_file.read_text().strip()
+            known += [int(limit)] * limit.isdecimal()
+    total = min(known, default=None)
+    if total is not None:
+        total += info.get("SwapTotal", 0)
+    addresses = address_space_bytes()
+    return min((size for size in (total, addresses) if size is not None), default=None)
+
+
+def address_space_bytes() -> int | None:
+    """The limit of `ulimit -v`; None if there is none."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 def gpu_name() -> str | None:
     """The GPU that PyTorch sees, or None."""
     import torch

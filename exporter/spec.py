@@ -12,8 +12,16 @@ from effexport.models.encoder_spec import EncoderSpec, encoder_from_dict
 from effexport.models.families import checkpoint_from_dict, spec_from_checkpoint
 from effexport.models.head_spec import TOKENS, Head, Pooling
 from effexport.models.model_spec import ModelSpec, Scope
-from effexport.models.spec import ATTENTION_SPECS, AttentionSpec, attention_from_dict, attention_spec, field_names
-from effexport.models.validation import ShortRepr, SpecError, check_field_types, did_you_mean, require
+from effexport.models.spec import (
+    ATTENTION_SPECS,
+    AttentionSpec,
+    attention_from_dict,
+    attention_spec,
+    field_names,
+    known_fields,
+)
+from effexport.models.validation import ShortRepr, SpecError, check_field_types, did_you_mean, require, shown
+from effexport.models.weight_shapes import count
 from effexport.toml_file import read_toml
 
 if TYPE_CHECKING:
@@ -74,8 +82,8 @@ class BuildSpec(ShortRepr):
     def __post_init__(self) -> None:
         check_field_types(self)
         require(
-            self.precision in DTYPE_OF_PRECISION,
-            f"precision is {self.precision!r}; expected {', '.join(DTYPE_OF_PRECISION)}",
+            self.precision in list(DTYPE_OF_PRECISION),  # a list compares, a dict would hash what may be a list
+            f"precision is {shown(self.precision)}; expected {', '.join(DTYPE_OF_PRECISION)}",
         )
         self.check_quantization()
         require(self.batch >= 1, f"batch is {self.batch}; expected at least 1")
@@ -94,16 +102,16 @@ class BuildSpec(ShortRepr):
             value = getattr(self, name)
             require(
                 value is None or (isinstance(value, int | float) and not isinstance(value, bool)),
-                f"{name} is {value!r}; expected a number",
+                f"{name} is {shown(value)}; expected a number",
             )
         require(
             isinstance(self.keep_float, tuple) and all(isinstance(name, str) for name in self.keep_float),
-            f"keep_float is {self.keep_float!r}; expected a list of layers, such as ['lm_head']",
+            f"keep_float is {shown(self.keep_float)}; expected a list of layers, such as ['lm_head']",
         )
         known = ("dynamic", "static")
         require(
             self.quantization in (None, *known),
-            f"quantization is {self.quantization!r}; expected {' or '.join(known)}",
+            f"quantization is {shown(self.quantization)}; expected {' or '.join(known)}",
         )
         require(
             self.precision != "fp8" or self.quantization != "dynamic",
@@ -214,6 +222,13 @@ class BuildSpec(ShortRepr):
         found = self.model.element_types.get(name, usual)
         return self.dtype if found == "float" else found
 
+    @property
+    def least_bytes(self) -> int:
+        """Memory that no build can do without: the weights in float32, and one call with the example's batch and
+        length. A build takes several times this."""
+        numbers = count(self.model.weights()) + self.model.least_elements(self.batch, self.seq_len)
+        return 4 * numbers
+
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; `from_dict` reads it back."""
         # of a model that is not quantised, an older effexport can read this
@@ -227,14 +242,14 @@ class BuildSpec(ShortRepr):
     def from_dict(cls, values: Mapping[str, Any]) -> BuildSpec:
         """The inverse of `to_dict`. Raises SpecError for values that cannot work."""
         options = dict(values)
-        read: dict[str | None, Callable[[Mapping[str, Any]], ModelSpec]] = {
+        read: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
             "encoder": encoder_from_dict,
             "checkpoint": checkpoint_from_dict,
         }
-        model = read.get(options.pop("scope", None), attention_from_dict)(options.pop("model"))
-        if isinstance(options.get("keep_float"), list):
-            options["keep_float"] = tuple(options["keep_float"])
-        return cls(model=model, **options)
+        scope, model = options.pop("scope", None), options.pop("model", None)
+        require(isinstance(model, Mapping), f"the spec has {shown(model)} as its model; expected a table of fields")
+        options = known_fields(cls, options, "a build")
+        return cls(model=read.get(scope if isinstance(scope, str) else "", attention_from_dict)(model), **options)
 
 
 BUILD_FIELDS = [field.name for field in fields(BuildSpec) if field.name != "model"]
@@ -253,7 +268,7 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) ->
     options |= {name: value for name, value in flags.items() if value is not None}
     require("variant" in options, f"no variant given; expected one of: {', '.join(ATTENTION_SPECS)}")
     variant, scope = options.pop("variant"), options.pop("scope", "encoder")
-    require(scope in SCOPES, f"scope is {scope!r}; expected {' or '.join(SCOPES)}")
+    require(scope in SCOPES, f"scope is {shown(scope)}; expected {' or '.join(SCOPES)}")
     # an unknown variant is reported before its options are looked at
     known_attention = field_names(type(attention_spec(variant)))
 
@@ -275,7 +290,7 @@ def build_spec_from_options(flags: Mapping[str, Any], spec_file: Path | None) ->
             )
             require(
                 name in known_attention,
-                f"{variant} has no field {name!r}{did_you_mean(name, known)} Fields: {', '.join(known)}",
+                f"{variant} has no field {shown(name)}{did_you_mean(name, known)} Fields: {', '.join(known)}",
             )
             groups["attention"][name] = value
     attention = attention_spec(variant, groups["attention"])

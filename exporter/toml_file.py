@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from effexport.errors import UserError
+from effexport.models.bounded_file import FileTooLargeError, bounded_bytes
+
+# For files that people write. The parser's time and memory grow with the square of the parts of a key, a.b.c.
+MOST_BYTES = 256 << 10
+MOST_DOTS = 100
 
 
 def read_toml(path: Path, kind: str, example: str) -> dict[str, Any]:
@@ -17,12 +22,17 @@ def read_toml(path: Path, kind: str, example: str) -> dict[str, Any]:
     if path.is_dir():
         raise UserError(f"the {kind} file {path} is a folder; {example}")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        data = bounded_bytes(path, MOST_BYTES)
+        if any(line.count(b".") > MOST_DOTS for line in data.splitlines()):
+            raise UserError(f"the {kind} file {path} has a line with more than {MOST_DOTS} dots; {example}")
+        return tomllib.loads(data.decode())
     except FileNotFoundError:
         raise UserError(f"no {kind} file at {path}; {example}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read the {kind} file {path}: it is not text; expected TOML") from error
     except OSError as error:
         raise UserError(f"cannot read the {kind} file {path}: {error.strerror}; expected a TOML file") from error
-    except tomllib.TOMLDecodeError as error:
+    except FileTooLargeError as error:
+        raise UserError(f"cannot read the {kind} file {path}: {error}; {example}") from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number of 5,000 digits
         raise UserError(f"cannot read the {kind} file {path}: it is not TOML: {error}") from error

@@ -5,14 +5,17 @@ No pickle is executed: .bin files are read with `weights_only=True`.
 
 from __future__ import annotations
 
+import pickletools
 import re
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
+from effexport.models.bounded_file import MOST_BYTES_OF_INDEX
 from effexport.models.families import FAMILIES, check_weights_file, read_json
 from effexport.models.model_spec import load
-from effexport.models.validation import SpecError, require
+from effexport.models.validation import SpecError, require, shown, shown_name
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +32,18 @@ WEIGHT_FILES = (
 )
 # How many names an error lists of each kind.
 LISTED = 10
+LONGEST_REASON = 300
+# of Linux and others, in bytes
+LONGEST_FILE_NAME = 255
+# How errors about weights end by default.
+OF_CONFIG = "the tensors that its config.json describes: check the task and the sizes"
+# What the pickle of a state_dict names. `weights_only=True` allows more: sparse tensors, and functions such as
+# bytearray, which makes gigabytes from a few bytes.
+STATE_DICT_GLOBALS = re.compile(
+    r"collections OrderedDict|torch Size|torch\.nn\.parameter Parameter|torch(\.storage|\.cuda)? \w+Storage"
+    r"|torch\._utils _rebuild_(tensor|tensor_v2|tensor_v3|parameter)"
+    r"|torch (u?int|b?float|complex|double|half|long|bool)\w*"
+)
 
 
 def module_from_checkpoint(folder: Path, spec: CheckpointSpec) -> nn.Module:
@@ -37,8 +52,11 @@ def module_from_checkpoint(folder: Path, spec: CheckpointSpec) -> nn.Module:
     Raises SpecError that lists unknown, missing and misshapen weights, or says which file is damaged.
     """
     family = FAMILIES[spec.family]
+    names, ignored = family.module.weight_names(spec), family.module.IGNORED
+    # config.json may claim any size: the module is made when the files, which stay on the disk until then, agree
+    chosen = fitting_weights(spec.weights(), read_weights(folder), names, ignored, folder)
     module: nn.Module = load(family.model)(spec)
-    fill_module(module, read_weights(folder), family.module.weight_names(spec), family.module.IGNORED, folder)
+    copy_weights(module, chosen)
     return module.eval()
 
 
@@ -48,18 +66,39 @@ def fill_module(
     names: Mapping[str, tuple[str, ...]],
     ignored: Iterable[str],
     source: Path,
-    expected: str = "the tensors that its config.json describes: check the task and the sizes",
+    expected: str = OF_CONFIG,
 ) -> None:
-    """Copy weights into a module, all of them or none.
+    """Copy weights into a module, all of them or none. Arguments and errors as for `fitting_weights`."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    copy_weights(module, fitting_weights(shapes, found, names, ignored, source, expected))
 
-    names: parameter or buffer of the module → names it may have in the checkpoint, the first one present wins.
-    ignored: patterns of names in the checkpoint that are skipped. expected: what to give instead, for the error.
-    Raises SpecError with everything that does not fit.
+
+def copy_weights(module: nn.Module, chosen: Mapping[str, torch.Tensor]) -> None:
+    import torch
+
+    targets = module.state_dict()
+    with torch.no_grad():
+        for name, value in chosen.items():
+            targets[name].copy_(value)
+
+
+def fitting_weights(
+    shapes: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, torch.Tensor],
+    names: Mapping[str, tuple[str, ...]],
+    ignored: Iterable[str],
+    source: Path,
+    expected: str = OF_CONFIG,
+) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint of each parameter and buffer of a module.
+
+    shapes: of the parameters and buffers; a tied one may be left out. names: parameter or buffer → names it may have in
+    the checkpoint, the first one present wins. ignored: patterns of names in the checkpoint that are skipped.
+    expected: what to give instead, for the error. Raises SpecError with everything that does not fit.
     """
     import torch
 
-    targets = module.state_dict(keep_vars=False)
-    missing, misshapen, infinite, complexes = [], [], [], []
+    missing, misshapen, infinite, complexes, integers = [], [], [], [], []
     used: set[str] = set()
     chosen: dict[str, torch.Tensor] = {}
     for name, accepted in names.items():
@@ -67,12 +106,14 @@ def fill_module(
         given = next((alias for alias in accepted if alias in found), None)
         if given is None:
             missing.append(accepted[0])
-        elif found[given].shape != targets[name].shape:
-            misshapen.append(f"{given} {list(found[given].shape)}, expected {list(targets[name].shape)}")
+        elif tuple(found[given].shape) != shapes.get(name, found[given].shape):
+            misshapen.append(f"{given} {shown(list(found[given].shape))}, expected {list(shapes[name])}")
         elif found[given].is_complex():
             complexes.append(given)
+        elif not found[given].is_floating_point():
+            integers.append(given)
         # as the float32 that it becomes; for types of 8 bits, PyTorch has no isfinite
-        elif found[given].is_floating_point() and not torch.isfinite(found[given].float()).all():
+        elif not torch.isfinite(found[given].float()).all():
             infinite.append(given)
         else:
             chosen[name] = found[given]
@@ -84,22 +125,22 @@ def fill_module(
         "{} of the wrong shape": misshapen,
         "{} with NaN or infinity": infinite,
         "{} of complex numbers": complexes,
+        "{} of integers": integers,
     }
     problems = [counted_list(kind, bad) for kind, bad in kinds.items() if bad]
     require(
         not problems,
         f"the weights in {source} do not fit the model: {'; '.join(problems)}. Expected {expected}",
     )
-    with torch.no_grad():
-        for name, value in chosen.items():
-            targets[name].copy_(value)
+    return chosen
 
 
 def counted_list(kind: str, names: Iterable[str]) -> str:
     """`2 unexpected tensors: a, b`: the number of tensors, and the first of them; a tied weight counts once."""
     distinct = list(dict.fromkeys(names))
     noun = kind.format("tensor" if len(distinct) == 1 else "tensors")
-    return f"{len(distinct)} {noun}: {', '.join(distinct[:LISTED])}" + (", …" if len(distinct) > LISTED else "")
+    listed = ", ".join(map(shown_name, distinct[:LISTED]))
+    return f"{len(distinct)} {noun}: {listed}" + (", …" if len(distinct) > LISTED else "")
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -114,7 +155,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def read_shards(folder: Path, index: str) -> dict[str, torch.Tensor]:
     """The tensors of an index, each from the shard that the index names."""
-    weight_map = read_json(folder / index, "an index has a weight_map").get("weight_map")
+    weight_map = read_json(folder / index, "an index has a weight_map", MOST_BYTES_OF_INDEX).get("weight_map")
     require(
         isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values()),
         f"{folder / index} has no weight_map from names to files; copy it again from its source",
@@ -122,18 +163,31 @@ def read_shards(folder: Path, index: str) -> dict[str, torch.Tensor]:
     assert isinstance(weight_map, dict)
     tensors: dict[str, torch.Tensor] = {}
     for shard in sorted(set(weight_map.values())):
+        check_shard_name(shard, folder / index)
         path = folder / shard
-        inside = path.resolve().parent == folder.resolve()
-        require(inside, f"{folder / index} names {shard!r}, outside the folder; expected files beside the index")
-        require(path.is_file(), f"{folder / index} names {shard}, which is missing; copy it from the source")
-        tensors |= read_tensors(path)
+        require(
+            path.is_file(), f"{folder / index} names {shown_name(shard)}, which is missing; copy it from the source"
+        )
+        # of a weight that several files have, the one in the file that the index names
+        found = read_tensors(path)
+        tensors |= {name: tensor for name, tensor in found.items() if weight_map.get(name, shard) == shard}
     absent = [name for name, shard in weight_map.items() if name not in tensors]
+    listed = ", ".join(map(shown_name, absent[:LISTED]))
     require(
         not absent,
-        f"{folder / index} does not match its shards: {len(absent)} weights are in none, {', '.join(absent[:LISTED])}; "
+        f"{folder / index} does not match its shards: {len(absent)} weights are in none, {listed}; "
         "copy index and shards from the same source",
     )
     return tensors
+
+
+def check_shard_name(shard: str, index: Path) -> None:
+    """Raise SpecError for a name that is not that of a file beside the index."""
+    plain = shard.isprintable() and shard not in ("", ".", "..") and not set(shard) & set("/\\:")
+    require(plain, f"{index} names {shown(shard)}, outside the folder; expected names of files beside the index")
+    require(
+        len(shard.encode()) <= LONGEST_FILE_NAME, f"{index} names a file of {len(shard)} characters; expected fewer"
+    )
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -145,15 +199,52 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        value = torch.load(path, map_location="cpu", weights_only=True)
+        check_pickle(path)
+        # the tensors of an archive stay in the file until they are read
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # for other bytes than weights, torch.load raises anything, such as KeyError
-        reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+        reason = shown_reason(error)
         raise SpecError(
             f"{path} is not a readable weights file: {reason}; expected a .safetensors file or a state_dict that "
             "torch.save has written"
         ) from error
     require(
-        isinstance(value, dict) and all(isinstance(tensor, torch.Tensor) for tensor in value.values()),
+        isinstance(value, dict)
+        and all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()),
         f"{path} does not hold named tensors; save the state_dict of the model",
     )
     return dict(value)
+
+
+def shown_reason(error: Exception) -> str:
+    """The first sentence of an error of a library, which may quote anything from a file."""
+    text = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+    return text if text.isprintable() and len(text) <= LONGEST_REASON else shown(text, LONGEST_REASON)
+
+
+def check_pickle(path: Path) -> None:
+    """Raise ValueError for a file that torch.load would read with `weights_only=True`, but that a state_dict is not in:
+    one that is small on the disk and large in memory, or that calls functions that make large objects."""
+    with path.open("rb") as file:
+        if not zipfile.is_zipfile(path):
+            # written before 2020: a number, the version of the format, the machine, and the weights
+            for _ in range(4):
+                check_calls(file)
+            return
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("it is a compressed archive")
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ValueError("its entries overlap or are cut off")
+        for entry in entries:
+            if entry.filename.endswith("data.pkl"):
+                with archive.open(entry) as file:
+                    check_calls(file)
+
+
+def check_calls(file: IO[bytes]) -> None:
+    """Raise ValueError if the next pickle of a file names anything that does not belong to tensors."""
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST") and not STATE_DICT_GLOBALS.fullmatch(str(argument)):
+            raise ValueError(f"it has more than tensors in it, {shown_name(str(argument))}")

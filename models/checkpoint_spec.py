@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from effexport.models.model_spec import Dims, Scope, counted
-from effexport.models.validation import LARGEST_SIZE, check_field_types, did_you_mean, require
+from effexport.models.validation import check_field_types, did_you_mean, require, shown
+from effexport.models.weight_shapes import Shapes
 
 if TYPE_CHECKING:
     from effexport.models.spec import AttentionSpec
@@ -41,7 +42,7 @@ class CheckpointSpec:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        require(self.task in self.TASKS, f"task is {self.task!r}; {self.family} has: {', '.join(self.TASKS)}")
+        require(self.task in self.TASKS, f"task is {shown(self.task)}; {self.family} has: {', '.join(self.TASKS)}")
         require(self.vocab_size >= 2, f"vocab_size is {self.vocab_size}; expected at least 2")
         require(self.num_labels >= 1, f"num_labels is {self.num_labels}; expected at least 1")
         require(self.seq_len >= 1, f"seq_len is {self.seq_len}; expected at least 1")
@@ -103,6 +104,12 @@ class CheckpointSpec:
     def input_limits(self) -> dict[str, int]:
         return {"input_ids": self.vocab_size}
 
+    def weights(self) -> Shapes:
+        return {}
+
+    def least_elements(self, batch: int, seq_len: int) -> int:
+        return 0
+
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON, and the `family`; `checkpoint_from_dict` reads it back."""
         return {"family": self.family, **asdict(self)}
@@ -130,11 +137,10 @@ class PublishedSpec(CheckpointSpec):
     layer_norm_eps: float
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        check_field_types(self, self.RENAMED)
         for name in self.POSITIVE:
             value, given = getattr(self, name), self.RENAMED.get(name, name)
             require(value >= 1, f"{given} is {value}; expected at least 1")
-            require(value <= LARGEST_SIZE, f"{given} is {value}; expected at most {LARGEST_SIZE}")
         require(self.layer_norm_eps > 0, f"layer_norm_eps is {self.layer_norm_eps}; expected a number > 0")
         self.check()
         super().__post_init__()
@@ -189,6 +195,15 @@ class PublishedSpec(CheckpointSpec):
         }
         return outputs[self.task]
 
+    def weights(self) -> Shapes:
+        raise NotImplementedError
+
+    def least_elements(self, batch: int, seq_len: int) -> int:
+        has_logits = self.task in ("lm-head", "masked-lm")
+        output = batch * seq_len * self.vocab_size if has_logits else 0
+        layers = {id(spec): spec for spec in self.layer_specs}.values()
+        return max(output, *(spec.least_elements(batch, seq_len) for spec in layers))
+
     @property
     def why_not_invariant(self) -> str:
         return "in published checkpoints, padding and other samples may affect the result; see the notes"
@@ -203,7 +218,7 @@ class PublishedSpec(CheckpointSpec):
         for name in options:
             require(
                 name in cls.OPTIONS,
-                f"a {cls.family} checkpoint has no option {name!r}{did_you_mean(name, cls.OPTIONS)} "
+                f"a {cls.family} checkpoint has no option {shown(name)}{did_you_mean(name, cls.OPTIONS)} "
                 f"Its options: {', '.join(cls.OPTIONS)}",
             )
         config = cls.read_fields(config)
@@ -248,7 +263,7 @@ class PublishedSpec(CheckpointSpec):
         task = next((task for task, name in cls.TASKS.items() if name == named), None)
         require(
             task is not None,
-            f"config.json: architectures is {given!r}; expected one of: {', '.join(cls.TASKS.values())}; "
+            f"config.json: architectures is {shown(given)}; expected one of: {', '.join(cls.TASKS.values())}; "
             f"correct it, or choose a task: {', '.join(cls.TASKS)}",
         )
         return str(task)
@@ -259,7 +274,7 @@ def num_labels_from_config(config: Mapping[str, Any], default: int) -> int:
     names = config.get("id2label")
     require(
         names is None or isinstance(names, Mapping),
-        f"config.json: id2label is {names!r}; expected an object with a name for each class",
+        f"config.json: id2label is {shown(names)}; expected an object with a name for each class",
     )
     return len(names) if names else int(config_value(config, "num_labels", default))
 
@@ -271,6 +286,6 @@ def config_value(config: Mapping[str, Any], name: str, default: Any) -> Any:
     expected = kinds.get(type(default))
     require(
         expected is None or (isinstance(value, expected) and (type(default) is bool or not isinstance(value, bool))),
-        f"config.json: {name} is {value!r}; expected {type(default).__name__}",
+        f"config.json: {name} is {shown(value)}; expected {type(default).__name__}",
     )
     return value

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal
 from effexport.models.model_spec import Dims, Scope, counted
 from effexport.models.products import Product
 from effexport.models.spec import AttentionSpec, attention_from_dict, known_fields
-from effexport.models.validation import ShortRepr, check_field_types, require
+from effexport.models.validation import ShortRepr, check_field_types, check_layers, require, shown
+from effexport.models.weight_shapes import Shapes, linear, norm, within
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -41,9 +42,10 @@ class EncoderSpec(ShortRepr):
     def __post_init__(self) -> None:
         check_field_types(self)
         require(
-            isinstance(self.attention, AttentionSpec), f"attention is {self.attention!r}; expected an AttentionSpec"
+            isinstance(self.attention, AttentionSpec),
+            f"attention is {shown(self.attention)}; expected an AttentionSpec",
         )
-        require(self.layers >= 1, f"layers is {self.layers}; expected at least 1")
+        check_layers("layers", self.layers)
         require(self.vocab_size >= 2, f"vocab_size is {self.vocab_size}; expected at least 2")
         require(self.ff_dim is None or self.ff_dim >= 1, f"ff_dim is {self.ff_dim}; expected at least 1")
         require(self.ff_chunk_length >= 0, f"ff_chunk_length is {self.ff_chunk_length}; expected 0 or more")
@@ -119,6 +121,33 @@ class EncoderSpec(ShortRepr):
         """Width of `last_hidden_state`."""
         doubled = self.block == "reversible" and self.reversible_output == "concat"
         return self.attention.dim * (2 if doubled else 1)
+
+    def weights(self) -> Shapes:
+        shapes: Shapes = {
+            "token_embedding.weight": (self.vocab_size, self.attention.dim),
+            "position_embedding.weight": (self.max_seq_len, self.attention.dim),
+        }
+        block = self.block_weights()
+        for layer in range(self.layers):
+            shapes |= within(f"blocks.{layer}", block)
+        if self.block != "post-norm":
+            shapes |= norm("final_norm", self.hidden_size)
+        return shapes | linear("lm_head", self.hidden_size, self.vocab_size) if self.lm_head else shapes
+
+    def block_weights(self) -> Shapes:
+        """Those of one block."""
+        dim = self.attention.dim
+        return {
+            **norm("attention_norm", dim),
+            **within("attention", self.attention.weights()),
+            **norm("feed_forward_norm", dim),
+            **linear("feed_forward.up", dim, self.ff_size),
+            **linear("feed_forward.down", self.ff_size, dim),
+        }
+
+    def least_elements(self, batch: int, seq_len: int) -> int:
+        output = batch * seq_len * self.vocab_size if self.lm_head else 0
+        return max(self.attention.least_elements(batch, seq_len), output)
 
     def products(self, batch: int, seq_len: int) -> Iterator[Product]:
         """The matrix products of one call."""

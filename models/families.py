@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effexport.models.bounded_file import MOST_BYTES_OF_CONFIG, bounded_bytes
 from effexport.models.model_spec import load
-from effexport.models.validation import SpecError, did_you_mean, require
+from effexport.models.spec import known_fields
+from effexport.models.validation import SpecError, did_you_mean, require, shown
 
 if TYPE_CHECKING:
     from effexport.models.checkpoint_spec import CheckpointSpec, PublishedSpec
@@ -63,10 +65,11 @@ def spec_from_checkpoint(
     """
     check_checkpoint_folder(folder)
     config = read_json(folder / CONFIG, "a checkpoint folder has config.json and weights")
-    model_type = str(config.get("model_type"))
+    given = config.get("model_type")
+    model_type = given if isinstance(given, str) else shown(given)
     require(
         model_type in PUBLISHED,
-        f"{folder / CONFIG}: model_type is {model_type!r}{did_you_mean(model_type, PUBLISHED)} "
+        f"{folder / CONFIG}: model_type is {shown(model_type)}{did_you_mean(model_type, PUBLISHED)} "
         f"Supported: {', '.join(PUBLISHED)}",
     )
     spec_class: type[PublishedSpec] = load(FAMILIES[model_type].spec)
@@ -101,17 +104,19 @@ def check_weights_file(path: Path) -> None:
 
 def checkpoint_from_dict(values: Mapping[str, Any]) -> CheckpointSpec:
     """The inverse of `CheckpointSpec.to_dict`: the key `family` selects the class."""
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    family = str(options.pop("family", None))
-    require(family in FAMILIES, f"unknown family {family!r}; expected one of: {', '.join(FAMILIES)}")
-    spec: CheckpointSpec = load(FAMILIES[family].spec)(**options)
+    options = dict(values)
+    family = options.pop("family", None)
+    require(family in list(FAMILIES), f"unknown family {shown(family)}; expected one of: {', '.join(FAMILIES)}")
+    spec_class = load(FAMILIES[family].spec)
+    spec: CheckpointSpec = spec_class(**known_fields(spec_class, options, f"a {family} checkpoint"))
     return spec
 
 
-def read_json(path: Path, expectation: str) -> dict[str, Any]:
-    """The object in a JSON file. expectation: ends the error for a missing file. Raises SpecError."""
+def read_json(path: Path, expectation: str, most_bytes: int = MOST_BYTES_OF_CONFIG) -> dict[str, Any]:
+    """The object in a JSON file. expectation: ends the error for a missing file. Raises SpecError, also for a file that
+    is larger than most_bytes."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(bounded_bytes(path, most_bytes).decode())
     except FileNotFoundError:
         raise SpecError(f"no {path.name} in {path.parent}; {expectation}") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from effexport.models.spec import AttentionSpec
+    from effexport.models.weight_shapes import Shapes
 
 # The axes of an input or output: a size, or the name of an axis whose size is free.
 Dims = tuple[int | str, ...]
@@ -91,6 +92,12 @@ class ModelSpec(Protocol):
 
     def custom_ops(self, fused: bool) -> dict[str, int]:
         """How many nodes of each custom operator the graph contains, with or without fused operators."""
+
+    def weights(self) -> Shapes:
+        """Shapes of all parameters and buffers of the module, of which the models of users tell nothing."""
+
+    def least_elements(self, batch: int, seq_len: int) -> int:
+        """Numbers that one call holds at once in any implementation: far fewer than it takes, never more."""
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON or TOML."""

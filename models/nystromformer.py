@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from effexport.models.layers import LayerNorm
 from effexport.models.nystrom import NystromAttention
-from effexport.models.nystromformer_spec import HIDDEN_ACTS, NystromformerSpec
+from effexport.models.nystromformer_spec import FIRST_POSITION, HIDDEN_ACTS, NystromformerSpec
 from effexport.models.validation import SpecError
 
-# The position table starts with two rows that are never read.
-FIRST_POSITION = 2
 # Values of HIDDEN_ACTS → function.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

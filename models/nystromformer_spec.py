@@ -12,8 +12,11 @@ from typing import Any, ClassVar, Literal
 from effexport.models.checkpoint_spec import PublishedSpec, config_value
 from effexport.models.model_spec import Dims
 from effexport.models.spec import AttentionSpec, NystromSpec
-from effexport.models.validation import did_you_mean, nearest_multiples, require
+from effexport.models.validation import check_layers, did_you_mean, nearest_multiples, require, shown
+from effexport.models.weight_shapes import Shapes, linear, norm, within
 
+# The position table starts with two rows that are never read.
+FIRST_POSITION = 2
 # hidden_act in config.json → the function; transformers has several names for the same one
 HIDDEN_ACTS: dict[str, str] = {
     "gelu": "gelu",
@@ -80,9 +83,10 @@ class NystromformerSpec(PublishedSpec):
     pinv_init: Literal["global", "per_head"] = "global"
 
     def check(self) -> None:
+        check_layers("num_hidden_layers", self.num_hidden_layers)
         require(
             self.hidden_act in HIDDEN_ACTS,
-            f"hidden_act is {self.hidden_act!r}{did_you_mean(self.hidden_act, HIDDEN_ACTS)} "
+            f"hidden_act is {shown(self.hidden_act)}{did_you_mean(self.hidden_act, HIDDEN_ACTS)} "
             f"Supported: {', '.join(HIDDEN_ACTS)}",
         )
         require(
@@ -141,6 +145,41 @@ class NystromformerSpec(PublishedSpec):
     def output_width(self) -> int:
         return self.hidden_size
 
+    def weights(self) -> Shapes:
+        width = self.hidden_size
+        shapes: Shapes = {
+            "embeddings.word.weight": (self.vocab_size, width),
+            "embeddings.position.weight": (FIRST_POSITION + self.max_position_embeddings, width),
+            "embeddings.token_type.weight": (self.type_vocab_size, width),
+            **norm("embeddings.norm", width),
+        }
+        block = {
+            **within("attention", self.attention.weights()),
+            **norm("attention_norm", width),
+            **linear("up", width, self.intermediate_size),
+            **linear("down", self.intermediate_size, width),
+            **norm("feed_forward_norm", width),
+        }
+        for layer in range(self.num_hidden_layers):
+            shapes |= within(f"blocks.{layer}", block)
+        return shapes | self.head_weights()
+
+    def head_weights(self) -> Shapes:
+        """Those of the head; of a tied decoder, without its table."""
+        width = self.hidden_size
+        if self.task == "masked-lm":
+            shapes = linear("head.dense", width, width) | norm("head.norm", width)
+            shapes |= linear("head.decoder", width, self.vocab_size)
+            if self.tie_word_embeddings:
+                del shapes["head.decoder.weight"]
+            return shapes
+        if self.task in ("sequence-classification", "multiple-choice"):
+            labels = self.num_labels if self.task == "sequence-classification" else 1
+            return linear("head.dense", width, width) | linear("head.out", width, labels)
+        if self.task == "token-classification":
+            return linear("head", width, self.num_labels)
+        return linear("head.out", width, 2) if self.task == "question-answering" else {}
+
     @property
     def max_seq_len(self) -> int:
         if self.is_plain_softmax:
@@ -184,7 +223,7 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     kind = config.get("position_embedding_type", "absolute")
     require(
         kind == "absolute",
-        f"config.json: position_embedding_type is {kind!r}, with which transformers adds no positions at all; "
+        f"config.json: position_embedding_type is {shown(kind)}, with which transformers adds no positions at all; "
         "expected 'absolute'; export a checkpoint with absolute positions",
     )
     require(
@@ -195,7 +234,7 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     pruned = config.get("pruned_heads")
     require(
         not pruned,
-        f"config.json: pruned_heads is {pruned!r}, so layers differ in width; expected none; "
+        f"config.json: pruned_heads is {shown(pruned)}, so layers differ in width; expected none; "
         "export the checkpoint from before the pruning",
     )
 

@@ -13,7 +13,16 @@ from typing import Any, ClassVar, Literal, Self
 
 from effexport.models.checkpoint_spec import PublishedSpec, config_value
 from effexport.models.spec import HF_ROUNDING, AttentionSpec, LocalSpec, LSHSpec, automatic_num_buckets
-from effexport.models.validation import as_written, require
+from effexport.models.validation import (
+    MOST_LAYERS,
+    as_written,
+    check_layers,
+    check_list_length,
+    check_size,
+    require,
+    shown,
+)
+from effexport.models.weight_shapes import Shapes, linear, norm, within
 
 KINDS = ("lsh", "local")
 # transformers does not wrap a shift beyond the number of chunks, and its shortest chunked sequence has two.
@@ -102,10 +111,12 @@ class ReformerSpec(PublishedSpec):
             isinstance(self.attn_layers, tuple)
             and self.attn_layers != ()
             and all(kind in KINDS for kind in self.attn_layers),
-            f"attn_layers is {as_written(self.attn_layers)!r}; expected a list with 'lsh' or 'local' for every layer",
+            f"attn_layers is {shown(as_written(self.attn_layers))}; "
+            "expected a list with 'lsh' or 'local' for every layer",
         )
         count, kinds = self.num_hidden_layers, self.attn_layers
-        require(count is None or count >= 1, f"num_hidden_layers is {count}; expected at least 1")
+        check_layers("num_hidden_layers", 1 if count is None else count)
+        check_list_length("attn_layers", kinds, MOST_LAYERS)
         require(
             count is None or count <= len(kinds) or len(set(kinds)) == 1,
             f"num_hidden_layers is {count}, but attn_layers names {len(kinds)} layers of both kinds, so transformers "
@@ -115,8 +126,11 @@ class ReformerSpec(PublishedSpec):
             value = getattr(self, name)
             require(
                 isinstance(value, tuple) and value != () and all(type(n) is int and n >= 1 for n in value),
-                f"{name} is {as_written(value)!r}; expected a list of positive integers",
+                f"{name} is {shown(as_written(value))}; expected a list of positive integers",
             )
+            check_list_length(name, value)
+            for number in value:
+                check_size(name, number)
 
     def check_sizes(self) -> None:
         # every layer adds its number to the seed
@@ -179,12 +193,50 @@ class ReformerSpec(PublishedSpec):
 
     @property
     def layer_specs(self) -> list[AttentionSpec]:
-        return [self.attention_of_kind(kind) for kind in self.layer_kinds]
+        kinds = self.layer_kinds
+        specs = {kind: self.attention_of_kind(kind) for kind in set(kinds)}
+        return [specs[kind] for kind in kinds]
 
     @property
     def output_width(self) -> int:
         """Two residual streams are concatenated."""
         return 2 * self.hidden_size
+
+    def weights(self) -> Shapes:
+        width, both_streams = self.hidden_size, 2 * self.hidden_size
+        shapes: Shapes = {"token_embedding.weight": (self.vocab_size, width)}
+        if self.axial_pos_embds:
+            count = len(self.axial_pos_shape)
+            for axis, (size, dim) in enumerate(zip(self.axial_pos_shape, self.axial_pos_embds_dim, strict=True)):
+                ends = (1,) * axis + (size,) + (1,) * (count - axis - 1)
+                shapes[f"position_embedding.weights.{axis}"] = (*ends, dim)
+        else:
+            shapes["position_embedding.weight"] = (self.max_position_embeddings, width)
+        blocks = {kind: self.block_weights(kind) for kind in set(self.layer_kinds)}
+        for layer, kind in enumerate(self.layer_kinds):
+            shapes |= within(f"blocks.{layer}", blocks[kind])
+        shapes |= norm("final_norm", both_streams)
+        if self.task in ("lm-head", "masked-lm"):
+            return shapes | linear("lm_head", both_streams, self.vocab_size)
+        if self.task == "sequence-classification":
+            dense = linear("classifier_dense", both_streams, width)
+            return shapes | dense | linear("classifier_out", width, self.num_labels)
+        return shapes | linear("qa_outputs", both_streams, 2) if self.task == "question-answering" else shapes
+
+    def block_weights(self, kind: str) -> Shapes:
+        """Those of one block, with the rotations of an LSH layer."""
+        width = self.hidden_size
+        return {
+            **norm("attention_norm", width),
+            **within("attention", self.attention_of_kind(kind).weights()),
+            **norm("feed_forward_norm", width),
+            **linear("feed_forward.up", width, self.feed_forward_size),
+            **linear("feed_forward.down", self.feed_forward_size, width),
+        }
+
+    def least_elements(self, batch: int, seq_len: int) -> int:
+        """All layers get the sequence padded to whole chunks of every one."""
+        return super().least_elements(batch, -(-seq_len // self.pad_multiple) * self.pad_multiple)
 
     @property
     def max_seq_len(self) -> int:

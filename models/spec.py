@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from effexport.models.model_spec import Dims, Scope, counted
 from effexport.models.products import Product, banded_products, convolution
 from effexport.models.validation import (
-    LARGEST_SIZE,
     ShortRepr,
     as_written,
     check_field_types,
@@ -25,11 +24,15 @@ from effexport.models.validation import (
     nearest_divisors,
     nearest_multiples,
     require,
+    shown,
 )
+from effexport.models.weight_shapes import Shapes, linear
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+# Tensors that a layer projects its input to → its projection.
+PROJECTIONS = {"q": "query", "k": "key", "v": "value", "qk": "query_key"}
 # Exported graphs pad the numbers of buckets in float32, which is exact below this.
 MOST_BUCKETS = 2**24
 # Tokens that buckets_by_length allows at least: rotations for so many are small.
@@ -94,9 +97,7 @@ class AttentionSpec(ShortRepr, ABC):
     def __post_init__(self) -> None:
         check_field_types(self)
         for name in ("dim", "heads", "seq_len"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}; expected a positive integer")
-            require(value <= LARGEST_SIZE, f"{name} is {value}; expected at most {LARGEST_SIZE}")
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected a positive integer")
         require(self.head_dim is None or self.head_dim >= 1, f"head_dim is {self.head_dim}; expected at least 1")
         if self.has_heads and self.head_dim is None:
             require(
@@ -147,6 +148,19 @@ class AttentionSpec(ShortRepr, ABC):
     def largest_intermediate(self, batch: int, seq_len: int) -> int:
         """Elements of the largest intermediate value of the plain formula, such as the logits of softmax."""
         return 0
+
+    def weights(self) -> Shapes:
+        """Shapes of the parameters and buffers of the layer."""
+        heads, channels = self.projected
+        shapes: Shapes = {}
+        for name, width in channels.items():
+            shapes |= linear(PROJECTIONS[name], self.dim, heads * width, bias=self.bias)
+        return shapes | linear("out", heads * channels["v"], self.dim, bias=self.bias)
+
+    def least_elements(self, batch: int, seq_len: int) -> int:
+        """Numbers that one call holds at once in any implementation: far fewer than it takes, never more."""
+        padded_len = -(-seq_len // self.padding_multiple) * self.padding_multiple
+        return batch * padded_len * max(self.dim, self.inner_dim)
 
     def of_layer(self, number: int) -> Self:
         """The spec of one layer of a stack, counted from 0: layers that draw random numbers draw different ones."""
@@ -298,6 +312,9 @@ class SoftmaxSpec(QueryKeySpec):
 
     def largest_intermediate(self, batch: int, seq_len: int) -> int:
         return batch * self.heads * seq_len**2
+
+    def weights(self) -> Shapes:
+        return super().weights() | convolution_weights(self.heads, self.conv_kernel_size)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -480,6 +497,16 @@ class NystromSpec(QueryKeySpec):
     def largest_intermediate(self, batch: int, seq_len: int) -> int:
         return batch * self.heads * seq_len * self.num_landmarks
 
+    def weights(self) -> Shapes:
+        return super().weights() | convolution_weights(self.heads, self.conv_kernel_size)
+
+    def least_elements(self, batch: int, seq_len: int) -> int:
+        """With the matrix of landmarks by landmarks, which is exact attention for short inputs of some conventions."""
+        least = super().least_elements(batch, seq_len)
+        if self.is_plain_softmax or self.has_balanced_segments:
+            return least
+        return least + batch * self.heads * self.num_landmarks**2
+
     @property
     def actual_variant(self) -> str:
         return "softmax" if self.is_plain_softmax else self.variant
@@ -512,6 +539,10 @@ class NystromSpec(QueryKeySpec):
         if self.is_plain_softmax:
             return "mask_landmarks=False: the convolution carries padding to its neighbours"
         return "mask_landmarks=False: padding is part of the input"
+
+
+def convolution_weights(heads: int, kernel_size: int | None) -> Shapes:
+    return {} if kernel_size is None else {"conv.weight": (heads, 1, kernel_size, 1)}
 
 
 def without_convolution(spec: SoftmaxSpec | NystromSpec) -> None:
@@ -717,6 +748,14 @@ class LSHSpec(LookAroundSpec):
     def largest_intermediate(self, batch: int, seq_len: int) -> int:
         return super().largest_intermediate(batch * self.num_hashes, seq_len)
 
+    def weights(self) -> Shapes:
+        heads, half = self.heads if self.rotations_per_head else 1, sum(self.bucket_factors) // 2
+        return super().weights() | {"hash.rotations": (heads, self.head_size, self.num_hashes, half)}
+
+    def least_elements(self, batch: int, seq_len: int) -> int:
+        """With the bucket of every token in every round."""
+        return super().least_elements(batch, seq_len) + batch * self.heads * self.num_hashes * seq_len
+
     def of_layer(self, number: int) -> Self:
         return dataclasses.replace(self, hash_seed=self.hash_seed + number)
 
@@ -781,6 +820,12 @@ class AFTPositionSpec(AFTSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.position_dim >= 1, f"position_dim is {self.position_dim}; expected at least 1")
+
+    def weights(self) -> Shapes:
+        if self.position_bias == "full":
+            return super().weights() | {"position_bias": (self.seq_len, self.seq_len)}
+        factor = self.seq_len, self.position_dim
+        return super().weights() | dict.fromkeys(("position_query", "position_key"), factor)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -854,6 +899,10 @@ class AFTConvSpec(AFTSpec):
     def operators(self, fused: bool) -> tuple[str, ...]:
         return ("AFTWindowAttention",) if fused else ()
 
+    def weights(self) -> Shapes:
+        taps: Shapes = {"weight": (self.heads, self.kernel_size), "gamma": (self.heads,), "beta": (self.heads,)}
+        return super().weights() | taps
+
     @property
     def projected(self) -> tuple[int, dict[str, int]]:
         """Each head has a single key channel."""
@@ -911,11 +960,11 @@ def attention_spec(variant: str, options: Mapping[str, Any] | None = None) -> At
 
     Raises SpecError for an unknown variant, an unknown field or a value that cannot work.
     """
-    ours = OTHER_NAMES.get(str(variant).lower())
+    ours = OTHER_NAMES.get(variant.lower()) if isinstance(variant, str) else None
     meant = f"; its attention is called {ours!r} here." if ours else did_you_mean(variant, ATTENTION_SPECS)
     require(
         variant in list(ATTENTION_SPECS),  # a list compares, a dict would hash what may be a list
-        f"unknown variant {variant!r}{meant} Expected one of: {', '.join(ATTENTION_SPECS)}",
+        f"unknown variant {shown(variant)}{meant} Expected one of: {', '.join(ATTENTION_SPECS)}",
     )
     spec_class = ATTENTION_SPECS[variant]
     return spec_class(**known_fields(spec_class, options or {}, f"{variant} attention"))
@@ -953,11 +1002,15 @@ SHARED_FIELDS = frozenset.intersection(*(frozenset(field_names(spec)) for spec i
 
 
 def known_fields(spec_class: type[DataclassInstance], options: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """`options` with lists turned into tuples, refusing names that the class does not have."""
+    """`options` with lists turned into tuples, refusing names that the class does not have, and missing ones."""
     names = field_names(spec_class)
     for name in options:
         require(
             name in names,
-            f"{owner} has no field {name!r}{did_you_mean(name, names)} Its fields: {', '.join(names)}",
+            f"{owner} has no field {shown(name)}{did_you_mean(name, names)} Its fields: {', '.join(names)}",
         )
+    for field in dataclasses.fields(spec_class):
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        # what the caller adds by itself is not an option
+        require(not needed or field.name in options or field.name == "model", f"{owner} has no {field.name}")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}

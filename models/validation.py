@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 # Indices into a tensor of this many rows still fit into int32, which the operators count with.
 LARGEST_SIZE = 2**31 - 1
+LARGEST_SEED = 2**63 - 1
+# Far more than anyone has trained; a model of so many layers is not built one by one to find out that it is too large.
+MOST_LAYERS = 10_000
+# Numbers in a list, such as axes of positions or factors of a number of buckets.
+LONGEST_LIST = 32
 # Longer words are not compared with known ones: difflib keeps the place of every character.
 LONGEST_WORD = 100
 
@@ -25,13 +31,22 @@ def require(condition: bool, message: str) -> None:
 
 def shown(value: object, longest: int = 80) -> str:
     """A value for a message, cut to a bounded length."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python does not write integers of thousands of digits
+        return "an integer of thousands of digits" if isinstance(value, int) else "a deeply nested value"
     return text if len(text) <= longest else f"{text[:longest]}…"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def shown_name(name: str) -> str:
+    """A name from a file for a message: as it is, if it is short and can be printed."""
+    return name if name.isprintable() and len(name) <= LONGEST_WORD else shown(name, LONGEST_WORD)
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: `"; did you mean 'x'?"`, or `"."` when nothing is close."""
-    close = difflib.get_close_matches(str(word)[:LONGEST_WORD].lower(), list(known), n=1, cutoff=0.5)
+    text = word if isinstance(word, str) else shown(word)
+    close = difflib.get_close_matches(text[:LONGEST_WORD].lower(), list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else "."
 
 
@@ -43,7 +58,8 @@ def nearest_multiples(value: int, divisor: int) -> str:
 
 def nearest_divisors(value: int, total: int) -> str:
     """The divisors of `total` closest to `value` on either side, as text for an error message."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    divisors = sorted({*small, *(total // d for d in small)})
     below = [d for d in divisors if d <= value][-1:]
     above = [d for d in divisors if d > value][:1]
     return " or ".join(str(d) for d in below + above)
@@ -65,10 +81,11 @@ def as_written(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def check_field_types(spec: Any) -> None:
-    """Field values must have the declared type: TOML and JSON hand over whatever the user wrote."""
+def check_field_types(spec: Any, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Field values must have the declared type, and integers a size that can mean anything: TOML, JSON and manifests
+    hand over whatever stands in them. renamed: field → its name in messages, where that differs."""
     for field in dataclasses.fields(spec):
-        check_type(field.name, getattr(spec, field.name), str(field.type))
+        check_type(renamed.get(field.name, field.name), getattr(spec, field.name), str(field.type))
 
 
 def check_type(name: str, value: Any, declared: str) -> None:
@@ -79,17 +96,44 @@ def check_type(name: str, value: Any, declared: str) -> None:
     elif declared in _PLAIN_TYPES:
         accepted, words = _PLAIN_TYPES[declared]
         is_bool = isinstance(value, bool) and bool not in accepted
-        finite = not isinstance(value, float) or math.isfinite(value)
         require(
-            isinstance(value, accepted) and not is_bool and finite,
+            isinstance(value, accepted) and not is_bool and (float not in accepted or is_finite(value)),
             f"{name} is {shown(value)}; expected {words}",
         )
+        if type(value) is int and float not in accepted:
+            check_size(name, value)
     elif declared == "int | tuple[int, ...] | None":
         items = value if isinstance(value, tuple) else (value,)
         require(
             value is None or (items != () and all(type(item) is int for item in items)),
             f"{name} is {shown(as_written(value))}; expected an integer or a list of integers",
         )
+        check_list_length(name, items)
+        for item in items:
+            check_size(name, item or 0)
+
+
+def check_size(name: str, value: int) -> None:
+    """Raise SpecError for an integer beyond what any size or seed can be."""
+    limit = LARGEST_SEED if name.endswith("seed") else LARGEST_SIZE
+    require(abs(value) <= limit, f"{name} is {shown(value)}; expected at most {limit}")
+
+
+def check_list_length(name: str, items: Collection[object], longest: int = LONGEST_LIST) -> None:
+    require(len(items) <= longest, f"{name} is a list of {len(items)}; expected at most {longest}")
+
+
+def check_layers(name: str, count: int) -> None:
+    require(count >= 1, f"{name} is {count}; expected at least 1")
+    require(count <= MOST_LAYERS, f"{name} is {count}; expected at most {MOST_LAYERS}")
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a number, an integer as well, is finite as a float."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 _PLAIN_TYPES: dict[str, tuple[tuple[type, ...], str]] = {

@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.environment import total_memory_bytes
 from effexport.errors import UserError
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.encoder_spec import EncoderSpec
+from effexport.models.families import CONFIG
 from effexport.models.spec import AttentionSpec
+from effexport.models.weight_shapes import count
 from effexport.spec import BuildSpec
-from effexport.units import listed
+from effexport.units import listed, memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,11 +70,29 @@ def source_from_user(user: UserModel, name: str, spec: BuildSpec) -> ModuleSourc
     return ModuleSource(name, lambda spec: user.module, user)
 
 
+def check_memory(spec: BuildSpec) -> None:
+    """Raise UserError for a model that this machine cannot hold, however little else a build would take."""
+    total, needed = total_memory_bytes(), spec.least_bytes
+    if total is not None and needed > total:
+        numbers = count(spec.model.weights())
+        raise UserError(
+            f"the {spec.model.title} has {numbers:,} parameters and needs at least {memory(needed)} for them and "
+            f"{spec.batch} × {spec.seq_len} tokens; this machine has {memory(total)}: {remedy_for_size(spec)}"
+        )
+
+
+def remedy_for_size(spec: BuildSpec) -> str:
+    if isinstance(spec.model, CheckpointSpec):
+        return f"check the sizes in its {CONFIG}, use a smaller --seq-len or --batch, or build on a larger machine"
+    return "use smaller sizes, or build on a larger machine"
+
+
 def module_from_seed(spec: BuildSpec) -> nn.Module:
     from effexport.models.encoder import module_from_spec
     from effexport.models.head import with_head
 
     assert isinstance(spec.model, AttentionSpec | EncoderSpec)
+    check_memory(spec)
     return with_head(module_from_spec(spec.model, spec.seed), spec.head, spec.model)
 
 
@@ -81,6 +102,7 @@ def module_from_path(spec: BuildSpec, path: Path, which: str = OF_ARTIFACT) -> n
     from effexport.models.head import with_head
 
     if isinstance(spec.model, CheckpointSpec):
+        check_memory(spec)
         return with_head(checkpoint.module_from_checkpoint(path, spec.model), spec.head, spec.model)
     module = module_from_seed(spec)
     found = checkpoint.read_tensors(path)
