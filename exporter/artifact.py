@@ -14,10 +14,11 @@ import msgspec
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
-from effexport.export.onnx_graph import load_graph
-from effexport.files import Figure, FolderKind, file_digest, record_from_values
+from effexport.export.onnx_graph import GraphSignature, load_graph, opset_of, why_another, why_invalid
+from effexport.files import FolderKind, file_digest, is_inside
 from effexport.models.families import is_checkpoint
 from effexport.quantize.record import Quantization
+from effexport.records import Count, Figure, Seconds, record_from_values, values_of_file
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
 
@@ -32,9 +33,6 @@ REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
 ARTIFACT_FOLDER = FolderKind("an artifact", MANIFEST)
 REMEDY = "build the artifact again, or copy it again from its source"
-
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -60,7 +58,7 @@ class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
     implementation: dict[str, str]
     layers: Count
     bytes: Count
-    build_seconds: float
+    build_seconds: Seconds
     remarks: tuple[str, ...]
 
 
@@ -182,14 +180,30 @@ def open_artifact(path: Path) -> Artifact:
         spec = artifact.spec
     except (ValueError, KeyError, TypeError) as error:  # SpecError is a ValueError
         raise UserError(f"{path / MANIFEST} holds a spec that cannot work: {error}") from error
+    for name in ("variant", "precision", "opset", "inputs", "outputs"):
+        if getattr(manifest, name) != getattr(spec, name):
+            raise UserError(f"{path / MANIFEST} is damaged: its fields {name} and spec contradict each other; {REMEDY}")
     graphs = (MODEL, DECODE_STEP) if spec.has_decode_step else (MODEL,)
     for required in (*graphs, REFERENCE):
         if required not in manifest.files:
             raise UserError(f"{path / MANIFEST} does not list {required}; {REMEDY}")
     for graph in (*graphs, PREFILL):
         if graph in manifest.files:
-            load_graph(path / graph)
+            check_graph_of_artifact(artifact, graph)
     return artifact
+
+
+def check_graph_of_artifact(artifact: Artifact, name: str) -> None:
+    """Raise UserError unless a graph is valid ONNX, and the one that the manifest describes."""
+    file, manifest = artifact.path / name, artifact.manifest
+    graph = load_graph(file)
+    problem = why_invalid(file)
+    if opset_of(graph) != manifest.opset:
+        problem = f"its opset is {opset_of(graph)}; expected {manifest.opset}"
+    elif name == MODEL and not problem:
+        problem = why_another(graph, GraphSignature(manifest.inputs, manifest.outputs, manifest.custom_ops))
+    if problem:
+        raise UserError(f"{file} is not the graph that {MANIFEST} describes: {problem}; {REMEDY}")
 
 
 def artifact_in_progress(folder: Path, spec: BuildSpec) -> Artifact:
@@ -242,12 +256,8 @@ def read_manifest(path: Path) -> Manifest:
         )
     if not file.is_file():
         raise UserError(not_an_artifact(path))
-    try:
-        text = file.read_text(encoding="utf-8")
-        values = json.loads(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{file} is damaged: {error}; {REMEDY}") from error
-    if not isinstance(values, dict) or type(values.get("format_version")) is not int:
+    values = values_of_file(file, REMEDY)
+    if type(values.get("format_version")) is not int:
         raise UserError(
             f"{file} is not a manifest of effexport: it has no format_version; expected one that effexport build wrote"
         )
@@ -258,7 +268,7 @@ def read_manifest(path: Path) -> Manifest:
             f"this effexport reads up to {FORMAT_VERSION}: upgrade effexport"
         )
     # the text itself is compared too: 1e-05 and 1E-05 are one number, but only one of them was written
-    if values.get("integrity") != manifest_digest(values) or text != manifest_text(values):
+    if values.get("integrity") != manifest_digest(values) or file.read_bytes() != manifest_text(values):
         raise UserError(f"{file} is damaged: its contents do not match its own checksum; {REMEDY}")
     return record_from_values(values, Manifest, str(file), REMEDY)
 
@@ -266,7 +276,7 @@ def read_manifest(path: Path) -> Manifest:
 def check_file(folder: Path, name: str, entry: FileEntry) -> None:
     """Raise UserError unless a listed file lies in the folder and has the size and checksum of its entry."""
     file = folder / name
-    if not file.resolve().is_relative_to(folder.resolve()):
+    if not is_inside(file, folder):
         raise UserError(f"{folder / MANIFEST} lists {name!r}, outside the artifact; expected files inside it")
     if not file.is_file():
         raise UserError(f"{folder} is damaged: {name} is missing; {REMEDY}")
@@ -288,7 +298,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     files = {name: FileEntry(file_digest(file), file.stat().st_size) for name, file in files_of_folder(folder).items()}
     values = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(manifest, files=files)))
     values["integrity"] = manifest_digest(values)
-    (folder / MANIFEST).write_text(manifest_text(values), encoding="utf-8")
+    (folder / MANIFEST).write_bytes(manifest_text(values))
 
 
 def files_of_folder(folder: Path) -> dict[str, Path]:
@@ -296,6 +306,6 @@ def files_of_folder(folder: Path) -> dict[str, Path]:
     return {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
-def manifest_text(manifest: Mapping[str, Any]) -> str:
+def manifest_text(manifest: Mapping[str, Any]) -> bytes:
     """The only text that stands for this manifest."""
-    return json.dumps(manifest, indent=2) + "\n"
+    return msgspec.json.format(json.dumps(manifest).encode(), indent=2) + b"\n"

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from effexport.disk import ANOTHER_FILE, ANOTHER_FOLDER, is_disk_full, write_error
 from effexport.errors import UserError
@@ -27,12 +27,6 @@ from effexport.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Figure = float
-else:
-    # A number in a JSON file; records make a float of it with `figure` as soon as they are read.
-    Figure = int | float | Literal["nan", "inf", "-inf"]
-
-Record = TypeVar("Record")
 _CALLS = itertools.count()
 # The temporary folders that threads of this process use at the moment; one of them at a time replaces its output.
 _IN_USE: set[Path] = set()
@@ -215,6 +209,16 @@ def _is_running(pid: int) -> bool:
     return True
 
 
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path lies in a folder once all links are followed. False for a loop of links, and for a path that the
+    system does not accept."""
+    try:
+        path.exists()  # raises for a name that is too long, which `resolve` does not
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # too long; a loop; a NUL
+        return False
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as stream:
@@ -224,24 +228,6 @@ def file_digest(path: Path) -> str:
 def json_text(value: Any) -> str:
     """Indented JSON with a final newline. NaN and infinity become the strings "nan", "inf" and "-inf"."""
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
-
-
-def record_from_values(values: Any, kind: type[Record], what: str, remedy: str) -> Record:
-    """A typed record of the plain values of a JSON file. Raises UserError for values of another type.
-
-    what: how errors name the file. remedy: what its owner can do about damage.
-    """
-    import msgspec
-
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{what} is damaged: {error}; {remedy}") from error
-
-
-def figure(value: Any) -> Any:
-    """The inverse of what `json_text` does to NaN and infinity, for one value."""
-    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _finite(value: Any) -> Any:

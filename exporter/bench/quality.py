@@ -8,8 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from effexport.bench.grid import Model, model_of_case
 from effexport.bench.results import Case
 from effexport.errors import UserError
@@ -19,6 +17,7 @@ from effexport.models.encoder_spec import EncoderSpec
 from effexport.models.model_spec import ModelSpec
 from effexport.models.spec import SHARED_FIELDS
 from effexport.models.validation import SpecError
+from effexport.records import read_record
 from effexport.report.rendering.text import interval_text
 from effexport.spec import ENCODER_FIELDS, BuildSpec
 from effexport.units import listed
@@ -76,13 +75,13 @@ def files_of_folder(folder: Path) -> list[Path]:
 
 
 def judged_from_json(path: Path) -> Judged:
+    found = read_record(path, Evaluation, EXPECTED)
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Evaluation)
         spec = BuildSpec.from_dict(found.spec)
         figures = [end for one in found.estimates for end in (one.value, one.low, one.high) if end is not None]
         if LOSS not in {one.name for one in found.estimates} or not all(map(math.isfinite, figures)):
             raise ValueError("a loss and finite figures are missing")
-    except (OSError, ValueError, OverflowError, SpecError, KeyError, TypeError) as error:
+    except (ValueError, OverflowError, SpecError, KeyError, TypeError) as error:
         raise UserError(f"cannot read --quality {path}; {EXPECTED}: {error}") from error
     if spec.scope == "checkpoint":
         raise UserError(

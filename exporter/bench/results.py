@@ -6,10 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
-from effexport.errors import UserError
 from effexport.files import json_text
+from effexport.records import read_record
 
 Status = Literal["measured", "disturbed", "failed", "not run"]
 
@@ -170,7 +168,4 @@ class BenchResults:
 
 def results_from_json(path: Path) -> BenchResults:
     """Read what `BenchResults.to_json` wrote. Raises UserError for another kind of file."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=BenchResults)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UserError(f"cannot read {path}; expected the results.json of effexport bench: {error}") from error
+    return read_record(path, BenchResults, "expected the results.json of effexport bench")

@@ -5,7 +5,6 @@ An artifact has engine/trt-rtx.engine and engine/trt-rtx.json. Both files may be
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -117,7 +116,7 @@ def read_sidecar(engine: Path) -> EngineInfo:
 
     Raises UserError if the engine or its sidecar is missing, or the sidecar is damaged or of a newer effexport.
     """
-    import msgspec
+    from effexport.records import record_from_values, values_of_file
 
     sidecar = sidecar_path(engine)
     if not engine.is_file():
@@ -126,17 +125,14 @@ def read_sidecar(engine: Path) -> EngineInfo:
         raise UserError(
             f"{engine} has no {sidecar.name} beside it, which describes what it was built for; copy both files together"
         )
-    try:
-        values = json.loads(sidecar.read_text(encoding="utf-8"))
-        version = values["format_version"]
-        if type(version) is int and version > FORMAT_VERSION:
-            raise UserError(
-                f"{sidecar} has format version {version}, of a newer effexport; this one reads up to {FORMAT_VERSION}: "
-                "upgrade effexport"
-            )
-        return msgspec.convert(values, EngineInfo)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{sidecar} is damaged ({type(error).__name__}: {error}); {REBUILD}") from error
+    values = values_of_file(sidecar, REBUILD)
+    version = values.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise UserError(
+            f"{sidecar} has format version {version}, of a newer effexport; this one reads up to {FORMAT_VERSION}: "
+            "upgrade effexport"
+        )
+    return record_from_values(values, EngineInfo, str(sidecar), REBUILD)
 
 
 def check_engine_file(engine: Path, info: EngineInfo) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from effexport.files import Figure, figure
+from effexport.records import Figure, figure
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array

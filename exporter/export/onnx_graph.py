@@ -7,12 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import StageError, UserError
-from effexport.files import file_digest
+from effexport.files import file_digest, is_inside
 from effexport.models.head_spec import LARGEST_TOP_K
 from effexport.plugins.function_body import traps
 from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
@@ -39,6 +40,10 @@ FORBIDDEN_OPS: dict[str, str] = RANDOM_OPS | {
     "TopK": "TensorRT stops at 3840 elements",  # fewer are allowed, see `why_forbidden`
     "CumSum": "TensorRT's parser has made a sequential loop of it (10.1)",
 }
+# Runtimes replace calls of functions by their nodes. Models of ours have a few thousand, the largest published ones
+# some hundred thousand.
+MOST_NODES = 2_000_000
+OLDEST_IR_VERSION = 3
 # dtype and dims of a value; None for a dimension without a name
 ValueType = tuple[str, tuple[int | str | None, ...]]
 
@@ -59,18 +64,15 @@ def check_graph(path: Path, signature: GraphSignature, forbidden: Mapping[str, s
     """Raise StageError unless the file is valid ONNX and has the signature, and no node of a forbidden type."""
     import onnx
 
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise StageError(STAGE, f"onnx rejects the graph: {error}") from error
+    if problem := why_invalid(path, infer_shapes=True):
+        raise StageError(STAGE, f"onnx rejects the graph: {problem}")
     model = onnx.load(str(path), load_external_data=False)
 
-    found = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
-    ours, declared = ({op: n for op, n in ops.items() if op in OPS} for ops in (found, signature.custom_ops))
-    if ours != declared:
-        raise StageError(STAGE, f"custom operators are {ours}; declared are {declared}")
+    if problem := why_another(model, signature):
+        raise StageError(STAGE, problem)
+    found = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
     bodies = {function.name for function in model.functions if function.domain == DOMAIN}
-    if bodies != set(found):
+    if bodies != found:
         raise StageError(STAGE, f"function bodies are {sorted(bodies)}; expected {sorted(found)}")
     constants = small_constants(model)
     for node in all_nodes(model):
@@ -78,14 +80,37 @@ def check_graph(path: Path, signature: GraphSignature, forbidden: Mapping[str, s
             raise StageError(STAGE, f"node {node.name!r} is a {node.op_type}: {reason}")
         if node.domain == DOMAIN and (PLUGIN_NAMESPACE, DOMAIN.encode()) not in [(a.name, a.s) for a in node.attribute]:
             raise StageError(STAGE, f"node {node.name!r} does not carry {PLUGIN_NAMESPACE}={DOMAIN!r}")
+
+
+def why_invalid(path: Path, *, infer_shapes: bool = False) -> str:
+    """What makes a file invalid ONNX; "" if nothing does. infer_shapes: also look for shapes that contradict."""
+    import onnx
+
+    try:
+        onnx.checker.check_model(str(path), full_check=infer_shapes)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def why_another(model: onnx.ModelProto, signature: GraphSignature) -> str:
+    """How a graph differs from its signature; "" if it does not."""
+    found = Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN)
+    ours, declared = ({op: n for op, n in ops.items() if op in OPS} for ops in (found, signature.custom_ops))
+    if ours != declared:
+        return f"custom operators are {ours}; declared are {declared}"
     for what, actual, expected in (
         ("inputs", graph_tensors(model.graph.input), signature.inputs),
         ("outputs", graph_tensors(model.graph.output), signature.outputs),
     ):
         if actual != expected:
-            raise StageError(
-                STAGE, f"{what} are {', '.join(map(str, actual))}; expected {', '.join(map(str, expected))}"
-            )
+            return f"{what} are {', '.join(map(str, actual))}; expected {', '.join(map(str, expected))}"
+    return ""
+
+
+def opset_of(model: onnx.ModelProto) -> int | None:
+    """The version of the standard operators of a graph; None if it has none."""
+    return next((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), None)
 
 
 def not_for_tensorrt(path: Path) -> tuple[str, ...]:
@@ -194,8 +219,8 @@ def value_types(model: onnx.ModelProto) -> dict[str, ValueType]:
 
 
 def load_graph(path: Path) -> onnx.ModelProto:
-    """A model file without its external data. Raises UserError for a file that is missing, damaged, or refers to data
-    outside its own folder."""
+    """A model file without its external data. Raises UserError for a file that is missing, damaged, of a version that
+    nothing can read, refers to data outside its own folder, or has functions without end."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -213,14 +238,51 @@ def load_graph(path: Path) -> onnx.ModelProto:
         raise UserError(f"cannot read {path}: {error.strerror}; {expected}") from error
     if not model.graph.node:
         raise UserError(f"{path} is not an ONNX model: it has no nodes; {expected}")
+    if problem := why_not_readable(model):
+        raise UserError(f"{path} cannot be used: {problem}; expected a model that onnx {onnx.__version__} can read")
     check_external_data(model, path)
     return model
 
 
+def why_not_readable(model: onnx.ModelProto) -> str:
+    """What no runtime could make sense of, before one is asked: versions, and functions without end. "" if nothing."""
+    import onnx
+
+    if not OLDEST_IR_VERSION <= model.ir_version <= onnx.IR_VERSION:
+        return f"its IR version is {model.ir_version}, not {OLDEST_IR_VERSION} to {onnx.IR_VERSION}"
+    newest = onnx.defs.onnx_opset_version()
+    for holder, imports in (("it", model.opset_import), *((f.name, f.opset_import) for f in model.functions)):
+        for entry in imports:
+            if entry.domain in STANDARD_DOMAINS and not 1 <= entry.version <= newest:
+                return f"{holder} needs opset {entry.version}, not 1 to {newest}"
+    return _why_without_end(model)
+
+
+def _why_without_end(model: onnx.ModelProto) -> str:
+    """Whether functions call themselves, or each other so often that their nodes do not fit into memory; "" if not."""
+    calls = {
+        (function.domain, function.name): Counter((node.domain, node.op_type) for node in nodes_within(function.node))
+        for function in model.functions
+    }
+    # after all calls are replaced; what is not a function is a node
+    nodes: dict[tuple[str, str], int] = {}
+    try:
+        for one in TopologicalSorter(calls).static_order():
+            nodes[one] = sum(n * nodes[called] for called, n in calls[one].items()) if one in calls else 1
+    except CycleError as error:
+        return f"its function {error.args[1][0][1]} calls itself"
+    total = sum(nodes.get((node.domain, node.op_type), 1) for node in nodes_within(model.graph.node))
+    return f"its functions amount to {total} nodes, more than {MOST_NODES}" if total > MOST_NODES else ""
+
+
 def check_external_data(model: onnx.ModelProto, path: Path) -> None:
     """Raise UserError if a file with weights of a model is missing, too short, or outside the folder of the model."""
-    for location, size in external_sizes(model).items():
-        if not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
+    try:
+        needed = external_sizes(model)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: the place of its external weights cannot be read: {error}") from error
+    for location, size in needed.items():
+        if not is_inside(path.parent / location, path.parent):
             raise UserError(
                 f"{path} keeps weights at {location!r}, outside its own folder; expected a file beside the model. "
                 "Do not run this model unless you know where it comes from"
@@ -307,7 +369,7 @@ def graph_summary(model: onnx.ModelProto, path: Path, *, has_kernels: bool) -> d
     return {
         "inputs": plain(model.graph.input),
         "outputs": plain(model.graph.output),
-        "opset": next((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), None),
+        "opset": opset_of(model),
         "ops": {(f"{domain}::" if domain else "") + op: count for (domain, op), count in counts.most_common()},
         "custom_ops": {
             op: {

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from effexport.artifact import CheckSummary, Count, EngineEntry, Manifest, Parity
+from effexport.artifact import CheckSummary, EngineEntry, Manifest, Parity
 from effexport.evaluation.estimates import Quality
-from effexport.files import Figure, figure, json_text
+from effexport.files import json_text
 from effexport.models.model_spec import Scope
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check, Status, Worst, outcomes_text, passed, summary
 from effexport.quantize.record import Quantization
+from effexport.records import Count, Figure, Seconds, figure
 from effexport.report.notebook import notebook_html
 from effexport.report.rendering.quantization import cost_text
 from effexport.report.rendering.text import quality_text
@@ -214,7 +215,7 @@ class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     checks: list[CheckRecord]
     layers: Annotated[list[LayerError], described("In the order of the model.")]
     bench: Annotated[list[Any], msgspec.Meta(max_length=0, description="Always empty; kept for readers of version 2.")]
-    seconds: Annotated[dict[str, float], described("By the stage of the build.")]
+    seconds: Annotated[dict[str, Seconds], described("By the stage of the build.")]
     environment: Annotated[dict[str, str | None], described("Versions; null for what is not installed.")]
 
 

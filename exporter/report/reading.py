@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from effexport.artifact import REMEDY, REPORT_HTML, REPORT_JSON
 from effexport.errors import UserError
-from effexport.files import record_from_values
+from effexport.records import record_from_values, values_of_file
 from effexport.report.compare import Side
 from effexport.report.model import PYTORCH, REPORT_VERSION, Report, ReportFile, SpecFields, report_from_file
 
@@ -27,7 +26,10 @@ def report_of_artifact(artifact: Artifact) -> Report:
     file = artifact.path / REPORT_JSON
     values = _values_of_file(file)
     values["weights_from"] = artifact.manifest.weights_from
-    return report_from_values(values, file)
+    report = report_from_values(values, file)
+    if report.spec != artifact.manifest.spec:
+        raise UserError(f"{file} is damaged: it describes another model than the manifest; {REMEDY}")
+    return report
 
 
 def report_from_values(values: dict[str, Any], file: Path) -> Report:
@@ -46,11 +48,8 @@ def side_of_artifact(artifact: Artifact, name: str, report: Report | None = None
 
 def _values_of_file(file: Path) -> dict[str, Any]:
     """The fields of a report of any version that this effexport reads, as the newest version has them."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{file} is damaged: {error}; {REMEDY}") from error
-    if not isinstance(values, dict) or type(values.get("report_version")) is not int:
+    values = values_of_file(file, REMEDY)
+    if type(values.get("report_version")) is not int:
         raise UserError(f"{file} is not a report of effexport: it has no report_version; {REMEDY}")
     version = values["report_version"]
     if version > REPORT_VERSION:

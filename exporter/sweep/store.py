@@ -26,6 +26,7 @@ from effexport.artifact import EngineEntry, Parity, check_file, read_manifest
 from effexport.disk import ANOTHER_FOLDER, write_error
 from effexport.errors import UserError
 from effexport.files import json_text, write_file
+from effexport.records import values_of_file
 from effexport.sweep.cell import Cell
 from effexport.sweep.outcome import ARTIFACT, LOG, Outcome
 
@@ -114,10 +115,7 @@ class Store:
             return
         if not mark.is_file():
             raise UserError(f"{self.path} is not the output of a sweep, and not empty; choose another folder with -o")
-        try:
-            version = json.loads(mark.read_text(encoding="utf-8"))["format_version"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{mark} is damaged: {error}; choose another folder with -o") from error
+        version = values_of_file(mark, ANOTHER_FOLDER).get("format_version")
         if type(version) is not int or version > FORMAT_VERSION:
             raise UserError(
                 f"{mark} has format version {version}; this effexport reads up to {FORMAT_VERSION}: upgrade"
@@ -231,7 +229,7 @@ def read_record(folder: Path, cell: Cell) -> CellRecord | None:
     """The record of a cell; None if it is missing, damaged, or of another cell."""
     try:
         record = msgspec.json.decode((folder / RECORD).read_bytes(), type=CellRecord)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return None
     return record if record.digest == cell.digest else None
 

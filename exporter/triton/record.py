@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,11 +11,13 @@ from typing import Any
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.files import json_text
+from effexport.records import record_from_values, values_of_file
 from effexport.triton.signature import TEXT_INPUT
 
 RECORD = "effexport.json"
 CONFIG = "config.pbtxt"
 FORMAT_VERSION = 1
+REPACKAGE = "remove the model's folder and package it again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +66,11 @@ def read_record(folder: Path) -> ModelRecord | None:
     path = folder / RECORD
     if not path.is_file():
         return None
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format_version"] > FORMAT_VERSION:
-            raise UserError(f"{path} was written by a newer effexport; upgrade effexport")
-        for name in ("inputs", "outputs"):
-            values[name] = tuple(TensorInfo(t["name"], t["dtype"], tuple(t["dims"])) for t in values[name])
-        return ModelRecord(**values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove the model's folder and package it again") from error
+    values = values_of_file(path, REPACKAGE)
+    version = values.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise UserError(f"{path} was written by a newer effexport; upgrade effexport")
+    return record_from_values(values, ModelRecord, str(path), REPACKAGE)
 
 
 def config_digest(text: bytes) -> str:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,6 @@ from effexport.artifact import (
     Artifact,
     FileEntry,
     manifest_digest,
-    manifest_text,
     open_artifact,
     read_manifest,
     write_manifest,
@@ -203,7 +203,7 @@ def with_own_checksum(folder: Path, **changes: Any) -> None:
         else:
             manifest[name] = value
     manifest["integrity"] = manifest_digest(manifest)
-    (folder / "manifest.json").write_text(manifest_text(manifest))
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "link"])
@@ -244,6 +244,21 @@ def test_a_manifest_that_does_not_list_a_required_file_is_refused(copied: Copied
         {"spec": {"model": 3}},
         {"hash_values": None},
         {"custom_ops": None},
+        {"environment": []},
+        {"environment": {"torch": 3}},
+        {"parity": {"summary": {}}},
+        {"engines": [{"target": "trt-rtx"}]},
+        {"notes": ["\ud800"]},
+        {"notes": ["\x1b[2J"]},
+        {"notes": [[[]]]},
+        {"custom_ops": {"LSHSort": 2**64}},
+        {"files": {"model.onnx": {"sha256": "", "bytes": 10**4000}}},
+        {"files": {"x" * 5000: {"sha256": "", "bytes": 0}}},
+        {"variant": "lsh"},
+        {"precision": "fp16"},
+        {"opset": 21},
+        {"outputs": []},
+        {"inputs": [{"name": "hidden_states", "dtype": "float32", "dims": [10**12]}]},
     ],
 )
 def test_a_manifest_that_cannot_work_is_one_clear_error(copied: Copied, changes: dict[str, Any]) -> None:
@@ -251,6 +266,81 @@ def test_a_manifest_that_cannot_work_is_one_clear_error(copied: Copied, changes:
     with_own_checksum(folder, **changes)
     with pytest.raises(UserError, match=r"manifest\.json"):
         open_artifact(folder)
+
+
+def test_a_listed_file_that_is_a_loop_of_links_is_refused(copied: Copied) -> None:
+    folder = copied()
+    (folder / "model.onnx").unlink()
+    (folder / "model.onnx").symlink_to("model.onnx")
+    with pytest.raises(UserError, match=r"lists 'model\.onnx', outside the artifact"):
+        open_artifact(folder)
+
+
+@pytest.mark.parametrize("what", ["text", "values", "spaces"])
+def test_a_huge_manifest_is_refused_before_it_takes_memory(copied: Copied, what: str) -> None:
+    folder = copied()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    if what == "text":
+        manifest["notes"] = ["x" * (100 << 20)]
+    elif what == "values":
+        manifest["spec"]["x"] = [[]] * 2_000_000
+    manifest["integrity"] = manifest_digest(manifest)
+    text = json.dumps(manifest)
+    (folder / "manifest.json").write_text(text + " " * (100 << 20) * (what == "spaces"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"manifest\.json has .*; expected at most"):
+            open_artifact(folder)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 << 20  # the limit of 8 MB, read twice
+
+
+def other_opset(model: onnx.ModelProto) -> None:
+    for imports in (model.opset_import, *(function.opset_import for function in model.functions)):
+        for entry in imports:
+            if entry.domain == "":
+                entry.version = 21
+
+
+def other_input(model: onnx.ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "length"
+
+
+def no_custom_operator(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        if node.domain == "effexport":
+            node.domain, node.op_type = "", "Sum"
+            del node.input[1:]
+            del node.output[1:]
+            del node.attribute[:]
+
+
+def same_output_twice(model: onnx.ModelProto) -> None:
+    model.graph.node.append(model.graph.node[-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (other_opset, "its opset is 21; expected 20"),
+        (other_input, "inputs are hidden_states float32 [batch, length, 32]"),
+        (no_custom_operator, "custom operators are {}; declared are {'LSHHash': 1"),
+        (same_output_twice, "Graph must be in single static assignment"),
+    ],
+)
+def test_a_graph_that_the_manifest_does_not_describe_is_refused(
+    copied: Copied, rewrite_manifest: Rewrite, change: Callable[[onnx.ModelProto], None], words: str
+) -> None:
+    folder = copied("lsh", "attention")
+    model = onnx.load(str(folder / "model.onnx"))
+    change(model)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    rewrite_manifest(folder)
+    with pytest.raises(UserError, match=r"model\.onnx is not the graph that manifest\.json describes: ") as error:
+        open_artifact(folder)
+    assert words in str(error.value)
 
 
 def external(name: str, location: str) -> TensorProto:

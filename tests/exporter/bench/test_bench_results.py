@@ -73,7 +73,7 @@ def test_results_survive_json(tmp_path: Path) -> None:
 def test_another_file_is_not_read_as_results(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "results.json").write_text(text)
-    with pytest.raises(UserError, match=r"cannot read .*expected the results\.json of effexport bench"):
+    with pytest.raises(UserError, match=r"results\.json .*expected the results\.json of effexport bench"):
         results_from_json(tmp_path / "results.json")
 
 

@@ -140,7 +140,8 @@ def test_bad_usage_is_said(cli: Cli, artifact: Path, tmp_path: Path) -> None:
 
 DAMAGE: dict[str, tuple[str, str]] = {
     "not JSON": ("{", "is damaged: "),
-    "not a report": ("[1]", "is not a report of effexport: it has no report_version"),
+    "not a report": ("[1]", "is damaged: it does not hold a JSON object"),
+    "another object": ("{}", "is not a report of effexport: it has no report_version"),
     "newer": ('{"report_version": 99}', "report version 99; this effexport reads up to 5: upgrade effexport"),
     "incomplete": ('{"report_version": 2}', "is damaged: Object missing required field `title`"),
 }

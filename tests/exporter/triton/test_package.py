@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from effexport.artifact import Artifact, open_artifact
+from effexport.artifact import Artifact
 from effexport.errors import DiskFullError, UserError
 from effexport.models.validation import SpecError
 from effexport.proof.cases import load_reference
@@ -77,11 +76,10 @@ def test_an_artifact_that_continues_texts_also_becomes_a_model_that_generates(
 
 
 def test_an_artifact_that_ranks_tokens_generates_nothing_and_its_readme_names_the_positions(
-    copied: Callable[..., Path], rewrite_manifest: Callable[..., None], package: Packaging, tmp_path: Path
+    built: Built, package: Packaging, tmp_path: Path
 ) -> None:
-    folder = copied("linear", "encoder", causal=True, lm_head=True)
-    rewrite_manifest(folder, spec=dataclasses.replace(open_artifact(folder).spec, top_k=4).to_dict())
-    result = package(folder, tmp_path / "models", name="m", backends=("python",))
+    artifact = built("linear", "encoder", causal=True, lm_head=True, top_k=4)
+    result = package(artifact, tmp_path / "models", name="m", backends=("python",))
     assert [change.name for change in result.changes] == ["m"]
     assert result.remarks == ()
     readme = (tmp_path / "models" / "README.md").read_text()

@@ -1,0 +1,105 @@
+"""JSON files of effexport, read as typed records: bounded, and with one error for whatever is wrong with them.
+
+A file is data that somebody else may have written. Its size and the number of its values are limited before anything
+is made of them, so that reading it takes neither long nor much memory. Its texts cannot drive a terminal.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from effexport.errors import UserError
+from effexport.units import memory
+
+MOST_BYTES = 8 << 20
+MOST_VALUES = 500_000
+MOST_LEVELS = 50
+LARGEST_INTEGER = 2**63 - 1
+# In the texts of an honest file there are lines and tabs, but nothing else that controls a terminal.
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+Record = TypeVar("Record")
+if TYPE_CHECKING:
+    Figure = float
+else:
+    # A number in a JSON file; records make a float of it with `figure` as soon as they are read.
+    Integer = Annotated[int, msgspec.Meta(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)]
+    Figure = Integer | float | Literal["nan", "inf", "-inf"]
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
+# A century, in seconds: sums and dates stay finite.
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3.2e9)]
+
+
+def values_of_file(file: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file of ours, as plain values. Raises UserError for any other file.
+
+    remedy: what its owner can do about damage.
+    """
+    try:
+        size = file.stat().st_size
+        if size > MOST_BYTES:
+            raise UserError(f"{file} has {memory(size)}; expected at most {memory(MOST_BYTES)}; {remedy}")
+        text = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
+    # every value but the first comes after one of these
+    values = sum(text.count(mark) for mark in (b",", b"[", b"{"))
+    if values > MOST_VALUES:
+        raise UserError(f"{file} has about {values} values; expected at most {MOST_VALUES}; {remedy}")
+    try:
+        found = msgspec.json.decode(text)
+    except RecursionError as error:
+        raise UserError(f"{file} is damaged: its values are nested too deeply; {remedy}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is damaged: {error}; {remedy}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is damaged: it does not hold a JSON object; {remedy}")
+    if problem := _problem(found):
+        raise UserError(f"{file} is damaged: {problem}; {remedy}")
+    return found
+
+
+def _problem(values: dict[str, Any]) -> str:
+    """Why values cannot be those of an honest file, whatever their fields mean; "" if they can be."""
+    level: list[Any] = [values]
+    for _ in range(MOST_LEVELS):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                below += (*value, *value.values())
+            elif isinstance(value, list):
+                below += value
+            elif isinstance(value, str) and CONTROL.search(value):
+                return f"a text has a control character: {value[:80]!a}"
+            elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+                return "an integer does not fit into 64 bits"
+        if not below:
+            return ""
+        level = below
+    return f"its values are nested more than {MOST_LEVELS} levels deep"
+
+
+def record_from_values(values: Any, kind: type[Record], what: str, remedy: str) -> Record:
+    """A typed record of plain values. Raises UserError for values of another type, or out of bounds.
+
+    what: how errors name the file. remedy: what its owner can do about damage.
+    """
+    try:
+        return msgspec.convert(values, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        # the error quotes the value, however long it is
+        raise UserError(f"{what} is damaged: {str(error)[:300]}; {remedy}") from error
+
+
+def figure(value: Any) -> Any:
+    """The inverse of what `files.json_text` does to NaN and infinity, for one value."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def read_record(file: Path, kind: type[Record], remedy: str) -> Record:
+    """A JSON file of ours as a typed record. Raises UserError for any other file. remedy: see `values_of_file`."""
+    return record_from_values(values_of_file(file, remedy), kind, str(file), remedy)

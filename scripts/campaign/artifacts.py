@@ -1,0 +1,370 @@
+"""Mutated artifacts: damage that the checksums must notice, and edits with the checksums made right again."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from campaign.commands import Case, Ended, in_workers, run_command
+from campaign.onnx_mutations import mutated_model
+from campaign.strange import mutated_json
+from campaign.tally import Tally
+
+SIZES: dict[str, Any] = {"dim": 16, "heads": 2, "seq_len": 16, "vocab_size": 50}
+# What verify's limits allow in float32; a wrong answer is far beyond it.
+WRONG = 1e-2
+
+
+def run(cases: int, seed: int, folder: Path) -> Tally:
+    """Mutate artifacts of several kinds and give each to a command."""
+    healthy = folder / "healthy"
+    make_artifacts(healthy)
+    return in_workers(cases, attacker, healthy, folder / "work", seed)
+
+
+def make_artifacts(folder: Path) -> None:
+    """One small artifact for each kind of content that artifacts may have."""
+    from checkpoint_artifacts import checkpoint_artifact
+
+    import effexport
+
+    folder.mkdir(parents=True)
+    attention = {"scope": "attention", "dim": 16, "heads": 2, "seq_len": 16}
+    effexport.build(variant="lsh", output=folder / "lsh", **SIZES, layers=1, chunk_length=8)
+    effexport.build(variant="aft-simple", output=folder / "causal", **SIZES, layers=1, causal=True)
+    effexport.build(variant="linear", output=folder / "int8", **SIZES, layers=1, precision="int8")
+    effexport.build(variant="nystrom", output=folder / "external", **attention, num_landmarks=4, external_data=True)
+    if importlib.util.find_spec("tensorrt_rtx") is not None:
+        effexport.build(variant="softmax", output=folder / "engine", **attention, targets=["trt-rtx"])
+    text = checkpoint_artifact("NystromformerForSequenceClassification")
+    shutil.copytree(text.artifact, folder / "text")
+
+
+def attacker(healthy: Path, work: Path, seed: int, number: int) -> Case:
+    """The function of a case, in one worker."""
+    mine = work / f"worker-{number}"
+    mine.mkdir(parents=True, exist_ok=True)
+    originals = [Original(folder) for folder in sorted(healthy.iterdir())]
+
+    def case(index: int) -> str:
+        dice = random.Random(f"{seed}-{index}")
+        original = dice.choice(originals)
+        attacked = mine / "attacked"
+        shutil.rmtree(attacked, ignore_errors=True)
+        shutil.copytree(original.folder, attacked, symlinks=True)
+        mutation = dice.choice(MUTATIONS)
+        what = f"{original.folder.name}: {mutation.__name__}: {mutation(attacked, dice)}"
+        before = contents(attacked)
+        name = dice.choice(list(COMMANDS))
+        output = mine / "output"
+        output.mkdir(exist_ok=True)
+        try:
+            outcome = attack(name, original, attacked, output)
+            assert contents(attacked) == before, f"{name} changed the artifact"
+            assert outcome != "accepted" or not mutation_is_damage(mutation), f"{name} accepted damage"
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {str(error).replace(str(mine), '')}") from error
+        finally:
+            shutil.rmtree(output, ignore_errors=True)
+        return outcome
+
+    return case
+
+
+def attack(name: str, original: Original, attacked: Path, output: Path) -> str:
+    """Run a command on an attacked artifact; the outcome, or AssertionError for one that must not be."""
+    ended = COMMANDS[name](original, attacked, output)
+    outcome = ended.check()
+    left = [path.name for path in output.iterdir()] if output.exists() else []
+    if outcome == "refused":
+        assert not left, f"{name} refused and left {left}"
+    if outcome == "accepted" and name == "verify":
+        difference = original.difference(attacked)
+        assert difference < WRONG, f"verify passed a model whose outputs differ by {difference:g}"
+    return outcome
+
+
+class Original:
+    """A healthy artifact: inputs, and what they must give."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.inputs = folder.parent.parent / f"{folder.name}.npz"
+        self.spec = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["spec"]
+        self.feeds = self._feeds()
+        if not self.inputs.exists():
+            partial = self.inputs.with_name(f"{self.inputs.name}.{os.getpid()}.npz")
+            np.savez(partial, **self.feeds)  # type: ignore[arg-type]
+            partial.replace(self.inputs)
+        self.outputs = self._run(folder / "model.onnx")
+
+    def _feeds(self) -> dict[str, np.ndarray[Any, Any]]:
+        from safetensors.numpy import load_file
+
+        tensors = load_file(str(self.folder / "reference.safetensors"))
+        first = sorted(tensors)[0].partition("/")[0]
+        return {key.split("/", 2)[2]: value for key, value in tensors.items() if key.startswith(f"{first}/inputs/")}
+
+    def _run(self, model: Path) -> list[np.ndarray[Any, Any]]:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        outputs: list[np.ndarray[Any, Any]] = session.run(None, self.feeds)
+        return outputs
+
+    def difference(self, attacked: Path) -> float:
+        """By how much the outputs of an attacked model differ, relative to the largest."""
+        given = self._run(attacked / "model.onnx")
+        if [one.shape for one in given] != [one.shape for one in self.outputs]:
+            return float("inf")
+        differences = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(given, self.outputs, strict=True)]
+        return float(np.nan_to_num(max(differences), nan=np.inf))
+
+
+def contents(folder: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of everything in a folder, links not followed."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        found.append((path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns))
+    return found
+
+
+def damaged_bytes(folder: Path, dice: random.Random) -> str:
+    """A bit of a file is flipped, or a file is cut or extended, and no checksum made right."""
+    file = dice.choice([file for file in files_of(folder) if file.stat().st_size])
+    data = bytearray(file.read_bytes())
+    how = dice.choice(("flip", "cut", "extend"))
+    if how == "flip":
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    elif how == "cut":
+        del data[dice.randrange(len(data)) :]
+    else:
+        data += b"\x00"
+    file.write_bytes(data)
+    return f"{how} {file.name}"
+
+
+def manifest_edit(folder: Path, dice: random.Random) -> str:
+    values, what = mutated_json(manifest_of(folder), dice)
+    write_manifest(folder, values)
+    return what
+
+
+def report_edit(folder: Path, dice: random.Random) -> str:
+    return edited_json(folder, folder / "report.json", dice)
+
+
+def record_edit(folder: Path, dice: random.Random) -> str:
+    """A change in a sidecar, or in a file of the tokenizer."""
+    files = [
+        file
+        for file in files_of(folder)
+        if file.suffix == ".json" and file.name not in ("manifest.json", "report.json")
+    ]
+    return edited_json(folder, dice.choice(files or [folder / "report.json"]), dice)
+
+
+def model_edit(folder: Path, dice: random.Random) -> str:
+    file = dice.choice([file for file in files_of(folder) if file.suffix == ".onnx"])
+    data, what = mutated_model(file.read_bytes(), dice)
+    file.write_bytes(data)
+    make_right(folder)
+    return f"{file.name}: {what}"
+
+
+def answers_edit(folder: Path, dice: random.Random) -> str:
+    """Golden values that are another, or another kind of, safetensors file."""
+    file = folder / "reference.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    how = dice.choice(("header", "header", "header", "length", "bytes", "metadata"))
+    if how == "length":
+        length = dice.choice((0, 1, length + 1, 2**31, 2**63))
+        file.write_bytes(length.to_bytes(8, "little") + data[8:])
+        what = str(length)
+    elif how == "bytes":
+        changed = bytearray(data)
+        changed[dice.randrange(8 + length, len(changed))] ^= 1 << dice.randrange(8)
+        file.write_bytes(changed)
+        what = "flipped"
+    else:
+        header = json.loads(data[8 : 8 + length])
+        if how == "metadata":
+            key = dice.choice(list(header["__metadata__"]))
+            inner, what = mutated_json(json.loads(header["__metadata__"][key]), dice)
+            header["__metadata__"][key] = text_of(inner)
+        else:
+            header, what = mutated_json(header, dice)
+        text = text_of(header).encode("utf-8", "surrogatepass")
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    make_right(folder)
+    return f"{how} {what}"
+
+
+def other_files(folder: Path, dice: random.Random) -> str:
+    """A file is missing, empty, a folder, a loop of links, a pipe, or elsewhere; the manifest is as it was."""
+    file = dice.choice([file for file in files_of(folder) if file.stat().st_size])
+    how = dice.choice(("missing", "empty", "folder", "loop", "pipe", "outside", "dangling", "huge"))
+    file.unlink()
+    if how == "empty":
+        file.touch()
+    elif how == "folder":
+        file.mkdir()
+    elif how == "loop":
+        file.symlink_to(file.name)
+    elif how == "pipe":
+        os.mkfifo(file)
+    elif how == "outside":
+        file.symlink_to("/etc/passwd")
+    elif how == "dangling":
+        file.symlink_to("nowhere")
+    elif how == "huge":
+        with file.open("wb") as stream:
+            stream.truncate(1 << 40)
+    return f"{how} {file.name}"
+
+
+def large_manifest(folder: Path, dice: random.Random) -> str:
+    """A manifest of many megabytes, with its checksum made right where that is quick."""
+    file = folder / "manifest.json"
+    values = manifest_of(folder)
+    megabytes = dice.choice((1, 7, 9, 100))
+    how = dice.choice(("text", "lists", "spaces", "keys"))
+    if how == "text":
+        values["notes"] = ["\U0001f600" * (megabytes << 18)]
+    elif how == "lists":
+        values["spec"]["x"] = [[]] * (megabytes << 17)
+    elif how == "keys":
+        values["environment"] = {f"k{i}": "" for i in range(megabytes << 15)}
+    if how == "spaces":
+        file.write_text(file.read_text(encoding="utf-8") + " " * (megabytes << 20), encoding="utf-8")
+    elif megabytes < 10:
+        write_manifest(folder, values)
+    else:
+        file.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+    return f"{how} {megabytes} MB"
+
+
+DAMAGE = (damaged_bytes, other_files)
+MUTATIONS: Sequence[Callable[[Path, random.Random], str]] = (
+    *DAMAGE, manifest_edit, manifest_edit, manifest_edit, report_edit, record_edit, model_edit, model_edit, model_edit,
+    answers_edit, large_manifest,
+)  # fmt: skip
+
+
+def mutation_is_damage(mutation: Callable[[Path, random.Random], str]) -> bool:
+    return mutation in DAMAGE
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def edited_json(folder: Path, file: Path, dice: random.Random) -> str:
+    values, what = mutated_json(json.loads(file.read_text(encoding="utf-8")), dice)
+    file.write_text(text_of(values), encoding="utf-8")
+    make_right(folder)
+    return f"{file.name}: {what}"
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return values
+
+
+def write_manifest(folder: Path, values: dict[str, Any]) -> None:
+    """Write a manifest with the checksum that belongs to it."""
+    from effexport.artifact import manifest_digest
+
+    with any_number_of_digits():
+        values["integrity"] = manifest_digest(values)
+    (folder / "manifest.json").write_text(text_of(values), encoding="utf-8")
+
+
+def make_right(folder: Path) -> None:
+    """Write the manifest that belongs to the present files."""
+    from effexport.files import file_digest
+
+    values = manifest_of(folder)
+    for name in values["files"]:
+        file = folder / name
+        values["files"][name] = {"sha256": file_digest(file), "bytes": file.stat().st_size}
+    write_manifest(folder, values)
+
+
+def text_of(values: Any) -> str:
+    with any_number_of_digits():
+        return json.dumps(values, indent=2) + "\n"
+
+
+class any_number_of_digits:  # noqa: N801 - a context manager
+    """Let Python write integers of more than 4,300 digits, which it refuses to read as well."""
+
+    def __enter__(self) -> None:
+        self._before = sys.get_int_max_str_digits()
+        sys.set_int_max_str_digits(0)
+
+    def __exit__(self, *_: object) -> None:
+        sys.set_int_max_str_digits(self._before)
+
+
+def words(*given: str) -> Callable[[Original, Path, Path], Ended]:
+    """A command. ARTIFACT, HEALTHY, INPUT and OUTPUT stand for paths."""
+
+    def start(original: Original, attacked: Path, output: Path) -> Ended:
+        names = {"ARTIFACT": attacked, "HEALTHY": original.folder, "INPUT": original.inputs, "OUTPUT": output}
+        return run_command([word if word not in names else str(names[word]) for word in expanded(given, names)])
+
+    return start
+
+
+def expanded(given: Sequence[str], names: dict[str, Path]) -> Iterator[str]:
+    """Words with a path in front, such as OUTPUT/x, as paths."""
+    for word in given:
+        first, slash, rest = word.partition("/")
+        yield str(names[first] / rest) if slash and first in names else word
+
+
+def serve(original: Original, attacked: Path, output: Path) -> Ended:
+    """What `effexport serve` does before it listens, then the end."""
+    import effexport.serving.server.server as server
+
+    listen = server.run_server
+    server.run_server = lambda app, bound, on_ready: (bound.close(), asyncio.run(app.state.service.models.close()))  # type: ignore[assignment]
+    try:
+        return run_command(["serve", str(attacked), "--port", "0"])
+    finally:
+        server.run_server = listen
+
+
+COMMANDS: dict[str, Callable[[Original, Path, Path], Ended]] = {
+    "inspect": words("inspect", "ARTIFACT"),
+    "inspect --json": words("inspect", "ARTIFACT", "--json"),
+    "report html": words("report", "ARTIFACT", "-o", "OUTPUT/r.html"),
+    "report markdown": words("report", "ARTIFACT", "--format", "markdown"),
+    "report junit": words("report", "ARTIFACT", "--format", "junit"),
+    "report json": words("report", "ARTIFACT", "--json"),
+    "report of two": words("report", "ARTIFACT", "HEALTHY", "-o", "OUTPUT/r.html"),
+    "report of two, text": words("report", "HEALTHY", "ARTIFACT", "--format", "markdown"),
+    "verify": words("verify", "ARTIFACT"),
+    "verify --json": words("verify", "ARTIFACT", "--json", "-o", "OUTPUT/v.html"),
+    "run": words("run", "ARTIFACT", "--input", "INPUT", "-o", "OUTPUT/o.npz"),
+    "run --text": words("run", "ARTIFACT", "--classify", "some text"),
+    "inline": words("inline", "ARTIFACT", "-o", "OUTPUT/i.onnx"),
+    "package": words("package", "ARTIFACT", "-o", "OUTPUT/triton", "--name", "m"),
+    "refit": words("refit", "ARTIFACT", "--weights", "ARTIFACT/nowhere.safetensors", "-o", "OUTPUT/refitted"),
+    "serve": serve,
+}

@@ -1,0 +1,133 @@
+"""What `load_graph` refuses before a runtime sees it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import helper
+
+from effexport.errors import UserError
+from effexport.export.onnx_graph import load_graph, why_not_readable
+
+pytestmark = pytest.mark.requires("onnx")
+OPSETS = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
+
+
+def model_of(*functions: tuple[str, tuple[str, ...]]) -> onnx.ModelProto:
+    """A model that calls the first function. A function: its name, and the functions that it calls."""
+    value = helper.make_tensor_value_info
+    call = helper.make_node(functions[0][0], ["x"], ["y"], domain="own")
+    graph = helper.make_graph([call], "g", [value("x", 1, [2])], [value("y", 1, [2])])
+    made = [
+        helper.make_function(
+            "own",
+            name,
+            ["x"],
+            ["y"],
+            [
+                helper.make_node("Identity", ["x"], ["y"]),
+                *(helper.make_node(called, ["x"], [f"y{i}"], domain="own") for i, called in enumerate(calls)),
+            ],
+            OPSETS,
+        )
+        for name, calls in functions
+    ]
+    return helper.make_model(graph, opset_imports=OPSETS, functions=made, ir_version=10)
+
+
+def opset_999(model: onnx.ModelProto) -> None:
+    model.opset_import[0].version = 999
+
+
+def opset_0(model: onnx.ModelProto) -> None:
+    model.opset_import[0].version = 0
+
+
+def opset_999_of_a_function(model: onnx.ModelProto) -> None:
+    model.functions[0].opset_import[0].version = 999
+
+
+def ir_999(model: onnx.ModelProto) -> None:
+    model.ir_version = 999
+
+
+def no_ir(model: onnx.ModelProto) -> None:
+    model.ClearField("ir_version")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (opset_999, "it needs opset 999, not 1 to "),
+        (opset_0, "it needs opset 0, not 1 to "),
+        (opset_999_of_a_function, "A needs opset 999, not 1 to "),
+        (ir_999, "its IR version is 999, not 3 to "),
+        (no_ir, "its IR version is 0, not 3 to "),
+    ],
+)
+def test_a_version_that_nothing_can_read_is_one_error(
+    tmp_path: Path, change: Callable[[onnx.ModelProto], None], words: str
+) -> None:
+    model = model_of(("A", ()))
+    onnx.save(model, tmp_path / "m.onnx")
+    load_graph(tmp_path / "m.onnx")
+    change(model)
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(UserError, match=r"m\.onnx cannot be used: .*; expected a model that onnx .* can read") as error:
+        load_graph(tmp_path / "m.onnx")
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        [("A", ("A",))],
+        [("A", ("B",)), ("B", ("A",))],
+        [("A", ()), ("B", ("C",)), ("C", ("D",)), ("D", ("B",))],
+    ],
+)
+def test_functions_that_call_themselves_are_found(functions: list[tuple[str, tuple[str, ...]]]) -> None:
+    assert why_not_readable(model_of(*functions)).endswith("calls itself")
+
+
+def test_functions_that_double_each_other_are_found_before_they_fill_the_memory() -> None:
+    names = [f"F{level}" for level in range(60)]
+    chain = [*((name, (below, below)) for name, below in itertools.pairwise(names)), (names[-1], ())]
+    assert "amount to " in why_not_readable(model_of(*chain))
+    assert why_not_readable(model_of(*chain[-15:])) == ""
+
+
+def test_functions_that_only_call_later_ones_are_fine() -> None:
+    assert why_not_readable(model_of(("A", ("B", "C")), ("B", ("C",)), ("C", ()))) == ""
+
+
+@pytest.mark.parametrize(
+    ("location", "offset", "words"),
+    [
+        ("x" * 5000, "0", "outside its own folder"),
+        ("../m.onnx", "0", "outside its own folder"),
+        ("loop", "0", "outside its own folder"),
+        ("\x00", "0", "outside its own folder"),
+        (".", "0", "which is missing"),
+        ("data", "many", "the place of its external weights cannot be read"),
+        ("data", "9" * 5000, "the place of its external weights cannot be read"),
+        ("data", str(2**62), "which is too short"),
+    ],
+)
+def test_external_weights_that_cannot_be_found_are_one_error(
+    tmp_path: Path, location: str, offset: str, words: str
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "data").write_bytes(b"1234")
+    model = model_of(("A", ()))
+    tensor = model.graph.initializer.add(name="w", data_type=1, dims=[1], data_location=onnx.TensorProto.EXTERNAL)
+    for key, value in (("location", location), ("offset", offset), ("length", "4")):
+        tensor.external_data.add(key=key, value=value)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match=r"m\.onnx") as error:
+        load_graph(tmp_path / "m.onnx")
+    assert words in str(error.value)
