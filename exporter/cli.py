@@ -18,6 +18,7 @@ from effexport.errors import DiskFullError, EffexportError, EngineWarning, Kerne
 from effexport.files import json_text
 from effexport.version import __version__
 
+LONGEST_MESSAGE = 500
 # command → its one-line help, in the order of `--help`; the module is effexport.commands.<command>
 COMMANDS: dict[str, str] = {
     "list": "List the attention variants.",
@@ -171,6 +172,8 @@ def usage_text(error: click.UsageError) -> str:
     from effexport.models.validation import did_you_mean
 
     message = f"{error.message[:1].lower()}{error.message[1:]}".removesuffix(".")
+    if len(message) > LONGEST_MESSAGE:  # it quotes what was given
+        message = f"{message[:LONGEST_MESSAGE]}…"
     context = error.ctx
     if context is None:  # an option has too many or too few values
         return f"{message}; see --help"

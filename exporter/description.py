@@ -11,8 +11,10 @@ import msgspec
 from effexport.artifact import MANIFEST, open_artifact
 from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
 from effexport.errors import UserError
+from effexport.export.module_source import why_too_large
 from effexport.export.onnx_graph import graph_summary, load_graph
 from effexport.models.families import how_to_download, is_checkpoint
+from effexport.models.weight_shapes import count
 from effexport.runners.ort.kernels import kernel_library
 from effexport.spec import build_spec_from_checkpoint
 
@@ -57,15 +59,17 @@ def describe_model(path: Path) -> dict[str, Any]:
 def describe_checkpoint(folder: Path) -> dict[str, Any]:
     """A description of a checkpoint folder, without loading its weights. Raises SpecError for an unsupported one."""
     spec, notes = build_spec_from_checkpoint({}, folder)
+    too_large = why_too_large(spec)
     return {
         "path": str(folder),
         "checkpoint": spec.model.title,
         "attention": spec.attention.actual_variant,
+        "parameters": count(spec.model.weights()),
         "max_seq_len": spec.max_seq_len,
         "inputs": [str(tensor) for tensor in spec.inputs],
         "outputs": [str(tensor) for tensor in spec.outputs],
         "custom_ops": spec.custom_ops,
         "spec": spec.to_dict()["model"],
-        "notes": list(notes),
+        "notes": [*notes, *([f"It cannot be built here: {too_large}."] if too_large else [])],
         "build": f"effexport build --checkpoint {shlex.quote(str(folder))}",
     }

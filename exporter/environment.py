@@ -270,7 +270,7 @@ def total_memory_bytes() -> int | None:
     for limit_file, _ in CONTAINER_LIMITS:
         with contextlib.suppress(OSError):
             limit = limit_file.read_text().strip()
-            known += [int(limit)] * limit.isdecimal()
+            known += [int(limit)] if limit.isdecimal() else []
     total = min(known, default=None)
     if total is not None:
         total += info.get("SwapTotal", 0)

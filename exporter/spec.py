@@ -20,7 +20,15 @@ from effexport.models.spec import (
     field_names,
     known_fields,
 )
-from effexport.models.validation import ShortRepr, SpecError, check_field_types, did_you_mean, require, shown
+from effexport.models.validation import (
+    ShortRepr,
+    SpecError,
+    check_field_types,
+    did_you_mean,
+    require,
+    shown,
+    shown_name,
+)
 from effexport.models.weight_shapes import count
 from effexport.toml_file import read_toml
 
@@ -98,12 +106,6 @@ class BuildSpec(ShortRepr):
             self.is_quantized or not given,
             f"{' and '.join(given)} applies to --precision int8 and fp8 only; this is {self.precision}",
         )
-        for name in ("smooth", "max_loss"):
-            value = getattr(self, name)
-            require(
-                value is None or (isinstance(value, int | float) and not isinstance(value, bool)),
-                f"{name} is {shown(value)}; expected a number",
-            )
         require(
             isinstance(self.keep_float, tuple) and all(isinstance(name, str) for name in self.keep_float),
             f"keep_float is {shown(self.keep_float)}; expected a list of layers, such as ['lm_head']",
@@ -350,7 +352,7 @@ def options_from_toml(path: Path) -> dict[str, Any]:
         for key, value in table.items():
             name = key.replace("-", "_")
             if isinstance(value, dict):
-                raise SpecError(f"unknown table [{key}] in {path}; expected {', '.join(_TABLES)}")
-            require(name not in options, f"{path} sets {name} twice")
+                raise SpecError(f"unknown table [{shown_name(key)}] in {path}; expected {', '.join(_TABLES)}")
+            require(name not in options, f"{path} sets {shown_name(name)} twice")
             options[name] = value
     return options

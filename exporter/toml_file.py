@@ -35,4 +35,5 @@ def read_toml(path: Path, kind: str, example: str) -> dict[str, Any]:
     except FileTooLargeError as error:
         raise UserError(f"cannot read the {kind} file {path}: {error}; {example}") from error
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number of 5,000 digits
-        raise UserError(f"cannot read the {kind} file {path}: it is not TOML: {error}") from error
+        reason = str(error).partition("; use sys.")[0]
+        raise UserError(f"cannot read the {kind} file {path}: it is not TOML: {reason}") from error

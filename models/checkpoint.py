@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING
 from effexport.models.bounded_file import MOST_BYTES_OF_INDEX
 from effexport.models.families import FAMILIES, check_weights_file, read_json
 from effexport.models.model_spec import load
-from effexport.models.validation import SpecError, require, shown, shown_name
+from effexport.models.validation import SpecError, require, shown, shown_name, shown_reason
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,6 @@ WEIGHT_FILES = (
 )
 # How many names an error lists of each kind.
 LISTED = 10
-LONGEST_REASON = 300
 # of Linux and others, in bytes
 LONGEST_FILE_NAME = 255
 # How errors about weights end by default.
@@ -214,12 +213,6 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         f"{path} does not hold named tensors; save the state_dict of the model",
     )
     return dict(value)
-
-
-def shown_reason(error: Exception) -> str:
-    """The first sentence of an error of a library, which may quote anything from a file."""
-    text = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
-    return text if text.isprintable() and len(text) <= LONGEST_REASON else shown(text, LONGEST_REASON)
 
 
 def check_pickle(path: Path) -> None:

@@ -120,7 +120,8 @@ def read_json(path: Path, expectation: str, most_bytes: int = MOST_BYTES_OF_CONF
     except FileNotFoundError:
         raise SpecError(f"no {path.name} in {path.parent}; {expectation}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or str(error).partition("; use sys.")[0]
+        raise SpecError(f"cannot read {path}: {reason}") from error
     if not isinstance(value, dict):
         raise SpecError(f"{path} does not hold a JSON object; {expectation}")
     return value

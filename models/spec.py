@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from effexport.models.model_spec import Dims, Scope, counted
 from effexport.models.products import Product, banded_products, convolution
 from effexport.models.validation import (
+    MOST_REPEATS,
     ShortRepr,
     as_written,
+    check_count,
     check_field_types,
     check_kernel_size,
     did_you_mean,
@@ -427,7 +429,7 @@ class NystromSpec(QueryKeySpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.num_landmarks >= 1, f"num_landmarks is {self.num_landmarks}; expected at least 1")
-        require(self.pinv_iterations >= 1, f"pinv_iterations is {self.pinv_iterations}; expected at least 1")
+        check_count("pinv_iterations", self.pinv_iterations, MOST_REPEATS)
         without_convolution(self)
         check_kernel_size("conv_kernel_size", self.conv_kernel_size)
         segment_means = self.segment_means_seq_len
@@ -589,6 +591,12 @@ class LookAroundSpec(QueryKeySpec):
     def largest_intermediate(self, batch: int, seq_len: int) -> int:
         return batch * self.heads * seq_len * self.window
 
+    def least_elements(self, batch: int, seq_len: int) -> int:
+        """With the logits of every chunk, also of one that is almost all padding."""
+        chunks = math.ceil(seq_len / self.padding_multiple) * self.padding_multiple // self.chunk_length
+        logits = batch * self.heads * chunks * self.chunk_length * self.window
+        return super().least_elements(batch, seq_len) + logits
+
     @property
     def why_not_invariant(self) -> str:
         if not self.circular:
@@ -662,7 +670,7 @@ class LSHSpec(LookAroundSpec):
             f"num_buckets is {as_written(self.num_buckets)}, but buckets_by_length derives it from the length of the "
             "input; leave one of them out",
         )
-        require(self.num_hashes >= 1, f"num_hashes is {self.num_hashes}; expected at least 1")
+        check_count("num_hashes", self.num_hashes, MOST_REPEATS)
         # `of_layer` adds the number of the layer
         require(0 <= self.hash_seed < 2**63, f"hash_seed is {self.hash_seed}; expected 0 to 2^63 - 1")
         given = as_written(self.num_buckets)
@@ -753,8 +761,8 @@ class LSHSpec(LookAroundSpec):
         return super().weights() | {"hash.rotations": (heads, self.head_size, self.num_hashes, half)}
 
     def least_elements(self, batch: int, seq_len: int) -> int:
-        """With the bucket of every token in every round."""
-        return super().least_elements(batch, seq_len) + batch * self.heads * self.num_hashes * seq_len
+        """With the logits of every round."""
+        return super().least_elements(batch * self.num_hashes, seq_len)
 
     def of_layer(self, number: int) -> Self:
         return dataclasses.replace(self, hash_seed=self.hash_seed + number)

@@ -14,10 +14,13 @@ LARGEST_SIZE = 2**31 - 1
 LARGEST_SEED = 2**63 - 1
 # Far more than anyone has trained; a model of so many layers is not built one by one to find out that it is too large.
 MOST_LAYERS = 10_000
+# Hash rounds and iterations: models have up to 16.
+MOST_REPEATS = 1_000
 # Numbers in a list, such as axes of positions or factors of a number of buckets.
 LONGEST_LIST = 32
 # Longer words are not compared with known ones: difflib keeps the place of every character.
 LONGEST_WORD = 100
+LONGEST_REASON = 300
 
 
 class SpecError(ValueError):
@@ -32,15 +35,41 @@ def require(condition: bool, message: str) -> None:
 def shown(value: object, longest: int = 80) -> str:
     """A value for a message, cut to a bounded length."""
     try:
-        text = repr(value)
+        text = beginning_of_repr(value, longest)
     except (ValueError, RecursionError):  # Python does not write integers of thousands of digits
         return "an integer of thousands of digits" if isinstance(value, int) else "a deeply nested value"
     return text if len(text) <= longest else f"{text[:longest]}…"
 
 
-def shown_name(name: str) -> str:
-    """A name from a file for a message: as it is, if it is short and can be printed."""
-    return name if name.isprintable() and len(name) <= LONGEST_WORD else shown(name, LONGEST_WORD)
+def beginning_of_repr(value: object, length: int) -> str:
+    """At least `length` characters of the beginning of repr(value), or all: that of millions of elements takes seconds.
+
+    Raises what repr raises.
+    """
+    if isinstance(value, str):
+        return repr(value[: length + 1])
+    if type(value) is not list and type(value) is not dict:
+        return repr(value)
+    parts: list[str] = []
+    left = length
+    for item in value.items() if isinstance(value, dict) else ((one,) for one in value):
+        parts.append(": ".join(beginning_of_repr(one, length) for one in item))
+        left -= len(parts[-1])
+        if left < 0:
+            break
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return opening + ", ".join(parts) + closing
+
+
+def shown_name(name: str, longest: int = LONGEST_WORD) -> str:
+    """A name or a phrase from elsewhere for a message: as it is, if it is short and can be printed."""
+    return name if name.isprintable() and len(name) <= longest else shown(name, longest)
+
+
+def shown_reason(error: BaseException) -> str:
+    """The first sentence of an error of a library, which may quote anything from a file."""
+    text = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+    return shown_name(text, LONGEST_REASON)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -97,7 +126,9 @@ def check_type(name: str, value: Any, declared: str) -> None:
         accepted, words = _PLAIN_TYPES[declared]
         is_bool = isinstance(value, bool) and bool not in accepted
         require(
-            isinstance(value, accepted) and not is_bool and (float not in accepted or is_finite(value)),
+            isinstance(value, accepted)
+            and not is_bool
+            and (float not in accepted or value is None or is_finite(value)),
             f"{name} is {shown(value)}; expected {words}",
         )
         if type(value) is int and float not in accepted:
@@ -124,8 +155,13 @@ def check_list_length(name: str, items: Collection[object], longest: int = LONGE
 
 
 def check_layers(name: str, count: int) -> None:
+    check_count(name, count, MOST_LAYERS)
+
+
+def check_count(name: str, count: int, most: int) -> None:
+    """Raise SpecError for a count that is not positive, or beyond what any model has."""
     require(count >= 1, f"{name} is {count}; expected at least 1")
-    require(count <= MOST_LAYERS, f"{name} is {count}; expected at most {MOST_LAYERS}")
+    require(count <= most, f"{name} is {count}; expected at most {most}")
 
 
 def is_finite(value: Any) -> bool:
@@ -140,6 +176,7 @@ _PLAIN_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "an integer"),
     "int | None": ((int, type(None)), "an integer"),
     "float": ((int, float), "a finite number"),
+    "float | None": ((int, float, type(None)), "a finite number"),
     "bool": ((bool,), "true or false"),
     "str": ((str,), "a word"),
 }

@@ -56,6 +56,7 @@ def pairs_of_checkpoint(described: dict[str, Any]) -> Iterator[tuple[str, object
     yield "checkpoint", f"{described['path']}: {described['checkpoint']}"
     yield "attention", described["attention"]
     yield "length", f"1 to {described['max_seq_len']} tokens"
+    yield "size", f"{described['parameters']:,} parameters"
     for kind in ("inputs", "outputs"):
         for tensor in described[kind]:
             yield kind[:-1], tensor

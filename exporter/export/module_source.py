@@ -72,13 +72,19 @@ def source_from_user(user: UserModel, name: str, spec: BuildSpec) -> ModuleSourc
 
 def check_memory(spec: BuildSpec) -> None:
     """Raise UserError for a model that this machine cannot hold, however little else a build would take."""
+    if reason := why_too_large(spec):
+        raise UserError(f"{reason}: {remedy_for_size(spec)}")
+
+
+def why_too_large(spec: BuildSpec) -> str:
+    """Why this machine cannot hold a model; "" if it may, or if its memory is not known."""
     total, needed = total_memory_bytes(), spec.least_bytes
-    if total is not None and needed > total:
-        numbers = count(spec.model.weights())
-        raise UserError(
-            f"the {spec.model.title} has {numbers:,} parameters and needs at least {memory(needed)} for them and "
-            f"{spec.batch} × {spec.seq_len} tokens; this machine has {memory(total)}: {remedy_for_size(spec)}"
-        )
+    if total is None or needed <= total:
+        return ""
+    return (
+        f"the {spec.model.title} has {count(spec.model.weights()):,} parameters and needs at least {memory(needed)} "
+        f"for them and {spec.batch} × {spec.seq_len} tokens; this machine has {memory(total)}"
+    )
 
 
 def remedy_for_size(spec: BuildSpec) -> str:

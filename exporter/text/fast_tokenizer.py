@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from effexport.errors import MissingExtraError, UserError
+from effexport.models.bounded_file import MOST_BYTES_OF_VOCABULARY, bounded_bytes
 from effexport.models.families import CONFIG, read_json
-from effexport.models.validation import SpecError
+from effexport.models.validation import SpecError, shown_reason
 from effexport.text.tokenizer_classes import CLASS_OF_MODEL, SPECIAL_TOKENS, TOKENIZER_CLASSES, TokenizerClass
 from effexport.text.tokenizer_files import (
     ADDED_TOKENS,
+    REMEDY,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
@@ -24,7 +28,6 @@ from effexport.text.tokenizer_files import (
 if TYPE_CHECKING:
     import tokenizers
 
-REMEDY = "copy the tokenizer's files again from their source"
 # transformers writes 1e30 for "no limit"
 LONGEST = 2**31
 
@@ -68,7 +71,7 @@ def fast_tokenizer(folder: Path) -> FastTokenizer:
     options = json_of(folder / TOKENIZER_CONFIG)
     kind = class_of(folder, options)
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+        tokenizer = tokenizers.Tokenizer.from_buffer(vocabulary(folder))
         if not tokenizer.get_vocab_size():
             raise ValueError("its vocabulary is empty")
         tokenizer.no_truncation()
@@ -80,8 +83,11 @@ def fast_tokenizer(folder: Path) -> FastTokenizer:
             set_normalizer(tokenizer, options, kind.sets_normalizer)
     except UserError:
         raise
-    except Exception as error:  # the library raises Exception itself
-        raise UserError(f"the tokenizer in {folder} cannot be read: {error}; {REMEDY}") from error
+    except BaseException as error:
+        # the library raises Exception itself, and for its own defects an error that is not an Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"the tokenizer in {folder} cannot be read: {shown_reason(error)}; {REMEDY}") from error
     limit = options.get("model_max_length", options.get("max_len"))
     names = options.get("model_input_names")
     return FastTokenizer(
@@ -92,6 +98,17 @@ def fast_tokenizer(folder: Path) -> FastTokenizer:
         has_type_ids="token_type_ids" in names if isinstance(names, list) else kind.has_type_ids,
         cleans_up=bool(options.get("clean_up_tokenization_spaces", False)),
     )
+
+
+def vocabulary(folder: Path) -> bytes:
+    """The contents of tokenizer.json."""
+    return bounded_bytes(folder / TOKENIZER_JSON, MOST_BYTES_OF_VOCABULARY)
+
+
+class TokenizerJson(msgspec.Struct):
+    """What is read of tokenizer.json beside what the library reads."""
+
+    added_tokens: list[dict[str, Any]] = []
 
 
 def class_of(folder: Path, options: Mapping[str, Any]) -> TokenizerClass:
@@ -177,7 +194,7 @@ def given_tokens(folder: Path, options: Mapping[str, Any]) -> tuple[dict[str, An
         number: token_from_json({"content": text, "normalized": text not in special, "special": text in special})
         for text, number in json_of(folder / ADDED_TOKENS).items()
     }
-    for token in json_of(folder / TOKENIZER_JSON).get("added_tokens", []):
+    for token in msgspec.json.decode(vocabulary(folder), type=TokenizerJson).added_tokens:
         listed[token["id"]] = token_from_json({key: value for key, value in token.items() if key != "id"})
     return given, listed
 

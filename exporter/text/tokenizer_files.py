@@ -8,8 +8,9 @@ from typing import Any
 
 from effexport.errors import UserError
 from effexport.models.families import CONFIG, read_json
-from effexport.models.validation import SpecError
+from effexport.models.validation import SpecError, shown
 
+REMEDY = "copy the tokenizer's files again from their source"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -27,7 +28,7 @@ def json_of(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return read_json(path, "copy the tokenizer's files again from their source")
+        return read_json(path, REMEDY)
     except SpecError as error:
         raise UserError(str(error)) from error
 
@@ -41,9 +42,9 @@ def refuse_custom_code(folder: Path) -> None:
         file, found = CONFIG, auto_map.get("AutoTokenizer") if isinstance(auto_map, Mapping) else None
     if found:
         raise UserError(
-            f"{folder / file}: auto_map names code of its own for the tokenizer ({found!r}), which effexport does not "
-            "run; give the tokenizer as a tokenizer.json without auto_map, with --tokenizer DIR, or leave it out with "
-            "--tokenizer none"
+            f"{folder / file}: auto_map names code of its own for the tokenizer ({shown(found)}), which effexport "
+            "does not run; give the tokenizer as a tokenizer.json without auto_map, with --tokenizer DIR, or leave it "
+            "out with --tokenizer none"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,3 +178,51 @@ def test_a_model_tied_to_one_length_has_a_fixed_dimension(small_spec: Callable[.
     spec = small_spec("nystrom", "attention", segment_means_seq_len=64)
     assert spec.inputs[0].dims == ("batch", 64, 32)
     assert spec.outputs[0].dims == ("batch", 64, 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dim = " + "9" * 5_000, r"it is not TOML: Exceeds the limit \(4300 digits\)"),
+        ("dim = 0x" + "f" * 50_000, "dim is an integer of thousands of digits; expected at most 2147483647"),
+        ("dim = " + "[" * 100_000, "it is not TOML: maximum recursion depth"),
+        ("a." * 100_000 + "a = 1", "has a line with more than 100 dots"),
+        ("x = [" + "[]," * 100_000 + "]", "it is larger than 256 KB"),
+        ("precision = [[1]]", r"precision is \("),
+        ("layers = 1000000000", "layers is 1000000000; expected at most 10000"),
+        ("pool = [[1]]", "pool is "),
+        ('precision = "int8"\nsmooth = nan', "smooth is nan; expected a finite number"),
+        ("scope = [1]", r"scope is \[1\]; expected"),
+        ('precision = "int8"\nkeep_float = 1', "keep_float is 1; expected a list of layers"),
+        ('"\\u0000" = {}', r"unknown table \['\\x00'\]"),
+        ('"' + "x" * 5_000 + '" = 1', "lsh has no field 'xxx"),
+    ],
+    ids=range(13),
+)
+def test_a_hostile_spec_file_is_refused_in_one_short_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    with pytest.raises((SpecError, UserError), match=message) as failure:
+        build_spec_from_options({"variant": "lsh"}, path)
+    assert len(str(failure.value)) < 2_000
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "the spec has None as its model; expected a table of fields"),
+        ({"model": 10**5000}, "the spec has an integer of thousands of digits as its model"),
+        ({"model": {"variant": "lsh"}, "colour": 1}, "a build has no field 'colour'"),
+        ({"model": {"variant": "lsh"}, "batch": 10**29}, "batch is 10+; expected at most 2147483647"),
+        ({"scope": [1], "model": {"variant": ["lsh"]}}, "unknown variant"),
+        ({"scope": "checkpoint", "model": {"family": {}}}, "unknown family {}"),
+        ({"scope": "checkpoint", "model": {"family": "reformer", "x": 1}}, "a reformer checkpoint has no field 'x'"),
+        ({"scope": "checkpoint", "model": {"family": "module"}}, "a module checkpoint has no vocab_size"),
+        ({"scope": "checkpoint", "model": {"family": "reformer", "vocab_size": 10**29, "seq_len": 4}}, "vocab_size is"),
+        ({"scope": "encoder", "model": {"attention": []}}, "the encoder spec has no table named attention"),
+    ],
+)
+def test_what_an_artifact_calls_its_spec_is_checked(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        BuildSpec.from_dict(values)

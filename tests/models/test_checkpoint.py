@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,8 @@ def test_weights_of_8_bits_become_float32(tmp_path: Path) -> None:
         (torch.full((2, 2), 1e300, dtype=torch.float64), "1 tensor with NaN or infinity: w"),
         (torch.full((2, 2), float("nan")).to(torch.float8_e4m3fn), "1 tensor with NaN or infinity: w"),
         (torch.ones(2, 2, dtype=torch.complex64), "1 tensor of complex numbers: w"),
+        (torch.ones(2, 2, dtype=torch.int32), "1 tensor of integers: w"),
+        (torch.ones(2, 2, dtype=torch.bool), "1 tensor of integers: w"),
     ],
 )
 def test_numbers_that_float32_cannot_hold_are_refused(weight: Tensor, message: str, tmp_path: Path) -> None:
@@ -240,6 +243,116 @@ def test_a_pickle_is_never_executed(folder: Path) -> None:
     assert not trace.exists()
 
 
+class Calls:
+    """What an unpickler would call, and `weights_only=True` allows."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (Calls(bytearray, 2**40), "bytearray"),
+        (Calls(torch.Tensor, 2**40), "torch Tensor"),
+        (torch.zeros(2, 2).to_sparse(), "_rebuild_sparse_tensor"),
+    ],
+)
+def test_a_pickle_of_more_than_tensors_is_refused_before_it_is_read(
+    folder: Path, value: Any, named: str, zipped: bool
+) -> None:
+    torch.save({"w": value}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(SpecError, match=f"it has more than tensors in it, .*{named}"):
+        read_weights(folder)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_state_dict_is_read_from_the_present_format_and_from_the_old_one(folder: Path, zipped: bool) -> None:
+    module = torch.nn.Linear(3, 2).to(torch.bfloat16)
+    saved = {**module.state_dict(), "parameter": module.weight, "double": module.weight.detach().double()}
+    torch.save(saved, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    found = read_weights(folder)
+    assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in saved.items())
+
+
+def test_a_compressed_archive_is_refused_because_it_may_be_a_bomb(folder: Path) -> None:
+    path = folder / "pytorch_model.bin"
+    torch.save({"w": torch.zeros(2**18)}, path)
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    with pytest.raises(SpecError, match="it is a compressed archive"):
+        read_weights(folder)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "num_hidden_layers"])
+def test_a_config_that_disagrees_with_the_weights_is_refused_before_the_module_is_made(
+    folder: Path, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_safetensors(folder, weights_of(folder))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"attn_layers": ["lsh"] * 2 if field == "vocab_size" else ["lsh"], field: 5_000}
+    (folder / "config.json").write_text(json.dumps(config))
+    spec, _ = spec_from_checkpoint(folder, {})
+    monkeypatch.setattr("effexport.models.checkpoint.load", None)
+    expected = r"word_embeddings\.weight \[.*expected \[5000, " if field == "vocab_size" else r"\d+ missing tensors: "
+    with pytest.raises(SpecError, match=expected):
+        module_from_checkpoint(folder, spec)
+
+
+def test_a_weight_in_two_shards_is_that_of_the_shard_that_the_index_names(folder: Path) -> None:
+    save_file({"w": torch.zeros(2), "v": torch.zeros(2)}, folder / "a.safetensors")
+    save_file({"w": torch.ones(2)}, folder / "b.safetensors")
+    index = {"weight_map": {"w": "a.safetensors", "v": "a.safetensors", "x": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(SpecError, match="1 weights are in none, x"):
+        read_weights(folder)
+    del index["weight_map"]["x"]
+    index["weight_map"]["w"] = "b.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_weights(folder)["w"].tolist() == [1, 1]
+
+
+def test_names_of_tensors_cannot_break_the_line_of_an_error(tmp_path: Path) -> None:
+    found = {"a\nb": torch.zeros(1), "x" * 5000: torch.zeros(1)}
+    with pytest.raises(SpecError) as failure:
+        fill_module(torch.nn.Linear(2, 2), found, {"weight": ("w",)}, (), tmp_path)
+    assert "\n" not in str(failure.value)
+    assert len(str(failure.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model_type": "reformer", "x": "' + "x" * (5 << 20) + '"}', "it is larger than 4096 KB"),
+        ('{"model_type": ' + "[" * 100_000, "cannot read "),
+        ('{"model_type": ' + "9" * 5_000 + "}", r"Exceeds the limit \(4300 digits\)"),
+        ('{"model_type": ' + "[" * 500 + "]" * 500 + "}", "model_type is 'a deeply nested value'"),
+        ('{"model_type": "reformer", "hidden_size": NaN}', "hidden_size is nan; expected int"),
+        ('{"model_type": "reformer", "hidden_size": 1e999}', "hidden_size is inf; expected int"),
+        (
+            '{"model_type": "reformer", "layer_norm_eps": 1' + "0" * 400 + "}",
+            "layer_norm_eps is 10+…; expected a finite",
+        ),
+        ('{"model_type": "reformer", "attn_layers": [' + "[]," * 100_000 + "0]}", "attn_layers is .*expected a list"),
+        ('{"model_type": "nystromformer", "hidden_act": "' + "x" * 10**6 + '"}', "hidden_act is 'x+…"),
+        ('{"model_type": "nystromformer", "id2label": ' + "[" * 500 + "]" * 500 + "}", "id2label is "),
+    ],
+    ids=range(10),
+)
+def test_a_hostile_config_is_refused_in_one_short_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SpecError, match=message) as failure:
+        spec_from_checkpoint(tmp_path, {"task": "base"})
+    assert len(str(failure.value)) < 600
+
+
 def test_a_file_of_something_else_is_refused(folder: Path) -> None:
     torch.save([torch.zeros(1)], folder / "pytorch_model.bin")
     with pytest.raises(SpecError, match="does not hold named tensors"):
@@ -254,10 +367,18 @@ def test_a_file_of_something_else_is_refused(folder: Path) -> None:
         ('{"weight_map": [1]}', "has no weight_map"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "names gone.safetensors, which is missing"),
         ('{"weight_map": {"a": "../other.safetensors"}}', "outside the folder"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "outside the folder"),
+        ('{"weight_map": {"a": ".."}}', "outside the folder"),
+        ('{"weight_map": {"a": "\\u0000"}}', "outside the folder"),
+        ('{"weight_map": {"a": "\\ud800"}}', "outside the folder"),
+        (json.dumps({"weight_map": {"a": "x" * 5000}}), "names a file of 5000 characters"),
+        ('{"weight_map": {"a": "loop"}}', "names loop, which is missing"),
+        (json.dumps({"weight_map": {"a": "x"}, "x": "x" * (33 << 20)}), "it is larger than 32768 KB"),
     ],
 )
 def test_a_wrong_index_is_refused(folder: Path, index: str, message: str) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
+    (folder / "loop").symlink_to("loop")
     with pytest.raises(SpecError, match=message):
         read_weights(folder)
 

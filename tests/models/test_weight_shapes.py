@@ -86,7 +86,7 @@ def shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(
     "spec",
     [
-        attention_spec("lsh", {"num_hashes": 10**9}),
+        attention_spec("lsh", {"chunk_length": 10**9, "num_buckets": 2}),
         attention_spec("nystrom", {"num_landmarks": 10**9}),
         attention_spec("aft-conv", {"kernel_size": 10**9 + 1}),
         attention_spec("linear", {"dim": 10**9, "heads": 1}),
@@ -117,6 +117,8 @@ def test_the_size_of_a_huge_model_is_found_within_a_second(spec: AttentionSpec |
         (lambda: ReformerSpec(axial_pos_shape=(1,) * 10**6, seq_len=1), "axial_pos_shape is a list of 1000000"),
         (lambda: ReformerSpec(num_buckets=(2,) * 10**6, seq_len=1), "num_buckets is a list of 1000000"),
         (lambda: attention_spec("softmax", {"dim": 10**5000}), "dim is an integer of thousands of digits; expected at"),
+        (lambda: attention_spec("lsh", {"num_hashes": 10**9}), "num_hashes is 1000000000; expected at most 1000"),
+        (lambda: attention_spec("nystrom", {"pinv_iterations": 10**9}), "pinv_iterations is 1000000000; expected at"),
         (lambda: attention_spec("lsh", {"hash_seed": 2**63}), "hash_seed is 9223372036854775808; expected at most"),
         (lambda: attention_spec("linear", {"dim": 2**31 - 2, "heads": 2**30}), "cannot be split into .* heads"),
     ],
