@@ -42,6 +42,9 @@ class FileEntry(msgspec.Struct, frozen=True):
     bytes: Count
 
 
+Dims = tuple[Count, ...]
+
+
 class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A TensorRT engine of an artifact in short; its sidecar has all details."""
 
@@ -52,7 +55,7 @@ class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
         tuple[int, ...], msgspec.Meta(description="The GPUs it was built for; empty where TensorRT-RTX chose.")
     ]
     profiles: Annotated[
-        tuple[dict[str, tuple[tuple[Count, ...], ...]], ...],
+        tuple[Annotated[dict[str, tuple[Dims, Dims, Dims]], msgspec.Meta(min_length=1)], ...],
         msgspec.Meta(description="Per profile and input, the smallest, the optimal and the largest shape."),
     ]
     implementation: dict[str, str]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     import onnx
@@ -24,11 +24,19 @@ REASON_FLOAT32 = "TensorRT fuses attention in float16 and bfloat16 only"
 REASON_DIMS = "TensorRT fuses attention if q, k and v have one head dimension from 16 to 256"
 
 
-def kernels_from_log(messages: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
-    """name, type and ONNX nodes of every kernel, in the order of the builder's list; none if it wrote no list."""
+class EngineKernel(TypedDict):
+    """A kernel as the builder's log lists it. nodes: those of the ONNX graph that it computes."""
+
+    name: str
+    type: str
+    nodes: list[str]
+
+
+def kernels_from_log(messages: Sequence[str]) -> tuple[EngineKernel, ...]:
+    """The kernels in the order of the builder's list; none if it wrote no list."""
     lines = [line for message in messages for line in message.removeprefix(LISTING).splitlines()]
     found = [match for line in lines if (match := _KERNEL.match(line))]
-    return tuple({"name": m["name"], "type": m["type"], "nodes": _NODE.findall(m["nodes"] or "")} for m in found)
+    return tuple(EngineKernel(name=m["name"], type=m["type"], nodes=_NODE.findall(m["nodes"] or "")) for m in found)
 
 
 def attention_kernels(

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from effexport.dtypes import DTYPE_OF_PRECISION, DTYPES, QUANTIZED
 from effexport.engines.api import INetworkDefinition
@@ -26,22 +26,39 @@ _NAMES = {dtype.tensorrt: name for name, dtype in DTYPES.items() if dtype.tensor
 _WORDS = {name: rf"\b({dtype.protocol}|{dtype.tensorrt}|{name})\b" for name, dtype in DTYPES.items() if dtype.tensorrt}
 
 
+class LayerOutput(TypedDict):
+    """A tensor that a layer of an engine writes."""
+
+    name: str
+    dtype: str
+
+
+class Layer(TypedDict):
+    """A layer of an engine. tactic, nodes: where the engine inspector gives them."""
+
+    name: str
+    type: str
+    outputs: list[LayerOutput]
+    tactic: NotRequired[str]
+    nodes: NotRequired[str]
+
+
 def dtype_name(dtype: Any) -> str:
     """numpy's name of a TensorRT data type: "float32" for DataType.FLOAT."""
     member = str(dtype).rsplit(".", 1)[-1]
     return _NAMES.get(member, member.lower())
 
 
-def layers_of_network(definition: INetworkDefinition) -> Iterator[dict[str, Any]]:
-    """name, type and the outputs' names and dtypes of every layer."""
+def layers_of_network(definition: INetworkDefinition) -> Iterator[Layer]:
+    """The layers of a network."""
     for index in range(definition.num_layers):
         layer = definition.get_layer(index)
         outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
-        yield {
-            "name": layer.name,
-            "type": str(layer.type).rsplit(".", 1)[-1],
-            "outputs": [{"name": tensor.name, "dtype": dtype_name(tensor.dtype)} for tensor in outputs],
-        }
+        yield Layer(
+            name=layer.name,
+            type=str(layer.type).rsplit(".", 1)[-1],
+            outputs=[LayerOutput(name=tensor.name, dtype=dtype_name(tensor.dtype)) for tensor in outputs],
+        )
 
 
 def check_dtypes(layers: Sequence[Mapping[str, Any]], expected: Mapping[str, str]) -> int:
@@ -92,7 +109,7 @@ def check_precision(layers: Sequence[Mapping[str, Any]], precision: str) -> None
                 raise StageError(STAGE, f"fp32 was asked for, and {count} tensors are {lower}")
 
 
-def layers_of_engine(text: str) -> list[dict[str, Any]]:
+def layers_of_engine(text: str) -> list[Layer]:
     """As `layers_of_network`, from the text of the engine inspector, with the tactic and ONNX nodes of each layer.
 
     Raises StageError for a text that is not a list of layers.
@@ -106,17 +123,18 @@ def layers_of_engine(text: str) -> list[dict[str, Any]]:
         ) from error
 
 
-def _layer_of_engine(layer: Any) -> dict[str, Any]:
+def _layer_of_engine(layer: Any) -> Layer:
     if isinstance(layer, str):  # an engine built without detailed profiling
-        return {"name": layer, "type": "unknown", "outputs": []}
-    found: dict[str, Any] = {
-        "name": layer["Name"],
-        "type": layer.get("LayerType", "unknown"),
-        "outputs": [{"name": t["Name"], "dtype": described_dtype(t)} for t in layer.get("Outputs", ())],
-    }
-    for key, name in (("TacticName", "tactic"), ("Metadata", "nodes")):
-        if layer.get(key):
-            found[name] = layer[key]
+        return Layer(name=layer, type="unknown", outputs=[])
+    found = Layer(
+        name=layer["Name"],
+        type=layer.get("LayerType", "unknown"),
+        outputs=[LayerOutput(name=t["Name"], dtype=described_dtype(t)) for t in layer.get("Outputs", ())],
+    )
+    if layer.get("TacticName"):
+        found["tactic"] = str(layer["TacticName"])
+    if layer.get("Metadata"):
+        found["nodes"] = str(layer["Metadata"])
     return found
 
 

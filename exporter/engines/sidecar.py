@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from effexport.dtypes import TensorInfo
 from effexport.engines.api import version_tuple
+from effexport.engines.kernels import EngineKernel
+from effexport.engines.layers import Layer
 from effexport.errors import UserError
 from effexport.files import file_digest, json_text, write_file
 from effexport.plugins.building.ptx_target import PtxTarget
@@ -72,9 +74,9 @@ class EngineInfo:
     device_memory_bytes: int | None = None
     implementation: Mapping[str, str] = field(default_factory=dict)
     ptx: PtxTarget | None = None
-    layers: tuple[Mapping[str, Any], ...] = ()
+    layers: tuple[Layer, ...] = ()
     layers_from: Literal["engine", "network"] = "network"
-    kernels: tuple[Mapping[str, Any], ...] = ()
+    kernels: tuple[EngineKernel, ...] = ()
     attention: Mapping[str, str] = field(default_factory=dict)
     attention_form: AttentionForm | None = None
     tensors_compared: int = 0

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from effexport.artifact import Artifact
 from effexport.dtypes import TensorInfo
@@ -16,7 +16,7 @@ from effexport.triton.backend import Backend
 from effexport.triton.batching import Batching, batching_of
 from effexport.triton.config import ModelConfig, text_from_config
 from effexport.triton.content import Content, digest_of_content, digest_of_folder
-from effexport.triton.record import CONFIG, RECORD, ModelRecord, config_digest, read_record
+from effexport.triton.record import CONFIG, RECORD, ModelRecord, Origin, config_digest, read_record
 from effexport.triton.signature import GENERATION, Signature, tensors_of
 from effexport.triton.spec import LARGEST_VERSION, PackageSpec
 from effexport.triton.warmup import warm_ups
@@ -134,14 +134,14 @@ def signature_of(build: BuildSpec, backend: Backend, batching: Batching) -> Sign
 
 def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: ModelRecord | None) -> ModelRecord:
     build, manifest = artifact.spec, artifact.manifest
-    origin: dict[str, Any] = {
-        "artifact": artifact.path.resolve().name,
-        "weights_sha256": manifest.weights_sha256,
-        "built_by": manifest.effexport_version,
-        "custom_ops": sorted(manifest.custom_ops),
-        "implementation": implementation_of(config.backend, manifest.custom_ops),
-        "example": config.backend.example,
-    }
+    origin = Origin(
+        artifact=artifact.path.resolve().name,
+        weights_sha256=manifest.weights_sha256,
+        built_by=manifest.effexport_version,
+        custom_ops=sorted(manifest.custom_ops),
+        implementation=implementation_of(config.backend, manifest.custom_ops),
+        example=dict(config.backend.example),
+    )
     # those that a build does not record are those of this packaging
     unrecorded = [name for name in config.backend.packages if name not in manifest.environment]
     installed = {**manifest.environment, **{name: importlib.metadata.version(name) for name in unrecorded}}

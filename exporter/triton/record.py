@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NotRequired, TypedDict
+
+import msgspec
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
@@ -18,6 +20,21 @@ RECORD = "effexport.json"
 CONFIG = "config.pbtxt"
 FORMAT_VERSION = 1
 REPACKAGE = "remove the model's folder and package it again"
+
+
+class Origin(TypedDict):
+    """What a version of a model was packaged from. example: the texts of an example request; {} without texts."""
+
+    artifact: str
+    weights_sha256: str
+    built_by: str
+    custom_ops: list[str]
+    implementation: str
+    example: NotRequired[dict[str, str]]
+
+
+# A version, as a folder of Triton is named.
+Number = Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]{0,8}$")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +61,7 @@ class ModelRecord:
     server_path: str
     config_sha256: str
     packages: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    versions: Annotated[Mapping[Number, Origin], msgspec.Meta(min_length=1)]
     format_version: int = FORMAT_VERSION
 
     @property
@@ -54,8 +71,7 @@ class ModelRecord:
     @property
     def example(self) -> Mapping[str, str]:
         """The texts of an example request; {} for a model of tensors only."""
-        texts: Mapping[str, str] = self.versions[max(self.versions, key=int)].get("example", {})
-        return texts
+        return self.versions[max(self.versions, key=int)].get("example", {})
 
     def text(self) -> str:
         return json_text(asdict(self))

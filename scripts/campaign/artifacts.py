@@ -8,21 +8,23 @@ import json
 import os
 import random
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from campaign import records
 from campaign.commands import Case, Ended, in_workers, run_command
 from campaign.onnx_mutations import mutated_model
-from campaign.strange import mutated_json
+from campaign.strange import any_number_of_digits, mutated_json, text_of
 from campaign.tally import Tally
 
 SIZES: dict[str, Any] = {"dim": 16, "heads": 2, "seq_len": 16, "vocab_size": 50}
 # What verify's limits allow in float32; a wrong answer is far beyond it.
 WRONG = 1e-2
+# Of the cases, those that are about other files than artifacts.
+SHARE_OF_RECORDS = 0.1
 
 
 def run(cases: int, seed: int, folder: Path) -> Tally:
@@ -58,6 +60,8 @@ def attacker(healthy: Path, work: Path, seed: int, number: int) -> Case:
 
     def case(index: int) -> str:
         dice = random.Random(f"{seed}-{index}")
+        if dice.random() < SHARE_OF_RECORDS:
+            return records.attack(dice, mine / "records", healthy)
         original = dice.choice(originals)
         attacked = mine / "attacked"
         shutil.rmtree(attacked, ignore_errors=True)
@@ -305,22 +309,6 @@ def make_right(folder: Path) -> None:
     write_manifest(folder, values)
 
 
-def text_of(values: Any) -> str:
-    with any_number_of_digits():
-        return json.dumps(values, indent=2) + "\n"
-
-
-class any_number_of_digits:  # noqa: N801 - a context manager
-    """Let Python write integers of more than 4,300 digits, which it refuses to read as well."""
-
-    def __enter__(self) -> None:
-        self._before = sys.get_int_max_str_digits()
-        sys.set_int_max_str_digits(0)
-
-    def __exit__(self, *_: object) -> None:
-        sys.set_int_max_str_digits(self._before)
-
-
 def words(*given: str) -> Callable[[Original, Path, Path], Ended]:
     """A command. ARTIFACT, HEALTHY, INPUT and OUTPUT stand for paths."""
 
@@ -352,6 +340,7 @@ def serve(original: Original, attacked: Path, output: Path) -> Ended:
 
 COMMANDS: dict[str, Callable[[Original, Path, Path], Ended]] = {
     "inspect": words("inspect", "ARTIFACT"),
+    "inspect engine": words("inspect", "ARTIFACT/engine/trt-rtx.engine"),
     "inspect --json": words("inspect", "ARTIFACT", "--json"),
     "report html": words("report", "ARTIFACT", "-o", "OUTPUT/r.html"),
     "report markdown": words("report", "ARTIFACT", "--format", "markdown"),

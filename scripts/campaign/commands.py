@@ -186,5 +186,5 @@ def work(pipe: Connection, start: Callable[..., Case], arguments: tuple[object, 
             pipe.send(("outcome", case(index)))
         except AssertionError as error:
             pipe.send(("problem", f"case {index}: {error}"))
-        except Exception:  # a fault of the campaign itself is a problem as well
-            pipe.send(("problem", f"case {index}: {traceback.format_exc()}"))
+        except Exception as bug:  # of the campaign itself: a problem as well
+            pipe.send(("problem", f"case {index}: {short(bug)}"))

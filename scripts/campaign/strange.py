@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import random
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 NESTED: list[Any] = []
@@ -70,3 +74,20 @@ def _similar(value: Any, dice: random.Random) -> Any:
         case dict():
             return dict(reversed(value.items()))
     return 0
+
+
+def text_of(values: Any) -> str:
+    """JSON as effexport indents it, of values that it would never write."""
+    with any_number_of_digits():
+        return json.dumps(values, indent=2) + "\n"
+
+
+@contextlib.contextmanager
+def any_number_of_digits() -> Iterator[None]:
+    """Let Python write integers of more than 4,300 digits, which it refuses by default."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)

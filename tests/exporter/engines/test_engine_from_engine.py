@@ -57,7 +57,7 @@ class Machine:
             build_seconds=1.0,
             compute_capabilities=(90,),
             version_compatible=True,
-            layers=({"name": "a layer"},),
+            layers=({"name": "a layer", "type": "SHUFFLE", "outputs": []},),
         )
         write_sidecar(self.engine, self.info)
         fake = FakeModel(spec.inputs, spec.outputs, shapes, lambda feeds: feeds, lambda shapes: {})

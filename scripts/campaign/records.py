@@ -1,0 +1,94 @@
+"""Mutated JSON files that are not parts of an artifact: results of evaluations and benchmarks, records of packages."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from campaign.commands import run_command
+from campaign.strange import mutated_json, text_of
+
+
+def attack(dice: random.Random, folder: Path, healthy: Path) -> str:
+    """Mutate one file and have it read; the outcome, or AssertionError for one that must not be."""
+    kind = dice.choice(list(KINDS))
+    return KINDS[kind](dice, folder / kind, healthy)
+
+
+def evaluation(dice: random.Random, folder: Path, healthy: Path) -> str:
+    """The result of `effexport evaluate`, given to `bench --advise`, which reads it before it times anything."""
+    original = folder / "original.json"
+    if not original.exists():
+        folder.mkdir(parents=True)
+        (folder / "text.txt").write_text("some text " * 50, encoding="utf-8")
+        original.write_text(json.dumps(evaluation_values(healthy)), encoding="utf-8")
+    what = write_mutated(original, folder / "mutated.json", dice)
+    # this spec does not exist, so that what is accepted ends there
+    words = ["bench", "--advise", "--seq-len", "8", "--quality", str(folder / "mutated.json"), "--spec", "nowhere.toml"]
+    return checked(words, what)
+
+
+def evaluation_values(healthy: Path) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from effexport.evaluation.estimates import Estimate
+    from effexport.evaluation.results import Evaluation, Objective
+
+    spec = json.loads((healthy / "causal" / "manifest.json").read_text(encoding="utf-8"))["spec"]
+    estimates = (Estimate("loss", 2.0, 1.9, 2.1), Estimate("accuracy", 0.5))
+    return asdict(
+        Evaluation(
+            model="m",
+            label="aft-simple",
+            spec=spec,
+            runtime="ort",
+            precision="fp32",
+            tokens=16,
+            objective=Objective.LANGUAGE_MODEL,
+            data="text.txt",
+            data_sha256="0" * 64,
+            rows=3,
+            answers=30,
+            estimates=estimates,
+            seconds=1.0,
+        )
+    )
+
+
+def package(dice: random.Random, folder: Path, healthy: Path) -> str:
+    """The record of a packaged model, when another version or another model is added to its repository."""
+    if not folder.exists():
+        ended = run_command(["package", str(healthy / "lsh"), "-o", str(folder / "original"), "--name", "m"])
+        assert ended.code == 0, ended.err
+    repository = folder / "mutated"
+    shutil.rmtree(repository, ignore_errors=True)
+    shutil.copytree(folder / "original", repository)
+    record = dice.choice(sorted(repository.rglob("effexport.json")))
+    what = write_mutated(record, record, dice)
+    before = sorted((path, path.stat().st_mtime_ns) for path in repository.rglob("*"))
+    artifact, name = dice.choice((("lsh", "m"), ("causal", "m"), ("causal", "other")))
+    words = ["package", str(healthy / artifact), "-o", str(repository), "--name", name]
+    outcome = checked(words, what)
+    if outcome == "refused":
+        assert sorted((path, path.stat().st_mtime_ns) for path in repository.rglob("*")) == before, "files changed"
+    return outcome
+
+
+def write_mutated(original: Path, target: Path, dice: random.Random) -> str:
+    values, what = mutated_json(json.loads(original.read_text(encoding="utf-8")), dice)
+    target.write_text(text_of(values), encoding="utf-8")
+    return what
+
+
+def checked(words: list[str], what: str) -> str:
+    try:
+        return run_command(words).check()
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from error
+
+
+KINDS: dict[str, Callable[[random.Random, Path, Path], str]] = {"evaluation": evaluation, "package": package}
