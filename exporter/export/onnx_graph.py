@@ -245,7 +245,7 @@ def load_graph(path: Path) -> onnx.ModelProto:
 
 
 def why_not_readable(model: onnx.ModelProto) -> str:
-    """What no runtime could make sense of, before one is asked: versions, and functions without end. "" if nothing."""
+    """What no runtime could make sense of, before one is asked, or "": versions, attributes, functions without end."""
     import onnx
 
     if not OLDEST_IR_VERSION <= model.ir_version <= onnx.IR_VERSION:
@@ -255,6 +255,9 @@ def why_not_readable(model: onnx.ModelProto) -> str:
         for entry in imports:
             if entry.domain in STANDARD_DOMAINS and not 1 <= entry.version <= newest:
                 return f"{holder} needs opset {entry.version}, not 1 to {newest}"
+    for node in nodes_within(model.graph.node):
+        if any(attribute.ref_attr_name for attribute in node.attribute):
+            return f"its node {node.name!r} takes an attribute from a function, and is in none"
     return _why_without_end(model)
 
 

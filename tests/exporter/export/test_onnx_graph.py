@@ -59,9 +59,14 @@ def no_ir(model: onnx.ModelProto) -> None:
     model.ClearField("ir_version")
 
 
+def attribute_of_no_function(model: onnx.ModelProto) -> None:
+    model.graph.node[0].attribute.add(name="a", type=onnx.AttributeProto.INT, ref_attr_name="b")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (attribute_of_no_function, "takes an attribute from a function, and is in none"),
         (opset_999, "it needs opset 999, not 1 to "),
         (opset_0, "it needs opset 0, not 1 to "),
         (opset_999_of_a_function, "A needs opset 999, not 1 to "),
@@ -69,7 +74,7 @@ def no_ir(model: onnx.ModelProto) -> None:
         (no_ir, "its IR version is 0, not 3 to "),
     ],
 )
-def test_a_version_that_nothing_can_read_is_one_error(
+def test_what_no_runtime_can_read_is_one_error(
     tmp_path: Path, change: Callable[[onnx.ModelProto], None], words: str
 ) -> None:
     model = model_of(("A", ()))
