@@ -31,6 +31,10 @@ class RuntimeFailedError(EffexportError):
     """The runtime accepted the model and failed while running it, for example because the graph fixes a length."""
 
 
+class RefusedNumbersError(RuntimeFailedError):
+    """A kernel was given numbers that it refuses, such as infinity: those of the input are too large for the model."""
+
+
 class UserError(EffexportError):
     """Bad usage or bad input: the message says what was given, what was expected and what to do."""
 

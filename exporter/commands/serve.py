@@ -93,7 +93,8 @@ def setting(option: str, field: str, help: str) -> Callable[[Callable[..., None]
 @click.option(
     "--token",
     envvar=TOKEN_VARIABLE,
-    help=f"Require Authorization: Bearer TOKEN, except at /v2/health; better set with {TOKEN_VARIABLE}.",
+    help=f"Require Authorization: Bearer TOKEN everywhere, /metrics included, except at /v2/health; better set with "
+    f"{TOKEN_VARIABLE}.",
 )
 @click.option("--ray", "on_ray", is_flag=True, help="Deploy on Ray Serve with autoscaling replicas.")
 @click.option("--address", help="With --ray: address of the cluster.  [default: this machine]")

@@ -303,3 +303,73 @@ def malformed_texts(model: str, count: int, seed: int = 0) -> list[tuple[str, by
     dice = random.Random(seed)
     kinds = [TEXT_KINDS[number % len(TEXT_KINDS)] for number in range(count)]
     return [(kind.__name__, kind(model, dice)) for kind in kinds]
+
+
+# Paths that lead to a health probe if they are read carelessly, or past the check of the token.
+PATH_TRICKS = (
+    b"/v2", b"//v2", b"/v2/", b"/V2", b"/v2/models/small", b"//v2/models/small", b"/v2//models/small", b"/metrics",
+    b"/metrics/", b"//metrics", b"/%6detrics", b"/v2/health", b"/v2/health/", b"/v2/health/live/", b"/v2/health//live",
+    b"/v2/health/LIVE", b"/V2/health/live", b"/v2/health/ready/../../models/small", b"/v2/health/%2e%2e/models/small",
+    b"/v2/health/live/..%2f..%2fmodels/small", b"/v2/health/live%2f..", b"/v2/health/live;/../../models/small",
+    b"/v2/health/live;x", b"/v2/health/live%3b", b"/v2/health/live%00", b"/v2/health/live%20", b"/v2/health/live%3f",
+    b"/v2/health/live%23", b"/v2/health\\live", b"/v2/models/small?/v2/health/live",
+    b"/v2/models/small#/v2/health/live",
+    b"/v2/models/small%3f/v2/health/live", b"http://x/v2/models/small", b"http://x/v2/health/live/../../models/small",
+    b"http://x:80/metrics", b"/v2/repository/index", b"/v2/repository/models/..%2f..%2fetc/load", b"/v1/models",
+    b"/v1/embeddings", b"/nothing", b"/", b"*", b"/.", b"/..", b"/%", b"/%zz",
+)  # fmt: skip
+
+
+def bad_heads(model: str) -> list[tuple[str, bytes]]:
+    """Right requests whose head is wrong, ambiguous or too large, by what is wrong. Each should end its connection."""
+    body = as_json(right_fields())
+
+    def changed(more: bytes = b"", host: bytes = b"Host: x\r\n", version: bytes = b"1.1", size: bool = True) -> bytes:
+        length = b"Content-Length: %d\r\n" % len(body) if size else b""
+        head = b"POST /v2/models/" + model.encode() + b"/infer HTTP/" + version + b"\r\n"
+        return head + host + length + more + b"\r\n" + body
+
+    def chunked(coding: bytes) -> bytes:
+        return changed(b"Transfer-Encoding: " + coding + b"\r\n", size=False)[: -len(body)] + b"0\r\n\r\n"
+
+    heads = {
+        "no host": changed(host=b""),
+        "two hosts": changed(host=b"Host: x\r\nhost: x\r\n"),
+        "two lengths": changed(b"Content-Length: %d\r\n" % len(body)),
+        "other length": changed(b"Content-Length: 5\r\n"),
+        "list of lengths": changed(b"Content-Length: 5, 5\r\n", size=False),
+        "length +5": changed(b"Content-Length: +5\r\n", size=False),
+        "length 0x5": changed(b"Content-Length: 0x5\r\n", size=False),
+        "length of 30 digits": changed(b"Content-Length: " + b"9" * 30 + b"\r\n", size=False),
+        "length and chunks": changed(b"Transfer-Encoding: chunked\r\n"),
+        "two codings": chunked(b"chunked\r\nTransfer-Encoding: chunked"),
+        "gzip, chunked": chunked(b"gzip, chunked"),
+        "chunked, identity": chunked(b"chunked, identity"),
+        "xchunked": chunked(b"xchunked"),
+        "folded": chunked(b"\r\n chunked"),
+        "space before the colon": changed(b"Transfer-Encoding : chunked\r\n", size=False),
+        "two tokens": changed(b"Authorization: a\r\nAuthorization: b\r\n"),
+        "two encodings": changed(b"Content-Encoding: gzip\r\nContent-Encoding: identity\r\n"),
+        "two sizes of JSON": changed(b"Inference-Header-Content-Length: 5\r\n" * 2),
+        "upgrade": changed(b"Connection: Upgrade\r\nUpgrade: h2c\r\n"),
+        "space in a name": changed(b"X Y: 1\r\n"),
+        "no name": changed(b": 1\r\n"),
+        "NUL in a value": changed(b"X: a\0b\r\n"),
+        "line feed alone": changed(b"X: a\nY: b\r\n"),
+        "return alone": changed(b"X: a\rY: b\r\n"),
+        "large header": changed(b"X: " + b"y" * 40_000 + b"\r\n"),
+        "thousands of headers": changed(b"X: y\r\n" * 8000),
+        "long path": b"GET /" + b"y" * 60_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        "bytes in the path": b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        "NUL in the path": b"GET /v2\0 HTTP/1.1\r\nHost: x\r\n\r\n",
+        "HTTP/0.9": b"GET /v2/health/live\r\n\r\n",
+        "HTTP/1.2": changed(version=b"1.2"),
+        "HTTP/2.0": changed(version=b"2.0"),
+        "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(20),
+        "CONNECT": b"CONNECT localhost:22 HTTP/1.1\r\nHost: x\r\n\r\n",
+        "TLS": b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + bytes(200),
+    }  # fmt: skip
+    odd_names = {
+        f"byte {byte:#x} in a name": changed(b"X%cY: 1\r\n" % byte) for byte in b"\0\x01\t(),/;@[\\]{}\x7f\x80\xff"
+    }
+    return [*heads.items(), *odd_names.items()]

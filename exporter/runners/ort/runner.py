@@ -9,7 +9,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPES, TensorInfo
-from effexport.errors import EffexportError, RuntimeFailedError
+from effexport.errors import EffexportError, RefusedNumbersError, RuntimeFailedError
 from effexport.runners.feeds import FeedLimits, checked_feeds
 from effexport.runners.ort.binding import NO_GRAPH, BoundModel, run_options
 from effexport.runners.ort.session import session_from_model
@@ -143,7 +143,10 @@ def settings_from_options(runtime: Runtime, options: ModelOptions) -> OrtSetting
 
 def run_failure(feeds: Mapping[str, Array], error: Exception) -> RuntimeFailedError:
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in feeds.items())
-    return RuntimeFailedError(f"ONNX Runtime failed on {shapes}: {error}")
+    takes_floats = any(value.dtype.kind not in "iub" for value in feeds.values())
+    # by its name, because importing it would import onnxruntime
+    is_refused = takes_floats and type(error).__name__ == "InvalidArgument"
+    return (RefusedNumbersError if is_refused else RuntimeFailedError)(f"ONNX Runtime failed on {shapes}: {error}")
 
 
 def tensor_info(value: Any) -> TensorInfo:

@@ -24,8 +24,10 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 # zlib's window bits for each encoding; HTTP's deflate is the zlib format.
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-# Larger bodies are compressed and decompressed in another thread.
+# Larger answers are compressed in another thread.
 THREAD_BYTES = 64 << 10
+# How much is decompressed before the limits are checked again.
+PIECE_BYTES = 4 << 20
 
 
 class ByteBudget:
@@ -79,12 +81,7 @@ async def read_body(
         raise RequestError(f"the body did not arrive within {timeout_s:g} s; send it faster", SLOW_BODY) from None
     if encoding == "identity":
         return body
-    if len(body) > THREAD_BYTES:
-        decompressed = await asyncio.to_thread(decompress, body, encoding, max_bytes)
-    else:
-        decompressed = decompress(body, encoding, max_bytes)
-    take(len(decompressed))
-    return decompressed
+    return await decompressed(body, encoding, max_bytes, take)
 
 
 async def receive_all(receive: Receive, max_bytes: int, take: Callable[[int], None]) -> bytes:
@@ -104,18 +101,28 @@ async def receive_all(receive: Receive, max_bytes: int, take: Callable[[int], No
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """The decompressed body; never decompresses more than `max_bytes`. Raises RequestError."""
+async def decompressed(body: bytes, encoding: str, max_bytes: int, take: Callable[[int], None]) -> bytes:
+    """The decompressed body, in another thread and piece by piece: a small body may hold a thousand times its size.
+
+    Raises RequestError for a damaged body, and before more memory is used than `max_bytes` and `take` allow.
+    """
     decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
-    try:
-        decompressed = decompressor.decompress(body, max_bytes + 1)
-    except zlib.error as error:
-        raise RequestError(f"the body is not {encoding}: {error}") from None
-    if len(decompressed) > max_bytes:
-        raise too_large(f"more than {max_bytes} bytes when decompressed", max_bytes)
+    parts: list[bytes] = []
+    size, left = 0, body
+    while not decompressor.eof and (left or not parts):
+        try:
+            part = await asyncio.to_thread(decompressor.decompress, left, PIECE_BYTES)
+        except zlib.error as error:
+            raise RequestError(f"the body is not {encoding}: {error}") from None
+        left = decompressor.unconsumed_tail
+        size += len(part)
+        if size > max_bytes:
+            raise too_large(f"more than {max_bytes} bytes when decompressed", max_bytes)
+        take(len(part))
+        parts.append(part)
     if not decompressor.eof or decompressor.unused_data:
         raise RequestError(f"the body is not one complete {encoding} stream")
-    return decompressed
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def compress(body: bytes, encoding: str) -> bytes:

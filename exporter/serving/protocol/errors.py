@@ -14,12 +14,14 @@ class Refusal:
 
 
 INVALID = Refusal(400, "invalid")
+BAD_HEAD = Refusal(400, "bad_head")
 UNAUTHORIZED = Refusal(401, "unauthorized")
 FORBIDDEN = Refusal(403, "forbidden")
 NOT_FOUND = Refusal(404, "not_found")
 SLOW_BODY = Refusal(408, "slow_body")
 TOO_LARGE = Refusal(413, "too_large")
 UNSUPPORTED_ENCODING = Refusal(415, "unsupported_encoding")
+LARGE_HEAD = Refusal(431, "large_head")
 FAILED = Refusal(500, "failed")
 QUEUE_FULL = Refusal(503, "queue_full")
 WAITED_TOO_LONG = Refusal(503, "waited_too_long")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from effexport.dtypes import DTYPES, numpy_dtype
 from effexport.models.validation import shown
 from effexport.serving.protocol.errors import RequestError
-from effexport.serving.protocol.json_data import array_from_json
+from effexport.serving.protocol.json_data import array_from_json, check_finite_input
 from effexport.serving.protocol.request_fields import (
     Fields,
     Wanted,
@@ -85,4 +85,5 @@ def array_from_binary(data: memoryview, offset: int, size: Any, tensor: TensorIn
     if tensor.dtype == "bool" and raw.max() > 1:
         raise RequestError(f"binary data of input {tensor.name!r} holds {raw.max()}; expected 0 and 1 for BOOL")
     array: Array = np.require(raw.view(dtype), requirements="A").reshape(shape)
+    check_finite_input(tensor.name, array)
     return array

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import DTYPES
-from effexport.serving.protocol.errors import FAILED, RequestError
+from effexport.serving.protocol.errors import RequestError
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -71,5 +71,6 @@ def check_finite(name: str, array: Array) -> None:
 
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise RequestError(
-            f"output {name!r} contains NaN or infinity, which JSON cannot represent; ask for binary data", FAILED
+            f"output {name!r} contains NaN or infinity, which JSON cannot represent; ask for binary data, and see "
+            "whether the inputs are too large for the model"
         )

@@ -42,9 +42,19 @@ def array_from_json(data: Any, tensor: TensorInfo, shape: tuple[int, ...]) -> Ar
             array = np.array(flat, dtype=tensor.dtype)
     except OverflowError:
         raise RequestError(f"data of input {tensor.name!r} holds a number outside of {datatype}") from None
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise RequestError(f"data of input {tensor.name!r} holds a number outside of {datatype}")
+    check_finite_input(tensor.name, array)
     return array.reshape(shape)
+
+
+def check_finite_input(name: str, array: Array) -> None:
+    """Raises RequestError for NaN and infinity, to which no model has an answer; JSON has them as too large numbers."""
+    import numpy as np
+
+    if array.dtype.kind in "fV" and not np.isfinite(array).all():
+        raise RequestError(
+            f"data of input {name!r} holds NaN, infinity, or a number outside of {DTYPES[array.dtype.name].protocol}; "
+            "expected finite numbers"
+        )
 
 
 def flat_elements(data: Any, name: str, shape: tuple[int, ...]) -> list[Any]:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from effexport.models.validation import shown
-from effexport.serving.protocol.errors import RequestError
+from effexport.serving.protocol.errors import TOO_LARGE, RequestError
 from effexport.serving.protocol.signature import BINARY_ONLY, unknown_name
+
+# Lists, objects and strings of a request, roughly. Nested tensors have a list for each row.
+MAX_JSON_PIECES = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,14 @@ def parsed_object(text: bytes, expected: str = "a JSON object with inputs") -> d
     """The JSON object in the body of a request. Raises RequestError, which says what was expected."""
     import orjson
 
+    # In memory, a list that is two bytes of JSON takes 56, so 64 MiB of them would be 1.7 GB and take seconds.
+    pieces = sum(map(text.count, (b"[", b"{", b'"')))
+    if pieces > MAX_JSON_PIECES:
+        raise RequestError(
+            f"the JSON of the request has {pieces} brackets and quotation marks; expected at most {MAX_JSON_PIECES}: "
+            "send flat lists, binary data, or several requests",
+            TOO_LARGE,
+        )
     try:
         fields = orjson.loads(text)
     except (orjson.JSONDecodeError, RecursionError) as error:

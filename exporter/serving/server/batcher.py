@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from effexport.errors import EffexportError, UserError
+from effexport.errors import EffexportError, RefusedNumbersError, UserError
 from effexport.runners.joining import (
     NO_PADDING,
     Key,
@@ -206,7 +206,7 @@ def waited_too_long() -> RequestError:
 
 
 def refusal_from_error(error: Exception) -> RequestError:
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | RefusedNumbersError):
         return RequestError(str(error))
     if isinstance(error, EffexportError):
         return RequestError(str(error), FAILED)

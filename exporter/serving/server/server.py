@@ -1,4 +1,4 @@
-"""The server on one machine: uvicorn, with a time limit for headers and a shutdown that loses no request."""
+"""The server on one machine: uvicorn, with a shutdown that loses no request."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from effexport.errors import UserError
+from effexport.serving.server.connection import Protocol
 from effexport.serving.server.service import Service
 
-# Time that a client may take to send the headers of a request.
-HEADER_TIMEOUT_S = 10.0
 # When the server stops, it waits this long for requests that are on their way over open connections.
 DRAIN_S = 0.3
 BACKLOG = 1024
@@ -26,47 +24,6 @@ BACKLOG = 1024
 MAX_CONNECTIONS = 2048
 # For these connections, those that are being refused, and the files of the process itself.
 MAX_OPEN_FILES = 2 * MAX_CONNECTIONS
-_SLOW_HEADERS_BODY = f'{{"error":"the head of the request did not arrive within {HEADER_TIMEOUT_S:g} s"}}'.encode()
-_SLOW_HEADERS = (
-    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%s" % (len(_SLOW_HEADERS_BODY), _SLOW_HEADERS_BODY)
-)
-
-
-class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with a time limit for headers, for which uvicorn itself would wait forever."""
-
-    _head_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._start_head_timer()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._start_head_timer()
-
-    def on_headers_complete(self) -> None:
-        self._stop_head_timer()
-        super().on_headers_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_timer()
-        super().connection_lost(exc)
-
-    def _start_head_timer(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._give_up)
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _give_up(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(_SLOW_HEADERS)
-            self.transport.close()
 
 
 class Server(uvicorn.Server):

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from effexport.serving.protocol.body import ByteBudget, read_body
 from effexport.serving.protocol.errors import CROWDED, UNAUTHORIZED, ClientGoneError, RequestError
+from effexport.serving.protocol.head import check_head
 from effexport.serving.server.metrics import RequestMetrics
 from effexport.serving.server.waiting import TextMemory
 from effexport.serving.settings import TEXT_CHARACTERS_IN_MEMORY
@@ -106,23 +107,22 @@ class Service:
         finally:
             self.metrics_of(request).answered(status, time.perf_counter() - started)
 
-    def guarded(self, handler: Handler) -> Handler:
-        """The handler, for requests with a token, while there are not too many connections."""
-
-        async def call(request: Request) -> Response:
-            self.check_connections(request)
-            self.check_token(request)
-            return await handler(request)
-
-        return call
-
-    def check_connections(self, request: Request) -> None:
-        if self.is_crowded() and request.url.path not in OPEN_PATHS:
+    def check_request(self, request: Request) -> None:
+        """Raises RequestError for a request that no endpoint may see: with a bad head, without the token, or while
+        there are too many connections."""
+        scope = request.scope
+        query = scope["query_string"]
+        check_head(scope["http_version"], scope.get("raw_path", b"") + query, scope["headers"])
+        # of the scope, by which endpoints are found: that of request.url depends on the header Host
+        if scope["path"] in OPEN_PATHS:
+            return
+        if self.is_crowded():
             raise RequestError("too many connections are open; try again later", CROWDED)
+        self.check_token(request)
 
     def check_token(self, request: Request) -> None:
         token = self.settings.token
-        if token is None or request.url.path in OPEN_PATHS:
+        if token is None:
             return
         given = request.headers.get("authorization", "").encode("latin-1")
         # compared in constant time, so that a token cannot be guessed letter by letter

@@ -203,10 +203,10 @@ def test_a_body_larger_than_the_limit_is_refused_before_it_is_read(artifact: Art
     with running_server(artifact.path, folder, "--name", "small", "--max-request-bytes", "1000") as server:
         assert exchange(server, right_request()).status == 200
         # the body never comes: the length alone decides
-        reply = exchange(server, b"POST /v2/models/small/infer HTTP/1.1\r\nContent-Length: 1001\r\n\r\n")
+        reply = exchange(server, b"POST /v2/models/small/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
         assert reply.status == 413
         assert "takes at most 1000" in json_of(reply)["error"]
-        head = b"POST /v2/models/small/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST /v2/models/small/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         assert exchange(server, head + b"7d0\r\n" + b" " * 2000 + b"\r\n0\r\n\r\n").status == 413
         bomb = gzip.compress(b" " * 10 * MIB)[:900]
         assert (
