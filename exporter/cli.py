@@ -18,7 +18,8 @@ from effexport.errors import DiskFullError, EffexportError, EngineWarning, Kerne
 from effexport.files import json_text
 from effexport.version import __version__
 
-LONGEST_MESSAGE = 500
+# What errors quote of a command line, and the longest line of an error, in characters.
+LONGEST_MESSAGE, LONGEST_LINE = 500, 1500
 # command → its one-line help, in the order of `--help`; the module is effexport.commands.<command>
 COMMANDS: dict[str, str] = {
     "list": "List the attention variants.",
@@ -203,12 +204,19 @@ def show_warning(
 
 def fail(message: str, exit_code: int, arguments: list[str]) -> None:
     """Print one error, also as JSON if --json was given, and exit."""
+    message = printable(message)
     if "--debug" in arguments and sys.exc_info()[0] is not None:
         traceback.print_exc()
     if "--json" in arguments:
         print_json({"error": message, "exit_code": exit_code})
     click.echo(f"effexport: error: {message}", err=True)
     sys.exit(exit_code)
+
+
+def printable(message: str) -> str:
+    """A message whose lines are not endless and do not control the terminal, whatever file it quotes."""
+    lines = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in message.split("\n"))
+    return "\n".join(line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…" for line in lines)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effexport.environment import total_memory_bytes
 from effexport.errors import UserError
 from effexport.proof.case_label import CaseLabel
 from effexport.quantize.rounding import numbers_of, precision_of
+from effexport.units import memory
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -132,11 +134,19 @@ def save_reference(cases: Sequence[Case], path: Path) -> None:
     path.write_bytes(save(tensors, metadata=metadata))
 
 
+def check_fits(path: Path) -> None:
+    """Raise UserError for a file whose tensors cannot be in memory at once: reading them would end the process."""
+    size, total = path.stat().st_size, total_memory_bytes()
+    if total is not None and size > total:
+        raise UserError(f"{path} has {memory(size)}; this machine has {memory(total)} of memory: give a smaller file")
+
+
 def load_reference(path: Path) -> list[Case]:
     """The cases of a golden file. Raises UserError for any other file."""
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_fits(path)
         with safe_open(path, framework="numpy") as file:
             if "noise" not in (file.metadata() or {}):
                 raise UserError(f"{path} holds no stored answers; {EXPECTED}; weights go with --weights")
@@ -162,5 +172,5 @@ def load_reference(path: Path) -> list[Case]:
         return cases
     except FileNotFoundError:
         raise UserError(f"no reference file at {path}") from None
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, MemoryError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} holds no stored answers, or is damaged; {EXPECTED}") from error

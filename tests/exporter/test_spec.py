@@ -184,7 +184,7 @@ def test_a_model_tied_to_one_length_has_a_fixed_dimension(small_spec: Callable[.
     ("text", "message"),
     [
         ("dim = " + "9" * 5_000, r"it is not TOML: Exceeds the limit \(4300 digits\)"),
-        ("dim = 0x" + "f" * 50_000, "dim is an integer of thousands of digits; expected at most 2147483647"),
+        ("dim = 0x" + "f" * 50_000, "it is not TOML: it has an integer of more than 64 bits"),
         ("dim = " + "[" * 100_000, "it is not TOML: maximum recursion depth"),
         ("a." * 100_000 + "a = 1", "has a line with more than 100 dots"),
         ("x = [" + "[]," * 100_000 + "]", "it is larger than 256 KB"),

@@ -15,7 +15,7 @@ from effexport.errors import UserError
 from effexport.models.head_spec import SCORES, TOKENS, vocabulary
 from effexport.models.model_spec import shape_of
 from effexport.proof.answers import answered_case, with_hash_noise
-from effexport.proof.cases import Case, load_reference
+from effexport.proof.cases import Case, check_fits, load_reference
 from effexport.proof.repeated_runs import RepeatedRuns
 from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.runners.runner import tensors_text
@@ -41,6 +41,7 @@ def load_answers(path: Path, spec: BuildSpec) -> list[Case]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_fits(path)
         with safe_open(path, framework="numpy") as file:
             if "noise" in (file.metadata() or {}):
                 return load_reference(path)
@@ -48,7 +49,7 @@ def load_answers(path: Path, spec: BuildSpec) -> list[Case]:
             tensors = {key: file.get_tensor(key) for key, dtype in dtypes.items() if dtype in NUMPY_DTYPES}
     except FileNotFoundError:
         raise UserError(f"no reference file at {path}") from None
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, MemoryError) as error:
         raise UserError(f"{path} is not a safetensors file, or is damaged; {expected_tensors(spec)}") from error
     tensors |= {key: widened(path, key, dtype) for key, dtype in dtypes.items() if key not in tensors}
     named: dict[str, dict[str, Array]] = {}
