@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from effexport.models.checkpoint_spec import CheckpointSpec
 from effexport.models.model_spec import Dims
 from effexport.models.spec import AttentionSpec, attention_from_dict
+from effexport.models.validation import LARGEST_SIZE, as_written, require, shown
+
+# PyTorch has at most this many axes.
+MOST_AXES = 64
+
+
+def is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST_SIZE
+
+
+def is_integer(value: object) -> bool:
+    return type(value) is int and -(2**63) <= value <= 2**63
+
+
+def is_dims(value: object) -> bool:
+    """Whether a value is a list of sizes and names of axes."""
+    if not isinstance(value, list | tuple) or len(value) > MOST_AXES:
+        return False
+    return all(isinstance(dim, str) or is_size(dim) for dim in value)
+
+
+def is_range(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_integer, value))
+
+
+def is_word(value: object) -> bool:
+    return isinstance(value, str)
+
+
+# Field of ModuleSpec → whether a value in it is right, and what it should be.
+TABLES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "fused_op_counts": (is_size, "counts"),
+    "unfused_op_counts": (is_size, "counts"),
+    "input_dims": (is_dims, "axes"),
+    "output_dims": (is_dims, "axes"),
+    "tensor_types": (is_word, "element types"),
+    "ranges": (is_range, "two integers"),
+    "axis_sizes": (is_size, "sizes"),
+    "padding": (is_integer, "integers"),
+    "replaced": (is_word, "names of classes"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +91,22 @@ class ModuleSpec(CheckpointSpec):
     mask_ignores: bool = False
     replaced: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Also checks the tables, which a manifest may fill with anything."""
+        require(isinstance(self.attention_fields, Mapping), "attention_fields is not a table; expected a spec")
+        for name, (is_right, words) in TABLES.items():
+            table = getattr(self, name)
+            right = isinstance(table, Mapping) and all(isinstance(k, str) and is_right(v) for k, v in table.items())
+            require(right, f"{name} is {shown(table)}; expected {words} by name")
+        require(
+            isinstance(self.remarks, tuple) and all(isinstance(remark, str) for remark in self.remarks),
+            f"remarks is {shown(as_written(self.remarks))}; expected a list of sentences",
+        )
+        super().__post_init__()
+        require(self.length_multiple >= 1, f"length_multiple is {self.length_multiple}; expected at least 1")
+        require(self.attention_layers >= 0, f"attention_layers is {self.attention_layers}; expected 0 or more")
+        _ = self.attention  # checks its fields
 
     @property
     def title(self) -> str:

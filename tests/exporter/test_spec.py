@@ -208,6 +208,30 @@ def test_a_hostile_spec_file_is_refused_in_one_short_line(tmp_path: Path, text: 
     assert "\n" not in str(failure.value)
 
 
+# The spec of a user's own module, as a manifest has it.
+MODULE: dict[str, Any] = {
+    "family": "module",
+    "module": "x:make",
+    "vocab_size": 2,
+    "seq_len": 4,
+    "attention_fields": {"variant": "pytorch"},
+    "attention_layers": 1,
+    "fused_op_counts": {},
+    "unfused_op_counts": {"LSHSort": 1},
+    "input_dims": {"x": ["batch", "seq", 8]},
+    "output_dims": {"y": ["batch", 8]},
+    "longest": None,
+    "ranges": {"x": [0, 5]},
+}
+
+
+def test_the_spec_of_a_module_is_read() -> None:
+    spec = BuildSpec.from_dict({"scope": "checkpoint", "model": MODULE})
+    assert spec.variant == "pytorch"
+    assert spec.model.inputs == {"x": ("batch", "seq", 8)}
+    assert BuildSpec.from_dict(spec.to_dict()) == spec
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -220,6 +244,13 @@ def test_a_hostile_spec_file_is_refused_in_one_short_line(tmp_path: Path, text: 
         ({"scope": "checkpoint", "model": {"family": "reformer", "x": 1}}, "a reformer checkpoint has no field 'x'"),
         ({"scope": "checkpoint", "model": {"family": "module"}}, "a module checkpoint has no vocab_size"),
         ({"scope": "checkpoint", "model": {"family": "reformer", "vocab_size": 10**29, "seq_len": 4}}, "vocab_size is"),
+        ({"scope": "checkpoint", "model": MODULE | {"attention_fields": 5}}, "attention_fields is not a table"),
+        ({"scope": "checkpoint", "model": MODULE | {"attention_fields": {"variant": 5}}}, "unknown variant 5"),
+        ({"scope": "checkpoint", "model": MODULE | {"input_dims": {"x": 5}}}, "input_dims is .* expected axes by name"),
+        ({"scope": "checkpoint", "model": MODULE | {"ranges": {"x": [0]}}}, "ranges is .* expected two integers by"),
+        ({"scope": "checkpoint", "model": MODULE | {"fused_op_counts": {"x": 10**29}}}, "fused_op_counts is "),
+        ({"scope": "checkpoint", "model": MODULE | {"axis_sizes": []}}, "axis_sizes is .* expected sizes by name"),
+        ({"scope": "checkpoint", "model": MODULE | {"remarks": 5}}, "remarks is 5; expected a list of sentences"),
         ({"scope": "encoder", "model": {"attention": []}}, "the encoder spec has no table named attention"),
     ],
 )
