@@ -1,0 +1,446 @@
+"""Changes of checkpoint folders and spec files. Each returns what was changed, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from campaign.strange import STRANGE, mutated_json
+
+HUGE = (10**9, 10**9 + 1, 10**9 + 8, 2**30, 2**31 - 1, 2**31, 2**40, 10**18, 10**30, 10**5000)
+SIZES = (*HUGE, *HUGE, -1, 0, 1, 2, 3, 7, 64, 999, 100_000)
+# Sizes of both families, also those that a config.json leaves at their defaults.
+FIELDS = {
+    "nystromformer": (
+        *("vocab_size", "type_vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+        *("intermediate_size", "max_position_embeddings", "segment_means_seq_len", "num_landmarks"),
+        *("conv_kernel_size", "pad_token_id", "num_labels", "layer_norm_eps"),
+    ),
+    "reformer": (
+        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "attention_head_size"),
+        *("feed_forward_size", "max_position_embeddings", "lsh_attn_chunk_length", "local_attn_chunk_length"),
+        *("num_hashes", "num_buckets", "lsh_num_chunks_before", "local_num_chunks_after", "hash_seed", "num_labels"),
+        *("axial_pos_shape", "axial_pos_embds_dim", "attn_layers", "layer_norm_eps", "pad_token_id"),
+    ),
+}
+# Many bytes of JSON, made without a parser.
+LARGE = 100 << 20
+PLACES = ("../model.safetensors", "/etc/passwd", "", ".", "..", "a/b", "\u0000", "x" * 5000, "\ud800", "loop", "folder")
+
+
+class Runs:
+    """What an unpickler would run."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+@contextlib.contextmanager
+def long_numbers() -> Iterator[None]:
+    """Python writes integers of more than 4,300 digits in the block; the code under attack runs outside it."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(limit)
+
+
+def json_text(value: Any) -> str:
+    with long_numbers():
+        return json.dumps(value)
+
+
+def damage(path: Path, dice: random.Random) -> str:
+    """Damage a file as a bad disk or an attacker would, whatever is in it."""
+    data = bytearray(path.read_bytes())
+    how = dice.choice(("cut", "flip", "flip", "fill", "empty", "append", "loop", "folder", "missing"))
+    if how == "cut":
+        data = data[: dice.randrange(len(data))]
+    elif how == "flip":
+        place = dice.randrange(min(len(data), 3000))
+        data[place] ^= 1 << dice.randrange(8)
+        how += f" a bit of byte {place}"
+    elif how == "fill":
+        place = dice.randrange(len(data))
+        data[place : place + 64] = dice.randbytes(64)
+    elif how == "empty":
+        data = bytearray()
+    elif how == "append":
+        data += dice.randbytes(100)
+    if how in ("loop", "folder", "missing"):
+        path.unlink()
+        if how == "loop":
+            path.symlink_to(path.name)
+        elif how == "folder":
+            path.mkdir()
+    else:
+        path.write_bytes(data)
+    return f"{how} {path.name}"
+
+
+def config(folder: Path, dice: random.Random) -> str:
+    """One or more fields of config.json."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    how = dice.choice(("size", "size", "size", "size", "sizes", "any", "any", "consistent", "damage", "large"))
+    if how == "damage":
+        return damage(path, dice)
+    if how == "large":
+        return large_json(path, dice)
+    if how == "any":
+        values, words = mutated_json(values, dice)
+        path.write_text(json_text(values))
+        return words
+    if how == "consistent":
+        words = consistent_sizes(values, dice)
+    else:
+        names = dice.sample(FIELDS[values["model_type"]], 1 if how == "size" else dice.randint(2, 4))
+        for name in names:
+            values[name] = wild_size(values.get(name), dice)
+        words = ", ".join(f"{name} {shown(values[name])}" for name in names)
+    path.write_text(json_text(values))
+    return words
+
+
+def wild_size(value: Any, dice: random.Random) -> Any:
+    """A wild value of the same shape: an integer, or a list of as many."""
+    if isinstance(value, list) and dice.random() < 0.8:
+        return [dice.choice(SIZES) if dice.random() < 0.6 else item for item in value] * dice.choice((1, 1, 1, 50_000))
+    return dice.choice(SIZES) if dice.random() < 0.8 else dice.choice(STRANGE)
+
+
+def consistent_sizes(values: dict[str, Any], dice: random.Random) -> str:
+    """Sizes that agree with each other, up to what a machine may just have."""
+    factor = dice.choice((2, 3, 1000, 10**5, 10**6, 10**7))
+    if values["model_type"] == "nystromformer":
+        names = ["hidden_size", "intermediate_size"]
+        values["hidden_size"] *= factor
+        values["intermediate_size"] *= factor
+    else:
+        names = ["hidden_size", "axial_pos_embds_dim"]
+        values["hidden_size"] *= factor
+        values["axial_pos_embds_dim"] = [factor * dim for dim in values["axial_pos_embds_dim"]]
+    return f"{', '.join(names)} × {factor}"
+
+
+def large_json(path: Path, dice: random.Random) -> str:
+    """A file that is far too large or too deeply nested."""
+    kind = dice.choice(("lists", "text", "nested", "number"))
+    repeated = {"lists": "[],", "text": "a", "nested": "[", "number": "9"}[kind]
+    count = {"lists": LARGE // 3, "text": LARGE, "nested": 100_000, "number": 100_000}[kind]
+    before, after = {
+        "lists": ('{"x":[', "0]}"),
+        "text": ('{"x":"', '"}'),
+        "nested": ('{"x":', ""),
+        "number": ('{"x":', "}"),
+    }[kind]
+    path.write_text(before + repeated * count + after)
+    return f"{path.name} with {count:,} × {repeated}"
+
+
+def safetensors(folder: Path, dice: random.Random) -> str:
+    """The header of model.safetensors, which may tell anything about the bytes behind it."""
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        return index(folder, dice)
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
+    names = [name for name in header if name != "__metadata__"]
+    name, other = dice.sample(names, 2)
+    entry = header[name]
+    kinds = (
+        "shape",
+        "shape",
+        "dtype",
+        "offsets",
+        "overlap",
+        "rename",
+        "more",
+        "remove",
+        "length",
+        "twice",
+        "any",
+        "sparse",
+    )
+    how = dice.choice((*kinds, "damage"))
+    text = None
+    if how == "damage":
+        return damage(path, dice)
+    if how == "shape":
+        entry["shape"] = dice.choice(
+            (entry["shape"][::-1], [*entry["shape"], 1], [dice.choice(SIZES)], [2**40, 2**40], [], [-1], [0, 10**9])
+        )
+    elif how == "dtype":
+        entry["dtype"] = dice.choice(
+            ("F64", "F16", "BF16", "I32", "U32", "BOOL", "I64", "F8_E4M3", "C64", "F4", "", "X")
+        )
+    elif how == "offsets":
+        entry["data_offsets"] = dice.choice(([0, 2**40], [2**63, 2**63 + 4], [8, 4], [-4, 0], [0], [], "x", None))
+    elif how == "overlap":
+        entry["data_offsets"] = header[other]["data_offsets"]
+    elif how == "rename":
+        header[dice.choice(("", "x" * 5000, "\n\x1b[2J", "\u0000", other + ".x", "__metadata__"))] = header.pop(name)
+    elif how == "more":
+        header["extra"] = {"dtype": "F32", "shape": [0, 10**9], "data_offsets": [0, 0]}
+    elif how == "remove":
+        del header[name]
+    elif how == "twice":
+        again = json_text(entry)
+        text = json_text(header)[:-1] + f', "{name}": {again}}}'
+    elif how == "any":
+        header, words = mutated_json(header, dice)
+        how += " " + words
+    elif how == "sparse":
+        # 2 TB that take no room on the disk
+        header = {name: {"dtype": "F32", "shape": [2**39], "data_offsets": [0, 2**41]}}
+    encoded = (json_text(header) if text is None else text).encode()
+    claimed = dice.choice((0, 1, 2**20, 2**31, 2**63, 2**64 - 1)) if how == "length" else len(encoded)
+    path.write_bytes(struct.pack("<Q", claimed) + encoded + body)
+    if how == "sparse":
+        with contextlib.suppress(OSError):
+            os.truncate(path, 8 + len(encoded) + 2**41)
+    return f"{how} of {name}"
+
+
+def index(folder: Path, dice: random.Random) -> str:
+    """An index of shards, made from the single file if there is none."""
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file():
+        make_shards(folder, dice)
+    values = json.loads(path.read_text())
+    names = list(values["weight_map"])
+    how = dice.choice(("place", "place", "any", "ghost", "damage", "large", "shard", "swap", "none"))
+    if how == "damage":
+        return damage(path, dice)
+    if how == "large":
+        return large_json(path, dice)
+    if how == "shard":
+        return damage(folder / "model-1.safetensors", dice)
+    if how == "place":
+        place = dice.choice(PLACES)
+        if place == "loop":
+            (folder / "loop").symlink_to("loop")
+        elif place == "folder":
+            (folder / "folder").mkdir()
+        values["weight_map"][dice.choice(names)] = place
+        how += f" {place[:20]!r}"
+    elif how == "any":
+        values, words = mutated_json(values, dice)
+        how += " " + words
+    elif how == "ghost":
+        values["weight_map"]["ghost\n" * 100] = "model-1.safetensors"
+    elif how == "swap":
+        one = dice.choice(names)
+        other = {"model-1.safetensors": "model-2.safetensors"}.get(values["weight_map"][one], "model-1.safetensors")
+        values["weight_map"][one] = other
+    path.write_text(json_text(values))
+    return f"index: {how}"
+
+
+def make_shards(folder: Path, dice: random.Random) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards: dict[str, dict[str, torch.Tensor]] = {"model-1.safetensors": {}, "model-2.safetensors": {}}
+    for name, tensor in weights.items():
+        shards[dice.choice(tuple(shards))][name] = tensor.clone()
+    for shard, tensors in shards.items():
+        save_file(tensors, folder / shard)
+    weight_map = {name: shard for shard, tensors in shards.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def pickled(folder: Path, dice: random.Random) -> str:
+    """pytorch_model.bin in place of model.safetensors: an archive or the old format, with something else in it."""
+    from safetensors.torch import load_file
+
+    path, old = folder / "pytorch_model.bin", dice.random() < 0.3
+    weights: dict[Any, Any] = dict(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    name = dice.choice(list(weights))
+    tensor = weights[name]
+    how = dice.choice(
+        (
+            "as it is",
+            "code",
+            "bytes",
+            "large",
+            "wrong",
+            "kind",
+            "name",
+            "list",
+            "bomb",
+            "overlap",
+            "damage",
+            "expand",
+            "huge",
+        )
+    )
+    marker = folder / "executed"
+    if how == "code":
+        weights[name] = dice.choice((Runs(os.system, f"touch {marker}"), Runs(eval, "1"), Runs(Path.touch, marker)))
+    elif how == "bytes":
+        weights["extra"] = dice.choice((Runs(bytearray, 2**36), bytearray(100), Runs(torch.Tensor, 2**36)))
+    elif how == "wrong":
+        weights[name] = dice.choice((1, "x", None, [tensor], {"a": tensor}, {1}, 1j))
+    elif how == "kind":
+        kinds = (torch.int32, torch.bool, torch.complex64, torch.float64, torch.bfloat16, torch.float8_e4m3fn)
+        kind = dice.choice((*kinds, "sparse", "quantised"))
+        if kind == "sparse":
+            weights[name] = tensor.to_sparse()
+        elif kind == "quantised":
+            weights[name] = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+        else:
+            weights[name] = tensor.to(kind)
+        how += f" {kind}"
+    elif how == "name":
+        weights[dice.choice((1, None, (1, 2), "x" * 5000, "\n\x1b[2J", ""))] = weights.pop(name)
+    elif how == "expand":
+        weights[name] = torch.zeros(1).expand(2**20, 2**20)
+    elif how == "huge":
+        weights["extra"] = torch.zeros(1).expand(2**40)
+    saved: Any = list(weights.values()) if how == "list" else weights
+    torch.save(saved, path, _use_new_zipfile_serialization=not old)
+    if how == "large" and not old:
+        recompressed(path, zipfile.ZIP_DEFLATED)
+    elif how == "bomb":
+        recompressed(path, zipfile.ZIP_DEFLATED, extra=LARGE)
+    elif how == "overlap" and zipfile.is_zipfile(path):
+        data = path.read_bytes()
+        path.write_bytes(data.replace(struct.pack("<I", len(tensor.untyped_storage())), struct.pack("<I", 2**31 - 1)))
+    elif how == "damage":
+        return damage(path, dice)
+    return f"pickle, {'old' if old else 'new'}: {how} of {name}"
+
+
+def recompressed(path: Path, method: int, extra: int = 0) -> None:
+    """Write an archive again, compressed; with an entry of zeros."""
+    if not zipfile.is_zipfile(path):
+        path.write_bytes(pickle.dumps({"x": b"\0" * 1000}))
+        return
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+        if extra:
+            archive.writestr(f"{next(iter(entries)).partition('/')[0]}/data/999", b"\0" * extra)
+
+
+def tokenizer(folder: Path, dice: random.Random) -> str:
+    """One of the tokenizer's files."""
+    path = dice.choice([path for path in sorted(folder.iterdir()) if "token" in path.name and path.suffix == ".json"])
+    how = dice.choice(("any", "any", "any", "damage", "large", "code", "ids"))
+    if how == "damage":
+        return damage(path, dice)
+    if how == "large":
+        return large_json(path, dice)
+    values = json.loads(path.read_text())
+    if how == "code":
+        path = folder / "tokenizer_config.json"
+        values = json.loads(path.read_text()) | {
+            "auto_map": dice.choice(({"AutoTokenizer": ["x.Y", None]}, STRANGE[-1]))
+        }
+        words = "auto_map"
+    elif how == "ids" and path.name == "tokenizer.json":
+        token = dice.choice(values["added_tokens"])
+        token["id"] = dice.choice((*HUGE, -1, None, "x", 0))
+        words = f"id {shown(token['id'])}"
+    else:
+        values, words = mutated_json(values, dice)
+    path.write_text(json_text(values))
+    return f"{path.name}: {words}"
+
+
+def shown(value: Any) -> str:
+    with long_numbers():
+        return repr(value)[:40]
+
+
+CHECKPOINT_MUTATIONS: tuple[Callable[[Path, random.Random], str], ...] = (
+    *(config,) * 9, *(safetensors,) * 5, *(index,) * 3, *(pickled,) * 3, *(tokenizer,) * 3,
+)  # fmt: skip
+
+
+DAMAGED_TOML = (
+    *("a." * 60_000 + "a = 1", "x = " + "[" * 100_000, "x = " + "9" * 100_000, "x = [" + "[]," * 30_000_000 + "]"),
+    *("\n".join(f"[{'a.' * 90}{number}]" for number in range(1000)), 'variant = "lsh"\nvariant = "lsh"', "\ufeff", ""),
+    *('[attention]\nvariant = "lsh"\n[attention]\ndim = 1', "[lsh.x]\ny = 1", "dim = 1979-05-27T07:32:00Z", "\x00"),
+)
+
+
+def spec_toml(path: Path, dice: random.Random) -> str:
+    """A spec file with a few wild fields, or one that is damaged."""
+    from effexport.models.spec import ATTENTION_SPECS, field_names
+    from effexport.spec import BUILD_FIELDS, ENCODER_FIELDS
+
+    variant = dice.choice(list(ATTENTION_SPECS))
+    values: dict[str, Any] = {"variant": variant, "dim": 16, "heads": 2, "seq_len": 16, "layers": 1}
+    if dice.random() < 0.2:
+        path.write_text(dice.choice(DAMAGED_TOML))
+        return "a damaged spec file"
+    names = dice.sample(
+        [*field_names(ATTENTION_SPECS[variant]), *ENCODER_FIELDS, *BUILD_FIELDS, "scope", "variant"], dice.randint(1, 3)
+    )
+    for name in names:
+        values[name] = dice.choice(SIZES) if dice.random() < 0.6 else dice.choice(STRANGE)
+    with long_numbers():
+        lines = [f"{name} = {text}" for name, value in values.items() if (text := toml_value(value)) is not None]
+    path.write_text("\n".join(lines), encoding="utf-8", errors="replace")
+    return ", ".join(f"{name} {shown(values[name])}" for name in names)
+
+
+def toml_value(value: Any) -> str | None:
+    """A value as TOML writes it; None for what TOML does not have."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case int():
+            return hex(value) if value > 10**100 else str(value)
+        case float():
+            return repr(value)
+        case str():
+            return json.dumps(value)
+        case list():
+            if len(str(value)) > 300:  # deeper than the parser goes
+                return "[" * 500 + "]" * 500
+            items = [toml_value(item) for item in value]
+            return f"[{', '.join(item for item in items if item is not None)}]"
+        case dict():
+            return "{}"
+    return None
+
+
+def wild_flags(dice: random.Random) -> list[str]:
+    """Flags of build with wild sizes."""
+    names = ("--dim", "--heads", "--layers", "--seq-len", "--batch", "--num-hashes", "--opset", "--seed", "--top-k")
+    words = ["--variant", dice.choice(("lsh", "softmax", "nystrom", "aft-full", "linear", "nope"))]
+    with long_numbers():
+        for name in dice.sample(names, dice.randint(1, 3)):
+            words += [name, str(dice.choice((*SIZES, "x", "1e9", "nan", "9" * 4000, "10k", "99999999999k", " ", "-")))]
+    return words
+
+
+def copy_of(folder: Path, place: Path) -> Path:
+    """A fresh copy of a checkpoint."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(folder, place)
+    return place
