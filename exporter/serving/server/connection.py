@@ -7,7 +7,7 @@ import socket
 from typing import TYPE_CHECKING, cast
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from effexport.serving.protocol.head import MAX_HEAD_BYTES
 
@@ -39,6 +39,8 @@ class Protocol(HttpToolsProtocol):
     _left = 0
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
+    # the request that is being answered; those behind it are in `pipeline`
+    _running: RequestResponseCycle | None = None
     # whether a head, or the body after it, has not arrived completely
     _in_message = False
     # bytes that were neither a complete head nor of a body
@@ -53,6 +55,9 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stop_read_timer()
+        if self._running is not None:  # uvicorn only tells the last of several requests
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -81,6 +86,8 @@ class Protocol(HttpToolsProtocol):
         self._stop_head_timer()
         self._other_bytes = 0
         super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
         if self.parser.should_upgrade():  # to no protocol of this server; the parser reads nothing more
             self.cycle.keep_alive = False
 
@@ -96,7 +103,10 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
+        self._running = None if is_last else self.pipeline[-1][0]
         super().on_response_complete()
+        if self not in self.connections:  # the client has gone
+            return
         if is_last and self._refusal is not None:
             self._close_with(self._refusal)
         elif self._in_message and self._is_answered:

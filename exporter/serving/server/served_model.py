@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from effexport.errors import RuntimeFailedError
 from effexport.proof.checks.result import Kind
 from effexport.runners.joining import Padding
 from effexport.serving.protocol.errors import RequestError
@@ -16,7 +17,7 @@ from effexport.serving.protocol.signature import Signature, signature_from_spec
 from effexport.serving.server.batcher import Batcher
 from effexport.serving.server.generations import Generations
 from effexport.serving.server.metrics import Metrics
-from effexport.serving.settings import ServingSettings
+from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 from effexport.spec import INPUT_DEFAULTS, MASK_NAME
 
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ class ServedModel:
         self.signature: Signature = signature_from_spec(spec, settings)
         self.metrics = Metrics(name)
         self._runner = runner
-        self._warm_up_length = min(spec.fixed_seq_len or spec.seq_len, self.signature.max_sizes["seq"])
+        # the length of the build is only an example, however long it is
+        self._warm_up_length = spec.fixed_seq_len or min(
+            spec.seq_len, self.signature.max_sizes["seq"], DEFAULT_MAX_SEQ_LEN
+        )
         self.batcher = Batcher(
             runner.run,
             self.settings,
@@ -120,7 +124,12 @@ class ServedModel:
 
         Raises what the runner raises, so that a model that cannot run is noticed before the server is ready.
         """
-        self._runner.run(self.example_feeds(1, self._warm_up_length))
+        try:
+            self._runner.run(self.example_feeds(1, self._warm_up_length))
+        except MemoryError as error:
+            raise RuntimeFailedError(
+                f"{self.name} cannot run with {self._warm_up_length} tokens here: there is not enough memory"
+            ) from error
 
     def example_feeds(self, rows: int, seq_len: int) -> dict[str, Array]:
         """Zeros for the inputs that are not optional; every model accepts them."""

@@ -122,6 +122,7 @@ def run_server(app: Any, bound: socket.socket, on_ready: Callable[[], None]) -> 
         access_log=False,
         log_level="error",
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=75,
         # after that, the only clients left are those that do not read their answers
         timeout_graceful_shutdown=math.ceil(30 + 2 * app.state.service.settings.timeout_s),

@@ -8,6 +8,7 @@ import contextlib
 import gzip
 import json
 import socket
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,19 @@ def test_a_connection_takes_64_requests_at_once(server: ServerProcess, samples: 
     found, closed = replies(server.port, samples[0].request + HEALTH * 1000)
     assert ([reply.status for reply in found], closed) == ([200] * 65 + [400], True)
     assert "64 requests wait on this connection" in json_of(found[-1])["error"]
+
+
+def test_a_client_that_goes_takes_its_waiting_requests_with_it(server: ServerProcess, samples: list[Sample]) -> None:
+    files = server.open_files
+    for number in range(30):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(b"".join(sample.request for sample in samples) * 2)
+            time.sleep(0.001 * number)
+            # a reset: answers to what still waits would be written to a connection that is closed
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_for_files(server, files, 10)
+    assert server.metric("effexport_queue_depth") == 0
+    assert "Traceback" not in server.log.read_text()
 
 
 @pytest.mark.parametrize(
