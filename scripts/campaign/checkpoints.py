@@ -28,6 +28,7 @@ ADDRESS_SPACE = 12 << 30
 FULL_BUILDS = 20
 # What is built to its end: larger models are legitimate, and slow. In bytes, by the least that they need.
 SMALL_MODEL, FEW_LAYERS = 2 << 20, 4
+MOST_LABELS = 1000
 # Larger files are compared by their size.
 LARGEST_HASHED = 50 << 20
 
@@ -192,6 +193,8 @@ def transformed(checkpoint: Path) -> Any:
     transformers.logging.set_verbosity_error()
     try:
         config = json.loads((checkpoint / "config.json").read_text())
+        if config.get("num_labels", 0) > MOST_LABELS:  # transformers makes up a name for each
+            return None
         kind = getattr(transformers, config["architectures"][0])
         model, info = kind.from_pretrained(checkpoint, dtype=torch.float32, output_loading_info=True)
     except Exception:
