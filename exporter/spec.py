@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -228,8 +229,12 @@ class BuildSpec(ShortRepr):
     def least_bytes(self) -> int:
         """Memory that no build can do without: the weights in float32, and one call with the example's batch and
         length. A build takes several times this."""
-        numbers = count(self.model.weights()) + self.model.least_elements(self.batch, self.seq_len)
-        return 4 * numbers
+        sizes = {"batch": self.batch, "seq": self.seq_len}
+        outputs = (
+            math.prod(sizes.get(dim, 1) if isinstance(dim, str) else dim for dim in t.dims) for t in self.outputs
+        )
+        call = max(self.model.least_elements(self.batch, self.seq_len), sum(outputs))
+        return 4 * (count(self.model.weights()) + call)
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; `from_dict` reads it back."""

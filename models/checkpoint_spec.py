@@ -199,10 +199,8 @@ class PublishedSpec(CheckpointSpec):
         raise NotImplementedError
 
     def least_elements(self, batch: int, seq_len: int) -> int:
-        has_logits = self.task in ("lm-head", "masked-lm")
-        output = batch * seq_len * self.vocab_size if has_logits else 0
         layers = {id(spec): spec for spec in self.layer_specs}.values()
-        return max(output, *(spec.least_elements(batch, seq_len) for spec in layers))
+        return max(spec.least_elements(batch, seq_len) for spec in layers)
 
     @property
     def why_not_invariant(self) -> str:

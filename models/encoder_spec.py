@@ -146,8 +146,7 @@ class EncoderSpec(ShortRepr):
         }
 
     def least_elements(self, batch: int, seq_len: int) -> int:
-        output = batch * seq_len * self.vocab_size if self.lm_head else 0
-        return max(self.attention.least_elements(batch, seq_len), output)
+        return self.attention.least_elements(batch, seq_len)
 
     def products(self, batch: int, seq_len: int) -> Iterator[Product]:
         """The matrix products of one call."""

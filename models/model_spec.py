@@ -97,7 +97,8 @@ class ModelSpec(Protocol):
         """Shapes of all parameters and buffers of the module, of which the models of users tell nothing."""
 
     def least_elements(self, batch: int, seq_len: int) -> int:
-        """Numbers that one call holds at once in any implementation: far fewer than it takes, never more."""
+        """Numbers that one call holds at once in any implementation, beside its outputs: far fewer than it takes, never
+        more."""
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON or TOML."""

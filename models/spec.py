@@ -160,7 +160,8 @@ class AttentionSpec(ShortRepr, ABC):
         return shapes | linear("out", heads * channels["v"], self.dim, bias=self.bias)
 
     def least_elements(self, batch: int, seq_len: int) -> int:
-        """Numbers that one call holds at once in any implementation: far fewer than it takes, never more."""
+        """Numbers that one call holds at once in any implementation, beside its outputs: far fewer than it takes, never
+        more."""
         padded_len = -(-seq_len // self.padding_multiple) * self.padding_multiple
         return batch * padded_len * max(self.dim, self.inner_dim)
 

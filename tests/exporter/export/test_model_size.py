@@ -41,6 +41,13 @@ def test_no_module_is_made_that_does_not_fit(tmp_path: Path) -> None:
         module_from_path(spec, tmp_path)
 
 
+def test_logits_count_unless_only_the_likeliest_tokens_are_returned() -> None:
+    flags = {"variant": "softmax", "batch": 64, "vocab_size": 50_000, "lm_head": True}
+    logits = 4 * 64 * 1024 * 50_000
+    assert build_spec_from_options(flags, None).least_bytes > logits
+    assert build_spec_from_options(flags | {"top_k": 5}, None).least_bytes < logits / 10
+
+
 def test_a_chunk_length_counts_because_inputs_are_padded_to_it() -> None:
     spec = build_spec_from_options({"variant": "lsh", "scope": "attention", "num_buckets": 2}, None)
     padded = dataclasses.replace(spec, model=dataclasses.replace(spec.model, chunk_length=10**9))  # type: ignore[type-var]
