@@ -14,7 +14,14 @@ import msgspec
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
-from effexport.export.onnx_graph import GraphSignature, load_graph, opset_of, why_another, why_invalid
+from effexport.export.onnx_graph import (
+    GraphSignature,
+    load_graph,
+    opset_of,
+    why_another,
+    why_invalid,
+    why_other_weights,
+)
 from effexport.files import FolderKind, file_digest, is_inside
 from effexport.models.families import is_checkpoint
 from effexport.quantize.record import Quantization
@@ -204,7 +211,8 @@ def check_graph_of_artifact(artifact: Artifact, name: str) -> None:
     if opset_of(graph) != manifest.opset:
         problem = f"its opset is {opset_of(graph)}; expected {manifest.opset}"
     elif name == MODEL and not problem:
-        problem = why_another(graph, GraphSignature(manifest.inputs, manifest.outputs, manifest.custom_ops))
+        signature = GraphSignature(manifest.inputs, manifest.outputs, manifest.custom_ops)
+        problem = why_another(graph, signature) or why_other_weights(graph, artifact.spec.model.weights())
     if problem:
         raise UserError(f"{file} is not the graph that {MANIFEST} describes: {problem}; {REMEDY}")
 

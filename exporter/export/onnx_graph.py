@@ -108,6 +108,18 @@ def why_another(model: onnx.ModelProto, signature: GraphSignature) -> str:
     return ""
 
 
+def why_other_weights(model: onnx.ModelProto, weights: Mapping[str, tuple[int, ...]]) -> str:
+    """The first weight that does not have the size that a spec gives it; "" if there is none.
+
+    weights: shapes by name. Exporters rename and transpose some weights, so that only those with a known name count.
+    """
+    for tensor in model.graph.initializer:
+        shape = weights.get(tensor.name)
+        if shape is not None and math.prod(shape) != math.prod(tensor.dims):
+            return f"{tensor.name} has shape {list(tensor.dims)}; expected {list(shape)}"
+    return ""
+
+
 def opset_of(model: onnx.ModelProto) -> int | None:
     """The version of the standard operators of a graph; None if it has none."""
     return next((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), None)

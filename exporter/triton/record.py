@@ -86,7 +86,10 @@ def read_record(folder: Path) -> ModelRecord | None:
     version = values.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
         raise UserError(f"{path} was written by a newer effexport; upgrade effexport")
-    return record_from_values(values, ModelRecord, str(path), REPACKAGE)
+    record = record_from_values(values, ModelRecord, str(path), REPACKAGE)
+    if record.name != folder.name:
+        raise UserError(f"{path} is damaged: it describes the model {record.name!r}; {REPACKAGE}")
+    return record
 
 
 def config_digest(text: bytes) -> str:

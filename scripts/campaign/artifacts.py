@@ -29,9 +29,15 @@ SHARE_OF_RECORDS = 0.1
 
 def run(cases: int, seed: int, folder: Path) -> Tally:
     """Mutate artifacts of several kinds and give each to a command."""
-    healthy = folder / "healthy"
-    make_artifacts(healthy)
-    return in_workers(cases, attacker, healthy, folder / "work", seed)
+    return in_workers(cases, attacker, healthy_artifacts(), folder, seed)
+
+
+def healthy_artifacts() -> Path:
+    """The folder of the artifacts that are copied and attacked, from an earlier run if nothing has changed since."""
+    from kept import kept
+    from small_builds import what_decides_a_build
+
+    return kept("campaign", [Path(__file__), *what_decides_a_build()], make_artifacts)
 
 
 def make_artifacts(folder: Path) -> None:
@@ -40,7 +46,6 @@ def make_artifacts(folder: Path) -> None:
 
     import effexport
 
-    folder.mkdir(parents=True)
     attention = {"scope": "attention", "dim": 16, "heads": 2, "seq_len": 16}
     effexport.build(variant="lsh", output=folder / "lsh", **SIZES, layers=1, chunk_length=8)
     effexport.build(variant="aft-simple", output=folder / "causal", **SIZES, layers=1, causal=True)
@@ -56,7 +61,9 @@ def attacker(healthy: Path, work: Path, seed: int, number: int) -> Case:
     """The function of a case, in one worker."""
     mine = work / f"worker-{number}"
     mine.mkdir(parents=True, exist_ok=True)
-    originals = [Original(folder) for folder in sorted(healthy.iterdir())]
+    originals = [Original(folder, mine / f"{folder.name}.npz") for folder in sorted(healthy.iterdir())]
+    for original in originals:  # imports what commands import
+        assert words("verify", "ARTIFACT")(original, original.folder, mine).code == 0
 
     def case(index: int) -> str:
         dice = random.Random(f"{seed}-{index}")
@@ -101,15 +108,11 @@ def attack(name: str, original: Original, attacked: Path, output: Path) -> str:
 class Original:
     """A healthy artifact: inputs, and what they must give."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, inputs: Path) -> None:
         self.folder = folder
-        self.inputs = folder.parent.parent / f"{folder.name}.npz"
-        self.spec = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["spec"]
+        self.inputs = inputs
         self.feeds = self._feeds()
-        if not self.inputs.exists():
-            partial = self.inputs.with_name(f"{self.inputs.name}.{os.getpid()}.npz")
-            np.savez(partial, **self.feeds)  # type: ignore[arg-type]
-            partial.replace(self.inputs)
+        np.savez(self.inputs, **self.feeds)  # type: ignore[arg-type]
         self.outputs = self._run(folder / "model.onnx")
 
     def _feeds(self) -> dict[str, np.ndarray[Any, Any]]:

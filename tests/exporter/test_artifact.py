@@ -317,6 +317,12 @@ def no_custom_operator(model: onnx.ModelProto) -> None:
             del node.attribute[:]
 
 
+def longer_weight(model: onnx.ModelProto) -> None:
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == "hash.rotations")
+    values = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(np.concatenate([values, values]), tensor.name))
+
+
 def same_output_twice(model: onnx.ModelProto) -> None:
     model.graph.node.append(model.graph.node[-1])
 
@@ -327,6 +333,7 @@ def same_output_twice(model: onnx.ModelProto) -> None:
         (other_opset, "its opset is 21; expected 20"),
         (other_input, "inputs are hidden_states float32 [batch, length, 32]"),
         (no_custom_operator, "custom operators are {}; declared are {'LSHHash': 1"),
+        (longer_weight, "hash.rotations has shape [4, 16, 2, 4]; expected [2, 16, 2, 4]"),
         (same_output_twice, "Graph must be in single static assignment"),
     ],
 )
