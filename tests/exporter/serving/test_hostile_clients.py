@@ -312,7 +312,8 @@ def test_answers_that_nobody_reads_do_not_fill_the_memory(
             while server.open_files > files + 2:
                 assert time.monotonic() < deadline
                 reply = asyncio.run(exchange_once(server.port, request))
-                assert (reply.status, len(reply.body) > 4 << 20) == (200, True)
+                # 503 while more than four of these bodies wait
+                assert (reply.status, len(reply.body) > 4 << 20) in ((200, True), (503, False))
                 time.sleep(0.5)
         outcome = asyncio.run(closed_loop(server.port, long_samples, 1, 4))
         assert (outcome.statuses, outcome.wrong) == ({200: 4}, 0)
