@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import re
 import sys
 import tarfile
@@ -16,6 +17,7 @@ from package_builds import PACKAGE_OF_FOLDER, ROOT, build, copy_tree
 
 import effexport
 from effexport.environment import PACKAGES
+from effexport.plugins.building import debian_headers
 from effexport.plugins.building.sources import all_sources
 from effexport.plugins.ops import OPS
 
@@ -174,3 +176,33 @@ def test_constraints_cover_every_direct_requirement() -> None:
     required |= {name_of(r) for r in extras["build"] + extras["kernels"] + extras["serve"]}
     required |= {name_of(r) for r in extras["serve-ray"]} - {"effexport"}
     assert required - pinned == set()
+
+
+# What would fetch something by itself, past pip, npm and apt, which check what they fetch.
+DOWNLOADERS = re.compile(r"\b(curl|wget|aria2c|urlopen|urlretrieve|httpx|git clone)\b|\brequests\.(get|post)\b")
+# Talk to the user's own server, or print a command for one.
+NO_DOWNLOADS = {"exporter/serving/server/repository_endpoints.py", "exporter/triton/pages.py"}
+
+
+def test_nothing_is_downloaded_by_the_set_up_but_from_a_package_index_or_with_a_checksum() -> None:
+    scripts = [ROOT / ".ci" / "run", *(ROOT / "scripts").rglob("*.sh")]
+    code = [path for folder in ("scripts", "exporter", "models", "plugins") for path in (ROOT / folder).rglob("*.py")]
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in (*scripts, *code)
+        if DOWNLOADERS.search(path.read_text(encoding="utf-8"))
+    }
+    assert found - NO_DOWNLOADS == set()
+    # the one file that apt fetches for us from another release than the machine's own
+    assert debian_headers.SHA256
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in debian_headers.SHA256.values())
+
+
+def test_every_package_that_a_set_up_script_asks_for_has_one_version() -> None:
+    for path in sorted((ROOT / "scripts").rglob("*requirements*.txt")) + sorted(
+        (ROOT / "scripts" / "portability" / "requirements").glob("*.txt")
+    ):
+        lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        assert [line for line in lines if line and not re.search(r"==\d|^-", line)] == [], path
+    web = json.loads((ROOT / "scripts" / "portability" / "requirements" / "package.json").read_text(encoding="utf-8"))
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in web["dependencies"].values())
