@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,9 +16,10 @@ from serving_load import Sample, ServerProcess, closed_loop, exchange_once, json
 
 import effexport
 from effexport.artifact import Artifact
-from effexport.errors import UserError
+from effexport.errors import RuntimeFailedError, UserError
+from effexport.serving.server.served_model import ServedModel
 from effexport.serving.server.target import ServingTarget
-from effexport.serving.settings import ServingSettings
+from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "serve"), pytest.mark.xdist_group("serving")]
 
@@ -190,3 +192,31 @@ def test_memory_is_bounded_for_all_models_together(cli: Callable[..., Any], arti
         ):
             target.load()
         assert threading.active_count() == threads
+
+
+def test_a_model_of_any_length_is_not_warmed_up_at_whatever_length_its_manifest_has(
+    copied: Callable[..., Path], rewrite_manifest: Callable[..., None]
+) -> None:
+    folder = copied("linear", "attention")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["spec"]["model"]["seq_len"] = 2**31 - 1
+    rewrite_manifest(folder, spec=manifest["spec"])
+    report = json.loads((folder / "report.json").read_text()) | {"spec": manifest["spec"]}
+    (folder / "report.json").write_text(json.dumps(report))
+    rewrite_manifest(folder)
+    lengths = []
+    target = ServingTarget(folder, "small", "ort", "auto", ServingSettings())
+    example_feeds = ServedModel.example_feeds
+    with mock.patch.object(ServedModel, "example_feeds", autospec=True) as made:
+        made.side_effect = lambda model, rows, length: (lengths.append(length), example_feeds(model, rows, 8))[1]
+        target.load().close()
+    assert lengths == [DEFAULT_MAX_SEQ_LEN]
+
+
+def test_a_warm_up_without_the_memory_for_it_is_one_error(artifact: Artifact) -> None:
+    target = ServingTarget(artifact.path, "small", "ort", "auto", ServingSettings())
+    with (
+        mock.patch.object(ServedModel, "example_feeds", side_effect=MemoryError),
+        pytest.raises(RuntimeFailedError, match=r"small cannot run with \d+ tokens here: there is not enough memory"),
+    ):
+        target.load()

@@ -377,6 +377,18 @@ def test_wrong_input_is_one_clear_error_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_record_of_another_model_is_refused_and_nothing_is_written(
+    built: Built, cli: Callable[..., Any], snapshot: Snapshot, tmp_path: Path
+) -> None:
+    options = ("-o", tmp_path, "--backend", "python", "--name")
+    assert cli("package", built("softmax").path, *options, "m").code == 0
+    record = tmp_path / "m" / "effexport.json"
+    record.write_text(record.read_text().replace('"name": "m"', '"name": "[red]"'))
+    before = snapshot(tmp_path)
+    assert "is damaged: it describes the model '[red]'" in cli("package", built("lsh").path, *options, "n").error()
+    assert snapshot(tmp_path) == before
+
+
 def test_a_repository_that_cannot_be_one_is_refused(
     built: Built, copied: Callable[..., Path], cli: Callable[..., Any], snapshot: Snapshot, tmp_path: Path
 ) -> None:
