@@ -24,6 +24,7 @@ from onnx import numpy_helper
 from effexport import __version__
 from effexport.artifact import Artifact
 from effexport.cli import cli as effexport_cli
+from effexport.errors import UserError
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.plugins.building.library import find_library
 
@@ -718,6 +719,26 @@ def test_debug_shows_the_traceback_of_an_error_and_nothing_else_does(cli: Cli, t
     assert debug.code == 2
     assert "Traceback (most recent call last)" in debug.err
     assert "effexport: error: nothing is at " in debug.err
+
+
+def test_an_error_that_quotes_a_file_is_short_and_does_not_control_the_terminal(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise UserError("a name\x1b[2J" + "x" * 5_000 + "\nanother line")
+
+    monkeypatch.setattr(effexport_cli, "main", fail)
+    first, second = cli("list").err.splitlines()
+    assert first.startswith("effexport: error: a name\\x1b[2Jxxx")
+    assert len(first) < 1_600
+    assert second == "another line"
+
+
+def test_a_flag_of_thousands_of_digits_is_not_repeated_in_full(cli: Cli) -> None:
+    result = cli("build", "--variant", "lsh", "--dim", "9" * 5_000)
+    assert result.code == 2
+    assert len(result.err) < 1_000
+    assert len(result.err.splitlines()) == 1
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,18 @@ def damage(folder: Path) -> None:
         (damage, 210, "cannot be read"),
         (lambda folder: edited(folder, "tokenizer_config.json", added_tokens_decoder=[1]), 210, "not an object of"),
         (lambda folder: (folder / "tokenizer_config.json").write_bytes(b"\xff"), 210, "cannot read"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text(" " * (5 << 20)), 210, "larger than 4096 KB"),
+        (lambda folder: (folder / "tokenizer.json").write_text(" " * (129 << 20)), 210, "larger than 131072 KB"),
+        (
+            lambda folder: edited(folder, "tokenizer_config.json", auto_map=["x" * 5_000]),
+            210,
+            r"auto_map names code of its own for the tokenizer \(\['x{78}…\)",
+        ),
     ],
-    ids=["too-large", "auto-map", "damaged", "wrong-field", "not-utf-8"],
+    ids=[
+        *("too-large", "auto-map", "damaged", "wrong-field", "not-utf-8"),
+        *("large-config", "large-vocabulary", "long-auto-map"),
+    ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_one_error_that_names_its_folder(
     checkpoint: Path, tmp_path: Path, change: Callable[[Path], Any], vocab_size: int, message: str
