@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from effexport.serving.protocol.head import MAX_HEAD_BYTES
-
-if TYPE_CHECKING:
-    from effexport.serving.server.service import Service
 
 # Time that a client may take to send the head of a request, or the rest of a body that has been answered already.
 HEAD_TIMEOUT_S = 10.0
@@ -127,7 +124,6 @@ class Protocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._start_read_timer()
-        self._disconnect_slow_readers()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -201,17 +197,16 @@ class Protocol(HttpToolsProtocol):
         elif now - self.held_since >= READ_TIMEOUT_S:
             self.transport.abort()
 
-    def _disconnect_slow_readers(self) -> None:
-        """Free the memory of answers that are hardly read, the slowest first, if unread answers have too much."""
-        readers = [one for one in cast("set[Protocol]", self.connections) if one.held_bytes]
-        excess = sum(one.held_bytes for one in readers) - self._service.settings.max_bytes_in_memory
-        for reader in sorted(readers, key=lambda one: one.held_since):
-            if excess <= 0 or self.loop.time() - reader.held_since < URGENT_READ_TIMEOUT_S:
-                return
-            excess -= reader.held_bytes
-            reader.transport.abort()
 
-    @property
-    def _service(self) -> Service:
-        service: Service = self.config.app.state.service  # type: ignore[union-attr]
-        return service
+def disconnect_slow_readers(connections: Iterable[Protocol], limit_bytes: int, now: float) -> None:
+    """Free the memory of answers that are hardly read, the slowest first, if unread answers have more than the limit.
+
+    now: in the time of the event loop.
+    """
+    readers = [one for one in connections if one.held_bytes]
+    excess = sum(one.held_bytes for one in readers) - limit_bytes
+    for reader in sorted(readers, key=lambda one: one.held_since):
+        if excess <= 0 or now - reader.held_since < URGENT_READ_TIMEOUT_S:
+            return
+        excess -= reader.held_bytes
+        reader.transport.abort()

@@ -9,12 +9,12 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
 from effexport.errors import UserError
-from effexport.serving.server.connection import Protocol
+from effexport.serving.server.connection import Protocol, disconnect_slow_readers
 from effexport.serving.server.service import Service
 
 # When the server stops, it waits this long for requests that are on their way over open connections.
@@ -39,6 +39,14 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second."""
+        if counter % 10 == 0:
+            connections = cast("set[Protocol]", self.server_state.connections)
+            limit = self._service.settings.max_bytes_in_memory
+            disconnect_slow_readers(connections, limit, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no new connections; answer the requests on open ones, and close each after its answer."""
