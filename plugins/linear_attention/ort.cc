@@ -131,6 +131,8 @@ class Kernel : public KernelDefaults {
                            v[3],
                            eps_};
     if (q[0] == 0 || q[1] == 0 || q[2] == 0 || v[3] == 0) return Ort::Status{nullptr};
+    // the sums of all slices of the sequence, which have at least 64 positions each
+    check_count("an intermediate result", {q[0], q[1], (q[2] + 63) / 64, q[3], v[3]});
     if constexpr (kOn == Device::kCuda) return attend_on_cuda(context, arrays, causal_ != 0);
     OnCpu<T> run(context, arrays);
     if (causal_ != 0) {

@@ -237,7 +237,15 @@ __device__ void attend(const T* qk, const T* v, const std::int32_t* order, const
   }
 }
 
-// How many of `seq` flags are true. All threads must call it; they share a word of memory.
+// How many of the four bytes of a word are not 0.
+__device__ int bytes_set(unsigned word) {
+  word |= word >> 4 & 0x0f0f0f0fu;
+  word |= word >> 2 & 0x03030303u;
+  word |= word >> 1 & 0x01010101u;
+  return __popc(word & 0x01010101u);
+}
+
+// How many of `seq` flags are true: bytes that are not 0. All threads must call it; they share a word of memory.
 __device__ int count_kept(const bool* keep, int seq, int* shared_count) {
   if (threadIdx.x == 0) *shared_count = 0;
   __syncthreads();
@@ -245,7 +253,7 @@ __device__ int count_kept(const bool* keep, int seq, int* shared_count) {
   int count = 0;
   for (int i = static_cast<int>(threadIdx.x); i < whole; i += kThreads) {
     const uint4 flags = reinterpret_cast<const uint4*>(keep)[i];
-    count += __popc(flags.x) + __popc(flags.y) + __popc(flags.z) + __popc(flags.w);
+    count += bytes_set(flags.x) + bytes_set(flags.y) + bytes_set(flags.z) + bytes_set(flags.w);
   }
   for (int i = whole * 16 + static_cast<int>(threadIdx.x); i < seq; i += kThreads) count += keep[i] ? 1 : 0;
   atomicAdd(shared_count, count);

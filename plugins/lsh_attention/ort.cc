@@ -108,7 +108,8 @@ class Kernel : public KernelDefaults {
       problem.chunks_before = std::min(problem.chunks_before, problem.chunks() - 1);
       problem.chunks_after = std::min(problem.chunks_after, problem.chunks() - 1);
     }
-    check_count("LSHAttention: a window", {problem.window(), problem.chunk_length, problem.chunk_length});
+    check_count("a window", {problem.window(), problem.chunk_length, problem.chunk_length});
+    check_count("an intermediate result", {order[0], problem.seq, problem.value_dim + 1});
     if constexpr (kOn == Device::kCuda) {
       return attend_on_cuda(context, problem, queries, values, tokens, kept.get(), out);
     }

@@ -54,6 +54,7 @@ class Kernel : public KernelDefaults {
       return invalid("LSHHash: keep has shape ", shape_text(keep), "; expected ", shape_text({qk[0], qk[2]}));
     }
     const std::int64_t padded = (qk[2] + chunk_length_ - 1) / chunk_length_ * chunk_length_;
+    check_count("an output", {qk[0], qk[1], rotations[2], padded});
     const Problem problem{qk[0] * qk[1], qk[1], qk[2], padded, qk[3], rotations[2], width_, halves_};
     const BoolInput<kOn> kept(context, 2);
     const Arrays<T> arrays{input<T>(context, 0), input<float>(context, 1), kept.get(),

@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <exception>
 #include <iterator>
 #include <limits>
@@ -121,11 +122,27 @@ inline std::string shape_text(const Shape& shape) {
   return text.str();
 }
 
-// The shapes of the first inputs.
+// Throws unless the product of sizes, none of them negative, is at most 2^40: before memory for so many elements is
+// taken, and before their number overflows. A size of 0 is passed over, so that the others do not overflow either.
+inline void check_count(const char* what, const Shape& sizes) {
+  std::int64_t count = 1;
+  for (const std::int64_t size : sizes) {
+    if (size == 0) continue;
+    if (count > (std::int64_t{1} << 40) / size) {
+      throw_invalid(what, " of ", shape_text(sizes), " elements was requested; expected at most 2^40");
+    }
+    count *= size;
+  }
+}
+
+// The shapes of the first inputs, none of them too large.
 template <std::size_t kCount>
 std::array<Shape, kCount> shapes_of(const Ort::KernelContext& context) {
   std::array<Shape, kCount> shapes;
-  for (std::size_t i = 0; i < kCount; ++i) shapes[i] = context.GetInput(i).GetTensorTypeAndShapeInfo().GetShape();
+  for (std::size_t i = 0; i < kCount; ++i) {
+    shapes[i] = context.GetInput(i).GetTensorTypeAndShapeInfo().GetShape();
+    check_count("an input", shapes[i]);
+  }
   return shapes;
 }
 
@@ -134,8 +151,8 @@ const T* input(const Ort::KernelContext& context, std::size_t index) {
   return context.GetInput(index).GetTensorData<T>();
 }
 
-// A bool input. On the CPU, every byte that is not 0 is true: callers may hand over other bytes than 0 and 1. On the GPU,
-// where looking at them would stop the device, they are taken as they are.
+// A bool input. Every byte that is not 0 is true: callers may hand over other bytes than 0 and 1. On the GPU, looking
+// at them here would stop the device; the kernels there compare with 0 themselves.
 template <Device kOn>
 class BoolInput {
  public:
@@ -155,19 +172,6 @@ class BoolInput {
   std::vector<std::uint8_t> copy_;
 };
 
-// Throws unless the product of sizes, none of them negative, is at most 2^40: before memory for so many elements is
-// taken, and before their number overflows.
-inline void check_count(const char* what, const Shape& sizes) {
-  std::int64_t count = 1;
-  for (const std::int64_t size : sizes) {
-    if (size == 0) return;
-    if (count > (std::int64_t{1} << 40) / size) {
-      throw_invalid(what, " of ", shape_text(sizes), " elements was requested; expected at most 2^40");
-    }
-    count *= size;
-  }
-}
-
 template <class T>
 T* output(const Ort::KernelContext& context, std::size_t index, const Shape& shape) {
   check_count("an output", shape);
@@ -177,6 +181,7 @@ T* output(const Ort::KernelContext& context, std::size_t index, const Shape& sha
 // The same of an optional output; null if the node does not name it.
 template <class T>
 T* optional_output(const Ort::KernelContext& context, std::size_t index, const Shape& shape) {
+  check_count("an output", shape);
   Ort::UnownedValue value = context.GetOutput(index, shape);
   return value ? value.GetTensorMutableData<T>() : nullptr;
 }
@@ -298,6 +303,11 @@ class Lowest {
   std::atomic<std::int64_t> value_{kNone};
 };
 
+// Throws for more memory than tensors of 2^40 elements need.
+inline void check_bytes(std::size_t bytes) {
+  if (bytes > std::size_t{1} << 44) throw_invalid(bytes, " bytes of memory were requested; expected at most 2^44");
+}
+
 // Memory for the length of one call, on the device of the first input and there ordered by the stream of the context;
 // null for no bytes. It comes from the runtime's arena: fresh memory from the system would cost a page fault every
 // 4 KiB.
@@ -305,6 +315,7 @@ class Scratch {
  public:
   Scratch(const Ort::KernelContext& context, std::size_t bytes) {
     if (bytes == 0) return;
+    check_bytes(bytes);
     const OrtApi& api = Ort::GetApi();
     const Ort::ConstMemoryInfo memory = context.GetInput(0).GetTensorMemoryInfo();
     Ort::ThrowOnError(api.KernelContext_GetAllocator(context.GetOrtKernelContext(), memory, &allocator_));
@@ -331,12 +342,15 @@ class Scratch {
 
 // A block of memory that begins on a cache line.
 struct AlignedDelete {
-  void operator()(void* block) const { ::operator delete(block, std::align_val_t{64}); }
+  void operator()(void* block) const { std::free(block); }
 };
 using AlignedBlock = std::unique_ptr<void, AlignedDelete>;
 
 inline AlignedBlock aligned_block(std::size_t bytes) {
-  return AlignedBlock(::operator new(bytes, std::align_val_t{64}));
+  check_bytes(bytes);
+  AlignedBlock block(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+  if (block == nullptr && bytes != 0) throw std::bad_alloc();
+  return block;
 }
 
 // The status of a kernel launch; `error` is a cudaError_t.
@@ -379,7 +393,8 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
     this->InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) -> OrtStatusPtr {
       return guarded([&] {
         if (!Kernel::kInfersShapes) return Ort::Status{nullptr};
-        for (std::size_t i = 0; i < Kernel::kOutputs; ++i) {
+        // not of outputs that a node may leave out: the runtime would write their shapes beyond the end of an array
+        for (std::size_t i = 0; i < Kernel::kRequiredOutputs; ++i) {
           constexpr bool kAllOfOne = Kernel::kLastDimOf == Kernel::kSame;
           pass_shape_on(context, Kernel::kShapeOf, kAllOfOne ? Kernel::kShapeOf : Kernel::kLastDimOf,
                         Kernel::kAttributeDim, i);
@@ -421,10 +436,19 @@ struct CustomOp : Ort::CustomOpBase<CustomOp<Kernel>, CustomOp<Kernel>, /*WithSt
     try {
       return body().release();
     } catch (const Ort::Exception& error) {
-      return Ort::GetApi().CreateStatus(error.GetOrtErrorCode(), error.what());
+      return named_status(error.GetOrtErrorCode(), error.what());
+    } catch (const std::bad_alloc&) {
+      return named_status(ORT_RUNTIME_EXCEPTION, "there is not enough memory for inputs of these sizes");
     } catch (const std::exception& error) {
-      return Ort::GetApi().CreateStatus(ORT_RUNTIME_EXCEPTION, error.what());
+      return named_status(ORT_RUNTIME_EXCEPTION, error.what());
     }
+  }
+
+  // A status whose message begins with the name of the operator.
+  static OrtStatusPtr named_status(OrtErrorCode code, const std::string& message) {
+    const std::string name = Kernel::kName;
+    const bool is_named = message.compare(0, name.size(), name) == 0;
+    return Ort::GetApi().CreateStatus(code, (is_named ? message : name + ": " + message).c_str());
   }
 };
 

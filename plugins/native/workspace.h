@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 
 namespace effexport {
 
@@ -19,8 +20,12 @@ class Carver {
  public:
   explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
 
+  // Throws std::length_error for more than 2^40 elements, and in all for more than 2^44 bytes.
   template <class T>
   T* take(std::int64_t count) {
+    if (count < 0 || count > std::int64_t{1} << 40 || bytes_ > std::size_t{1} << 44) {
+      throw std::length_error("inputs of these sizes need more than 2^40 numbers of working memory");
+    }
     T* const taken = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes_);
     bytes_ += static_cast<std::size_t>(round_up(count * static_cast<std::int64_t>(sizeof(T)), 64));
     return taken;
