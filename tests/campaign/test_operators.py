@@ -1,0 +1,56 @@
+"""The campaign's calls of single operators: a few with the ordinary library, more with the sanitised one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from campaign import operators
+from campaign.operator_calls import VALID, drawn
+
+from effexport.plugins.ops import OPS
+
+pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native")
+# As many as find each operator valid, refused, and running on undefined inputs.
+FEW = 300
+
+
+def test_the_calls_name_all_operators_and_repeat_by_their_number() -> None:
+    calls = [drawn(3, index) for index in range(FEW)]
+    assert {call.op for call in calls} == set(OPS)
+    assert len(VALID) == len(OPS)
+    assert [operators.describe(call) for call in calls] == [operators.describe(drawn(3, i)) for i in range(FEW)]
+
+
+def test_a_result_that_differs_from_the_body_is_noticed() -> None:
+    call = next(call for call in (drawn(0, index) for index in range(FEW)) if call.limit and call.op == "LSHSort")
+    results = operators.results_of(operators.opened_session(operators.model(call, "symbols"), library=True), call)
+    operators.compare(call, results)
+    results[0] = results[0] + np.int32(1)
+    with pytest.raises(AssertionError, match=r"LSHSort.* numbers differ from the body's"):
+        operators.compare(call, results)
+
+
+def test_a_refused_valid_call_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = next(call for call in (drawn(0, index) for index in range(FEW)) if call.op == "LSHSort")
+    wrong = replace(call, attributes={"num_buckets": 0}, harm="")
+    monkeypatch.setattr(operators, "drawn", lambda seed, index: wrong)
+    monkeypatch.setattr(operators.signal, "signal", lambda number, action: None)
+    with pytest.raises(AssertionError, match=r"a valid call was refused: .*LSHSort: num_buckets is 0"):
+        operators.caller(tmp_path, 0, 0)(0)
+
+
+def test_some_calls_end_well(tmp_path: Path) -> None:
+    tally = operators.run_ordinary(FEW, 1, tmp_path)
+    assert tally.problems == []
+    assert set(tally.outcomes) == {"equal to body", "refused", "ran (undefined input)"}
+    assert tally.cases == FEW
+
+
+@pytest.mark.slow
+def test_calls_end_well_under_the_sanitizers(tmp_path: Path) -> None:
+    tally = operators.run(2 * FEW, 2, tmp_path)
+    assert tally.problems == []
+    assert tally.cases == 2 * FEW
