@@ -32,6 +32,8 @@ WEIGHT_FILES = (
 )
 # How many names an error lists of each kind.
 LISTED = 10
+# A model of 10,000 weights has 1 MB.
+MOST_BYTES_OF_HEADER = 4 << 20
 # of Linux and others, in bytes
 LONGEST_FILE_NAME = 255
 # How errors about weights end by default.
@@ -197,6 +199,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     check_weights_file(path)
     try:
         if path.suffix == ".safetensors":
+            check_header(path)
             return load_file(path)
         check_pickle(path)
         # the tensors of an archive stay in the file until they are read
@@ -213,6 +216,14 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         f"{path} does not hold named tensors; save the state_dict of the model",
     )
     return dict(value)
+
+
+def check_header(path: Path) -> None:
+    """Raise ValueError for a safetensors file that lists more tensors than any model has: each takes memory."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MOST_BYTES_OF_HEADER:
+        raise ValueError(f"its header claims {length:,} bytes, more than {MOST_BYTES_OF_HEADER:,}")
 
 
 def check_pickle(path: Path) -> None:
@@ -237,7 +248,9 @@ def check_pickle(path: Path) -> None:
 
 
 def check_calls(file: IO[bytes]) -> None:
-    """Raise ValueError if the next pickle of a file names anything that does not belong to tensors."""
-    for opcode, argument, _ in pickletools.genops(file):
+    """Raise ValueError if the next pickle of a file names anything that does not belong to tensors, or too many."""
+    for opcode, argument, place in pickletools.genops(file):
+        if (place or 0) > MOST_BYTES_OF_HEADER:
+            raise ValueError(f"it lists tensors for more than {MOST_BYTES_OF_HEADER:,} bytes")
         if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST") and not STATE_DICT_GLOBALS.fullmatch(str(argument)):
             raise ValueError(f"it has more than tensors in it, {shown_name(str(argument))}")

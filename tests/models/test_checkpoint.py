@@ -291,6 +291,23 @@ def test_a_compressed_archive_is_refused_because_it_may_be_a_bomb(folder: Path) 
         read_weights(folder)
 
 
+@pytest.mark.parametrize("length", [2**64 - 1, 9 << 20])
+def test_a_header_of_more_tensors_than_a_model_has_is_refused(folder: Path, length: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(SpecError, match=r"its header claims .* bytes, more than 4,194,304"):
+        read_weights(folder)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_of_more_tensors_than_a_model_has_is_refused(folder: Path, zipped: bool) -> None:
+    tensor = torch.zeros(0)
+    names = {f"{'x' * 1000}{number}": tensor for number in range(5_000)}
+    torch.save(names, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(SpecError, match="it lists tensors for more than 4,194,304 bytes"):
+        read_weights(folder)
+
+
 @pytest.mark.parametrize("field", ["vocab_size", "num_hidden_layers"])
 def test_a_config_that_disagrees_with_the_weights_is_refused_before_the_module_is_made(
     folder: Path, field: str, monkeypatch: pytest.MonkeyPatch
