@@ -12,7 +12,9 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,12 +32,16 @@ from serving_load import (
     running_server,
     token_ids,
 )
+from starlette.datastructures import URL
+from starlette.requests import Request
 
 import effexport
 from effexport.artifact import Artifact
 from effexport.models.validation import shown
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.head import MAX_HEAD_BYTES, check_head
+from effexport.serving.server.service import Service
+from effexport.serving.settings import ServingSettings
 
 pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "serve"), pytest.mark.xdist_group("serving")]
 HOST = (b"host", b"x")
@@ -132,6 +138,17 @@ def test_no_path_leads_around_the_token_and_no_trailer_brings_one(artifact: Arti
                              (head + authorization + b"\r\n" + chunk + b"X: y\r\n\r\n", 200)):  # fmt: skip
             assert asyncio.run(exchange_once(server.port, sent)).status == status
         assert TOKEN not in server.log.read_text()
+
+
+def test_the_header_host_does_not_decide_what_needs_the_token() -> None:
+    """Older versions of Starlette take the path of request.url from it, if it has one."""
+    service = Service(SimpleNamespace(settings=ServingSettings(token=TOKEN)))  # type: ignore[arg-type]
+    scope = {"type": "http", "http_version": "1.1", "path": "/v2", "query_string": b"", "headers": [HOST]}
+    with (
+        mock.patch.object(Request, "url", URL("http://x/v2/health/live?/v2")),
+        pytest.raises(RequestError, match="expected the header Authorization"),
+    ):
+        service.check_request(Request(scope))
 
 
 def test_good_requests_are_answered_before_the_bad_one_behind_them(
