@@ -123,7 +123,7 @@ def add_reports(tally: Tally, folder: Path) -> None:
             continue
         frames = [line for line in lines if line.startswith("#") and "effexport" in line][:3]
         case = folder / f"case.{report.suffix[1:]}"
-        tally.problems.append(f"case {case.read_text() if case.exists() else '?'}: {what} {' '.join(frames)}")
+        tally.problems.append(f"case {case.read_text().strip() if case.exists() else '?'}: {what} {' '.join(frames)}")
 
 
 def caller(folder: Path, seed: int, number: int) -> Case:
@@ -221,12 +221,15 @@ def body_results(call: Call, feeds: dict[str, Array]) -> list[Array]:
 
 def model(call: Call, dims: str, *, body: bool = False) -> bytes:
     """A model of one node. dims: whether the shapes of its inputs are unknown, symbols, or those of this call."""
-    from onnx import TensorProto, helper
+    from onnx import AttributeProto, TensorProto, helper
 
     from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION
 
     names = ["" if array.dtype == object else name for name, array in call.feeds.items()]
-    node = helper.make_node(call.op, names, list(call.outputs), domain=DOMAIN, **call.attributes)
+    node = helper.make_node(call.op, names, list(call.outputs), domain=DOMAIN)
+    for name, value in call.attributes.items():
+        kind = AttributeProto.INTS if value == [] else None  # which does not follow from an empty list
+        node.attribute.append(helper.make_attribute(name, value, attr_type=kind))
     inputs = []
     for name, array in call.feeds.items():
         if array.dtype == object:

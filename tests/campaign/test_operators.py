@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from campaign import operators
 from campaign.operator_calls import VALID, drawn
+from campaign.tally import Tally
 
 from effexport.plugins.ops import OPS
 
@@ -42,11 +43,21 @@ def test_a_refused_valid_call_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
         operators.caller(tmp_path, 0, 0)(0)
 
 
+def test_a_report_of_a_sanitizer_is_a_problem_of_its_case(tmp_path: Path) -> None:
+    frame = "#1 0x55 in effexport::lsh_sort::place(int) plugins/lsh_sort/kernel_cpu.cc:55"
+    (tmp_path / "report.12").write_text(f"==12==ERROR: AddressSanitizer: heap-buffer-overflow\n    {frame}\n")
+    (tmp_path / "case.12").write_text("345")
+    (tmp_path / "report.13").write_text("==13==WARNING: AddressSanitizer failed to allocate 0x1500000000 bytes\n")
+    tally = Tally()
+    operators.add_reports(tally, tmp_path)
+    assert tally.problems == [f"case 345: ==12==ERROR: AddressSanitizer: heap-buffer-overflow {frame}"]
+
+
 def test_some_calls_end_well(tmp_path: Path) -> None:
-    tally = operators.run_ordinary(FEW, 1, tmp_path)
+    tally = operators.run_ordinary(FEW // 2, 1, tmp_path)
     assert tally.problems == []
     assert set(tally.outcomes) == {"equal to body", "refused", "ran (undefined input)"}
-    assert tally.cases == FEW
+    assert tally.cases == FEW // 2
 
 
 @pytest.mark.slow
