@@ -248,7 +248,7 @@ def wild_values(call: Call, dice: Dice) -> Call:
         values = dice.numbers.choice(np.array(ends), array.shape)
     else:
         values = dice.numbers.choice(np.array(WILD), array.shape)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         array = np.where(places, values, array).astype(array.dtype)
     return replace(call, feeds=call.feeds | {name: array}, limit=None, harm=f"wild values in {name}")
 
@@ -296,7 +296,7 @@ def wild_shape(call: Call, dice: Dice) -> Call:
     elif how == "scalar":
         shape = []
     elif how == "size":
-        shape[place] += dice.choices.choice((-1, 1, 2, 13))
+        shape[place] = max(shape[place] + dice.choices.choice((-1, 1, 2, 13)), 0)
     elif how == "zero":
         shape[place] = 0
     elif how == "one":
