@@ -56,7 +56,7 @@ __device__ void add_rows(const T* k, const T* v, const bool* keep, int row, int 
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
     const int at = row + i * kGroups;
-    visible[i] = at < rows && keep[at];
+    visible[i] = at < rows && is_set(keep + at);
     const std::int64_t offset = static_cast<std::int64_t>(at) * channels;
     keys[i] = visible[i] ? widen(k[offset]) : kFloor;
     values[i] = visible[i] ? widen(v[offset]) : 0.0f;

@@ -78,13 +78,14 @@ __device__ void sum_blocks(const T* k, const T* v, const bool* keep, int groups,
     Sums own;
 #pragma unroll 8
     for (int row = 0; row < rows; ++row) {
-      own.top = fmaxf(own.top, key_of(keys, visible[row], static_cast<std::int64_t>(row) * key_channels));
+      own.top = fmaxf(own.top, key_of(keys, is_set(visible + row), static_cast<std::int64_t>(row) * key_channels));
     }
 #pragma unroll 8
     for (int row = 0; row < rows; ++row) {
-      const float key = key_of(keys, visible[row], static_cast<std::int64_t>(row) * key_channels);
+      const bool seen = is_set(visible + row);
+      const float key = key_of(keys, seen, static_cast<std::int64_t>(row) * key_channels);
       const float weight = ptx::exp2_approx(key - own.top);
-      own.n = fmaf(weight, visible[row] ? widen(values[static_cast<std::int64_t>(row) * channels]) : 0.0f, own.n);
+      own.n = fmaf(weight, seen ? widen(values[static_cast<std::int64_t>(row) * channels]) : 0.0f, own.n);
       own.d += weight;
     }
     write(own, sums + group * blocks * kParts * channels + channel, static_cast<int>(block % blocks), channels);
@@ -178,7 +179,7 @@ struct Attention {
     return tap >= 0 && tap < x.taps ? row[tap] * kLog2E : 0.0f;
   }
   __device__ bool visible(int token) const {
-    return token < x.seq && x.keep[static_cast<std::int64_t>(group / x.heads) * x.seq + token];
+    return token < x.seq && is_set(x.keep + static_cast<std::int64_t>(group / x.heads) * x.seq + token);
   }
   __device__ float key(int token, int lane) const {
     if (channel + lane >= x.channels || !visible(token)) return kAbsent;

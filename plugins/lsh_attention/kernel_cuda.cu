@@ -255,7 +255,7 @@ __device__ int count_kept(const bool* keep, int seq, int* shared_count) {
     const uint4 flags = reinterpret_cast<const uint4*>(keep)[i];
     count += bytes_set(flags.x) + bytes_set(flags.y) + bytes_set(flags.z) + bytes_set(flags.w);
   }
-  for (int i = whole * 16 + static_cast<int>(threadIdx.x); i < seq; i += kThreads) count += keep[i] ? 1 : 0;
+  for (int i = whole * 16 + static_cast<int>(threadIdx.x); i < seq; i += kThreads) count += is_set(keep + i) ? 1 : 0;
   atomicAdd(shared_count, count);
   __syncthreads();
   return *shared_count;

@@ -169,7 +169,7 @@ __device__ void hash_tokens(const T* qk, const float* rotations, const bool* kee
   const int token = first + static_cast<int>(threadIdx.x);
   const T* const row = token < sizes.seq ? qk + static_cast<std::int64_t>(token) * sizes.head_dim : nullptr;
   const bool aligned = tile::chunks_are_aligned(qk, sizes.head_dim);
-  const bool kept = token < sizes.seq && keep[token];
+  const bool kept = token < sizes.seq && is_set(keep + token);
   const int count = sizes.rounds * sizes.width;
   Search search(halves);
   int round = 0;

@@ -90,7 +90,7 @@ class Source {
     const int i = static_cast<int>(threadIdx.x);
     if (i >= kKeys) return;
     const int key = tile * kKeys + i;
-    highest_logits(tile)[i] = key >= keys_ ? -INFINITY : keep_[key] ? INFINITY : attention::kLowest;
+    highest_logits(tile)[i] = key >= keys_ ? -INFINITY : is_set(keep_ + key) ? INFINITY : attention::kLowest;
   }
 
   // fminf takes the number where the other one is NaN: so NaN stays out of sight where a key is hidden, and is

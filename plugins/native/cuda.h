@@ -22,6 +22,9 @@ inline __device__ void narrow(float value, BFloat16& result) {
   result.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 
+// Whether a flag is true: every byte that is not 0 is. Compilers take a bool for 0 or 1, and may read one bit of it.
+inline __device__ bool is_set(const bool* flag) { return *reinterpret_cast<const unsigned char*>(flag) != 0; }
+
 // How many parts of some length make up the whole, the last one perhaps shorter. parts_of is for kernels, and for any
 // int.
 constexpr std::int64_t parts(std::int64_t whole, std::int64_t length) { return (whole + length - 1) / length; }

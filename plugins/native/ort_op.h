@@ -152,7 +152,7 @@ const T* input(const Ort::KernelContext& context, std::size_t index) {
 }
 
 // A bool input. Every byte that is not 0 is true: callers may hand over other bytes than 0 and 1. On the GPU, looking
-// at them here would stop the device; the kernels there compare with 0 themselves.
+// at them here would stop the device, the kernels compare with 0 (is_set in cuda.h).
 template <Device kOn>
 class BoolInput {
  public:

@@ -37,7 +37,7 @@ __device__ int last_kept(const bool* keep, int last) {
     for (int i = 0; i < kMaskBytes; ++i) length = bytes[i] != 0 ? first + i + 1 : length;
     return length;
   }
-  for (int token = max(first, 0); token < last; ++token) length = keep[token] ? token + 1 : length;
+  for (int token = max(first, 0); token < last; ++token) length = is_set(keep + token) ? token + 1 : length;
   return length;
 }
 
@@ -79,7 +79,7 @@ struct Sum {
     for (int token = first + row(); token < last; token += kRows * kAtOnce) {
       bool kept[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) kept[i] = token + i * kRows < last && keep[token + i * kRows];
+      for (int i = 0; i < kAtOnce; ++i) kept[i] = token + i * kRows < last && is_set(keep + token + i * kRows);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const T* const from = x + static_cast<std::int64_t>(token + i * kRows) * channels + column();

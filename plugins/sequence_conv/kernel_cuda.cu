@@ -169,7 +169,7 @@ __device__ void convolve(const T* x, const T* weight, const bool* keep, const T*
       const Window window = {min(kWindow, span - shift), shift, taps};
       tile::load_tile<kThreads>(rows, window.count, columns, aligned, [=](int row) -> const T* {
         const int from = token + (shift + row - taps / 2);
-        if (from < 0 || from >= seq || !kept[from]) return nullptr;
+        if (from < 0 || from >= seq || !is_set(kept + from)) return nullptr;
         return x + start + static_cast<std::int64_t>(from) * channels;
       });
       tile::commit_tiles();

@@ -82,6 +82,16 @@ EMULATED_ATTENTION = {
 
 
 @pytest.mark.requires("native")
+def test_every_byte_that_is_not_0_is_true(emulated: EmulatedLSHAttention) -> None:
+    case = AttentionCase(seq=63, chunk_length=8, padding=20, heads=1)
+    arrays = case.arrays()
+    expected = emulated.attend(case, arrays)
+    bytes_of_true = np.random.default_rng(0).integers(1, 256, arrays["keep"].shape)
+    arrays["keep"] = np.where(arrays["keep"], bytes_of_true, 0).astype(np.uint8).view(bool)
+    assert np.array_equal(emulated.attend(case, arrays), expected)
+
+
+@pytest.mark.requires("native")
 @pytest.mark.parametrize("name", EMULATED_ATTENTION)
 def test_the_attention_computes_the_formula(emulated: EmulatedLSHAttention, name: str) -> None:
     case = EMULATED_ATTENTION[name]
