@@ -376,7 +376,7 @@ HARMS = (
 
 def resized(array: Array, shape: list[int]) -> Array:
     """An array of another shape with the same numbers over and over."""
-    most = 2**58 if 0 in shape else 2**22  # NumPy counts no further, zeros or not
+    most = 2**58 if 0 in shape else 2**16  # NumPy counts no further, zeros or not
     for i, size in enumerate(shape):
         shape[i] = min(size, most)
         most //= shape[i] or 1
