@@ -90,6 +90,8 @@ def why_invalid(path: Path, *, infer_shapes: bool = False) -> str:
         onnx.checker.check_model(str(path), full_check=infer_shapes)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         return str(error).partition("\n")[0]
+    except UnicodeDecodeError:  # the checker's own message, which quotes the file
+        return "a name in it is not UTF-8"
     return ""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from effexport.environment import total_memory_bytes
@@ -134,6 +135,14 @@ def save_reference(cases: Sequence[Case], path: Path) -> None:
     path.write_bytes(save(tensors, metadata=metadata))
 
 
+class Noise(msgspec.Struct, array_like=True):
+    """The noise of a case in a golden file. Those from before there were adversarial cases do not store own_error."""
+
+    seed_noise: float | None
+    precision_noise: float
+    own_error: float = 0.0
+
+
 def check_fits(path: Path) -> None:
     """Raise UserError for a file whose tensors cannot be in memory at once: reading them would end the process."""
     size, total = path.stat().st_size, total_memory_bytes()
@@ -150,27 +159,19 @@ def load_reference(path: Path) -> list[Case]:
         with safe_open(path, framework="numpy") as file:
             if "noise" not in (file.metadata() or {}):
                 raise UserError(f"{path} holds no stored answers; {EXPECTED}; weights go with --weights")
-            noise = json.loads(file.metadata()["noise"])
-            pooled = tuple(json.loads(file.metadata().get("pooled", "[]")))
+            noise = msgspec.convert(json.loads(file.metadata()["noise"]), dict[str, Noise])
+            pooled = msgspec.convert(json.loads(file.metadata().get("pooled", "[]")), tuple[str, ...])
             parts: dict[str, dict[str, dict[str, Array]]] = {name: {part: {} for part in PARTS} for name in noise}
             for key in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 owner, part, name = key.split("/", 2)
                 parts[owner][part][name] = file.get_tensor(key)
         cases = []
         for name, arrays in parts.items():
-            # files from before there were adversarial cases do not store own_error
-            seed_noise, precision_noise, own_error = [*noise[name], 0.0][:3]
-            case = Case(
-                name,
-                **arrays,
-                seed_noise=seed_noise,
-                precision_noise=precision_noise,
-                own_error=own_error,
-                pooled=pooled,
-            )
+            found: dict[str, Any] = {**arrays, **msgspec.structs.asdict(noise[name])}
+            case = Case(name, **found, pooled=pooled)
             cases.append(case)
         return cases
     except FileNotFoundError:
         raise UserError(f"no reference file at {path}") from None
-    except (OSError, SafetensorError, MemoryError, KeyError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, MemoryError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{path} holds no stored answers, or is damaged; {EXPECTED}") from error

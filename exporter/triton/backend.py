@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from effexport.triton.content import Content
+from effexport.triton.spec import BackendName
 
 if TYPE_CHECKING:
     from effexport.engines.sidecar import EngineInfo
@@ -22,8 +23,8 @@ class Backend:
     packages: what it imports in the server, besides NumPy.
     """
 
-    name: str
-    kind: str
+    name: BackendName
+    kind: Literal["cpu", "gpu"]
     files: Content
     library: bool = False
     engine: EngineInfo | None = None

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 import msgspec
 
@@ -15,6 +15,7 @@ from effexport.errors import UserError
 from effexport.files import json_text
 from effexport.records import record_from_values, values_of_file
 from effexport.triton.signature import TEXT_INPUT
+from effexport.triton.spec import BackendName
 
 RECORD = "effexport.json"
 CONFIG = "config.pbtxt"
@@ -49,8 +50,8 @@ class ModelRecord:
 
     name: str
     group: str
-    backend: str
-    kind: str
+    backend: BackendName
+    kind: Literal["cpu", "gpu"]
     title: str
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]

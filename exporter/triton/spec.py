@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Literal, get_args
 
 from effexport.models.validation import SpecError, did_you_mean, require
 from effexport.runners.ort.settings import IMPLEMENTATIONS
 
 # Triton's backends that can run an artifact, in order of preference.
-BACKENDS = ("onnxruntime", "python", "tensorrt")
+BackendName = Literal["onnxruntime", "python", "tensorrt"]
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 # Valid as a folder name, in a URL, and in the command line that starts Triton's Python processes.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 DEFAULT_MAX_BATCH = 8

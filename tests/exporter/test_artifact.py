@@ -413,6 +413,21 @@ def test_a_reference_that_is_something_else_is_an_error(copied: Copied, rewrite_
             load_reference(folder / "reference.safetensors")
 
 
+@pytest.mark.parametrize(
+    "noise", ['{"export": [[-1], 0.0]}', '{"export": [0.0]}', '{"export": null}', "[]", '{"x": ["a", 0.0]}', "[" * 5000]
+)
+def test_a_reference_whose_noise_is_not_numbers_is_an_error(copied: Copied, noise: str) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    from effexport.proof.cases import load_reference
+
+    file = copied() / "reference.safetensors"
+    load_reference(file)
+    save_file(load_file(file), file, {"noise": noise})
+    with pytest.raises(UserError, match=r"reference\.safetensors holds no stored answers, or is damaged"):
+        load_reference(file)
+
+
 def test_an_artifact_may_be_moved(copied: Copied) -> None:
     folder = copied()
     moved = folder.rename(folder.with_name("név with space"))

@@ -11,7 +11,7 @@ import pytest
 from onnx import helper
 
 from effexport.errors import UserError
-from effexport.export.onnx_graph import load_graph, why_not_readable
+from effexport.export.onnx_graph import load_graph, why_invalid, why_not_readable
 
 pytestmark = pytest.mark.requires("onnx")
 OPSETS = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
@@ -104,6 +104,13 @@ def test_functions_that_double_each_other_are_found_before_they_fill_the_memory(
     chain = [*((name, (below, below)) for name, below in itertools.pairwise(names)), (names[-1], ())]
     assert "amount to " in why_not_readable(model_of(*chain))
     assert why_not_readable(model_of(*chain[-15:])) == ""
+
+
+def test_a_name_that_is_not_utf_8_is_one_reason(tmp_path: Path) -> None:
+    model = model_of(("A", ()))
+    model.graph.output[0].name = "not_utf8"
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString().replace(b"not_utf8", b"not_utf\xff"))
+    assert why_invalid(tmp_path / "m.onnx") == "a name in it is not UTF-8"
 
 
 def test_functions_that_only_call_later_ones_are_fine() -> None:
