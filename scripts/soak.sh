@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Long sweeps for maintainers: the tests marked `soak`, then the whole of scripts/portability.py. Arguments go to pytest;
-# with any, only the tests run.
+# Long sweeps for maintainers: the tests marked `soak`, the attacks of scripts/campaign.py, then the whole of
+# scripts/portability.py. Arguments go to pytest; with any, only the tests run.
 set -euo pipefail
 # shellcheck source=scripts/test_environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/test_environment.sh"
 
 ensure_tests all
 run_pytest all -m soak "$@"
+# all attacks, whose figures docs/security.md has
+[[ $# -gt 0 ]] || "$VENV/bin/python" "$ROOT/scripts/campaign.py"
 # the whole matrix of docs/portability.md; the suite has a part of it
 [[ $# -gt 0 ]] || "$VENV/bin/python" "$ROOT/scripts/portability.py"
 # NVIDIA ModelOpt needs other releases of onnx and onnxruntime than we do
