@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_builds import built_artifact
+from small_specs import spec_of
 
-from effexport.artifact import Artifact
+from effexport.artifact import Artifact, open_artifact
 from effexport.errors import DiskFullError, UserError
 from effexport.models.validation import SpecError
 from effexport.proof.cases import load_reference
@@ -76,9 +78,10 @@ def test_an_artifact_that_continues_texts_also_becomes_a_model_that_generates(
 
 
 def test_an_artifact_that_ranks_tokens_generates_nothing_and_its_readme_names_the_positions(
-    built: Built, package: Packaging, tmp_path: Path
+    package: Packaging, tmp_path: Path
 ) -> None:
-    artifact = built("linear", "encoder", causal=True, lm_head=True, top_k=4)
+    spec = spec_of("linear", "encoder", causal=True, lm_head=True, top_k=4)
+    artifact = open_artifact(built_artifact("ranked-tokens", spec))
     result = package(artifact, tmp_path / "models", name="m", backends=("python",))
     assert [change.name for change in result.changes] == ["m"]
     assert result.remarks == ()
