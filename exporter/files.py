@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import ctypes
 import glob
 import hashlib
 import io
@@ -31,6 +32,18 @@ _CALLS = itertools.count()
 # The temporary folders that threads of this process use at the moment; one of them at a time replaces its output.
 _IN_USE: set[Path] = set()
 _PUBLISHING = threading.Lock()
+
+
+@dataclass
+class _Writing:
+    """A folder that this process writes: the descriptor that keeps other processes off, and the number of threads."""
+
+    descriptor: int | None
+    threads: int = 0
+
+
+# By the file that is locked.
+_WRITING: dict[Path, _Writing] = {}
 
 
 @contextlib.contextmanager
@@ -105,9 +118,10 @@ class FolderKind:
         """Yield a temporary sibling folder to fill; it replaces `output` when the block ends without an error.
 
         An existing folder is refused without `force`, and survives any failure. A link stays, and the folder that it
-        leads to is replaced. A process that is killed leaves the old folder or none, and a sibling that the next call
-        removes.
-        Raises UserError when `output` exists or cannot be written, DiskFullError when the disk is full.
+        leads to is replaced. A process that is killed leaves the old folder or the new one (where the system cannot
+        exchange two folders, for a moment neither), and siblings that the next call removes.
+        Raises UserError when `output` exists, cannot be written or is being written by another process, DiskFullError
+        when the disk is full.
         """
         self.check(output, force=force)
         place = output.resolve() if output.is_symlink() else output
@@ -116,6 +130,7 @@ class FolderKind:
             with contextlib.ExitStack() as stack:
                 try:
                     stack.enter_context(created_folder(place.parent))
+                    stack.enter_context(_only_writer(place, output))
                     stack.enter_context(_in_use(building))
                     self._recover(place)
                     building.mkdir()
@@ -156,7 +171,71 @@ def check_creatable(output: Path) -> None:
         raise UserError(f"cannot write to {output.parent}: {reason}; choose another folder with -o") from error
 
 
+@contextlib.contextmanager
+def _only_writer(place: Path, output: Path) -> Iterator[None]:
+    """Keep other processes from writing the same folder. Raises UserError if one does already. Threads may.
+
+    The system releases the lock when a process is killed. The file stays then, and the next process takes and removes
+    it. Where the file system has no locks, nothing is kept off.
+    """
+    file = place.absolute().with_name(f".{place.name}.lock")
+    with _PUBLISHING:
+        if file not in _WRITING:
+            _WRITING[file] = _Writing(_locked(file, output))
+        held = _WRITING[file]
+        held.threads += 1
+    try:
+        yield
+    finally:
+        with _PUBLISHING:
+            held.threads -= 1
+            if held.threads == 0:
+                del _WRITING[file]
+                if held.descriptor is not None:
+                    # while it is still locked: whoever has opened it meanwhile sees that it is gone
+                    with contextlib.suppress(OSError):
+                        file.unlink()
+                    os.close(held.descriptor)
+
+
+def _locked(file: Path, output: Path) -> int | None:
+    """A descriptor that locks a file; None where the system has no locks. Raises UserError if another has locked it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    while True:
+        descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise UserError(
+                f"{output} is being written by another process; wait until it has finished, or {ANOTHER_FOLDER}"
+            ) from error
+        except OSError:
+            file.unlink(missing_ok=True)
+            os.close(descriptor)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), file.stat()):
+                return descriptor
+        os.close(descriptor)
+
+
+def _exchanged(first: Path, second: Path) -> bool:
+    """Exchange two folders in one step; False where the system cannot do that."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # in the C library of Linux
+    at_working_directory, exchange = -100, 2
+    return rename is not None and not rename(
+        at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange
+    )
+
+
 def _replace_folder(building: Path, output: Path) -> None:
+    if output.exists() and _exchanged(building, output):
+        shutil.rmtree(building, ignore_errors=True)
+        return
     old = output.parent / f".{output.name}.replaced-{_owner()}"
     with _in_use(old):
         if output.exists():

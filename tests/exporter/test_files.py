@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,6 +70,7 @@ def test_a_folder_that_cannot_be_renamed_is_one_line_and_stays(tmp_path: Path, m
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr("effexport.files._exchanged", lambda *paths: False)
     with (
         pytest.raises(UserError, match="box: Device or resource busy; choose another folder with -o"),
         BOX.new(tmp_path / "box", force=True) as folder,
@@ -99,6 +102,82 @@ def test_threads_that_replace_one_folder_do_not_remove_each_others_work(tmp_path
     with ThreadPoolExecutor(2) as threads:
         assert sorted(threads.map(replace, ("a", "b"))) == ["a", "b"]
     assert (tmp_path / "box" / BOX.mark).read_text() in ("a", "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from effexport.files import FolderKind
+with FolderKind("a box", "mark.txt").new(Path(sys.argv[1]), force=True) as folder:
+    (folder / "mark.txt").write_text("other")
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def other_writer(box: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that writes the folder until its standard input ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(box)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_folder_that_another_process_writes_is_refused_at_the_start(tmp_path: Path, force: bool) -> None:
+    with other_writer(tmp_path / "box") as process:
+        with (
+            pytest.raises(UserError, match="box is being written by another process; wait until it has finished, or"),
+            BOX.new(tmp_path / "box", force=force),
+        ):
+            pytest.fail("the work began")
+        process.communicate()
+    assert process.returncode == 0
+    assert (tmp_path / "box" / BOX.mark).read_text() == "other"
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
+
+
+def test_a_killed_writer_keeps_nobody_off_and_what_it_left_is_removed(tmp_path: Path) -> None:
+    with other_writer(tmp_path / "box") as process:
+        process.kill()
+        process.wait()
+    assert len(list(tmp_path.iterdir())) == 2  # what it wrote, and its lock
+    with BOX.new(tmp_path / "box", force=False) as folder:
+        (folder / BOX.mark).write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
+
+
+def test_a_file_system_without_locks_keeps_nobody_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    with BOX.new(tmp_path / "box", force=False) as folder:
+        (folder / BOX.mark).write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
+
+
+def test_there_is_a_folder_at_every_moment_while_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = tmp_path / "box"
+    box.mkdir()
+    (box / BOX.mark).write_text("old")
+
+    def fail(*arguments: object) -> None:
+        raise AssertionError("renamed, so that for a moment there is none")
+
+    with BOX.new(box, force=True) as folder:
+        (folder / BOX.mark).write_text("new")
+        monkeypatch.setattr(Path, "rename", fail)
+    assert (box / BOX.mark).read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["box"]
 
 
