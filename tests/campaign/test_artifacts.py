@@ -13,7 +13,7 @@ from campaign.commands import Ended, in_workers
 from campaign.onnx_mutations import mutated_model
 from campaign.strange import mutated_json, text_of
 
-CASES = 60
+CASES = 30
 
 
 @pytest.mark.requires("torch", "onnx", "ort", "serve")

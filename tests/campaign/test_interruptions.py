@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from campaign import interruptions
 
-CASES = 12
+CASES = 6
 
 
 @pytest.mark.slow

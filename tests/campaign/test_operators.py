@@ -60,7 +60,7 @@ def test_some_calls_end_well(tmp_path: Path) -> None:
     assert tally.cases == FEW // 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_calls_end_well_under_the_sanitizers(tmp_path: Path) -> None:
     tally = operators.run(2 * FEW, 2, tmp_path)
     assert tally.problems == []
