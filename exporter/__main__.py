@@ -22,6 +22,9 @@ def main() -> None:
             print(json_text({"error": message, "exit_code": 2}), end="")
         print(f"effexport: error: {message}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # before the command line could handle it
+        print("effexport: error: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import click
 from effexport.disk import ANOTHER_TEMPORARY, is_disk_full
 from effexport.errors import DiskFullError, EffexportError, EngineWarning, KernelWarning, UserError
 from effexport.files import json_text
+from effexport.termination import EXIT_CODE as TERMINATED
+from effexport.termination import Terminated, ending_in_order
 from effexport.version import __version__
 
 # What errors quote of a command line, and the longest line of an error, in characters.
@@ -138,12 +140,14 @@ def run(arguments: list[str]) -> None:
     from effexport.plugins.errors import LibraryError
 
     try:
-        with warnings.catch_warnings():
+        with ending_in_order(), warnings.catch_warnings():
             warnings.showwarning = show_warning
             check_not_empty(arguments)
             code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):  # click turns only those that it sees into its own
         fail("interrupted", 130, arguments)
+    except Terminated:
+        fail("terminated", TERMINATED, arguments)
     except click.exceptions.NoArgsIsHelpError as error:
         # its message is the whole help
         click.echo(error.format_message(), err=True)

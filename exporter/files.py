@@ -13,14 +13,13 @@ import json
 import math
 import os
 import shutil
-import tempfile
 import threading
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from effexport.disk import ANOTHER_FILE, ANOTHER_FOLDER, is_disk_full, write_error
 from effexport.errors import UserError
@@ -28,6 +27,9 @@ from effexport.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+T = TypeVar("T")
+# How often a folder that another process removes at the same moment is created again.
+RACES = 100
 _CALLS = itertools.count()
 # The temporary folders that threads of this process use at the moment; one of them at a time replaces its output.
 _IN_USE: set[Path] = set()
@@ -50,15 +52,43 @@ _WRITING: dict[Path, _Writing] = {}
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path` to write; it replaces `path` when the block ends without an error.
 
-    After a failure `path` is unchanged and the sibling is removed. Raises OSError.
+    After a failure `path` is unchanged and the sibling is removed; that of a killed process is removed by the next
+    call. Raises OSError.
     """
+    with _partial(path) as partial:
+        try:
+            yield partial
+            partial.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+
+@contextlib.contextmanager
+def partial_folder(path: Path) -> Iterator[Path]:
+    """Yield a new temporary folder beside `path`, for files that are made under their final names.
+
+    It is removed at the end; that of a killed process is removed by the next call. Raises OSError.
+    """
+    with _partial(path) as folder:
+        try:
+            folder.mkdir()
+            yield folder
+        finally:
+            _remove_folder(folder)
+
+
+@contextlib.contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path` that no other call uses."""
+    for left in abandoned(path.parent, f".{path.name}.partial-"):
+        if left.is_dir():
+            _remove_folder(left)
+        else:
+            left.unlink(missing_ok=True)
     partial = path.with_name(f".{path.name}.partial-{_owner()}")
-    try:
+    with _in_use(partial):
         yield partial
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 def _owner() -> str:
@@ -114,6 +144,23 @@ class FolderKind:
             )
 
     @contextlib.contextmanager
+    def reserved(self, output: Path, *, force: bool) -> Iterator[None]:
+        """Keep other processes from writing this folder during the block, so that its work is not done in vain.
+
+        Raises as `check`, and UserError if another process writes it already.
+        """
+        self.check(output, force=force)
+        place = place_of(output)
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(created_folder(place.parent))
+                stack.enter_context(_only_writer(place, output))
+            except OSError as error:
+                raise write_error(output, error, ANOTHER_FOLDER) from error
+            self.check(output, force=force)  # a process that has just ended may have written it
+            yield
+
+    @contextlib.contextmanager
     def new(self, output: Path, *, force: bool) -> Iterator[Path]:
         """Yield a temporary sibling folder to fill; it replaces `output` when the block ends without an error.
 
@@ -123,20 +170,18 @@ class FolderKind:
         Raises UserError when `output` exists, cannot be written or is being written by another process, DiskFullError
         when the disk is full.
         """
-        self.check(output, force=force)
-        place = output.resolve() if output.is_symlink() else output
-        building = place.parent / f".{place.name}.building-{_owner()}"
+        place = place_of(output)
+        building = building_folder(place)
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(self.reserved(output, force=force))
                 try:
-                    stack.enter_context(created_folder(place.parent))
-                    stack.enter_context(_only_writer(place, output))
                     stack.enter_context(_in_use(building))
                     self._recover(place)
+                    stack.callback(_remove_folder, building)
                     building.mkdir()
                 except OSError as error:
                     raise write_error(output, error, ANOTHER_FOLDER) from error
-                stack.callback(shutil.rmtree, building, ignore_errors=True)
                 yield building
                 with _PUBLISHING:
                     self.check(output, force=force)
@@ -156,16 +201,29 @@ class FolderKind:
             if not output.exists() and (old / self.mark).is_file():
                 old.rename(output)
             else:
-                shutil.rmtree(old, ignore_errors=True)
+                _remove_folder(old)
         for building in abandoned(output.parent, f".{output.name}.building-"):
-            shutil.rmtree(building, ignore_errors=True)
+            _remove_folder(building)
+
+
+def place_of(output: Path) -> Path:
+    """The path itself, or the one that it leads to if it is a link."""
+    return output.resolve() if output.is_symlink() else output
+
+
+def building_folder(place: Path) -> Path:
+    """A temporary sibling of an output folder that no other call uses."""
+    return place.parent / f".{place.name}.building-{_owner()}"
 
 
 def check_creatable(output: Path) -> None:
     """Raise UserError if a folder cannot be created at this path, before the work for it is done."""
     try:
         with created_folder(output.parent):
-            Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}.")).rmdir()
+            tried = building_folder(output)  # one that the next call removes, should this process be killed
+            _in_created_folder(output.parent, tried.mkdir)
+            with contextlib.suppress(FileNotFoundError):  # another thread took it for a leftover
+                tried.rmdir()
     except OSError as error:
         reason = "not a folder" if isinstance(error, FileExistsError) else error.strerror
         raise UserError(f"cannot write to {output.parent}: {reason}; choose another folder with -o") from error
@@ -205,7 +263,9 @@ def _locked(file: Path, output: Path) -> int | None:
     except ImportError:  # Windows
         return None
     while True:
-        descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o666)
+        descriptor = _in_created_folder(
+            file.parent, lambda: os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
+        )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -234,7 +294,7 @@ def _exchanged(first: Path, second: Path) -> bool:
 
 def _replace_folder(building: Path, output: Path) -> None:
     if output.exists() and _exchanged(building, output):
-        shutil.rmtree(building, ignore_errors=True)
+        _remove_folder(building)
         return
     old = output.parent / f".{output.name}.replaced-{_owner()}"
     with _in_use(old):
@@ -242,11 +302,20 @@ def _replace_folder(building: Path, output: Path) -> None:
             output.rename(old)
         try:
             building.rename(output)
-        except OSError:
-            if old.exists():
+        except BaseException:  # also of a signal
+            if old.exists() and not output.exists():
                 old.rename(output)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        _remove_folder(old)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder as far as possible; a signal that arrives meanwhile waits until that is done."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except (KeyboardInterrupt, SystemExit):
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -260,6 +329,15 @@ def created_folder(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             for one in missing:
                 one.rmdir()
+
+
+def _in_created_folder(folder: Path, create: Callable[[], T]) -> T:
+    """Create a file or a folder in a folder that another process may be removing, because it was empty."""
+    for _ in range(RACES):
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(parents=True, exist_ok=True)
+            return create()
+    return create()
 
 
 def abandoned(folder: Path, prefix: str) -> list[Path]:

@@ -136,7 +136,7 @@ def command(
     what, settings = BenchRequest(flags, advise=advise, command=repeated(context)).resolve()
     target = output or (None if advise else DEFAULT_OUTPUT)
     if target is not None:
-        BENCH_FOLDER.check(target, force=force)
+        context.with_resource(BENCH_FOLDER.reserved(target, force=force))
     require_torch("effexport bench")
     results = measured_grid(what, settings) if isinstance(what, Grid) else measured_plan(what, settings)
     if not results.complete and all(row.status == "not run" for row in results.rows):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,6 +96,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
     """
     from effexport.disk import ANOTHER_FILE, write_error
     from effexport.errors import StageError
+    from effexport.files import partial_folder
     from effexport.proof.cases import load_reference
     from effexport.proof.verify import verify_candidate
     from effexport.report.rendering.text import failure_text
@@ -104,8 +104,8 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
 
     try:
         # the model names the file of its weights, so both are made under their final names in a folder of their own
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.partial-") as folder:
-            model = Path(folder) / output.name
+        with partial_folder(output) as folder:
+            model = folder / output.name
             on_stage("inlining function bodies")
             nodes = save_inlined(artifact, model)
             on_stage("comparing with the golden file")

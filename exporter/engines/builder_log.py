@@ -14,11 +14,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TypeVar
 
 from effexport.engines.api import Api
 from effexport.engines.kernels import LISTING
 from effexport.environment import without_garbage_collection
+from effexport.termination import terminate
 
 T = TypeVar("T")
 
@@ -152,19 +154,30 @@ def make_monitor(api: Api, on_progress: OnProgress) -> Any:
 
 @contextlib.contextmanager
 def interrupting(monitor: Any) -> Iterator[None]:
-    """Let Ctrl-C cancel a build in the block, which has this monitor: KeyboardInterrupt, whatever the block raised.
+    """Let Ctrl-C and SIGTERM cancel a build in the block, which has this monitor: KeyboardInterrupt or Terminated,
+    whatever the block raised.
 
     Python would raise it in the next callback, and the bindings print what a callback raises and go on.
     """
-    usual = signal.getsignal(signal.SIGINT)
-    is_ours = usual is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if is_ours:
-        signal.signal(signal.SIGINT, lambda *_: monitor.interrupt())
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        monitor.interrupt()
+
+    usual: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number, ours in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, terminate)):
+            if signal.getsignal(number) is ours:
+                usual[number] = ours
+                signal.signal(number, interrupt)
     try:
         yield
     finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, usual)
+        for each, handler in usual.items():
+            signal.signal(each, handler)
+        if received:
+            usual[received[0]](received[0], None)
         if monitor.interrupted:
             raise KeyboardInterrupt
 

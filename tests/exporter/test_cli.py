@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -98,6 +99,33 @@ def test_running_needs_no_torch(built: Built, tmp_path: Path) -> None:
 def test_python_dash_m_is_the_same_command() -> None:
     result = subprocess.run([sys.executable, "-m", "effexport", "--version"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, f"effexport, version {__version__}\n")
+
+
+@pytest.mark.requires("torch", "onnx", "ort")
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_is_one_line_and_nothing_is_left_behind(tmp_path: Path, number: int, code: int, word: str) -> None:
+    model = ["--variant", "aft-simple", "--scope", "attention", "--dim", "32", "--heads", "2", "--seq-len", "64"]
+    command = [sys.executable, "-P", "-m", "effexport", "build", *model, "-o", "new/a"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # a shell starts what it puts into the background with SIGINT ignored, and that is inherited
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        assert process.stderr is not None
+        while not process.stderr.readline().startswith("… exporting to ONNX"):
+            assert process.poll() is None
+        process.send_signal(number)
+        errors = [line for line in process.stderr if not line.startswith("…")]
+    assert process.returncode == code
+    assert [line.strip() for line in errors if line.strip()] == [f"effexport: error: {word}"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_python_dash_m_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:

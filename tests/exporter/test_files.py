@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,6 +182,86 @@ def test_there_is_a_folder_at_every_moment_while_it_is_replaced(
         monkeypatch.setattr(Path, "rename", fail)
     assert (box / BOX.mark).read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["box"]
+
+
+def test_a_lock_whose_owner_has_just_removed_it_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening the file and locking it, the owner may end and another process may lock a new file."""
+    flock = fcntl.flock
+
+    def removed_meanwhile(handle: int, operation: int) -> None:
+        monkeypatch.setattr("fcntl.flock", flock)
+        (tmp_path / ".box.lock").unlink()
+        flock(handle, operation)
+
+    monkeypatch.setattr("fcntl.flock", removed_meanwhile)
+    with BOX.reserved(tmp_path / "box", force=False):
+        assert (tmp_path / ".box.lock").is_file()
+        with (tmp_path / ".box.lock").open() as stream, pytest.raises(BlockingIOError):
+            flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_parent_folder_that_another_process_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that fails removes the folders that it made, if they are empty."""
+    mkdir, parent = Path.mkdir, tmp_path / "new"
+    removed = []
+
+    def mkdir_in_a_race(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.parent == parent and not removed:
+            parent.rmdir()
+            removed.append(path)
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_in_a_race)
+    BOX.check(parent / "box", force=False)
+    assert len(removed) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / f".x.txt.partial-{ended.pid}-0").write_text("half")
+    (tmp_path / f".x.txt.partial-{ended.pid}-1").mkdir()
+    (tmp_path / f".x.txt.partial-{os.getppid()}-0").write_text("of a running process")
+    write_file(tmp_path / "x.txt", "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".x.txt.partial-{os.getppid()}-0", "x.txt"]
+
+
+@pytest.mark.parametrize("signal_", [KeyboardInterrupt, SystemExit])
+def test_a_signal_while_a_folder_is_being_removed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_: type[BaseException]
+) -> None:
+    rmtree = shutil.rmtree
+
+    def interrupted(folder: Path, **options: Any) -> None:
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        raise signal_
+
+    def fail() -> None:
+        with BOX.new(tmp_path / "box", force=False):
+            monkeypatch.setattr(shutil, "rmtree", interrupted)
+            raise OSError("full")
+
+    with pytest.raises(signal_):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_a_process_has_just_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = FolderKind.check
+
+    def check_then_written(kind: FolderKind, output: Path, *, force: bool) -> None:
+        check(kind, output, force=force)
+        monkeypatch.setattr(FolderKind, "check", check)
+        output.mkdir()
+
+    monkeypatch.setattr(FolderKind, "check", check_then_written)
+    with pytest.raises(UserError, match="box exists"), BOX.new(tmp_path / "box", force=False):
+        pytest.fail("the work has begun")
 
 
 def test_text_of_numbers_that_json_and_csv_do_not_have() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -350,3 +351,13 @@ def test_presets_run_in_part(cli: Cli, tmp_path: Path, preset: str) -> None:
     assert f"preset {preset}: " in result.err
     assert {row["status"] for row in result.json["rows"]} == {"measured"}
     assert result.json["rounds"] == 3
+
+
+def test_a_folder_that_another_benchmark_writes_is_refused_before_measuring(cli: Cli, tmp_path: Path) -> None:
+    words = "bench --variants aft-simple --seq-lens 8 --heads 1 --runtimes torch --rounds 1 --no-memory -o"
+    # the lock of another process: one that is opened apart keeps off this process as well
+    with (tmp_path / ".bench.lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        ended = cli(*words.split(), tmp_path / "bench")
+    assert "is being written by another process" in ended.error(code=2)
+    assert "plan:" not in ended.err

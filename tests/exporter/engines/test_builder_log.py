@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from effexport.engines.engine_from_onnx import built
 from effexport.engines.layers import check_dtypes, check_precision, count_dtypes, described_dtype, layers_of_engine
 from effexport.engines.network import Network
 from effexport.errors import StageError
+from effexport.termination import Terminated, ending_in_order
 
 WORKSPACE = (
     "IBuilder::buildSerializedNetwork: Error Code 1: Myelin ([tactic.cpp:1676: enumerate_tactics] Tactic Selection: no "
@@ -161,6 +163,20 @@ def test_ctrl_c_in_a_callback_of_the_bindings_cancels_the_build() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_sigterm_cancels_the_build_and_ends_the_command() -> None:
+    api: Any = SimpleNamespace(IProgressMonitor=FakeMonitor)
+    monitor = make_monitor(api, lambda *_: None)
+
+    def build() -> None:
+        with ending_in_order(), interrupting(monitor):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert monitor.step_complete("build", 0) is False
+
+    with pytest.raises(Terminated):
+        build()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_progress_is_reported_for_the_outer_phases_and_an_interrupt_cancels_the_build() -> None:
