@@ -39,7 +39,7 @@ PARTS = {
     "checkpoints": Part("Mutated checkpoints and spec files", 2_000),
     "operators": Part("Operator calls under ASan and UBSan", 100_000),
     "requests": Part("Malformed requests", 5_000),
-    "interruptions": Part("Full disks, kills and simultaneous builds", 500),
+    "interruptions": Part("Full disks, kills and simultaneous commands", 500),
 }
 
 

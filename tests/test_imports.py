@@ -79,7 +79,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("export",),
     ("quantize",),
     ("spec", "runtimes", "dtypes", "environment"),
-    ("plots", "errors", "disk", "files", "records", "toml_file", "process_memory", "units", "version"),
+    ("plots", "errors", "disk", "files", "records", "toml_file", "process_memory", "termination", "units", "version"),
     ("models",),
     ("plugins",),
 )

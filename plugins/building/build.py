@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import hashlib
 import json
 import os
@@ -53,6 +54,8 @@ OnStage = Callable[[str], None]
 # read by cmake, and hence part of what a library was made from
 FLAG_VARIABLES = ("CXXFLAGS", "CUDAFLAGS", "LDFLAGS", "CUDAHOSTCXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 TIMEOUT_S = 1800
+# A disk with less room than this is full: it is less than any object file has.
+FULL_BYTES = 64 << 10
 SHOWN_LINES = 30
 SHOWN_COLUMNS = 300
 NO_NVCC = "no nvcc was found; install the CUDA toolkit, or name an nvcc with EFFEXPORT_NVCC"
@@ -137,6 +140,8 @@ def _library_of_plan(plan: Plan, force: bool, folders: tuple[str, ...], on_stage
             select_build(plan.key, folders)
         info = read_build(folder / plan.key)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BuildFailedError(_full_message(kernels_folder())) from error
         raise LibraryError(
             f"the cache cannot be used: {error}; expected a folder that can be written to, with room in it. "
             f"Set {CACHE_VARIABLE} to one"
@@ -199,14 +204,23 @@ def _compile(plan: Plan, temporary: Path) -> None:
         ]
     for command in (configure, [cmake, "--build", build, "--parallel", str(os.cpu_count() or 1)]):
         if problem := run_logged(command, log, TIMEOUT_S):
+            text = log.read_text(encoding="utf-8", errors="replace")
+            # cmake does not say why it could not write a file
+            if "No space left on device" in text or shutil.disk_usage(temporary).free < FULL_BYTES:
+                raise BuildFailedError(_full_message(kernels_folder()))
             kept = kernels_folder() / "logs" / f"{plan.key}.log"
             kept.parent.mkdir(exist_ok=True)
             shutil.copy(log, kept)
-            raise BuildFailedError(
-                _failure_message(plan, problem, log.read_text(encoding="utf-8", errors="replace"), kept)
-            )
+            raise BuildFailedError(_failure_message(plan, problem, text, kept))
     if not Path(build, LIBRARY_NAME).is_file():
         raise BuildFailedError(f"cmake succeeded but did not make {LIBRARY_NAME}")
+
+
+def _full_message(folder: Path) -> str:
+    return (
+        f"cannot compile in {folder}: the disk is full, or that of temporary files; free some space, or set "
+        f"{CACHE_VARIABLE} or TMPDIR to a folder with more room"
+    )
 
 
 def _failure_message(plan: Plan, problem: str, log: str, kept: Path) -> str:

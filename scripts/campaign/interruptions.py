@@ -1,304 +1,557 @@
-"""Full disks, kills and simultaneous builds: the artifact that was there, or the new one, is there and complete.
+"""Full disks, kills, signals and simultaneous commands: an output is the old one or the new one, complete, or none.
 
-Every case runs in a process that is forked from a worker with all imports done, so that it takes a second or two.
+A case forks a process that has PyTorch and effexport loaded, which takes a tenth of the time of a new one. Kills and
+signals come at a random moment of the command, or at its n-th call of the file system, which hits the moments between
+two renames that a clock never would.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import hashlib
+import importlib
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from campaign.commands import Case, in_workers, run_command
+from campaign.commands import Case, in_workers
 from campaign.tally import Tally
 
-BUILD = "build --variant aft-simple --scope attention --seq-len 32 --dim 64 --heads 2"
-# Its files reach 20 MB: the weights have 14, the golden values 2, and two artifacts are there while one is replaced.
-LARGE = "build --variant softmax --spec LARGE"
-LARGE_SPEC = "layers = 1\ndim = 256\nheads = 4\nvocab_size = 12000\nseq_len = 64\n"
-OLD_SEED, NEW_SEED = 3, 4
-MEGABYTE = 1 << 20
-# Flags of unshare(2) and mount(2).
-NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000
-# What a process does to files, as Python's audit events name it.
-FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
+# Of ten cases, in this order: 4 kills, 2 disks, 3 signals, 1 of simultaneous commands.
+KILLS, DISKS, SIGNALS = 4, 2, 3
+ENDS_WITHIN_S = 100.0
+AT_ONCE = 4
+MODEL = "build --variant softmax --scope attention --seq-len 32"
+# Widths of the models, and with them the bytes of an artifact: 0.3 MB, 1.3 MB, 5 MB, 11 MB and 21 MB.
+SMALL, WIDTHS = 64, (64, 256, 512, 768, 1088)
+EXIT_CODES = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
+# Calls of the file system that Python announces to audit hooks.
+FILE_EVENTS = {
+    *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.truncate"),
+    *("shutil.rmtree", "shutil.copyfile", "tempfile.mkdtemp", "tempfile.mkstemp", "fcntl.flock", "os.link"),
+    "ctypes.dlsym",  # of the exchange of two folders
+}
 
 
-def run(cases: int, seed: int, folder: Path) -> Tally:
-    """Interrupt builds and other commands over an artifact that was built before."""
-    return in_workers(cases, interrupter, folder, seed)
+@dataclass(frozen=True)
+class Finished:
+    """How a forked command ended. code: its exit status, negative for a signal."""
+
+    words: Sequence[str]
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("effexport: error: ")]
+
+    def check(self, *codes: int) -> None:
+        """Raises AssertionError for another exit status, a traceback, and any other number of error lines than one."""
+        command = f"{' '.join(self.words)[-300:]}: exit status {self.code}"
+        assert "Traceback" not in self.err, f"{command}, {self.err[-700:]!r}"
+        assert self.code in codes, f"{command} instead of {codes}: {self.err[-700:]!r}"
+        if self.code != 0:
+            assert len(self.errors) == 1, f"{command}, not one line: {self.err[-700:]!r}"
+            assert self.err.rstrip("\n").endswith(self.errors[0]), f"{command}, lines after the error: {self.err!r}"
 
 
-def interrupter(folder: Path, seed: int, number: int) -> Case:
-    """The function of a case, in one worker."""
-    from small_builds import built_artifact, what_decides_a_build  # noqa: F401 - imports what a build imports
-    from small_specs import spec_of
+@dataclass
+class Forked:
+    """A command in a fork of this process. prepare: runs in the fork before the command."""
 
-    import effexport.build
-    import effexport.export.onnx_from_module  # noqa: F401
+    words: Sequence[str]
+    folder: Path
+    prepare: Callable[[], object] = lambda: None
+    environment: dict[str, str] = field(default_factory=dict)
 
-    folder = folder / str(number)
-    folder.mkdir()
-    old = built_artifact("campaign-old", spec_of("aft-simple", "attention", seed=OLD_SEED))
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+        self._logs = [self.folder / f"log-{time.monotonic_ns()}-{name}" for name in ("out", "err")]
+        for path in self._logs:
+            path.touch()
+        # a signal to the fork waits until its handlers are there
+        signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._run()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_CODES)
 
-    measure(folder / "place", old)
+    def _run(self) -> None:
+        """The fork's work. It never returns into the code of the campaign."""
+        code = 70
+        try:
+            for number, path in enumerate(self._logs, 1):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
+            os.environ.update(self.environment)
+            tempfile.tempdir = None
+            os.chdir(self.folder)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            die_with_parent()
+            from effexport.cli import main
+
+            self.prepare()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_CODES)
+            main([str(word) for word in self.words])
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:  # a fault of effexport: the campaign finds the traceback
+            traceback.print_exc()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(code)
+
+    def send(self, number: int) -> None:
+        os.kill(self._pid, number)
+
+    def ended(self) -> Finished:
+        deadline = self._started + ENDS_WITHIN_S
+        while True:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > deadline:
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+                raise AssertionError(f"{' '.join(self.words)}: still running after {ENDS_WITHIN_S:g} s")
+            time.sleep(0.005)
+        seconds = time.monotonic() - self._started
+        out, err = (path.read_text(encoding="utf-8", errors="replace") for path in self._logs)
+        for path in self._logs:
+            path.unlink()
+        return Finished(self.words, os.waitstatus_to_exitcode(status), out, err, seconds)
+
+
+def die_with_parent() -> None:
+    """End this process when the campaign is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def signal_at_call(count: int, number: int) -> Callable[[], object]:
+    """For the fork: send itself a signal just before its `count`-th call of the file system."""
+
+    def prepare() -> None:
+        left = count
+
+        def hook(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal left
+            if event in FILE_EVENTS:
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), number)
+
+        sys.addaudithook(hook)
+
+    return prepare
+
+
+def count_calls(path: Path) -> Callable[[], object]:
+    """For the fork: add a byte to a file for each call of the file system."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def prepare() -> None:
+        sys.addaudithook(lambda event, arguments: os.write(handle, b".") and None if event in FILE_EVENTS else None)
+
+    return prepare
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a command does when nothing disturbs it. calls: of the file system."""
+
+    seconds: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all cases of a worker need. artifacts: by width; a refit turns `old` into `refitted`, a build into `new`."""
+
+    folder: Path
+    artifacts: dict[int, Path]
+    old: Path
+    weights: Path
+    states: dict[str, str]
+    measured: dict[str, Measured]
+
+
+def state_of(folder: Path) -> str:
+    """What the model and the answers of an artifact are, without what differs between two builds of them."""
+    if not folder.exists():
+        return "none"
+    names = ("model.onnx", "reference.safetensors")
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def check_complete(folder: Path, work: Path) -> None:
+    """Every file is that of the manifest, and the model gives the stored answers."""
+    Forked(["verify", str(folder)], work).ended().check(0)
+
+
+def check_only(parent: Path, *names: str) -> None:
+    found = sorted(path.name for path in parent.iterdir())
+    assert found == sorted(names), f"{found} in the folder; expected {sorted(names)}"
+
+
+def commands_on(bench: Bench, output: Path) -> dict[str, list[str]]:
+    """The commands that replace the old artifact, by the state that they lead to."""
+    return {
+        "new": [*MODEL.split(), *size_of(SMALL), "--seed", "1", "--force", "-o", str(output)],
+        "refitted": ["refit", str(output), "--weights", str(bench.weights)],
+    }
+
+
+def size_of(width: int) -> list[str]:
+    return ["--dim", str(width), "--heads", str(max(1, width // 64))]
+
+
+def kill_case(bench: Bench, dice: random.Random, work: Path) -> str:
+    """SIGKILL over an existing artifact. Afterwards it is the old or the new one, and the next call clears up."""
+    output = work / "outputs" / "artifact"
+    shutil.copytree(bench.old, output)
+    kind = dice.choice(("new", "refitted"))
+    how = disturbed(bench, dice, kind, commands_on(bench, output)[kind], signal.SIGKILL, work)
+    ended = how.ended()
+    if ended.code != -signal.SIGKILL:
+        ended.check(0)
+    state = state_of(output)
+    found = {bench.states["old"]: "the old artifact", bench.states[kind]: "the new artifact"}.get(state)
+    assert found, f"killed during {kind}: {sorted(path.name for path in output.parent.iterdir())}, neither old nor new"
+    check_complete(output, work)
+    clear_up(output)
+    check_only(output.parent, "artifact")
+    assert state_of(output) == state, "the next build has changed the artifact before it was complete"
+    return f"killed: {found}" if ended.code else "ended before the kill"
+
+
+def clear_up(output: Path) -> None:
+    """What a build does first; this one fails after it."""
+    from effexport.artifact import ARTIFACT_FOLDER
+
+    class StopError(Exception):
+        pass
+
+    try:
+        with ARTIFACT_FOLDER.new(output, force=True):
+            raise StopError
+    except StopError:
+        pass
+
+
+def disturbed(
+    bench: Bench, dice: random.Random, kind: str, words: Sequence[str], number: int, work: Path, **variables: str
+) -> Forked:
+    """Start a command and send it a signal at a random moment or a random call; the last calls are the likelier ones,
+    because renames are among them."""
+    usual = bench.measured[kind]
+    how = dice.choice(("moment", "call", "late call"))
+    if how == "moment":
+        moment = dice.uniform(0.0, usual.seconds)
+        forked = Forked(words, work, environment=variables)
+        time.sleep(moment)
+        forked.send(number)
+        return forked
+    first = 1 if how == "call" else max(1, usual.calls - 60)
+    count = dice.randint(first, usual.calls)
+    return Forked(words, work, prepare=signal_at_call(count, number), environment=variables)
+
+
+def signal_case(bench: Bench, dice: random.Random, work: Path) -> str:
+    """SIGINT or SIGTERM: one line, exit status 130 or 143, and nothing is left, neither here nor among temporary files.
+
+    The old artifact stays, or if the signal came after the exchange, the new one is complete.
+    """
+    output, temporary = work / "outputs" / "artifact", work / "temporary"
+    temporary.mkdir()
+    kind = dice.choice(("new", "refitted", "bench"))
+    number = dice.choice((signal.SIGINT, signal.SIGTERM))
+    if kind == "bench":
+        output.parent.mkdir()
+        words = [*bench_words(), "-o", str(output)]
+    else:
+        shutil.copytree(bench.old, output)
+        words = commands_on(bench, output)[kind]
+    forked = disturbed(bench, dice, kind, words, number, work, TMPDIR=str(temporary))
+    ended = forked.ended()
+    code, word = EXIT_CODES[number]
+    if "effexport" not in ended.err and ended.code in (-number, 70):
+        return "ended by the signal before the command began"
+    if kind == "bench" and number == signal.SIGINT and ended.code == 130 and not ended.errors:
+        # what was measured is kept
+        assert output.is_dir(), f"interrupted without an error: {ended.err!r}"
+        check_only(output.parent, "artifact")
+        return "interrupted, with the results so far"
+    ended.check(0, code)
+    assert ended.code == 0 or word in ended.errors[0].lower(), ended.errors[0]
+    check_only(output.parent, *(["artifact"] if output.exists() else []))
+    left = [path.name for path in temporary.iterdir() if "effexport" in path.name]
+    assert not left, f"temporary files are left: {left}"
+    if kind != "bench":
+        state = state_of(output)
+        assert state in (bench.states["old"], bench.states[kind]), "the artifact is neither the old nor the new one"
+        check_complete(output, work)
+    return word if ended.code else "ended before the signal"
+
+
+def bench_words() -> list[str]:
+    words = "bench --variants aft-simple --seq-lens 32 --heads 2 --head-dim 16 --rounds 1 --no-memory --runtimes"
+    return [*words.split(), "torch,ort-body"]
+
+
+class Disk:
+    """A file system of a given size, in this process's own namespace of mounts."""
+
+    def __init__(self, folder: Path, size_bytes: int) -> None:
+        self.folder = folder
+        folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)], check=True)
+
+    def __enter__(self) -> Path:
+        return self.folder
+
+    def __exit__(self, *error: object) -> None:
+        subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
+
+
+def own_mounts() -> None:
+    """Give this process namespaces of its own, in which it may mount. It must not have a second thread yet."""
+    user, group = os.getuid(), os.getgid()
+    new_user_and_mounts = 0x10000000 | 0x00020000
+    if ctypes.CDLL(None, use_errno=True).unshare(new_user_and_mounts) != 0:
+        raise OSError(ctypes.get_errno(), "unshare: this machine allows no namespaces of users")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path("/proc/self", name).write_text(text, encoding="ascii")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """A command that writes to a small disk. scale: the disk's size is that many times smaller than the case's, because
+    the command writes less. old: whether an artifact is there before, which must survive."""
+
+    words: str
+    scale: int = 1
+    old: bool = False
+
+
+ON_DISK = (
+    OnDisk(f"{MODEL} WIDTH -o DISK/new/output"),
+    OnDisk(f"{MODEL} WIDTH --external-data -o DISK/output"),
+    OnDisk(f"{MODEL} WIDTH --force -o DISK/output", old=True),
+    OnDisk("refit ARTIFACT --weights WEIGHTS -o DISK/output", scale=4),
+    OnDisk("refit DISK/output --weights WEIGHTS", scale=10, old=True),
+    OnDisk("package ARTIFACT --format triton -o DISK/output"),
+    OnDisk("inline ARTIFACT -o DISK/output"),
+    OnDisk("run ARTIFACT --input INPUT -o DISK/output.npz", scale=10),
+    OnDisk("report ARTIFACT -o DISK/output.html", scale=300),
+    OnDisk("verify ARTIFACT -o DISK/output.html", scale=300),
+    OnDisk("BENCH -o DISK/output", scale=1000),
+    OnDisk("BENCH --force -o DISK/output", scale=400, old=True),
+    OnDisk("sweep SWEEP --processes --jobs 1 -o DISK/output", scale=40),
+)
+
+
+def disk_case(bench: Bench, dice: random.Random, work: Path, size_bytes: int) -> str:
+    """A disk that is too small: exit status 1, one line, nothing half-written, and what was there before unchanged."""
+    kind = dice.choice(ON_DISK)
+    size_bytes = max(4096, size_bytes // kind.scale)
+    # of a model that does not fit, or just fits
+    width = next((width for width in WIDTHS if 8 * width**2 > size_bytes), WIDTHS[-1])
+    disk = work / "disk"
+    words = [*given(bench, kind.words, width, disk, work)]
+    with Disk(disk, size_bytes + (1 << 20) * kind.old):
+        if kind.old:
+            copy_old(bench, words, disk / "output")
+        before = bytes_of(disk)
+        title = f"{words[0]} on {size_bytes:,} bytes"
+        variables = {}
+        if dice.random() < 0.25:
+            (disk / "temporary").mkdir()
+            variables["TMPDIR"] = str(disk / "temporary")
+            title += " with TMPDIR"
+        ended = Forked(words, work, environment=variables).ended()
+        # libraries leave files of their own among temporary files, such as ONNX Runtime's .ses
+        ours = (".building-", ".partial-", ".replaced-", ".lock", ".packaging-", "effexport")
+        left = [path.name for path in disk.rglob("*") if any(name in path.name for name in ours)]
+        assert words[0] == "sweep" or not left, f"{title}: {left} is left"
+        if variables:
+            shutil.rmtree(disk / "temporary")
+        if words[0] == "sweep":
+            return check_sweep(ended, disk / "output", title)
+        ended.check(0, 1)
+        if ended.code == 1:
+            assert "disk is full" in ended.errors[0], f"{title}: {ended.errors[0]}"
+            assert bytes_of(disk) == before, f"{title}: {sorted(bytes_of(disk))} is there; before {sorted(before)}"
+            check_only(disk, *(["output"] if kind.old else []))
+        if (disk / "output" / "manifest.json").is_file():
+            check_complete(disk / "output", work)
+        return "the disk was full" if ended.code else "the disk was large enough"
+
+
+def check_sweep(ended: Finished, output: Path, title: str) -> str:
+    """The folder of a sweep stays, with complete cells only; the command that is given again resumes it."""
+    assert "Traceback" not in ended.err, f"{title}: {ended.err[-700:]!r}"
+    assert ended.code in (0, 1), f"{title}: exit status {ended.code}"
+    assert len(ended.errors) <= 1, f"{title}: {ended.errors}"
+    assert ended.code == 0 or "full" in ended.err + ended.out, f"{title}: {ended.err[-700:]!r}"
+    for cell in (output / "cells").glob("*"):
+        found = sorted(path.name for path in cell.iterdir())
+        assert found == ["artifact", "log.txt", "record.json"], f"{title}: {found} in a finished cell"
+        check_complete(cell / "artifact", output.parent.parent)
+    return "the disk was full" if ended.code else "the disk was large enough"
+
+
+def given(bench: Bench, text: str, width: int, disk: Path, work: Path) -> list[str]:
+    """The words of a command, with its files."""
+    words = bench_words() if text.startswith("BENCH") else []
+    paths = {"DISK": disk, "ARTIFACT": bench.artifacts[width], "WEIGHTS": bench.weights, "SWEEP": work / "sweep.toml"}
+    for word in text.removeprefix("BENCH").split():
+        if word == "WIDTH":
+            words += size_of(width)
+            continue
+        if word == "INPUT":
+            words.append(str(written_input(work, width)))
+            continue
+        for name, path in paths.items():
+            word = word.replace(name, str(path))
+        words.append(word)
+    if "refit" in words:
+        words = [word.replace(str(bench.artifacts[width]), str(bench.old)) for word in words]
+    (work / "sweep.toml").write_text(
+        'variants = ["softmax", "linear"]\nseq_lens = [32]\n[build]\nscope = "attention"\ndim = 64\nheads = 1\n',
+        encoding="utf-8",
+    )
+    return words
+
+
+def written_input(work: Path, width: int) -> Path:
+    import numpy as np
+
+    shape = (max(1, (1 << 21) // (32 * 4 * width)), 32, width)
+    np.savez(work / "input.npz", hidden_states=np.ones(shape, np.float32))
+    return work / "input.npz"
+
+
+def copy_old(bench: Bench, words: Sequence[str], output: Path) -> None:
+    if words[0] == "bench":
+        shutil.copytree(bench.folder / "bench", output)
+    else:
+        shutil.copytree(bench.old, output)
+
+
+def at_once_case(bench: Bench, dice: random.Random, work: Path) -> str:
+    """Commands that write the same folder at the same time: one wins, the others say so at the start."""
+    output = work / "outputs" / "artifact"
+    kind = dice.choice(("new", "new", "refitted", "without force", "bench", "package", "sweep"))
+    if kind in ("new", "refitted"):
+        shutil.copytree(bench.old, output)
+        words = commands_on(bench, output)[kind]
+    elif kind == "without force":
+        output = work / "outputs" / "below" / "artifact"
+        output.parent.parent.mkdir()
+        words = [*MODEL.split(), *size_of(SMALL), "-o", str(output)]
+    else:
+        output.parent.mkdir()
+        words = {
+            "bench": "BENCH -o DISK/artifact",
+            "package": "package ARTIFACT --format triton -o DISK/artifact",
+            "sweep": "sweep SWEEP --processes --jobs 1 -o DISK/artifact",
+        }[kind]
+        words = given(bench, words, SMALL, output.parent, work)
+    ended = [forked.ended() for forked in [Forked(words, work) for _ in range(AT_ONCE)]]
+    for one in ended:
+        one.check(*((0,) if kind == "package" else (0, 2)))
+    losers = [one for one in ended if one.code]
+    assert kind == "package" or len(losers) == AT_ONCE - 1, f"{kind}: {[one.code for one in ended]}"
+    for one in losers:
+        said = ("another sweep is writing", "is being written", "exists; choose")
+        assert any(words in one.errors[0] for words in said), f"{kind}: {one.errors[0]}"
+        assert "… " not in one.err, f"{kind}: refused after the work had begun: {one.err!r}"
+    check_only(output.parent, "artifact")
+    if (output / "manifest.json").is_file():
+        check_complete(output, work)
+    return "one at a time" if kind == "package" else "one of four has won"
+
+
+def start(bench: Bench, seed: int, number: int) -> Case:
+    """A worker: loads everything before it forks."""
+    own_mounts()
+    import_commands()
+    mine = bench.folder / str(number)
+    mine.mkdir(exist_ok=True)  # after a crash, another worker has its number
 
     def case(index: int) -> str:
         dice = random.Random(f"{seed}-{index}")
-        kind = dice.choices(KINDS, (4, 2, 1, 4, 1))[0]
-        place = folder / "place"
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        try:
-            return kind(dice, place, old)
-        except AssertionError as error:
-            raise AssertionError(f"{kind.__name__}: {error}") from error
+        with tempfile.TemporaryDirectory(dir=mine, prefix=f"case-{index}-", ignore_cleanup_errors=True) as text:
+            work, turn = Path(text), index % 10
+            try:
+                if turn < KILLS:
+                    return kill_case(bench, dice, work)
+                if turn < KILLS + DISKS:
+                    # every size from 1 to 20 MB
+                    size = (index // 10 * DISKS + turn - KILLS) % 20 + 1
+                    return disk_case(bench, dice, work, size * 10**6)
+                if turn < KILLS + DISKS + SIGNALS:
+                    return signal_case(bench, dice, work)
+                return at_once_case(bench, dice, work)
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}, {error}") from error
 
     return case
 
 
-class Undisturbed:
-    """What a build over an old one takes if nothing disturbs it: its FILE_EVENTS, counted, and seconds."""
-
-    events = 0
-    seconds = 0.0
-
-
-def measure(place: Path, old: Path) -> None:
-    """Find out what an undisturbed build takes here."""
-    place.mkdir()
-    shutil.copytree(old, place / "a")
-
-    def build() -> int:
-        seen = on_file_events(place, lambda count: None)
-        code = build_into(place / "a")
-        (place / "events").write_text(str(seen[0]), encoding="ascii")
-        return code
-
-    start = time.monotonic()
-    assert wait_for(forked(build)) == 0
-    Undisturbed.seconds = time.monotonic() - start
-    Undisturbed.events = int((place / "events").read_text(encoding="ascii"))
+def import_commands() -> None:
+    """Load what the commands load, so that no fork has to."""
+    names = ("build", "commands.build", "commands.refit", "commands.verify", "commands.bench", "bench.measuring.run")
+    for name in names:
+        importlib.import_module(f"effexport.{name}")
 
 
-def killed_at_a_file(dice: random.Random, place: Path, old: Path) -> str:
-    """Killed just before one of the things that a build does to files."""
-    shutil.copytree(old, place / "a")
-    last = dice.randrange(Undisturbed.events)
+def prepared(folder: Path) -> Bench:
+    """Make what the cases need, and measure the commands that they disturb."""
+    from safetensors.torch import save_file
 
-    def kill(count: int) -> None:
-        if count > last:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def build() -> int:
-        on_file_events(place, kill)
-        return build_into(place / "a")
-
-    return checked_after_kill(wait_for(forked(build)), place, old)
-
-
-def on_file_events(place: Path, act: Callable[[int], None]) -> list[int]:
-    """Act before each thing that this process does to files in a folder. Returns their number, which keeps growing."""
-    seen = [0]
-
-    def hook(event: str, arguments: tuple[object, ...]) -> None:
-        if event in FILE_EVENTS and str(arguments[0] if arguments else "").startswith(str(place)):
-            seen[0] += 1
-            act(seen[0])
-
-    sys.addaudithook(hook)
-    return seen
-
-
-def killed_at_a_time(dice: random.Random, place: Path, old: Path) -> str:
-    """Killed at any moment."""
-    return stopped_at_a_time(signal.SIGKILL, dice, place, old)
-
-
-def asked_to_stop(dice: random.Random, place: Path, old: Path) -> str:
-    """Ctrl-C or SIGTERM at any moment."""
-    return stopped_at_a_time(dice.choice((signal.SIGINT, signal.SIGTERM)), dice, place, old)
-
-
-def stopped_at_a_time(number: int, dice: random.Random, place: Path, old: Path) -> str:
-    shutil.copytree(old, place / "a")
-    process = forked(lambda: build_into(place / "a"))
-    time.sleep(dice.uniform(0, Undisturbed.seconds))
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, number)
-    return checked_after_kill(wait_for(process), place, old)
-
-
-def checked_after_kill(status: int, place: Path, old: Path) -> str:
-    """The outcome, once the artifact is old or new, complete and verifying, and the next build has cleaned up."""
-    from effexport.artifact import ARTIFACT_FOLDER, open_artifact
-
-    artifact = open_artifact(place / "a")
-    is_old = artifact.spec.seed == OLD_SEED
-    assert is_old or artifact.spec.seed == NEW_SEED
-    assert not is_old or status != 0, "the build ended well, and the old artifact is there"
-    ended = run_command(["verify", str(place / "a"), "--reference", "golden"])
-    assert ended.code == 0, f"does not verify: {ended.err[-300:]}"
-    with ARTIFACT_FOLDER.new(place / "a", force=True) as building:  # as the next build does
-        shutil.copytree(old, building, dirs_exist_ok=True)
-    left = sorted(path.name for path in place.iterdir())
-    assert left == ["a"], f"left behind: {left}"
-    open_artifact(place / "a")
-    return ("finished before it" if status == 0 else "stopped") + (", old artifact" if is_old else ", new artifact")
-
-
-def full_disk(dice: random.Random, place: Path, old: Path) -> str:
-    """A command on a disk of its own that has between 0.02 and 20 MB, or whose temporary folder is on such a disk."""
-    size = int(dice.choice((dice.uniform(0.02, 1), dice.uniform(1, 20))) * MEGABYTE)
-    command = dice.choice(COMMANDS)
-    result = place / "result"
-
-    def on_small_disk() -> int:
-        mount_disk(place, size)
-        disk = place / "disk"
-        with contextlib.suppress(OSError):  # a disk that cannot even hold the old one holds a part of nothing
-            shutil.copytree(old, disk / "a")
-        has_old = is_artifact(disk / "a")
-        if not has_old:
-            shutil.rmtree(disk / "a", ignore_errors=True)
-        before = listing(disk)
-        names = {"DISK": disk, "OLD": old, "LARGE": place / "large.toml"}
-        words = command.split()
-        for name, path in names.items():
-            words = [word.replace(name, str(path)) for word in words]
-        ended = run_command(words)
-        outcome = f"{ended.code} {ended.error}"
-        errors = [line for line in ended.err.splitlines() if not line.startswith(("…", "plan: "))]
-        if ended.error:
-            outcome = ended.error
-        elif ended.code == 0:
-            outcome = "fitted" if not has_old or is_artifact(disk / "a") else "ended well without an artifact"
-        elif ended.code != 1 or len([line for line in errors if "error: " in line]) != 1:
-            outcome = f"exit status {ended.code}: {errors}"
-        elif listing(disk) != before:
-            outcome = f"the disk was {before}, and is {listing(disk)}"
-        elif has_old and not is_artifact(disk / "a"):
-            outcome = "the old artifact is damaged"
-        else:
-            outcome = "refused"
-        result.write_text(outcome, encoding="utf-8")
-        return 0
-
-    place.joinpath("disk").mkdir()
-    place.joinpath("large.toml").write_text(LARGE_SPEC, encoding="utf-8")
-    status = wait_for(forked(on_small_disk))
-    assert status == 0, f"{command} on {size} bytes: ended with {status}"
-    outcome = result.read_text(encoding="utf-8")
-    assert outcome in ("fitted", "refused"), f"{command} on {size} bytes: {outcome}"
-    return f"{outcome} on a small disk"
-
-
-COMMANDS = (
-    f"{BUILD} -o DISK/a --force",
-    f"{LARGE} -o DISK/a --force",
-    f"{LARGE} -o DISK/b",
-    f"{LARGE} --external-data -o DISK/new/b",
-    "package OLD --format triton -o DISK/repository",
-    "inline OLD -o DISK/i.onnx",
-    "report OLD -o DISK/r.html",
-    "verify OLD -o DISK/v.html",
-)
-
-
-def mount_disk(place: Path, size: int) -> None:
-    """Mount a file system of this size at place/disk, for this process only. It must have one thread."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    user, group = os.getuid(), os.getgid()
-    if libc.unshare(NEW_USER | NEW_MOUNTS):
-        raise OSError(ctypes.get_errno(), "unshare")
-    Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
-    Path("/proc/self/uid_map").write_text(f"0 {user} 1", encoding="ascii")
-    Path("/proc/self/gid_map").write_text(f"0 {group} 1", encoding="ascii")
-    if libc.mount(b"tmpfs", os.fsencode(place / "disk"), b"tmpfs", 0, f"size={size}".encode()):
-        raise OSError(ctypes.get_errno(), "mount")
-
-
-def simultaneous(dice: random.Random, place: Path, old: Path) -> str:
-    """Four builds at once into one folder: those that do not win say so in one line."""
-    force = dice.random() < 0.5
-    if force:
-        shutil.copytree(old, place / "a")
-    log = place / "log"
-    log.mkdir()
-
-    def build(number: int) -> int:
-        code = build_into(place / "a", force=force, log=log / str(number))
-        (log / f"{number}.code").write_text(str(code), encoding="ascii")
-        return 0
-
-    processes = [forked(lambda number=number: build(number)) for number in range(4)]  # type: ignore[misc]
-    for process in processes:
-        assert wait_for(process) == 0, "a build crashed"
-    codes = [int((log / f"{number}.code").read_text(encoding="ascii")) for number in range(4)]
-    texts = [(log / str(number)).read_text(encoding="utf-8") for number in range(4)]
-    assert codes.count(0) >= 1, f"nobody won: {texts}"
-    for code, text in zip(codes, texts, strict=True):
-        if code:
-            lines = [line for line in text.splitlines() if "error: " in line]
-            assert code == 2, text
-            assert len(lines) == 1, text
-            assert "is being written by another process" in lines[0] or "exists" in lines[0], text
-    shutil.rmtree(log)
-    assert is_artifact(place / "a"), "the artifact is damaged"
-    left = sorted(path.name for path in place.iterdir())
-    assert left == ["a"], f"left behind: {left}"
-    return f"{codes.count(0)} of 4 builds at once"
-
-
-KINDS: Sequence[Callable[[random.Random, Path, Path], str]] = (
-    killed_at_a_file, killed_at_a_time, asked_to_stop, full_disk, simultaneous,
-)  # fmt: skip
-
-
-def build_into(output: Path, *, force: bool = True, log: Path | None = None) -> int:
-    """Build a small artifact with another seed; the exit status."""
-    words = [*BUILD.split(), "--seed", str(NEW_SEED), "-o", str(output), *(["--force"] if force else [])]
-    ended = run_command(words)
-    if log is not None:
-        log.write_text(ended.err + ended.error, encoding="utf-8")
-    return ended.code if not ended.error else 99
-
-
-def is_artifact(folder: Path) -> bool:
     from effexport.artifact import open_artifact
-    from effexport.errors import UserError
+    from effexport.export.module_source import module_from_seed
 
-    try:
-        open_artifact(folder)
-    except UserError:
-        return False
-    return True
-
-
-def listing(folder: Path) -> list[tuple[str, int]]:
-    return sorted((path.relative_to(folder).as_posix(), path.lstat().st_size) for path in folder.rglob("*"))
-
-
-def forked(work: Callable[[], int]) -> int:
-    """A process that does the work and exits with its result."""
-    process = os.fork()
-    if process:
-        return process
-    code = 98
-    try:
-        code = work()
-    finally:
-        os._exit(code)
+    import_commands()
+    artifacts = {width: folder / f"artifact-{width}" for width in WIDTHS}
+    for width, path in artifacts.items():
+        Forked([*MODEL.split(), *size_of(width), "-o", str(path)], folder).ended().check(0)
+    old, weights = artifacts[SMALL], folder / "weights.safetensors"
+    save_file(module_from_seed(replace(open_artifact(old).spec, seed=7)).state_dict(), weights)
+    bench = Bench(folder, artifacts, old, weights, {"old": state_of(old)}, {})
+    for kind in ("new", "refitted"):
+        output = folder / "measured" / kind
+        shutil.copytree(old, output)
+        measure(bench, kind, commands_on(bench, output)[kind])
+        bench.states[kind] = state_of(output)
+    measure(bench, "bench", [*bench_words(), "-o", str(folder / "bench")])
+    return bench
 
 
-def wait_for(process: int) -> int:
-    """The exit status of a process, negative for a signal."""
-    _, status = os.waitpid(process, 0)
-    return os.waitstatus_to_exitcode(status)
+def measure(bench: Bench, kind: str, words: Sequence[str]) -> None:
+    counted = bench.folder / "calls"
+    ended = Forked(words, bench.folder, prepare=count_calls(counted)).ended()
+    ended.check(0)
+    bench.measured[kind] = Measured(ended.seconds, counted.stat().st_size)
+
+
+def run(cases: int, seed: int, folder: Path) -> Tally:
+    return in_workers(cases, start, prepared(folder), seed)

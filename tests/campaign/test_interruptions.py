@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-import errno
-import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from campaign import interruptions
+from campaign.interruptions import Finished
 
-CASES = 6
+SCRIPT = Path(__file__).parents[2] / "scripts" / "campaign.py"
+# One of every kind: kills, small disks, a signal, and commands at once.
+CASES = 10
 
 
 @pytest.mark.slow
 @pytest.mark.requires("torch", "onnx", "ort", "small-disk")
-def test_an_interrupted_build_leaves_the_old_artifact_or_the_new_one(tmp_path: Path) -> None:
-    tally = interruptions.run(CASES, 0, tmp_path)
-    assert tally.problems == []
-    assert tally.cases == CASES
-    assert any(outcome.startswith("stopped") for outcome in tally.outcomes)
+def test_an_interrupted_command_leaves_the_old_output_or_the_new_one() -> None:
+    # a process of its own, because it forks
+    command = [sys.executable, str(SCRIPT), "--part", "interruptions", "--cases", str(CASES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    row = done.stdout.splitlines()[-1]
+    assert row.startswith(f"| Full disks, kills and simultaneous commands | {CASES} |")
+    assert "| 0 |" in row
 
 
-def test_a_process_is_stopped_before_the_thing_it_would_do_to_files(tmp_path: Path) -> None:
-    import os
-
-    def work() -> int:
-        interruptions.on_file_events(tmp_path, lambda count: count > 2 and os.kill(os.getpid(), signal.SIGKILL))
-        for name in "abcd":
-            (tmp_path / name).mkdir()
-        return 0
-
-    assert interruptions.wait_for(interruptions.forked(work)) == -signal.SIGKILL
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-
-
-@pytest.mark.slow
-@pytest.mark.requires("small-disk")
-def test_a_small_disk_is_full_soon(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-
-    def work() -> int:
-        interruptions.mount_disk(tmp_path, 1 << 20)
-        try:
-            (tmp_path / "disk" / "x").write_bytes(b"x" * (2 << 20))
-        except OSError as error:
-            return 7 if error.errno == errno.ENOSPC else 8
-        return 9
-
-    assert interruptions.wait_for(interruptions.forked(work)) == 7
-    assert list((tmp_path / "disk").iterdir()) == []
+@pytest.mark.parametrize(
+    ("code", "err", "problem"),
+    [
+        (0, "", "exit status 0 instead of"),
+        (1, "", "not one line"),
+        (1, "effexport: error: a\neffexport: error: b\n", "not one line"),
+        (1, "effexport: error: a\nand more\n", "lines after the error"),
+        (1, "Traceback (most recent call last):\n", "Traceback"),
+    ],
+)
+def test_a_command_that_ends_in_another_way_is_a_problem(code: int, err: str, problem: str) -> None:
+    Finished(["build"], 1, "", "effexport: error: the disk is full\n", 1.0).check(1)
+    with pytest.raises(AssertionError, match=problem):
+        Finished(["build"], code, "", err, 1.0).check(1)

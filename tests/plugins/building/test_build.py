@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import pytest
 
 from effexport.plugins.building import sources
 from effexport.plugins.building.build import BuildFailedError, build_library, make_plan, relevant_lines
-from effexport.plugins.building.library import LibraryError, find_library
+from effexport.plugins.building.library import LibraryError, find_library, kernels_folder
 from effexport.plugins.building.toolchain import require_cmake
 from effexport.plugins.ops import OPS
 
@@ -254,6 +255,29 @@ def test_a_failing_cuda_build_does_not_fall_back_and_names_the_way_out(machine: 
         build_library()
     assert "unsupported GNU version" in str(failure.value)
     assert machine.builds() == []
+
+
+def test_a_full_disk_is_one_line_whichever_program_has_filled_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine.bin / "cmake.error").write_text(
+        "/usr/bin/ld: final link failed: No space left on device\ncollect2: error: ld returned 1 exit status\n"
+    )
+    with pytest.raises(BuildFailedError) as failure:
+        build_library()
+    message = str(failure.value)
+    assert message.startswith(f"cannot compile in {kernels_folder()}: the disk is full")
+    assert message.endswith("set EFFEXPORT_CACHE_DIR or TMPDIR to a folder with more room")
+    assert "\n" not in message
+    assert machine.builds() == []
+    (machine.bin / "cmake.error").unlink()
+
+    def refuse(*arguments: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(BuildFailedError, match=r"cannot compile in .*: the disk is full"):
+        build_library()
 
 
 def test_a_library_that_does_not_load_is_not_kept(machine: Machine) -> None:
