@@ -20,7 +20,6 @@ from campaign.onnx_mutations import mutated_model
 from campaign.strange import any_number_of_digits, mutated_json, text_of
 from campaign.tally import Tally
 
-SIZES: dict[str, Any] = {"dim": 16, "heads": 2, "seq_len": 16, "vocab_size": 50}
 # What verify's limits allow in float32; a wrong answer is far beyond it.
 WRONG = 1e-2
 # Of the cases, those that are about other files than artifacts.
@@ -42,20 +41,28 @@ def healthy_artifacts() -> Path:
 
 
 def make_artifacts(folder: Path) -> None:
-    """One small artifact for each kind of content that artifacts may have."""
+    """One small artifact for each kind of content that artifacts may have; most are those of other tests, too."""
     from checkpoint_artifacts import checkpoint_artifact
+    from small_builds import built_artifact
+    from small_specs import spec_of
 
     import effexport
 
-    attention = {"scope": "attention", "dim": 16, "heads": 2, "seq_len": 16}
-    effexport.build(variant="lsh", output=folder / "lsh", **SIZES, layers=1, chunk_length=8)
-    effexport.build(variant="aft-simple", output=folder / "causal", **SIZES, layers=1, causal=True)
-    effexport.build(variant="linear", output=folder / "int8", **SIZES, layers=1, precision="int8")
-    effexport.build(variant="nystrom", output=folder / "external", **attention, num_landmarks=4, external_data=True)
+    built = {
+        "lsh": built_artifact("lsh-encoder", spec_of("lsh", "encoder")),
+        "lm": built_artifact("linear-encoder-lm_head-True", spec_of("linear", "encoder", lm_head=True)),
+        "decoder": built_artifact("aft-simple-attention-causal-True", spec_of("aft-simple", "attention", causal=True)),
+        "int8": built_artifact("int8-linear", spec_of("linear", precision="int8")),
+        "external": built_artifact(
+            "aft-simple-attention-external_data-True", spec_of("aft-simple", "attention", external_data=True)
+        ),
+        "text": checkpoint_artifact("NystromformerForSequenceClassification").artifact,
+    }
+    for name, path in built.items():
+        shutil.copytree(path, folder / name)
     if importlib.util.find_spec("tensorrt_rtx") is not None:
-        effexport.build(variant="softmax", output=folder / "engine", **attention, targets=["trt-rtx"])
-    text = checkpoint_artifact("NystromformerForSequenceClassification")
-    shutil.copytree(text.artifact, folder / "text")
+        spec = spec_of("softmax", "attention", dim=16, seq_len=16)
+        effexport.build(spec, folder / "engine", targets=["trt-rtx"])
 
 
 def attacker(healthy: Path, work: Path, seed: int, number: int) -> Case:

@@ -38,7 +38,7 @@ def evaluation_values(healthy: Path) -> dict[str, Any]:
     from effexport.evaluation.estimates import Estimate
     from effexport.evaluation.results import Evaluation, Objective
 
-    spec = json.loads((healthy / "causal" / "manifest.json").read_text(encoding="utf-8"))["spec"]
+    spec = json.loads((healthy / "lm" / "manifest.json").read_text(encoding="utf-8"))["spec"]
     estimates = (Estimate("loss", 2.0, 1.9, 2.1), Estimate("accuracy", 0.5))
     return asdict(
         Evaluation(
@@ -70,7 +70,7 @@ def package(dice: random.Random, folder: Path, healthy: Path) -> str:
     record = dice.choice(sorted(repository.rglob("effexport.json")))
     what = write_mutated(record, record, dice)
     before = sorted((path, path.stat().st_mtime_ns) for path in repository.rglob("*"))
-    artifact, name = dice.choice((("lsh", "m"), ("causal", "m"), ("causal", "other")))
+    artifact, name = dice.choice((("lsh", "m"), ("lm", "m"), ("lm", "other")))
     words = ["package", str(healthy / artifact), "-o", str(repository), "--name", name]
     outcome = checked(words, what)
     if outcome == "refused":
