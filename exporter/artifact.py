@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 import msgspec
@@ -110,12 +110,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     hash_values: tuple[str, ...]
     weights_sha256: str
     weights_from: str
-    notes: tuple[str, ...]
+    notes: Annotated[tuple[str, ...], msgspec.Meta(max_length=1000)]
     engines: tuple[EngineEntry, ...]
     parity: Parity
     environment: dict[str, str | None]
     quantization: Quantization | None = None
-    files: dict[str, FileEntry] = {}
+    files: Annotated[dict[str, FileEntry], msgspec.Meta(max_length=10_000)] = {}
     integrity: str = ""
 
     @property
@@ -190,7 +190,7 @@ def open_artifact(path: Path) -> Artifact:
         spec = artifact.spec
     except (ValueError, KeyError, TypeError) as error:  # SpecError is a ValueError
         raise UserError(f"{path / MANIFEST} holds a spec that cannot work: {error}") from error
-    for name in ("variant", "precision", "opset", "inputs", "outputs"):
+    for name in ("variant", "precision", "opset", "inputs", "outputs", "custom_ops"):
         if getattr(manifest, name) != getattr(spec, name):
             raise UserError(f"{path / MANIFEST} is damaged: its fields {name} and spec contradict each other; {REMEDY}")
     graphs = (MODEL, DECODE_STEP) if spec.has_decode_step else (MODEL,)
@@ -287,6 +287,8 @@ def read_manifest(path: Path) -> Manifest:
 def check_file(folder: Path, name: str, entry: FileEntry) -> None:
     """Raise UserError unless a listed file lies in the folder and has the size and checksum of its entry."""
     file = folder / name
+    if PurePosixPath(name).as_posix() != name or not name.isprintable():
+        raise UserError(f"{folder / MANIFEST} lists {name!r}, which is not the plain name of a file; {REMEDY}")
     if not is_inside(file, folder):
         raise UserError(f"{folder / MANIFEST} lists {name!r}, outside the artifact; expected files inside it")
     if not file.is_file():

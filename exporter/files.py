@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import threading
 import zipfile
@@ -178,6 +179,7 @@ class FolderKind:
                 try:
                     stack.enter_context(_in_use(building))
                     self._recover(place)
+                    self.check(output, force=force)  # it may have put an old folder back
                     stack.callback(_remove_folder, building)
                     building.mkdir()
                 except OSError as error:
@@ -208,7 +210,7 @@ class FolderKind:
 
 def place_of(output: Path) -> Path:
     """The path itself, or the one that it leads to if it is a link."""
-    return output.resolve() if output.is_symlink() else output
+    return output.resolve() if output.is_symlink() else output.absolute()
 
 
 def building_folder(place: Path) -> Path:
@@ -349,7 +351,8 @@ def abandoned(folder: Path, prefix: str) -> list[Path]:
     found = []
     for path in folder.glob(f"{glob.escape(prefix)}*"):
         owner = path.name.removeprefix(prefix).partition("-")[0]
-        if owner.isdigit() and not _is_running(int(owner)) and path.absolute() not in _IN_USE:
+        is_ours = re.fullmatch("[0-9]{1,9}", owner) and not path.is_symlink()
+        if is_ours and not _is_running(int(owner)) and path.absolute() not in _IN_USE:
             found.append(path)
     return found
 

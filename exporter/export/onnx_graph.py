@@ -102,7 +102,7 @@ def why_another(model: onnx.ModelProto, signature: GraphSignature) -> str:
     if ours != declared:
         return f"custom operators are {ours}; declared are {declared}"
     for what, actual, expected in (
-        ("inputs", graph_tensors(model.graph.input), signature.inputs),
+        ("inputs", graph_inputs(model), signature.inputs),
         ("outputs", graph_tensors(model.graph.output), signature.outputs),
     ):
         if actual != expected:
@@ -264,11 +264,20 @@ def why_not_readable(model: onnx.ModelProto) -> str:
 
     if not OLDEST_IR_VERSION <= model.ir_version <= onnx.IR_VERSION:
         return f"its IR version is {model.ir_version}, not {OLDEST_IR_VERSION} to {onnx.IR_VERSION}"
+    if model.training_info:
+        return "it holds a training step"
+    if sum(entry.domain in STANDARD_DOMAINS for entry in model.opset_import) > 1:
+        return "it needs several versions of the standard operators"
     newest = onnx.defs.onnx_opset_version()
     for holder, imports in (("it", model.opset_import), *((f.name, f.opset_import) for f in model.functions)):
         for entry in imports:
             if entry.domain in STANDARD_DOMAINS and not 1 <= entry.version <= newest:
                 return f"{holder} needs opset {entry.version}, not 1 to {newest}"
+    for node in all_nodes(model):
+        if not (node.op_type + node.domain + node.name + "".join((*node.input, *node.output))).isprintable():
+            return f"a name of its {node.op_type[:80]!a} node has a control character"
+    if not "".join(function.name + function.domain for function in model.functions).isprintable():
+        return "the name of a function has a control character"
     for node in nodes_within(model.graph.node):
         if any(attribute.ref_attr_name for attribute in node.attribute):
             return f"its node {node.name!r} takes an attribute from a function, and is in none"

@@ -55,7 +55,8 @@ def scale_of(values: Iterable[float], axis: Axis, start: float, end: float, has_
         known += axis.ticks
     low, high = min(known, default=1.0), max(known, default=10.0)
     if axis.logarithmic and axis.ticks is None:
-        # whole decades, at least one
+        # whole decades, at least one, whose powers are ordinary numbers
+        low, high = min(max(low, 1e-300), 1e299), max(min(high, 1e300), 1e-300)
         low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
         high = max(high, 10 * low)
         low = low / 10 if has_zero else low

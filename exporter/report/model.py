@@ -36,6 +36,8 @@ else:
 REPORT_VERSION: Literal[5] = 5
 
 PYTORCH = "PyTorch"
+# Of a report that pages can show; real ones have a few hundred.
+MOST_CHECKS = 2000
 
 
 def described(text: str) -> msgspec.Meta:
@@ -155,7 +157,10 @@ class CheckRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seq_len: Annotated[int | None, described("Tokens of the case.")]
     histogram: Annotated[
         tuple[Count, ...],
-        described("Elements by relative error: below 1e-9, the nine decades up to 1, and beyond; or empty."),
+        msgspec.Meta(
+            description="Elements by relative error: below 1e-9, the nine decades up to 1, and beyond; or empty.",
+            max_length=11,
+        ),
     ]
 
     def __post_init__(self) -> None:
@@ -212,10 +217,10 @@ class ReportFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     engines: list[EngineEntry]
     summary: Annotated[dict[str, CheckSummary], described("By the name of a check.")]
-    checks: list[CheckRecord]
+    checks: Annotated[list[CheckRecord], msgspec.Meta(max_length=MOST_CHECKS)]
     layers: Annotated[list[LayerError], described("In the order of the model.")]
     bench: Annotated[list[Any], msgspec.Meta(max_length=0, description="Always empty; kept for readers of version 2.")]
-    seconds: Annotated[dict[str, Seconds], described("By the stage of the build.")]
+    seconds: Annotated[dict[str, Seconds], msgspec.Meta(description="By the stage of the build.", max_length=1000)]
     environment: Annotated[dict[str, str | None], described("Versions; null for what is not installed.")]
 
 

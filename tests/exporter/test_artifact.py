@@ -254,6 +254,9 @@ def test_a_manifest_that_does_not_list_a_required_file_is_refused(copied: Copied
         {"custom_ops": {"LSHSort": 2**64}},
         {"files": {"model.onnx": {"sha256": "", "bytes": 10**4000}}},
         {"files": {"x" * 5000: {"sha256": "", "bytes": 0}}},
+        {"files": {"./model.onnx": {"sha256": "", "bytes": 0}}},
+        {"files": {"\n": {"sha256": "", "bytes": 0}}},
+        {"notes": ["a"] * 1001},
         {"variant": "lsh"},
         {"precision": "fp16"},
         {"opset": 21},
@@ -323,6 +326,10 @@ def longer_weight(model: onnx.ModelProto) -> None:
     tensor.CopyFrom(numpy_helper.from_array(np.concatenate([values, values]), tensor.name))
 
 
+def weight_in_place_of_an_input(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros((1, 1), np.int64), "attention_mask"))
+
+
 def same_output_twice(model: onnx.ModelProto) -> None:
     model.graph.node.append(model.graph.node[-1])
 
@@ -334,6 +341,7 @@ def same_output_twice(model: onnx.ModelProto) -> None:
         (other_input, "inputs are hidden_states float32 [batch, length, 32]"),
         (no_custom_operator, "custom operators are {}; declared are {'LSHHash': 1"),
         (longer_weight, "hash.rotations has shape [4, 16, 2, 4]; expected [2, 16, 2, 4]"),
+        (weight_in_place_of_an_input, "inputs are hidden_states float32 [batch, seq, 32]; expected"),
         (same_output_twice, "Graph must be in single static assignment"),
     ],
 )

@@ -92,6 +92,38 @@ def test_only_entries_of_ended_processes_are_abandoned(tmp_path: Path) -> None:
     assert sorted(path.name for path in abandoned(tmp_path, "a-")) == sorted(names[:3])
 
 
+@pytest.mark.parametrize("owner", ["99999999999999999999", "\u00b2", "-1", ""])
+def test_a_planted_name_is_not_taken_for_a_process(tmp_path: Path, owner: str) -> None:
+    planted = tmp_path / f".box.building-{owner}"
+    planted.mkdir()
+    with BOX.new(tmp_path / "box", force=False) as folder:
+        (folder / BOX.mark).write_text("new")
+    assert planted.is_dir()
+
+
+def test_a_planted_link_is_not_moved_into_place(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / BOX.mark).write_text("not yours")
+    (tmp_path / f".box.replaced-{ended.pid}").symlink_to("elsewhere")
+    with BOX.new(tmp_path / "box", force=False) as folder:
+        (folder / BOX.mark).write_text("new")
+    assert (tmp_path / "box" / BOX.mark).read_text() == "new"
+    assert not (tmp_path / "box").is_symlink()
+
+
+def test_an_old_folder_that_is_put_back_is_refused_before_the_work(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = tmp_path / f".box.replaced-{ended.pid}"
+    left.mkdir()
+    (left / BOX.mark).write_text("old")
+    with pytest.raises(UserError, match="box exists"), BOX.new(tmp_path / "box", force=False):
+        pytest.fail("the work began")
+    assert (tmp_path / "box" / BOX.mark).read_text() == "old"
+
+
 def test_threads_that_replace_one_folder_do_not_remove_each_others_work(tmp_path: Path) -> None:
     """They have one process id, by which what an earlier process left is recognised."""
     both = threading.Barrier(2, timeout=20)

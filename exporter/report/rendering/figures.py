@@ -87,7 +87,7 @@ def _error_per_layer(layers: Sequence[LayerError]) -> Figure:
 def _histogram(key: str, name: str, checks: Sequence[Check]) -> Figure:
     counts = [sum(column) for column in zip(*(c.histogram for c in checks if c.histogram), strict=True)]
     labels = [power(edge) for edge in HISTOGRAM_EDGES]
-    limit = min((c.limit for c in checks if c.limit), default=None)
+    limit = min((c.limit for c in checks if c.limit and c.limit > 0), default=None)
     place = None if limit is None else math.log10(limit) - math.log10(HISTOGRAM_EDGES[0]) + 1
     total = sum(counts)
     high = max(n for n, count in enumerate(counts) if count)
@@ -127,11 +127,12 @@ def _side_by_side(
     names = list(dict.fromkeys(name for own in values for name in own))
     if not names:
         return None
+    rows = {name: row for row, name in enumerate(names)}
     series = []
     for side, own in zip(sides, values, strict=True):
         limits = _errors(side, "limit") if unit == _UNIT else {}
-        points = [Point(v, names.index(name), f"{side.name}, {name}: {v:.3g} {unit}") for name, v in own.items()]
-        bounds = [Point(limits[name], names.index(name)) for name in own if limits.get(name)]
+        points = [Point(v, rows[name], f"{side.name}, {name}: {v:.3g} {unit}") for name, v in own.items()]
+        bounds = [Point(limits[name], rows[name]) for name in own if limits.get(name)]
         series.append(Series(side.name, points, "marks", bounds))
     ticks = None if unit == _UNIT else ticks_from_zero(value for own in values for value in own.values())
     caption = "Upright bars are the limits of the marks in their colour." if unit == _UNIT else ""

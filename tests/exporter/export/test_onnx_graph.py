@@ -63,9 +63,24 @@ def attribute_of_no_function(model: onnx.ModelProto) -> None:
     model.graph.node[0].attribute.add(name="a", type=onnx.AttributeProto.INT, ref_attr_name="b")
 
 
+def control_character(model: onnx.ModelProto) -> None:
+    model.functions[0].node[0].op_type = "\x1b[2J"
+
+
+def two_opsets(model: onnx.ModelProto) -> None:
+    model.opset_import.add(domain="ai.onnx", version=7)
+
+
+def training(model: onnx.ModelProto) -> None:
+    model.training_info.add().initialization.name = "g"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (control_character, "has a control character"),
+        (two_opsets, "several versions of the standard operators"),
+        (training, "it holds a training step"),
         (attribute_of_no_function, "takes an attribute from a function, and is in none"),
         (opset_999, "it needs opset 999, not 1 to "),
         (opset_0, "it needs opset 0, not 1 to "),
