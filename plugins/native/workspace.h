@@ -3,7 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#ifndef __CUDACC_RTC__  // NVRTC has no exceptions; there, this header is read for its sizes only
 #include <stdexcept>
+#endif
 
 namespace effexport {
 
@@ -23,9 +25,11 @@ class Carver {
   // Throws std::length_error for more than 2^40 elements, and in all for more than 2^44 bytes.
   template <class T>
   T* take(std::int64_t count) {
+#ifndef __CUDACC_RTC__
     if (count < 0 || count > std::int64_t{1} << 40 || bytes_ > std::size_t{1} << 44) {
       throw std::length_error("inputs of these sizes need more than 2^40 numbers of working memory");
     }
+#endif
     T* const taken = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes_);
     bytes_ += static_cast<std::size_t>(round_up(count * static_cast<std::int64_t>(sizeof(T)), 64));
     return taken;
