@@ -1,4 +1,4 @@
-"""A sample of the interruptions; scripts/soak.sh runs hundreds."""
+"""A sample of the interruptions, for the soak; scripts/soak.sh runs hundreds as well."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "campaign.py"
 CASES = 10
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.requires("torch", "onnx", "ort", "small-disk")
 def test_an_interrupted_command_leaves_the_old_output_or_the_new_one() -> None:
     # a process of its own, because it forks
