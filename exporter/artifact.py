@@ -25,7 +25,7 @@ from effexport.export.onnx_graph import (
 from effexport.files import FolderKind, file_digest, is_inside
 from effexport.models.families import is_checkpoint
 from effexport.quantize.record import Quantization
-from effexport.records import Count, Figure, Seconds, record_from_values, values_of_file
+from effexport.records import Count, Figure, Seconds, record_from_values, text_of_file, values_of_text
 from effexport.runtimes import engine_name
 from effexport.spec import BuildSpec
 
@@ -267,7 +267,8 @@ def read_manifest(path: Path) -> Manifest:
         )
     if not file.is_file():
         raise UserError(not_an_artifact(path))
-    values = values_of_file(file, REMEDY)
+    text = text_of_file(file, REMEDY)
+    values = values_of_text(text, file, REMEDY)
     if type(values.get("format_version")) is not int:
         raise UserError(
             f"{file} is not a manifest of effexport: it has no format_version; expected one that effexport build wrote"
@@ -279,7 +280,7 @@ def read_manifest(path: Path) -> Manifest:
             f"this effexport reads up to {FORMAT_VERSION}: upgrade effexport"
         )
     # the text itself is compared too: 1e-05 and 1E-05 are one number, but only one of them was written
-    if values.get("integrity") != manifest_digest(values) or file.read_bytes() != manifest_text(values):
+    if values.get("integrity") != manifest_digest(values) or text != manifest_text(values):
         raise UserError(f"{file} is damaged: its contents do not match its own checksum; {REMEDY}")
     return record_from_values(values, Manifest, str(file), REMEDY)
 
@@ -312,6 +313,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     values = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(manifest, files=files)))
     values["integrity"] = manifest_digest(values)
     (folder / MANIFEST).write_bytes(manifest_text(values))
+    read_manifest(folder)  # what is written can be read again
 
 
 def files_of_folder(folder: Path) -> dict[str, Path]:

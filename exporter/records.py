@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 
 from effexport.errors import UserError
-from effexport.units import memory
+from effexport.models.bounded_file import FileTooLargeError, bounded_bytes
 
 MOST_BYTES = 8 << 20
 MOST_VALUES = 500_000
@@ -34,18 +34,21 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3.2e9)]
 
 
-def values_of_file(file: Path, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file of ours, as plain values. Raises UserError for any other file.
-
-    remedy: what its owner can do about damage.
-    """
+def text_of_file(file: Path, remedy: str) -> bytes:
+    """The text of a JSON file of ours. Raises UserError for a file that is too large, or cannot be read."""
     try:
-        size = file.stat().st_size
-        if size > MOST_BYTES:
-            raise UserError(f"{file} has {memory(size)}; expected at most {memory(MOST_BYTES)}; {remedy}")
-        text = file.read_bytes()
+        return bounded_bytes(file, MOST_BYTES)
+    except FileTooLargeError as error:
+        raise UserError(f"{file} cannot be read: {error}; {remedy}") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
+
+
+def values_of_text(text: bytes, file: Path, remedy: str) -> dict[str, Any]:
+    """The object in the text of a JSON file of ours, as plain values. Raises UserError for any other text.
+
+    file: how errors name it. remedy: what its owner can do about damage.
+    """
     # every value but the first comes after one of these
     values = sum(text.count(mark) for mark in (b",", b"[", b"{"))
     if values > MOST_VALUES:
@@ -81,6 +84,11 @@ def _problem(values: dict[str, Any]) -> str:
             return ""
         level = below
     return f"its values are nested more than {MOST_LEVELS} levels deep"
+
+
+def values_of_file(file: Path, remedy: str) -> dict[str, Any]:
+    """As `values_of_text`, of a file."""
+    return values_of_text(text_of_file(file, remedy), file, remedy)
 
 
 def record_from_values(values: Any, kind: type[Record], what: str, remedy: str) -> Record:

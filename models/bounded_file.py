@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 # config.json with the names of 20,000 classes has 2 MB.
@@ -18,7 +20,10 @@ class FileTooLargeError(ValueError):
 def bounded_bytes(path: Path, most_bytes: int) -> bytes:
     """The contents of a file. Raises FileTooLargeError, without having read all of it, and OSError."""
     with path.open("rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise FileTooLargeError(f"it is larger than {most_bytes >> 10} KB")
+        status = os.fstat(file.fileno())
+        size = status.st_size if stat.S_ISREG(status.st_mode) else most_bytes  # a pipe has no size
+        # `read` takes memory for as much as it is asked for
+        data = file.read(size) if size <= most_bytes else b""
+        if size > most_bytes or file.read(1):
+            raise FileTooLargeError(f"it is larger than {most_bytes >> 10} KB")
     return data

@@ -34,8 +34,8 @@ class Origin(TypedDict):
     example: NotRequired[dict[str, str]]
 
 
-# A version, as a folder of Triton is named.
-Number = Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]{0,8}$")]
+# A version, as a folder of Triton is named: up to LARGEST_VERSION.
+Number = Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]{0,18}$")]
 
 
 @dataclass(frozen=True, kw_only=True)

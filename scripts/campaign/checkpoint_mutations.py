@@ -9,15 +9,14 @@ import pickle
 import random
 import shutil
 import struct
-import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from campaign.strange import STRANGE, mutated_json
+from campaign.strange import STRANGE, any_number_of_digits, mutated_json
 
 HUGE = (10**9, 10**9 + 1, 10**9 + 8, 2**30, 2**31 - 1, 2**31, 2**40, 10**18, 10**30, 10**5000)
 SIZES = (*HUGE, *HUGE, -1, 0, 1, 2, 3, 7, 64, 999, 100_000)
@@ -50,19 +49,8 @@ class Runs:
         return self.call
 
 
-@contextlib.contextmanager
-def long_numbers() -> Iterator[None]:
-    """Python writes integers of more than 4,300 digits in the block; the code under attack runs outside it."""
-    limit = sys.get_int_max_str_digits()
-    sys.set_int_max_str_digits(0)
-    try:
-        yield
-    finally:
-        sys.set_int_max_str_digits(limit)
-
-
 def json_text(value: Any) -> str:
-    with long_numbers():
+    with any_number_of_digits():
         return json.dumps(value)
 
 
@@ -374,7 +362,7 @@ def tokenizer(folder: Path, dice: random.Random) -> str:
 
 
 def shown(value: Any) -> str:
-    with long_numbers():
+    with any_number_of_digits():
         return repr(value)[:40]
 
 
@@ -405,7 +393,7 @@ def spec_toml(path: Path, dice: random.Random) -> str:
     )
     for name in names:
         values[name] = dice.choice(SIZES) if dice.random() < 0.6 else dice.choice(STRANGE)
-    with long_numbers():
+    with any_number_of_digits():
         lines = [f"{name} = {text}" for name, value in values.items() if (text := toml_value(value)) is not None]
     path.write_text("\n".join(lines), encoding="utf-8", errors="replace")
     return ", ".join(f"{name} {shown(values[name])}" for name in names)
@@ -436,7 +424,7 @@ def wild_flags(dice: random.Random) -> list[str]:
     """Flags of build with wild sizes."""
     names = ("--dim", "--heads", "--layers", "--seq-len", "--batch", "--num-hashes", "--opset", "--seed", "--top-k")
     words = ["--variant", dice.choice(("lsh", "softmax", "nystrom", "aft-full", "linear", "nope"))]
-    with long_numbers():
+    with any_number_of_digits():
         for name in dice.sample(names, dice.randint(1, 3)):
             words += [name, str(dice.choice((*SIZES, "x", "1e9", "nan", "9" * 4000, "10k", "99999999999k", " ", "-")))]
     return words

@@ -292,12 +292,15 @@ def test_a_huge_manifest_is_refused_before_it_takes_memory(copied: Copied, what:
     (folder / "manifest.json").write_text(text + " " * (100 << 20) * (what == "spaces"))
     tracemalloc.start()
     try:
-        with pytest.raises(UserError, match=r"manifest\.json has .*; expected at most"):
+        with pytest.raises(
+            UserError,
+            match=r"manifest\.json (has about \d+ values; expected at most|cannot be read: it is larger than)",
+        ):
             open_artifact(folder)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 20 << 20  # the limit of 8 MB, read twice
+    assert peak < 20 << 20  # twice the limit of 8 MB, and a little
 
 
 def other_opset(model: onnx.ModelProto) -> None:

@@ -25,7 +25,7 @@ from effexport.proof.metrics import value_error
 from effexport.proof.tolerances import case_limit
 from effexport.triton.backends import zip_of_effexport
 from effexport.triton.package import Package
-from effexport.triton.spec import PackageSpec
+from effexport.triton.spec import LARGEST_VERSION, PackageSpec
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort", "native")
 Built = Callable[..., Artifact]
@@ -378,6 +378,12 @@ def test_wrong_input_is_one_clear_error_and_writes_nothing(
     result = cli("package", built("softmax").path, "-o", tmp_path / "new" / "repo", *options)
     assert message in result.error()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_of_nineteen_digits_is_read_again(built: Built, cli: Callable[..., Any], tmp_path: Path) -> None:
+    options = ("-o", tmp_path, "--backend", "python", "--name", "m")
+    assert cli("package", built("softmax", "attention").path, *options, "--version", str(LARGEST_VERSION)).code == 0
+    assert cli("package", built("softmax", "attention").path, *options).code == 0
 
 
 def test_a_record_of_another_model_is_refused_and_nothing_is_written(
