@@ -19,8 +19,9 @@ MOST_BYTES = 8 << 20
 MOST_VALUES = 500_000
 MOST_LEVELS = 50
 LARGEST_INTEGER = 2**63 - 1
-# In the texts of an honest file there are lines and tabs, but nothing else that controls a terminal.
-CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+# In the texts of an honest file there are lines and tabs, but nothing else that controls a terminal, and nothing that
+# turns the direction of the text around it.
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 Record = TypeVar("Record")
 if TYPE_CHECKING:

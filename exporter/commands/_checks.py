@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from effexport.commands._options import say
-from effexport.proof.checks.result import NOT_MEASURED, Check, Kind, only_weights_failed, outcome_of, summary
+from effexport.proof.checks.result import NOT_MEASURED, Check, Kind, by_name, only_weights_failed, outcome_of, summary
 from effexport.report.problems import problems_of
 from effexport.report.rendering.text import cases_text
 from effexport.units import NOTHING, number
@@ -46,8 +46,9 @@ def print_table(console: Console, checks: Sequence[Check]) -> None:
     table = Table("check", "result", "metric", box=None, pad_edge=False)
     for title in ("worst", "limit", "cases"):
         table.add_column(title, justify="right")
+    groups = by_name(checks)
     for name, entry in summary(checks).items():
-        group = [check for check in checks if check.name == name]
+        group = groups[name]
         outcome = outcome_of(group)
         measured = outcome in ("passed", "failed") and entry["metric"] != NOT_MEASURED
         table.add_row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from effexport.proof.checks.result import Check, outcome_of, summary
+from effexport.proof.checks.result import Check, by_name, outcome_of, summary
 from effexport.units import number
 
 _COLOURS = {"passed": "#1a7f37", "failed": "#cf222e", "not run": "#9a6700", "not applicable": "#6e7781"}
@@ -14,8 +14,9 @@ _COLOURS = {"passed": "#1a7f37", "failed": "#cf222e", "not run": "#9a6700", "not
 def notebook_html(title: str, sentence: str, checks: Sequence[Check], notes: Sequence[str]) -> str:
     """title, sentence and notes: of the report."""
     rows = []
+    groups = by_name(checks)
     for name, entry in summary(checks).items():
-        outcome = outcome_of([check for check in checks if check.name == name])
+        outcome = outcome_of(groups[name])
         cells = (
             name,
             f'<span style="color:{_COLOURS[outcome]}">{outcome}</span>',

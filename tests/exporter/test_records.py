@@ -58,6 +58,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
         (r'{"rest": "\u001b[2J"}', "control character"),
         (r'{"\u0000": 1}', "control character"),
         (r'{"rest": [["\u009b2J"]]}', "control character"),
+        (r'{"rest": "\u202etxt.exe"}', "control character"),
         (f'{{"rest": {"[" * MOST_LEVELS}{"]" * MOST_LEVELS}}}', "levels deep"),
         (f'{{"rest": {"[" * 100_000}{"]" * 100_000}}}', "too deeply"),
     ],

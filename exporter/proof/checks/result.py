@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
@@ -250,6 +250,14 @@ def summary(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
         if entry["worst"] is None or not excess(check.value, check.limit) <= excess(entry["worst"], entry["limit"]):
             entry["worst"], entry["limit"] = check.value, check.limit
     return result
+
+
+def by_name(checks: Iterable[Check]) -> dict[str, list[Check]]:
+    """The checks of each name."""
+    groups: dict[str, list[Check]] = {}
+    for check in checks:
+        groups.setdefault(check.name, []).append(check)
+    return groups
 
 
 def outcome_of(checks: Sequence[Check]) -> str:

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 # Long enough for several chunks and segments, short enough to cost nothing.
 LENGTH = 200
 TOKEN = 3
+# Cutoffs of `hidden_for_keys`. A softmax over keys magnifies their rounding, which grows with the hidden states. With
+# all singular values of a square projection, states reach 10,000, and float32 has too few digits for their keys. A
+# tenth keeps them below 500; the gaps of single channels then vary around the one that is asked for.
+WELL_CONDITIONED = 0.1
+NEARLY_EXACT = 1e-3
 
 
 def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str, Array]]:
@@ -45,9 +50,10 @@ def adversarial_inputs(module: nn.Module, spec: BuildSpec) -> dict[str, dict[str
     for gap in hostile.key_gaps:
         # from zero up, where exp overflows if the largest key is not subtracted
         places = (rng.random((length, 1)) < 0.5).astype(np.float64)
-        found[f"key gap {gap}"] = plain + hidden_for_keys(module, gap * places)
+        found[f"key gap {gap}"] = plain + hidden_for_keys(module, gap * places, WELL_CONDITIONED)
     if hostile.small_key is not None:
-        found["small denominators"] = plain + hidden_for_keys(module, np.full((length, 1), hostile.small_key))
+        keys = np.full((length, 1), hostile.small_key)
+        found["small denominators"] = plain + hidden_for_keys(module, keys, NEARLY_EXACT)
     return {name: hidden_inputs(hidden, spec) for name, hidden in found.items()}
 
 
@@ -60,13 +66,15 @@ def ones(length: int) -> Array:
     return np.ones((1, length), dtype=np.int64)
 
 
-def hidden_for_keys(module: Any, keys: Array) -> Array:
+def hidden_for_keys(module: Any, keys: Array, cutoff: float) -> Array:
     """Hidden states [tokens, dim] that the key projection takes to `keys` [tokens, 1], the same for every channel, as
-    nearly as least squares can; where keys have fewer channels than states, exactly."""
+    nearly as least squares can; where keys have fewer channels than states, exactly.
+
+    cutoff: singular values of the projection below this share of the largest are not used."""
     weight: torch.Tensor = module.key.weight.detach().double()
     wanted = np.broadcast_to(keys, (len(keys), weight.shape[0]))
     if module.key.bias is not None:
         wanted = wanted - module.key.bias.detach().double().numpy()
-    solution, *_ = np.linalg.lstsq(weight.numpy(), wanted.T, rcond=1e-3)
+    solution, *_ = np.linalg.lstsq(weight.numpy(), wanted.T, rcond=cutoff)
     hidden: Array = solution.T
     return hidden

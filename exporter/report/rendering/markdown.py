@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from effexport.evaluation.estimates import Quality
-from effexport.proof.checks.result import Check, outcome_of, summary
+from effexport.proof.checks.result import Check, by_name, outcome_of, summary
 from effexport.quantize.record import Quantization
 from effexport.report.compare import Comparison, Row, case_text, result_text
 from effexport.report.model import Report
@@ -86,8 +86,9 @@ def _facts(report: Report) -> str:
 
 def _check_table(checks: Sequence[Check]) -> str:
     rows = []
+    groups = by_name(checks)
     for name, entry in summary(checks).items():
-        group = [check for check in checks if check.name == name]
+        group = groups[name]
         outcome = outcome_of(group)
         worst, limit = entry["worst"], entry["limit"]
         figures = (number(worst), number(limit), share_of_limit(worst, limit), cases_text(group))
