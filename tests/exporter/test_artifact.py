@@ -706,13 +706,12 @@ def test_a_killed_build_leaves_the_old_artifact_or_none_and_the_next_succeeds(
     small_spec: Callable[..., BuildSpec], tmp_path: Path
 ) -> None:
     output, spec = tmp_path / "aft", small_spec("aft-simple", "attention")
-    for stage in ("exporting to ONNX", "checking parity"):
-        kill_build(output, stage)
-        assert not output.exists()
+    kill_build(output, "checking parity")
+    assert not output.exists()
     artifact_from_spec(spec, output)
     assert [path.name for path in tmp_path.iterdir()] == ["aft"]
     before = state_of(output)
-    for stage in ("exporting to ONNX", "running the PyTorch reference", "checking parity"):
+    for stage in ("exporting to ONNX", "checking parity"):  # scripts/campaign.py kills at any moment
         kill_build(output, stage, "--force")
         assert state_of(output) == before
         open_artifact(output)

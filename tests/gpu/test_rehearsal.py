@@ -53,7 +53,7 @@ def test_the_rehearsal_runs_every_stage(only: list[str], bare_environment: dict[
         assert re.search(rf"^{stage.name} +passed", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.requires("torch", "onnx", "ort")
 def test_the_rehearsal_of_the_second_call_runs_every_stage() -> None:
     command = [sys.executable, SCRIPT, "--artifacts", "--rehearse"]

@@ -46,9 +46,8 @@ def test_a_model_trained_with_four_hash_rounds_duplicates_with_other_rounds_of_t
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param("masked-nystrom", "fp16", marks=pytest.mark.slow),
         pytest.param("masked-lsh", "fp32", marks=pytest.mark.slow),
-        pytest.param("masked-nystrom", "fp32", marks=pytest.mark.soak),
+        *(pytest.param("masked-nystrom", precision, marks=pytest.mark.soak) for precision in ("fp32", "fp16")),
         pytest.param("masked-lsh", "fp16", marks=pytest.mark.soak),
         *(pytest.param("causal-linear", precision, marks=pytest.mark.soak) for precision in ("fp32", "fp16")),
         *(pytest.param("masked-aft-conv", precision, marks=pytest.mark.soak) for precision in ("fp32", "fp16")),
