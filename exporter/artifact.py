@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -240,12 +241,17 @@ def artifact_in_progress(folder: Path, spec: BuildSpec) -> Artifact:
     return Artifact(folder, manifest)
 
 
+def is_bare_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, and not the artifact of one, whole or damaged: that has a config.json, too."""
+    return is_checkpoint(path) and not any(os.path.lexists(path / name) for name in (MANIFEST, REFERENCE))
+
+
 def not_an_artifact(path: Path) -> str:
     """Why a file or folder is not an artifact, and what to use instead."""
     if path.is_file():
         whole = f", such as {path.parent}" if (path.parent / MANIFEST).is_file() else ""
         return f"{path} is not an artifact: it is a file; expected a folder made by effexport build{whole}"
-    if is_checkpoint(path):
+    if is_bare_checkpoint(path):
         quoted = shlex.quote(str(path))
         return f"{path} is not an artifact: it is a checkpoint; export it first: effexport build --checkpoint {quoted}"
     # the folder of a sweep has artifacts in it, and a page of its own, which that of a benchmark has, too

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from effexport.artifact import MANIFEST, open_artifact
+from effexport.artifact import is_bare_checkpoint, open_artifact
 from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
 from effexport.errors import UserError
 from effexport.export.module_source import why_too_large
 from effexport.export.onnx_graph import graph_summary, load_graph
-from effexport.models.families import how_to_download, is_checkpoint
+from effexport.models.families import how_to_download
 from effexport.models.weight_shapes import count
 from effexport.runners.ort.kernels import kernel_library
 from effexport.spec import build_spec_from_checkpoint
@@ -30,8 +30,7 @@ def describe(path: Path) -> tuple[Kind, dict[str, Any]]:
         info = read_sidecar(path)
         check_engine_file(path, info)
         return "engine", {"path": str(path), "engine": info.to_dict()}
-    # an artifact of a checkpoint has its config.json, too
-    if is_checkpoint(path) and not (path / MANIFEST).is_file():
+    if is_bare_checkpoint(path):
         return "checkpoint", describe_checkpoint(path)
     if not path.exists():
         raise UserError(f"nothing is at {path}; {EXPECTED}{how_to_download(path)}")

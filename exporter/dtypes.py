@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from effexport.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,6 +88,15 @@ class TensorInfo:
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype} [{', '.join(map(str, self.dims))}]"
+
+
+def check_tensors(tensors: Iterable[TensorInfo], what: str, remedy: str, others: Sequence[str] = ()) -> None:
+    """Raises UserError for tensors of a type that no graph has, or with a negative size. others: more types."""
+    for tensor in tensors:
+        if tensor.dtype not in (*DTYPES, *others):
+            raise UserError(f"{what} is damaged: a tensor has the type {tensor.dtype[:80]!a}; {remedy}")
+        if any(isinstance(dim, int) and dim < 0 for dim in tensor.dims):
+            raise UserError(f"{what} is damaged: a tensor has a negative size; {remedy}")
 
 
 def named_sizes(tensors: Iterable[TensorInfo], arrays: Mapping[str, Array]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from effexport.dtypes import TensorInfo
+from effexport.dtypes import TensorInfo, check_tensors
 from effexport.engines.api import version_tuple
 from effexport.engines.kernels import EngineKernel
 from effexport.engines.layers import Layer
@@ -134,7 +134,9 @@ def read_sidecar(engine: Path) -> EngineInfo:
             f"{sidecar} has format version {version}, of a newer effexport; this one reads up to {FORMAT_VERSION}: "
             "upgrade effexport"
         )
-    return record_from_values(values, EngineInfo, str(sidecar), REBUILD)
+    info = record_from_values(values, EngineInfo, str(sidecar), REBUILD)
+    check_tensors((*info.inputs, *info.outputs), str(sidecar), REBUILD)
+    return info
 
 
 def check_engine_file(engine: Path, info: EngineInfo) -> None:

@@ -273,15 +273,39 @@ def why_not_readable(model: onnx.ModelProto) -> str:
         for entry in imports:
             if entry.domain in STANDARD_DOMAINS and not 1 <= entry.version <= newest:
                 return f"{holder} needs opset {entry.version}, not 1 to {newest}"
-    for node in all_nodes(model):
-        if not (node.op_type + node.domain + node.name + "".join((*node.input, *node.output))).isprintable():
-            return f"a name of its {node.op_type[:80]!a} node has a control character"
-    if not "".join(function.name + function.domain for function in model.functions).isprintable():
-        return "the name of a function has a control character"
+    for holder, names in _names(model):
+        # protobuf gives bytes for a text that is not UTF-8
+        if any(isinstance(name, bytes) for name in names):
+            return f"a name of its {holder} is not UTF-8"
+        if not "".join(names).isprintable():
+            return f"a name of its {holder} has a control character"
     for node in nodes_within(model.graph.node):
         if any(attribute.ref_attr_name for attribute in node.attribute):
             return f"its node {node.name!r} takes an attribute from a function, and is in none"
     return _why_without_end(model)
+
+
+def _names(model: onnx.ModelProto) -> Iterator[tuple[str, list[str]]]:
+    """What has names in a model, and the names."""
+    graphs = [model.graph]
+    for function in model.functions:
+        yield "functions", [function.name, function.domain, *function.input, *function.output, *function.attribute]
+        yield "operator sets", [entry.domain for entry in function.opset_import]
+    yield "operator sets", [entry.domain for entry in model.opset_import]
+    for node in all_nodes(model):
+        attributes = [name for attribute in node.attribute for name in (attribute.name, attribute.ref_attr_name)]
+        yield "nodes", [node.op_type, node.domain, node.name, *node.input, *node.output, *attributes]
+        graphs += (graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs))
+        yield from (("weights", _names_of_tensor(a.t)) for a in node.attribute if a.HasField("t"))
+    for graph in graphs:
+        yield from (("weights", _names_of_tensor(tensor)) for tensor in graph.initializer)
+        values = [*graph.input, *graph.output, *graph.value_info]
+        yield "values", [value.name for value in values]
+        yield "dimensions", [dim.dim_param for value in values for dim in value.type.tensor_type.shape.dim]
+
+
+def _names_of_tensor(tensor: onnx.TensorProto) -> list[str]:
+    return [tensor.name, *(text for entry in tensor.external_data for text in (entry.key, entry.value))]
 
 
 def _why_without_end(model: onnx.ModelProto) -> str:

@@ -14,7 +14,7 @@ from effexport.evaluation.estimates import Quality
 from effexport.files import json_text
 from effexport.models.model_spec import Scope
 from effexport.proof.case_label import CaseLabel
-from effexport.proof.checks.result import Check, Status, Worst, outcomes_text, passed, summary
+from effexport.proof.checks.result import HISTOGRAM_BINS, Check, Status, Worst, outcomes_text, passed, summary
 from effexport.quantize.record import Quantization
 from effexport.records import Count, Figure, Seconds, figure
 from effexport.report.notebook import notebook_html
@@ -159,11 +159,14 @@ class CheckRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         tuple[Count, ...],
         msgspec.Meta(
             description="Elements by relative error: below 1e-9, the nine decades up to 1, and beyond; or empty.",
-            max_length=11,
+            max_length=HISTOGRAM_BINS,
+            extra_json_schema={"anyOf": [{"maxItems": 0}, {"minItems": HISTOGRAM_BINS}]},
         ),
     ]
 
     def __post_init__(self) -> None:
+        if len(self.histogram) not in (0, HISTOGRAM_BINS):
+            raise ValueError(f"a histogram of {len(self.histogram)} counts; expected {HISTOGRAM_BINS}, or none")
         self.value, self.limit = figure(self.value), figure(self.limit)
         self.measures = {name: figure(value) for name, value in self.measures.items()}
 

@@ -10,11 +10,11 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from effexport.dtypes import TensorInfo
+from effexport.dtypes import TensorInfo, check_tensors
 from effexport.errors import UserError
 from effexport.files import json_text
 from effexport.records import record_from_values, values_of_file
-from effexport.triton.signature import TEXT_INPUT
+from effexport.triton.signature import STRING, TEXT_INPUT
 from effexport.triton.spec import BackendName
 
 RECORD = "effexport.json"
@@ -88,6 +88,7 @@ def read_record(folder: Path) -> ModelRecord | None:
     if type(version) is int and version > FORMAT_VERSION:
         raise UserError(f"{path} was written by a newer effexport; upgrade effexport")
     record = record_from_values(values, ModelRecord, str(path), REPACKAGE)
+    check_tensors((*record.inputs, *record.outputs), str(path), REPACKAGE, others=(STRING,))
     if record.name != folder.name:
         raise UserError(f"{path} is damaged: it describes the model {record.name!r}; {REPACKAGE}")
     return record

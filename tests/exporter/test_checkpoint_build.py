@@ -221,6 +221,9 @@ def test_inspect_describes_a_checkpoint_before_it_is_built(cli: Callable[..., An
     assert any("softmax" in note for note in result.json["notes"])
     text = cli("inspect", tmp_path).out
     assert "effexport build --checkpoint" in text
+    # with golden answers, it is the artifact of a checkpoint that has lost its manifest
+    (tmp_path / "reference.safetensors").touch()
+    assert "is not an artifact: it has no manifest.json" in cli("inspect", tmp_path).error()
 
 
 @pytest.mark.parametrize(

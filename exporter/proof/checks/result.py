@@ -18,6 +18,8 @@ RMS_METRIC = "RMS error / RMS"
 NOT_MEASURED = "not measured"
 # Relative errors from 1e-9 to 1, one decade each.
 HISTOGRAM_EDGES = tuple(10.0**exponent for exponent in range(-9, 1))
+# One below each edge, and one beyond the last.
+HISTOGRAM_BINS = len(HISTOGRAM_EDGES) + 1
 OUTSIDE = "is outside the shapes that the model was built for"
 
 

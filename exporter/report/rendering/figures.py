@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from effexport.plots.axes import Axis, power, ticks_from_zero
 from effexport.plots.svg import Figure, Point, Series, dots, histogram, legend_of, scatter
-from effexport.proof.checks.result import HISTOGRAM_EDGES, Check, summary
+from effexport.proof.checks.result import HISTOGRAM_EDGES, Check, by_name, summary
 from effexport.report.compare import Comparison, Side
 from effexport.report.model import LayerError, Report
 from effexport.units import number
@@ -29,17 +29,11 @@ def error_figures(report: Report) -> list[Figure]:
     ]
     if report.layers:
         figures.append(_error_per_layer(report.layers))
-    by_name: dict[str, list[Check]] = {}
-    for check in report.checks:
-        if any(check.histogram):
-            by_name.setdefault(check.name, []).append(check)
-    return figures + [_histogram(f"histogram-{n}", *entry) for n, entry in enumerate(by_name.items())]
+    measured = by_name(check for check in report.checks if any(check.histogram))
+    return figures + [_histogram(f"histogram-{n}", *entry) for n, entry in enumerate(measured.items())]
 
 
 def _error_against_length(key: str, metric: str, checks: Sequence[Check]) -> Figure:
-    by_name: dict[str, list[Check]] = {}
-    for check in checks:
-        by_name.setdefault(check.name, []).append(check)
     series = [
         Series(
             f"{name}; limit {_range([c.limit for c in group if c.limit])}" if any(c.limit for c in group) else name,
@@ -47,7 +41,7 @@ def _error_against_length(key: str, metric: str, checks: Sequence[Check]) -> Fig
             "marks",
             [Point(x, y) for x, y in sorted({(c.seq_len or 0, c.limit) for c in group if c.limit})],
         )
-        for name, group in by_name.items()
+        for name, group in by_name(checks).items()
     ]
     worst = max(checks, key=lambda c: math.inf if c.value is None or not math.isfinite(c.value) else c.value)
     lengths = sorted({check.seq_len or 0 for check in checks})

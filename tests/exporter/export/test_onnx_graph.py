@@ -16,6 +16,9 @@ from effexport.export.onnx_graph import load_graph, why_invalid, why_not_readabl
 pytestmark = pytest.mark.requires("onnx")
 OPSETS = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
 
+# A name, and as many bytes that are not UTF-8.
+MARK, NOT_UTF_8 = "not_utf8", b"not_utf\xff"
+
 
 def model_of(*functions: tuple[str, tuple[str, ...]]) -> onnx.ModelProto:
     """A model that calls the first function. A function: its name, and the functions that it calls."""
@@ -123,9 +126,40 @@ def test_functions_that_double_each_other_are_found_before_they_fill_the_memory(
 
 def test_a_name_that_is_not_utf_8_is_one_reason(tmp_path: Path) -> None:
     model = model_of(("A", ()))
-    model.graph.output[0].name = "not_utf8"
-    (tmp_path / "m.onnx").write_bytes(model.SerializeToString().replace(b"not_utf8", b"not_utf\xff"))
+    model.graph.output[0].name = MARK
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString().replace(MARK.encode(), NOT_UTF_8))
     assert why_invalid(tmp_path / "m.onnx") == "a name in it is not UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("holder", "place"),
+    [
+        ("nodes", lambda model: setattr(model.graph.node[0], "op_type", MARK)),
+        ("nodes", lambda model: model.graph.node[0].output.append(MARK)),
+        ("nodes", lambda model: setattr(model.functions[0].node[0], "name", MARK)),
+        ("nodes", lambda model: model.graph.node[0].attribute.add(name="a").g.node.add(name=MARK)),
+        ("nodes", lambda model: model.graph.node[0].attribute.add(name=MARK)),
+        ("functions", lambda model: setattr(model.functions[0], "name", MARK)),
+        ("functions", lambda model: model.functions[0].attribute.append(MARK)),
+        ("operator sets", lambda model: model.functions[0].opset_import.add(domain=MARK)),
+        ("operator sets", lambda model: model.opset_import.add(domain=MARK)),
+        ("weights", lambda model: model.graph.initializer.add(name=MARK)),
+        ("weights", lambda model: model.graph.initializer.add().external_data.add(key=MARK)),
+        ("weights", lambda model: setattr(model.graph.node[0].attribute.add(name="a").t, "name", MARK)),
+        ("values", lambda model: setattr(model.graph.input[0], "name", MARK)),
+        ("values", lambda model: model.graph.node[0].attribute.add(name="a").g.value_info.add(name=MARK)),
+        ("dimensions", lambda model: model.graph.input[0].type.tensor_type.shape.dim.add(dim_param=MARK)),
+    ],
+)
+def test_names_that_are_not_utf_8_are_found_wherever_they_are(
+    holder: str, place: Callable[[onnx.ModelProto], object]
+) -> None:
+    model = model_of(("A", ()))
+    place(model)
+    data = model.SerializeToString()
+    assert why_not_readable(model) == ""
+    read = onnx.ModelProto.FromString(data.replace(MARK.encode(), NOT_UTF_8))
+    assert why_not_readable(read) == f"a name of its {holder} is not UTF-8"
 
 
 def test_functions_that_only_call_later_ones_are_fine() -> None:
@@ -138,7 +172,7 @@ def test_functions_that_only_call_later_ones_are_fine() -> None:
         ("x" * 5000, "0", "outside its own folder"),
         ("../m.onnx", "0", "outside its own folder"),
         ("loop", "0", "outside its own folder"),
-        ("\x00", "0", "outside its own folder"),
+        ("\x00", "0", "a name of its weights has a control character"),
         (".", "0", "which is missing"),
         ("data", "many", "the place of its external weights cannot be read"),
         ("data", "9" * 5000, "the place of its external weights cannot be read"),

@@ -160,6 +160,7 @@ def damaged_reports() -> dict[str, dict[str, Any]]:
     change("got `bool` - at `$.checks[0].limit`", lambda v: v["checks"][0].update(limit=True))
     change("missing required field `reason` - at `$.checks[0]`", lambda v: v["checks"][0].pop("reason"))
     change(">= 0 - at `$.checks[0].histogram[0]`", lambda v: v["checks"][0].update(histogram=[-1]))
+    change("a histogram of 2 counts; expected 11", lambda v: v["checks"][0].update(histogram=[1, 2]))
     change("got `float` - at `$.checks[1].worst.index[0]`", lambda v: v["checks"][1]["worst"].update(index=[0.5]))
     change("got `int` - at `$.environment[...]`", lambda v: v["environment"].update(torch=2))
     change("enum value 'tpu' - at `$.runtime`", lambda v: v.update(runtime="tpu"))

@@ -386,15 +386,25 @@ def test_a_version_of_nineteen_digits_is_read_again(built: Built, cli: Callable[
     assert cli("package", built("softmax", "attention").path, *options).code == 0
 
 
-def test_a_record_of_another_model_is_refused_and_nothing_is_written(
-    built: Built, cli: Callable[..., Any], snapshot: Snapshot, tmp_path: Path
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('"name": "m"', '"name": "[red]"', "it describes the model '[red]'"),
+        ('"dtype": "int64"', '"dtype": "x"', "a tensor has the type 'x'"),
+        ('"dims": [', '"dims": [-1, ', "a tensor has a negative size"),
+    ],
+)
+def test_a_damaged_record_is_refused_and_nothing_is_written(
+    built: Built, cli: Callable[..., Any], snapshot: Snapshot, tmp_path: Path, old: str, new: str, problem: str
 ) -> None:
     options = ("-o", tmp_path, "--backend", "python", "--name")
     assert cli("package", built("softmax").path, *options, "m").code == 0
     record = tmp_path / "m" / "effexport.json"
-    record.write_text(record.read_text().replace('"name": "m"', '"name": "[red]"'))
+    text = record.read_text()
+    assert old in text
+    record.write_text(text.replace(old, new))
     before = snapshot(tmp_path)
-    assert "is damaged: it describes the model '[red]'" in cli("package", built("lsh").path, *options, "n").error()
+    assert f"is damaged: {problem}" in cli("package", built("lsh").path, *options, "n").error()
     assert snapshot(tmp_path) == before
 
 
