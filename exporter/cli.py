@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -16,7 +17,6 @@ import click
 from effexport.disk import ANOTHER_TEMPORARY, is_disk_full
 from effexport.errors import DiskFullError, EffexportError, EngineWarning, KernelWarning, UserError
 from effexport.files import json_text
-from effexport.termination import EXIT_CODE as TERMINATED
 from effexport.termination import Terminated, ending_in_order
 from effexport.version import __version__
 
@@ -146,8 +146,8 @@ def run(arguments: list[str]) -> None:
             code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):  # click turns only those that it sees into its own
         fail("interrupted", 130, arguments)
-    except Terminated:
-        fail("terminated", TERMINATED, arguments)
+    except Terminated as signal:
+        fail("terminated", signal.code, arguments)
     except click.exceptions.NoArgsIsHelpError as error:
         # its message is the whole help
         click.echo(error.format_message(), err=True)
@@ -159,9 +159,13 @@ def run(arguments: list[str]) -> None:
     except (EffexportError, LibraryError) as error:
         fail(str(error), error.exit_code, arguments)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            fail(f"the name {str(error.filename)[:80]!r}… is too long; choose a shorter one", 2, arguments)
         if not is_disk_full(error):
             raise
         fail(f"the disk is full: {error}; free some space, or {ANOTHER_TEMPORARY}", 1, arguments)
+    except MemoryError:
+        fail("the memory is exhausted; choose a smaller model or input, or another machine", 1, arguments)
     sys.exit(code if isinstance(code, int) else 0)
 
 

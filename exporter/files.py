@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import json
+import lzma
 import math
 import os
 import re
@@ -424,7 +425,10 @@ def load_npz(path: Path) -> dict[str, NDArray[Any]]:
                 return {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise UserError(f"no input file at {path}; {expected}") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except MemoryError as error:
+        raise UserError(f"{path} holds an array that does not fit into memory; {expected}") from error
+    # RuntimeError: an encrypted member; NotImplementedError: an unknown compression
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition(". ")[0]
         if path.is_file() and not zipfile.is_zipfile(path):  # numpy then speaks of pickles
             reason = "it has another format or is damaged"

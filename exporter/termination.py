@@ -1,4 +1,5 @@
-"""SIGTERM, as `kill`, schedulers and containers send it: a command ends in order and removes what is not finished.
+"""SIGTERM, as `kill`, schedulers and containers send it, and SIGHUP, as a terminal that is closed: a command ends in
+order and removes what is not finished.
 
 Without this, Python ends at once and leaves temporary files behind.
 """
@@ -12,33 +13,36 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-EXIT_CODE = 128 + signal.SIGTERM
+# Windows has no SIGHUP.
+SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__)
 
 
 class Terminated(SystemExit):
-    """SIGTERM has arrived. Nothing but the command line handles it, and a child process ends with it silently."""
+    """A signal of SIGNALS has arrived. Nothing but the command line handles it, and a child process ends with it
+    silently. code: the exit status, 128 and the number of the signal."""
 
-    def __init__(self) -> None:
-        super().__init__(EXIT_CODE)
+    code: int
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
     """The handler. A second signal, which may come while the first one is being obeyed, ends the process at once."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise Terminated
+    signal.signal(number, signal.SIG_DFL)
+    raise Terminated(number)
 
 
 @contextlib.contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Raise Terminated in the block when SIGTERM arrives, unless the program that runs the block handles it itself."""
-    is_ours = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if not is_ours:
-        yield
-        return
-    signal.signal(signal.SIGTERM, terminate)
+    """Raise Terminated in the block when a signal of SIGNALS arrives, unless the program that runs the block handles or
+    ignores it itself."""
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

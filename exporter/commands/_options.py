@@ -103,7 +103,7 @@ def check_output_file(output: Path, *, force: bool) -> None:
     for folder in output.resolve().parents:
         if (folder / MANIFEST).is_file():
             raise UserError(f"{output} would change the artifact {folder}; choose a file outside it with -o")
-    if output.exists() and not output.is_file():
+    if os.path.lexists(output) and not output.is_file():
         raise UserError(f"{output} is not a regular file; choose another file with -o")
     if output.exists() and not force:
         raise UserError(f"{output} exists; choose another file with -o, or replace it with --force")

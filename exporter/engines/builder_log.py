@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from effexport.engines.api import Api
 from effexport.engines.kernels import LISTING
 from effexport.environment import without_garbage_collection
-from effexport.termination import terminate
+from effexport.termination import SIGNALS, terminate
 
 T = TypeVar("T")
 
@@ -154,8 +154,8 @@ def make_monitor(api: Api, on_progress: OnProgress) -> Any:
 
 @contextlib.contextmanager
 def interrupting(monitor: Any) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM cancel a build in the block, which has this monitor: KeyboardInterrupt or Terminated,
-    whatever the block raised.
+    """Let Ctrl-C and the signals of `termination` cancel a build in the block, which has this monitor:
+    KeyboardInterrupt or Terminated, whatever the block raised.
 
     Python would raise it in the next callback, and the bindings print what a callback raises and go on.
     """
@@ -167,7 +167,7 @@ def interrupting(monitor: Any) -> Iterator[None]:
 
     usual: dict[int, Callable[[int, FrameType | None], Any]] = {}
     if threading.current_thread() is threading.main_thread():
-        for number, ours in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, terminate)):
+        for number, ours in ((signal.SIGINT, signal.default_int_handler), *((number, terminate) for number in SIGNALS)):
             if signal.getsignal(number) is ours:
                 usual[number] = ours
                 signal.signal(number, interrupt)

@@ -43,6 +43,8 @@ FORBIDDEN_OPS: dict[str, str] = RANDOM_OPS | {
 # Runtimes replace calls of functions by their nodes. Models of ours have a few thousand, the largest published ones
 # some hundred thousand.
 MOST_NODES = 2_000_000
+# Of protobuf. Larger models keep their weights in files beside them.
+MOST_BYTES = 2**31 - 1
 OLDEST_IR_VERSION = 3
 # dtype and dims of a value; None for a dimension without a name
 ValueType = tuple[str, tuple[int | str | None, ...]]
@@ -241,6 +243,10 @@ def load_graph(path: Path) -> onnx.ModelProto:
     expected = "expected the path of an ONNX file"
     if path.is_dir():
         raise UserError(f"{path} is a folder; {expected}")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a regular file; {expected}")
+    if path.exists() and path.stat().st_size > MOST_BYTES:
+        raise UserError(f"{path} has more bytes than the {MOST_BYTES} that an ONNX file can have; {expected}")
     try:
         # a name such as model.json would make onnx read it as text
         model = onnx.load(str(path), format="protobuf", load_external_data=False)
@@ -279,6 +285,9 @@ def why_not_readable(model: onnx.ModelProto) -> str:
             return f"a name of its {holder} is not UTF-8"
         if not "".join(names).isprintable():
             return f"a name of its {holder} has a control character"
+    for tensor in model.graph.initializer:
+        if min(tensor.dims, default=0) < 0 or math.prod(tensor.dims) >= 2**63:
+            return f"its weight {tensor.name!r} has a shape that no tensor has"
     for node in nodes_within(model.graph.node):
         if any(attribute.ref_attr_name for attribute in node.attribute):
             return f"its node {node.name!r} takes an attribute from a function, and is in none"

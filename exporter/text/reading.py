@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from effexport.errors import UserError
+from effexport.models.bounded_file import FileTooLargeError, bounded_bytes
 
 STDIN = Path("-")
+MOST_BYTES = 1 << 30
 
 
 def bytes_of_file(path: Path) -> bytes:
     """The contents of a file, or of standard input for STDIN. Raises UserError for one that is missing or empty."""
     try:
-        data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+        data = sys.stdin.buffer.read() if path == STDIN else bounded_bytes(path, MOST_BYTES)
     except FileNotFoundError:
         raise UserError(f"no text file at {path}") from None
+    except FileTooLargeError as error:
+        raise UserError(f"cannot read {path} as a text: {error}; split it") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not data:

@@ -33,7 +33,11 @@ AT_ONCE = 4
 MODEL = "build --variant softmax --scope attention --seq-len 32"
 # Widths of the models, and with them the bytes of an artifact: 0.3 MB, 1.3 MB, 5 MB, 11 MB and 21 MB.
 SMALL, WIDTHS = 64, (64, 256, 512, 768, 1088)
-EXIT_CODES = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
+EXIT_CODES = {
+    signal.SIGINT: (130, "interrupted"),
+    signal.SIGTERM: (143, "terminated"),
+    signal.SIGHUP: (129, "terminated"),
+}
 # Calls of the file system that Python announces to audit hooks.
 FILE_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.truncate"),
@@ -98,6 +102,7 @@ class Forked:
             tempfile.tempdir = None
             os.chdir(self.folder)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
             die_with_parent()
             from effexport.cli import main
 
@@ -273,14 +278,14 @@ def disturbed(
 
 
 def signal_case(bench: Bench, dice: random.Random, work: Path) -> str:
-    """SIGINT or SIGTERM: one line, exit status 130 or 143, and nothing is left, neither here nor among temporary files.
+    """A signal: one line, its own exit status, and nothing is left, neither here nor among temporary files.
 
     The old artifact stays, or if the signal came after the exchange, the new one is complete.
     """
     output, temporary = work / "outputs" / "artifact", work / "temporary"
     temporary.mkdir()
     kind = dice.choice(("new", "refitted", "bench"))
-    number = dice.choice((signal.SIGINT, signal.SIGTERM))
+    number = dice.choice(list(EXIT_CODES))
     if kind == "bench":
         output.parent.mkdir()
         words = [*bench_words(), "-o", str(output)]

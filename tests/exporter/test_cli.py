@@ -103,7 +103,8 @@ def test_python_dash_m_is_the_same_command() -> None:
 
 @pytest.mark.requires("torch", "onnx", "ort")
 @pytest.mark.parametrize(
-    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "terminated")],
 )
 def test_a_signal_is_one_line_and_nothing_is_left_behind(tmp_path: Path, number: int, code: int, word: str) -> None:
     model = ["--variant", "aft-simple", "--scope", "attention", "--dim", "32", "--heads", "2", "--seq-len", "64"]
@@ -115,8 +116,8 @@ def test_a_signal_is_one_line_and_nothing_is_left_behind(tmp_path: Path, number:
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        # a shell starts what it puts into the background with SIGINT ignored, and that is inherited
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # a shell starts what it puts into the background with SIGINT ignored, nohup with SIGHUP, and that is inherited
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     ) as process:
         assert process.stderr is not None
         while not process.stderr.readline().startswith("… exporting to ONNX"):
@@ -126,6 +127,20 @@ def test_a_signal_is_one_line_and_nothing_is_left_behind(tmp_path: Path, number:
     assert process.returncode == code
     assert [line.strip() for line in errors if line.strip()] == [f"effexport: error: {word}"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_are_too_long_and_exhausted_memory_are_one_line(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"the name '{'x' * 80}'… is too long; choose a shorter one" in cli("inspect", "x" * 300).error()
+
+    def exhausted(path: Path) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("effexport.description.describe", exhausted)
+    result = cli("inspect", "x")
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert "the memory is exhausted" in result.err
 
 
 def test_python_dash_m_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from effexport.errors import UserError
-from effexport.files import FolderKind, abandoned, csv_text, json_text, replacing, write_file
+from effexport.files import FolderKind, abandoned, csv_text, json_text, load_npz, replacing, write_file
+from effexport.text.reading import text_of_file
 
 BOX = FolderKind("a box", "mark.txt")
 
@@ -299,3 +303,45 @@ def test_a_folder_that_a_process_has_just_written_is_refused_before_the_work(
 def test_text_of_numbers_that_json_and_csv_do_not_have() -> None:
     assert json_text({"x": [float("nan"), float("-inf")]}) == '{\n  "x": [\n    "nan",\n    "-inf"\n  ]\n}\n'
     assert csv_text(["a", "b"], [[1, None], ["x,y", 2.5]]) == 'a,b\n1,\n"x,y",2.5\n'
+
+
+def archive(path: Path, header: bytes = b"", compression: int = zipfile.ZIP_STORED) -> bytearray:
+    """An .npz file of one array, by default a valid one, as bytes that may be damaged."""
+    array = io.BytesIO()
+    np.save(array, np.arange(64))
+    with zipfile.ZipFile(path, "w", compression) as file:
+        file.writestr("x.npy", header or array.getvalue())
+    return bytearray(path.read_bytes())
+
+
+def changed(data: bytearray, local: int, central: int, value: int) -> bytearray:
+    """An archive in which a byte of both headers of its one member is another; local, central: its place in each."""
+    data[data.index(b"PK\x03\x04") + local] = value
+    data[data.index(b"PK\x01\x02") + central] = value
+    return data
+
+
+def test_an_npz_file_that_numpy_cannot_read_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    archive(path)
+    assert (load_npz(path)["x"] == np.arange(64)).all()
+    huge = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<i8', 'fortran_order': False, 'shape': (%d,)}" % 2**50
+    damaged_lzma = archive(path, compression=zipfile.ZIP_LZMA)
+    start = damaged_lzma.index(b"x.npy") + 20
+    damaged_lzma[start : start + 8] = b"\xff" * 8
+    for data, words in (
+        (archive(path, huge.ljust(10 + 0x75) + b"\n"), "holds an array that does not fit into memory"),
+        (changed(archive(path), 8, 10, 99), "is not an .npz file of plain arrays: That compression method"),
+        (changed(archive(path), 6, 8, 1), "is not an .npz file of plain arrays: File 'x.npy' is encrypted"),
+        (damaged_lzma, "is not an .npz file of plain arrays: "),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=words):
+            load_npz(path)
+
+
+def test_a_text_that_is_larger_than_any_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "x.txt").open("wb") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises(UserError, match=r"x\.txt as a text: it is larger than 1048576 KB; split it"):
+        text_of_file(tmp_path / "x.txt")

@@ -204,6 +204,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("inspect art/manifest.json", 2, "but a .json file; expected an artifact folder"),
     ("inspect in.npz", 2, "but a .npz file; expected an artifact folder"),
     ("inspect garbage", 2, "garbage is not an ONNX model"),
+    ("report art -o dangling", 2, "dangling is not a regular file; choose another file with -o"),
     ("inspect nope.engine", 2, "no engine at nope.engine"),
     ("report", 2, "no artifact given"),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def control_character(model: onnx.ModelProto) -> None:
     model.functions[0].node[0].op_type = "\x1b[2J"
 
 
+def endless_weight(model: onnx.ModelProto) -> None:
+    model.graph.initializer.add(name="w", data_type=1, dims=[2**62] * 2000)
+
+
+def negative_weight(model: onnx.ModelProto) -> None:
+    model.graph.initializer.add(name="w", data_type=1, dims=[-1])
+
+
 def two_opsets(model: onnx.ModelProto) -> None:
     model.opset_import.add(domain="ai.onnx", version=7)
 
@@ -82,6 +91,8 @@ def training(model: onnx.ModelProto) -> None:
     ("change", "words"),
     [
         (control_character, "has a control character"),
+        (endless_weight, "its weight 'w' has a shape that no tensor has"),
+        (negative_weight, "its weight 'w' has a shape that no tensor has"),
         (two_opsets, "several versions of the standard operators"),
         (training, "it holds a training step"),
         (attribute_of_no_function, "takes an attribute from a function, and is in none"),
@@ -192,3 +203,13 @@ def test_external_weights_that_cannot_be_found_are_one_error(
     with pytest.raises(UserError, match=r"m\.onnx") as error:
         load_graph(tmp_path / "m.onnx")
     assert words in str(error.value)
+
+
+def test_a_file_that_is_larger_than_any_model_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "m.onnx").open("wb") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises(UserError, match=r"m\.onnx has more bytes than the 2147483647 that an ONNX file can have"):
+        load_graph(tmp_path / "m.onnx")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe is not a regular file"):
+        load_graph(tmp_path / "pipe")
