@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shlex
 from collections.abc import Mapping
@@ -17,8 +18,11 @@ from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.export.onnx_graph import (
     GraphSignature,
+    external_sizes,
+    graph_inputs,
     load_graph,
     opset_of,
+    signature_with_state,
     why_another,
     why_invalid,
     why_other_weights,
@@ -198,24 +202,52 @@ def open_artifact(path: Path) -> Artifact:
     for required in (*graphs, REFERENCE):
         if required not in manifest.files:
             raise UserError(f"{path / MANIFEST} does not list {required}; {REMEDY}")
+    states: tuple[TensorInfo, ...] = ()
     for graph in (*graphs, PREFILL):
         if graph in manifest.files:
-            check_graph_of_artifact(artifact, graph)
+            states = check_graph_of_artifact(artifact, graph, states)
     return artifact
 
 
-def check_graph_of_artifact(artifact: Artifact, name: str) -> None:
-    """Raise UserError unless a graph is valid ONNX, and the one that the manifest describes."""
-    file, manifest = artifact.path / name, artifact.manifest
+def check_graph_of_artifact(
+    artifact: Artifact, name: str, states: tuple[TensorInfo, ...] = ()
+) -> tuple[TensorInfo, ...]:
+    """Raise UserError unless a graph is valid ONNX, and the one that the manifest describes.
+
+    states: the state that the decode step takes, which the prefill must take, too. Returns the state of this graph.
+    """
+    file, manifest, spec = artifact.path / name, artifact.manifest, artifact.spec
     graph = load_graph(file)
     problem = why_invalid(file)
     if opset_of(graph) != manifest.opset:
         problem = f"its opset is {opset_of(graph)}; expected {manifest.opset}"
+    elif unlisted := sorted(external_sizes(graph).keys() - manifest.files.keys()):
+        problem = f"it keeps weights in {unlisted[0]!r}, which {MANIFEST} does not list"
     elif name == MODEL and not problem:
         signature = GraphSignature(manifest.inputs, manifest.outputs, manifest.custom_ops)
-        problem = why_another(graph, signature) or why_other_weights(graph, artifact.spec.model.weights())
+        problem = why_another(graph, signature) or why_other_weights(graph, spec.model.weights())
+    elif not problem:
+        is_step = name == DECODE_STEP
+        if is_step:
+            # only the module knows the shapes of its state
+            states = graph_inputs(graph)[len(signature_with_state(spec, (), one_token=True).inputs) :]
+        signature = signature_with_state(spec, states, one_token=is_step)
+        problem = why_another(graph, signature) or why_not_states(states, spec.attention.inner_dim**2)
     if problem:
         raise UserError(f"{file} is not the graph that {MANIFEST} describes: {problem}; {REMEDY}")
+    return states
+
+
+def why_not_states(states: tuple[TensorInfo, ...], most_elements: int) -> str:
+    """Why inputs of a graph cannot be a state of constant size, of at most so many elements each; "" if they can."""
+    if not states:
+        return "it takes no state"
+    for state in states:
+        batch, *sizes = state.dims or ("",)
+        fixed = [size for size in sizes if isinstance(size, int) and size > 0]
+        if (state.dtype, batch) != ("float32", "batch") or fixed != sizes or math.prod(fixed) > most_elements:
+            return f"its state {state} is not float32 with a batch and at most {most_elements} other elements"
+    return ""
 
 
 def artifact_in_progress(folder: Path, spec: BuildSpec) -> Artifact:

@@ -194,7 +194,7 @@ def artifact_from_spec(
         if spec.is_quantized:
             with watch.stage("choosing what to quantise"):
                 build = replace(build, quantized=quantization_of_build(module, spec, folder, data))
-        if previous is not None and previous.traced_path.is_file():
+        if previous is not None and TRACED in previous.manifest.files:
             shutil.copy(previous.traced_path, folder / TRACED)
             export = "putting the weights into the traced graphs"
         else:

@@ -97,7 +97,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
     from effexport.disk import ANOTHER_FILE, write_error
     from effexport.errors import StageError
     from effexport.files import partial_folder
-    from effexport.proof.cases import load_reference
+    from effexport.proof.cases import check_stored_cases, load_reference
     from effexport.proof.verify import verify_candidate
     from effexport.report.rendering.text import failure_text
     from effexport.runners.ort.settings import OrtSettings
@@ -110,6 +110,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
             nodes = save_inlined(artifact, model)
             on_stage("comparing with the golden file")
             cases = load_reference(artifact.reference_path)
+            check_stored_cases(cases, artifact.spec, str(artifact.reference_path))
             checks = verify_candidate(model, cases, artifact.spec, artifact.manifest.decisions, OrtSettings()).checks
             if any(check.status == "failed" for check in checks):
                 raise StageError(STAGE, failure_text(checks))

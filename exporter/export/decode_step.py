@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from effexport.dtypes import TensorInfo
 from effexport.export.onnx_from_module import at_precision, example_inputs, write_graph
-from effexport.export.onnx_graph import GraphSignature
-from effexport.spec import NEXT_PREFIX, BuildSpec
+from effexport.export.onnx_graph import signature_with_state
+from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,9 +30,8 @@ def onnx_from_decode_step(
     """
     from effexport.models.decode_step import DecodeStep
 
-    token, output = (TensorInfo(t.name, t.dtype, ("batch", 1, *t.dims[2:])) for t in (spec.inputs[0], spec.outputs[0]))
     model = DecodeStep(at_precision(module, spec.precision))  # type: ignore[arg-type]
-    write_with_state(model, (token,), output, spec, path, traced, quantization)
+    write_with_state(model, spec, path, traced, quantization, one_token=True)
 
 
 def onnx_from_prefill(
@@ -49,33 +48,32 @@ def onnx_from_prefill(
     from effexport.models.decode_step import Prefill
 
     model = Prefill(at_precision(module, spec.precision))  # type: ignore[arg-type]
-    write_with_state(model, spec.inputs, spec.outputs[0], spec, path, traced, quantization)
+    write_with_state(model, spec, path, traced, quantization, one_token=False)
 
 
 def write_with_state(
     model: ModelWithState,
-    inputs: tuple[TensorInfo, ...],
-    output: TensorInfo,
     spec: BuildSpec,
     path: Path,
     traced: Path | None,
     quantization: Quantization | None,
+    *,
+    one_token: bool,
 ) -> None:
     """Export a module that takes the position and the state after its other inputs, and returns the next state."""
     import torch
 
-    states = [
+    states = tuple(
         TensorInfo(name, "float32", ("batch", *tensor.shape[1:]))
         for name, tensor in zip(model.state_names, model.initial_state(1), strict=True)
-    ]
-    next_states = [TensorInfo(NEXT_PREFIX + state.name, state.dtype, state.dims) for state in states]
-    position = [TensorInfo("position", "int64", ("batch",))] if spec.scope == "encoder" else []
-    signature = GraphSignature((*inputs, *position, *states), (output, *next_states), {})
-    whole = example_inputs(spec)
-    batch = len(whole[0])
+    )
+    signature = signature_with_state(spec, states, one_token=one_token)
+    tokens, *others = example_inputs(spec)
+    batch = len(tokens)
     # the exporter cannot translate the strides of a view
-    example = [x[:, :1].contiguous() if t.dims[1] == 1 else x for t, x in zip(inputs, whole, strict=False)]
-    example += [torch.zeros(batch, dtype=torch.int64) for _ in position]
+    example = [tokens[:, :1].contiguous()] if one_token else [tokens, *others]
+    if spec.scope == "encoder":
+        example.append(torch.zeros(batch, dtype=torch.int64))
     if quantization is not None:
         quantization = quantization.below("model")  # the attribute of ModelWithState
     write_graph(model, (*example, *model.initial_state(batch)), signature, spec, path, traced, quantization)

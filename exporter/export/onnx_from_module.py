@@ -17,11 +17,20 @@ from effexport.dtypes import DTYPE_OF_PRECISION, QUANTIZED, TensorInfo
 from effexport.errors import StageError, UserError
 from effexport.export.failures import place_of, reason_of, unknown_op
 from effexport.export.inlined import inline_functions
-from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable
+from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
 from effexport.export.portable_graph import make_portable
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
 from effexport.export.specialised_length import assumed_sizes, largest_sizes
-from effexport.export.traced_graphs import SCOPES_KEY, add_traced, graph_without_weights, optimized_graph, read_traced
+from effexport.export.traced_graphs import (
+    REMEDY,
+    SCOPES_KEY,
+    add_traced,
+    blaming_traced,
+    graph_without_weights,
+    optimized_graph,
+    read_traced,
+    traced_weights,
+)
 from effexport.models.head_spec import MASKS
 from effexport.models.model_spec import shape_of
 from effexport.models.module_spec import ModuleSpec
@@ -93,14 +102,32 @@ def write_graph(
     A graph of our own layers must also be portable. What a module of the user computes is the user's to decide.
     """
     graph = None if traced is None else read_traced(traced, path.name)
-    if graph is None:
+    is_read = graph is not None
+    if graph is not None:
+        register_schemas()
+        if problem := why_not_traced(graph, signature, spec.opset, traced_weights(module)):
+            raise UserError(f"a traced graph of the artifact is damaged: {problem}; {REMEDY}")
+    else:
         program = program_from_module(module, example, signature, spec, optimize=False)
         if isinstance(spec.model, ModuleSpec):
             check_holds_for_all_sizes(program, module, example, signature, spec)
         graph = graph_without_weights(program.model, module)
         if traced is not None:
             add_traced(traced, path.name, graph)
-    model = optimized_graph(graph, module)
+    with blaming_traced(is_read):
+        return finish_graph(graph, module, signature, spec, path, quantization)
+
+
+def finish_graph(
+    traced: bytes,
+    module: nn.Module,
+    signature: GraphSignature,
+    spec: BuildSpec,
+    path: Path,
+    quantization: Quantization | None,
+) -> Written:
+    """Put the weights of a module into its traced graph, complete it, save it and check its signature."""
+    model = optimized_graph(traced, module)
     make_portable(model)
     mark_custom_nodes(model)
     if isinstance(spec.model, ModuleSpec):

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from effexport.files import file_digest, is_inside
 from effexport.models.head_spec import LARGEST_TOP_K
 from effexport.plugins.function_body import traps
 from effexport.plugins.ops import DOMAIN, OPS, PLUGIN_NAMESPACE
+from effexport.spec import NEXT_PREFIX, BuildSpec
 
 if TYPE_CHECKING:
     import onnx
@@ -60,6 +61,17 @@ class GraphSignature:
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     custom_ops: Mapping[str, int]
+
+
+def signature_with_state(spec: BuildSpec, states: tuple[TensorInfo, ...], *, one_token: bool) -> GraphSignature:
+    """The signature of a decode step, which takes one token, or of a prefill, with these inputs for the state."""
+    tokens, output = spec.inputs, spec.outputs[0]
+    if one_token:
+        token, output = (replace(tensor, dims=("batch", 1, *tensor.dims[2:])) for tensor in (tokens[0], output))
+        tokens = (token,)
+    position = (TensorInfo("position", "int64", ("batch",)),) if spec.scope == "encoder" else ()
+    next_states = (replace(state, name=NEXT_PREFIX + state.name) for state in states)
+    return GraphSignature((*tokens, *position, *states), (output, *next_states), {})
 
 
 def check_graph(path: Path, signature: GraphSignature, forbidden: Mapping[str, str] = FORBIDDEN_OPS) -> None:
@@ -110,6 +122,32 @@ def why_another(model: onnx.ModelProto, signature: GraphSignature) -> str:
         if actual != expected:
             return f"{what} are {', '.join(map(str, actual))}; expected {', '.join(map(str, expected))}"
     return ""
+
+
+def why_not_traced(traced: bytes, signature: GraphSignature, opset: int, weights: Mapping[str, TensorInfo]) -> str:
+    """Why a graph from an archive, see traced_graphs.py, was not traced from a module with these weights: it is not
+    valid ONNX with the signature, whose other inputs are some of the weights. "" if it may have been."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.ModelProto.FromString(traced)
+        if problem := why_not_readable(model):
+            return problem
+        if external_sizes(model):
+            return "it refers to other files"
+        onnx.checker.check_model(model)
+    except DecodeError:
+        return "it is not an ONNX model"
+    except (onnx.checker.ValidationError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+        return str(error).partition("\n")[0]
+    if opset_of(model) != opset:
+        return f"its opset is {opset_of(model)}; expected {opset}"
+    taken = tuple(tensor for tensor in graph_inputs(model) if tensor.name in weights)
+    for tensor in taken:
+        if tensor != weights[tensor.name]:
+            return f"it takes {tensor}; expected {weights[tensor.name]}"
+    return why_another(model, replace(signature, inputs=(*signature.inputs, *taken)))
 
 
 def why_other_weights(model: onnx.ModelProto, weights: Mapping[str, tuple[int, ...]]) -> str:
@@ -399,12 +437,16 @@ def external_sizes(model: onnx.ModelProto) -> dict[str, int]:
     import onnx
     from onnx.external_data_helper import ExternalDataInfo
 
-    tensors = list(model.graph.initializer)
+    tensors, graphs, sparse = [], [model.graph], []
     for node in all_nodes(model):
         for attribute in node.attribute:
             tensors += [attribute.t, *attribute.tensors]
-            for graph in (attribute.g, *attribute.graphs):
-                tensors += graph.initializer
+            sparse += [attribute.sparse_tensor, *attribute.sparse_tensors]
+            graphs += [attribute.g, *attribute.graphs]
+    for graph in graphs:
+        tensors += graph.initializer
+        sparse += graph.sparse_initializer
+    tensors += [tensor for pair in sparse for tensor in (pair.values, pair.indices)]
     sizes: dict[str, int] = {}
     for tensor in tensors:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:

@@ -8,16 +8,24 @@ with other weights, it is the file that an export of these weights would write.
 
 from __future__ import annotations
 
+import contextlib
+import lzma
 import zipfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.errors import StageError
+from effexport.dtypes import TensorInfo
+from effexport.errors import EffexportError, StageError, UserError, is_out_of_memory
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     from torch import nn
 
+# Of one traced graph; those of effexport have some kilobytes per layer. A larger one is not kept: a refit traces again.
+MOST_BYTES = 128 << 20
+REMEDY = "build the artifact again with effexport build"
 # Exporter metadata that later steps read: the modules that a node came from.
 SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 
@@ -52,7 +60,8 @@ def graph_without_weights(model: ir.Model, module: nn.Module) -> bytes:
 def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
     """A traced graph with the weights of a module as initializers, optimised as torch.onnx does.
 
-    module: of the same classes and sizes as the one that was traced, at the same precision.
+    traced: checked with `why_not_traced`. module: of the same classes and sizes as the one that was traced, at the same
+    precision.
     """
     import onnx
     import onnx_ir as ir
@@ -65,7 +74,6 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
     for value in [value for value in model.graph.inputs if value.name in weights]:
         assert value.name is not None
         tensor = TorchTensor(weights[value.name], name=value.name)
-        assert (tensor.dtype, tensor.shape) == (value.dtype, value.shape), f"{value} is not {tensor}"
         model.graph.inputs.remove(value)
         value.const_value = tensor
         model.graph.register_initializer(value)
@@ -81,15 +89,53 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
 
 
 def read_traced(path: Path, name: str) -> bytes | None:
-    """The traced graph of the ONNX file with this name; None if the file `path` is not there or has none."""
+    """The traced graph of the ONNX file with this name; None if the file `path` is not there or has none.
+
+    Raises UserError for a file that is not a zip archive, or whose graph is too large or cannot be unpacked.
+    """
     if not path.is_file():
         return None
-    with zipfile.ZipFile(path) as archive:
-        return archive.read(name) if name in archive.namelist() else None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if name not in archive.namelist():
+                return None
+            size = archive.getinfo(name).file_size
+            if size > MOST_BYTES:
+                raise UserError(f"{path.name} holds {size} bytes for {name}; expected at most {MOST_BYTES}; {REMEDY}")
+            return archive.read(name)
+    # RuntimeError: an encrypted entry, or an unknown compression
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"{path.name} is damaged: {error}; expected a zip archive of graphs; {REMEDY}") from error
+
+
+def traced_weights(module: nn.Module) -> dict[str, TensorInfo]:
+    """The weights of a module as inputs of a traced graph, by name."""
+    return {
+        name: TensorInfo(name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape))
+        for name, weight in module.state_dict().items()
+    }
+
+
+@contextlib.contextmanager
+def blaming_traced(wanted: bool) -> Iterator[None]:
+    """If wanted, make a UserError of whatever fails with a graph from an archive, which others may have written."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not wanted or (is_out_of_memory(error) and not isinstance(error, EffexportError)):
+            raise
+        raise UserError(f"a traced graph of the artifact cannot be completed: {error}; {REMEDY}") from error
 
 
 def add_traced(path: Path, name: str, traced: bytes) -> None:
-    """Add the traced graph of an ONNX file to `path`, a zip archive. Equal graphs make equal archives."""
+    """Add the traced graph of an ONNX file to `path`, a zip archive, unless it is too large to be read again.
+
+    Equal graphs make equal archives.
+    """
+    if len(traced) > MOST_BYTES:
+        return
     with zipfile.ZipFile(path, "a") as archive:
         # an entry made from a name alone has a date of 1980
         archive.writestr(zipfile.ZipInfo(name), traced, zipfile.ZIP_DEFLATED)

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from effexport.dtypes import named_sizes
 from effexport.environment import total_memory_bytes
 from effexport.errors import UserError
+from effexport.models.model_spec import shape_of
 from effexport.proof.case_label import CaseLabel
 from effexport.quantize.rounding import numbers_of, precision_of
 from effexport.units import memory
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
+    from effexport.spec import BuildSpec
 
 # The arrays of a case, in the order in which the golden file stores them.
 PARTS = ("inputs", "outputs", "buckets", "margins", "tokens", "ranked", "codes", "scales", "exact")
@@ -170,8 +173,62 @@ def load_reference(path: Path) -> list[Case]:
             found: dict[str, Any] = {**arrays, **msgspec.structs.asdict(noise[name])}
             case = Case(name, **found, pooled=pooled)
             cases.append(case)
-        return cases
     except FileNotFoundError:
         raise UserError(f"no reference file at {path}") from None
     except (OSError, SafetensorError, MemoryError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{path} holds no stored answers, or is damaged; {EXPECTED}") from error
+    for case in cases:
+        if problem := why_parts_contradict(case):
+            raise UserError(f"{path} is damaged: in the case {case.name!r}, {problem}; {EXPECTED}")
+    return cases
+
+
+def why_parts_contradict(case: Case) -> str:
+    """How the buckets of a case contradict their margins, or its codes their scales; "" if they do not."""
+    buckets, margins = ({name: array.shape for name, array in part.items()} for part in (case.buckets, case.margins))
+    if buckets != margins:
+        return f"there are buckets {buckets} and margins {margins}"
+    if case.codes.keys() != case.scales.keys():
+        return f"there are codes of {sorted(case.codes)} and scales of {sorted(case.scales)}"
+    for name, codes in case.codes.items():
+        scales = case.scales[name]
+        try:
+            fits = np.broadcast_shapes(codes.shape, scales.shape) == codes.shape
+        except ValueError:
+            fits = False
+        if codes.dtype not in (np.int8, np.uint8) or scales.dtype != np.float32 or not fits:
+            return f"{name} has {codes.dtype} codes {list(codes.shape)} with {scales.dtype} scales {list(scales.shape)}"
+    return ""
+
+
+def check_stored_cases(cases: Sequence[Case], spec: BuildSpec, what: str) -> None:
+    """Raise UserError for cases whose answers a model of this spec cannot give to their inputs.
+
+    what: how errors name the file. Cases of other inputs or outputs are another model's, and are not looked at.
+    """
+    for case in cases:
+        if problem := why_not_stored(case, spec):
+            raise UserError(f"{what} is damaged: in the case {case.name!r}, {problem}; {EXPECTED}")
+
+
+def why_not_stored(case: Case, spec: BuildSpec) -> str:
+    """How the arrays of a case contradict each other or the spec; "" if they do not, or if it is another model's."""
+    if case.inputs.keys() != {t.name for t in spec.inputs} or case.outputs.keys() != {t.name for t in spec.outputs}:
+        return ""
+    if not set(case.pooled) <= set(spec.pooled_outputs):
+        return f"the outputs without an axis of tokens are {list(case.pooled)}; expected {list(spec.pooled_outputs)}"
+    arrays = {**case.inputs, **case.outputs}
+    for tensor in (*spec.inputs, *spec.outputs):
+        if arrays[tensor.name].ndim != len(tensor.dims):
+            return f"{tensor.name} has the shape {list(arrays[tensor.name].shape)}; expected {tensor}"
+    sizes = named_sizes(spec.outputs, arrays) | named_sizes(spec.inputs, arrays)
+    for tensor in (*spec.inputs, *spec.outputs):
+        shape, expected = arrays[tensor.name].shape, shape_of(tensor.dims, sizes)
+        if shape != expected:
+            return f"{tensor.name} has the shape {list(shape)}; expected {list(expected)}, as the other arrays say"
+    kept = case.tokens.get(KEPT, case.inputs.get("attention_mask"))
+    if kept is None or kept.ndim < 2 or len(kept) != len(arrays[spec.inputs[0].name]):
+        return "nothing says for every sequence which of its tokens count"
+    if not case.keep.any(axis=-1).all():
+        return "a mask keeps no token of a sequence"
+    return ""

@@ -29,8 +29,10 @@ from effexport.artifact import (
     Artifact,
     FileEntry,
     manifest_digest,
+    manifest_text,
     open_artifact,
     read_manifest,
+    why_not_states,
     write_manifest,
 )
 from effexport.build import artifact_from_spec
@@ -389,7 +391,12 @@ def in_function(model: onnx.ModelProto, location: str) -> None:
     model.functions.append(helper.make_function("other", "Steal", [], ["stolen"], [node], opsets))
 
 
-@pytest.mark.parametrize("where", [in_initializer, in_constant, in_branch, in_function])
+def in_sparse_weight(model: onnx.ModelProto, location: str) -> None:
+    indices = numpy_helper.from_array(np.zeros(2, np.int64), "stolen_indices")
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(external("stolen", location), indices, [4]))
+
+
+@pytest.mark.parametrize("where", [in_initializer, in_constant, in_branch, in_function, in_sparse_weight])
 @pytest.mark.parametrize("location", ["../secret", "/etc/hostname", "a/../../secret"])
 def test_external_data_outside_the_folder_is_refused(
     copied: Copied, rewrite_manifest: Rewrite, where: Callable[[onnx.ModelProto, str], None], location: str
@@ -459,6 +466,94 @@ def test_a_decoder_is_held_to_the_same_rules(copied: Copied, rewrite_manifest: R
     (folder / "decode_step.onnx").unlink()
     rewrite_manifest(folder)
     with pytest.raises(UserError, match=r"does not list decode_step\.onnx"):
+        open_artifact(folder)
+
+
+def without_last_state(model: onnx.ModelProto) -> None:
+    del model.graph.output[-1]
+
+
+def of_other_rank(model: onnx.ModelProto) -> None:
+    del model.graph.output[0].type.tensor_type.shape.dim[0]
+
+
+def of_other_type(model: onnx.ModelProto) -> None:
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT8
+
+
+def another_input(model: onnx.ModelProto) -> None:
+    model.graph.input.append(helper.make_tensor_value_info("more", TensorProto.FLOAT, [3]))
+
+
+@pytest.mark.parametrize("graph", ["decode_step.onnx", "prefill.onnx"])
+@pytest.mark.parametrize("change", [without_last_state, of_other_rank, of_other_type, another_input])
+def test_a_decoder_that_the_spec_does_not_describe_is_refused(
+    copied: Copied, rewrite_manifest: Rewrite, change: Callable[[onnx.ModelProto], None], graph: str
+) -> None:
+    folder = copied("linear", "encoder", causal=True)
+    model = onnx.load(str(folder / graph))
+    change(model)
+    (folder / graph).write_bytes(model.SerializeToString())
+    rewrite_manifest(folder)
+    with pytest.raises(UserError, match=rf"{re.escape(graph)} is not the graph that .*puts are .*; expected "):
+        open_artifact(folder)
+
+
+@pytest.mark.parametrize(
+    ("place", "file"),
+    [
+        ("decode_step.onnx", "prefill.onnx"),
+        ("decode_step.onnx", "model.onnx"),
+        ("prefill.onnx", "decode_step.onnx"),
+        ("prefill.onnx", "model.onnx"),
+    ],
+)
+def test_a_graph_in_the_place_of_another_is_refused(
+    copied: Copied, rewrite_manifest: Rewrite, place: str, file: str
+) -> None:
+    folder = copied("aft-simple", "attention", causal=True)
+    shutil.copy(folder / file, folder / place)
+    rewrite_manifest(folder)
+    with pytest.raises(UserError, match=rf"{re.escape(place)} is not the graph that .*: inputs are .*; expected "):
+        open_artifact(folder)
+
+
+@pytest.mark.parametrize(
+    ("states", "words"),
+    [
+        ((), "it takes no state"),
+        ((TensorInfo("s", "float32", ("batch", 4, 4)),), ""),
+        ((TensorInfo("s", "float16", ("batch", 4)),), "its state s float16 [batch, 4] is not float32"),
+        ((TensorInfo("s", "float32", (4, 4)),), "its state s float32 [4, 4] is not"),
+        ((TensorInfo("s", "float32", ("batch", "seq")),), "its state s float32 [batch, seq] is not"),
+        ((TensorInfo("s", "float32", ("batch", 4, 5)),), "and at most 16 other elements"),
+        ((TensorInfo("s", "float32", ()),), "its state s float32 [] is not"),
+    ],
+)
+def test_a_state_has_a_constant_size(states: tuple[TensorInfo, ...], words: str) -> None:
+    found = why_not_states(states, 16)
+    assert words in found
+    assert bool(words) == bool(found)
+
+
+@pytest.mark.parametrize("graph", ["model.onnx", "decode_step.onnx"])
+def test_external_weights_that_the_manifest_does_not_list_are_refused(
+    copied: Copied, rewrite_manifest: Rewrite, graph: str
+) -> None:
+    folder = copied("aft-simple", "attention", causal=True)
+    (folder / "weights.bin").write_bytes(b"12345678")
+    model = onnx.load(str(folder / graph))
+    in_initializer(model, "weights.bin")
+    (folder / graph).write_bytes(model.SerializeToString())
+    rewrite_manifest(folder)
+    open_artifact(folder)
+    values = json.loads((folder / "manifest.json").read_text())
+    del values["files"]["weights.bin"]
+    values["integrity"] = manifest_digest(values)
+    (folder / "manifest.json").write_bytes(manifest_text(values))
+    with pytest.raises(
+        UserError, match=rf"{graph} is .* weights in 'weights\.bin', which manifest\.json does not list"
+    ):
         open_artifact(folder)
 
 

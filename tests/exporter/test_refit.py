@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +22,7 @@ from torch import nn
 from transformers_models import saved
 
 import effexport
-from effexport.artifact import Artifact, open_artifact
+from effexport.artifact import Artifact, manifest_digest, manifest_text, open_artifact
 from effexport.build import artifact_from_spec
 from effexport.engines.profile import profiles_from_texts
 from effexport.engines.sidecar import read_sidecar
@@ -29,7 +31,7 @@ from effexport.errors import StageError, UserError
 from effexport.export.module_source import module_from_seed
 from effexport.export.onnx_from_module import Written, onnx_from_module
 from effexport.export.onnx_graph import model_digest
-from effexport.export.traced_graphs import read_traced
+from effexport.export.traced_graphs import SCOPES_KEY, add_traced, read_traced
 from effexport.models.module_probe import spec_from_module
 from effexport.proof.cases import load_reference
 from effexport.refit_request import RefitRequest
@@ -234,6 +236,99 @@ def test_requests_that_cannot_work_are_one_error_with_status_2(cli: Cli, copied:
     assert state_of(folder) == before
     (folder / "traced.zip").write_bytes(b"damaged")
     assert "is damaged: traced.zip has 7 bytes" in cli("refit", folder, "--weights", file).error()
+
+
+def nonsense(graph: bytes) -> bytes:
+    return b"nonsense" * 100
+
+
+def weight_of_another_shape(graph: bytes) -> bytes:
+    model = onnx.ModelProto.FromString(graph)
+    value = next(value for value in model.graph.input if value.name == "out.weight")
+    value.type.tensor_type.shape.dim[0].dim_value = 7
+    return model.SerializeToString()
+
+
+def missing_weight(graph: bytes) -> bytes:
+    model = onnx.ModelProto.FromString(graph)
+    model.graph.input.remove(next(value for value in model.graph.input if value.name == "out.weight"))
+    return model.SerializeToString()
+
+
+def weight_in_a_file(graph: bytes) -> bytes:
+    model = onnx.ModelProto.FromString(graph)
+    tensor = model.graph.initializer.add(name="stolen", data_type=onnx.TensorProto.FLOAT, dims=[2])
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="/etc/hostname")
+    return model.SerializeToString()
+
+
+def unknown_module(graph: bytes) -> bytes:
+    model = onnx.ModelProto.FromString(graph)
+    for node in model.graph.node:
+        node.metadata_props.add(key=SCOPES_KEY, value="(")
+    return model.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (None, "traced.zip is damaged: File is not a zip file"),
+        (nonsense, "is damaged: it is not an ONNX model"),
+        (weight_of_another_shape, "it takes out.weight float32 [7, 32]; expected out.weight float32 [32, 32]"),
+        (missing_weight, "Nodes in a graph must be topologically sorted, however input 'out.weight'"),
+        (weight_in_a_file, "it refers to other files"),
+        (unknown_module, "cannot be completed: "),
+    ],
+)
+def test_a_traced_graph_that_is_not_one_of_the_model_is_one_error(
+    cli: Cli,
+    copied: Copied,
+    rewrite_manifest: Callable[..., None],
+    tmp_path: Path,
+    change: Callable[[bytes], bytes] | None,
+    words: str,
+) -> None:
+    folder = copied("softmax", "attention")
+    traced = folder / "traced.zip"
+    graph = read_traced(traced, "model.onnx")
+    assert graph is not None
+    if change is None:
+        traced.write_bytes(b"hello")
+    else:
+        traced.unlink()
+        add_traced(traced, "model.onnx", change(graph))
+    rewrite_manifest(folder)
+    before = state_of(folder)
+    message = cli("refit", folder, "--weights", weights_file(tmp_path, open_artifact(folder).spec)).error()
+    assert words in message
+    assert message.endswith("build the artifact again with effexport build")
+    assert state_of(folder) == before
+
+
+def test_a_traced_graph_that_is_too_large_is_neither_kept_nor_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "traced.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model.onnx", bytes(1001))
+    # effexport.export itself is the function
+    monkeypatch.setattr(importlib.import_module("effexport.export.traced_graphs"), "MOST_BYTES", 1000)
+    with pytest.raises(UserError, match=r"traced\.zip holds 1001 bytes for model\.onnx; expected at most 1000; build"):
+        read_traced(tmp_path / "traced.zip", "model.onnx")
+    add_traced(tmp_path / "new.zip", "model.onnx", bytes(1001))
+    assert not (tmp_path / "new.zip").exists()
+
+
+def test_traced_graphs_that_the_manifest_does_not_list_are_not_used(copied: Copied, tmp_path: Path) -> None:
+    folder = copied("softmax", "attention")
+    values = json.loads((folder / "manifest.json").read_text())
+    del values["files"]["traced.zip"]
+    values["integrity"] = manifest_digest(values)
+    (folder / "manifest.json").write_bytes(manifest_text(values))
+    (folder / "traced.zip").write_bytes(b"hello")
+    file = weights_file(tmp_path, open_artifact(folder).spec)
+    refitted = effexport.refit(folder, weights=file, output=tmp_path / "new")
+    assert read_traced(refitted.path / "traced.zip", "model.onnx") is not None
 
 
 def test_the_artifact_of_a_module_is_built_again(built: Built) -> None:

@@ -15,7 +15,7 @@ from effexport.errors import UserError
 from effexport.models.head_spec import SCORES, TOKENS, vocabulary
 from effexport.models.model_spec import shape_of
 from effexport.proof.answers import answered_case, with_hash_noise
-from effexport.proof.cases import Case, check_fits, load_reference
+from effexport.proof.cases import Case, check_fits, check_stored_cases, load_reference
 from effexport.proof.repeated_runs import RepeatedRuns
 from effexport.runners.feeds import checked_feeds, limits_from_spec
 from effexport.runners.runner import tensors_text
@@ -77,6 +77,7 @@ def widened(path: Path, key: str, dtype: str) -> Array:
 def original_cases(path: Path, spec: BuildSpec) -> list[Case]:
     """The cases of a file for the golden file of an artifact, under names that show whose answers they are."""
     cases = load_answers(path, spec)
+    check_stored_cases(cases, spec, str(path))
     return [c if is_original(c.name) else dataclasses.replace(c, name=f"{ORIGINAL} {c.name}") for c in cases]
 
 

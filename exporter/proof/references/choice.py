@@ -129,11 +129,12 @@ def references_from_choice(
 def all_references(
     choice: ReferenceChoice, artifact: Artifact, weights: Path | None, names: Sequence[str], on_stage: OnStage
 ) -> Iterator[Reference]:
-    from effexport.proof.cases import load_reference
+    from effexport.proof.cases import check_stored_cases, load_reference
     from effexport.proof.references.answers_file import load_answers
 
     is_file = choice.kind == "file"
     golden = load_answers(choice.path, artifact.spec) if is_file else load_reference(artifact.reference_path)
+    check_stored_cases(golden, artifact.spec, str(choice.path if is_file else artifact.reference_path))
     cases = wanted_cases(golden, names)
     if choice.kind in ("auto", "golden"):
         on_stage("comparing with the golden file")

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save, save_file
 from transformers_models import saved
 
@@ -33,6 +37,7 @@ from effexport.spec import BuildSpec
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]
 Built = Callable[..., Artifact]
+Tensors = dict[str, Any]
 NYSTROM: dict[str, Any] = {
     "vocab_size": 60,
     "hidden_size": 32,
@@ -301,6 +306,60 @@ def test_a_golden_file_from_elsewhere(cli: Cli, built: Built, tmp_path: Path) ->
     message = cli("verify", artifact.path, "--reference", file).error()
     assert f"{file} holds no answers; expected the inputs that the original was given (" in message
     assert message.endswith("each under its name; weights go with --weights")
+
+
+def with_codes_alone(tensors: Tensors) -> Tensors:
+    return {**tensors, "export/codes/x": np.zeros(7, np.int8)}
+
+
+def with_short_answers(tensors: Tensors) -> Tensors:
+    return {key: array[:, :3] if "/outputs/" in key else array for key, array in tensors.items()}
+
+
+def with_flat_answers(tensors: Tensors) -> Tensors:
+    return {key: array[0, 0] if "/outputs/" in key else array for key, array in tensors.items()}
+
+
+def with_nothing_kept(tensors: Tensors) -> Tensors:
+    return {key: np.zeros_like(array) if "attention_mask" in key else array for key, array in tensors.items()}
+
+
+def with_flat_tokens(tensors: Tensors) -> Tensors:
+    return {**tensors, "export/tokens/kept": np.ones(7, bool)}
+
+
+@pytest.mark.parametrize(
+    ("change", "pooled", "words"),
+    [
+        (with_codes_alone, "[]", "there are codes of ['x'] and scales of []"),
+        (
+            with_short_answers,
+            "[]",
+            "last_hidden_state has the shape [1, 3, 32]; expected [1, 64, 32], as",
+        ),
+        (
+            with_flat_answers,
+            "[]",
+            "last_hidden_state has the shape [32]; expected last_hidden_state float32 [",
+        ),
+        (with_nothing_kept, "[]", "a mask keeps no token of a sequence"),
+        (with_flat_tokens, "[]", "nothing says for every sequence which of its tokens count"),
+        (dict, '["last_hidden_state"]', "the outputs without an axis of tokens are ['last_hidden_state']; expected []"),
+    ],
+)
+def test_answers_that_contradict_each_other_are_one_error(
+    cli: Cli, copied: Callable[..., Path], rewrite_manifest: Callable[..., None], change: Any, pooled: str, words: str
+) -> None:
+    folder = copied("softmax", "attention")
+    file = folder / "reference.safetensors"
+    with safe_open(file, "numpy") as golden:
+        noise = golden.metadata()["noise"]
+    save_arrays(change(load_file(file)), file, {"noise": noise, "pooled": pooled})
+    rewrite_manifest(folder)
+    for reference in ("golden", str(file)):
+        message = cli("verify", folder, "--reference", reference).error()
+        assert f"{file} is damaged: in the case 'export', {words}" in message
+    assert f"{file} is damaged: " in cli("inline", folder, "-o", folder.parent / "inlined.onnx").error()
 
 
 def test_only_the_named_cases_run(cli: Cli, built: Built) -> None:
