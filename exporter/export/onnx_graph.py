@@ -230,6 +230,21 @@ def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
                 yield from nodes_within(graph.node)
 
 
+def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every weight and every tensor of a constant: of the graph, its subgraphs and its functions."""
+    graphs, sparse = [model.graph], []
+    for node in all_nodes(model):
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            sparse += [attribute.sparse_tensor, *attribute.sparse_tensors]
+            graphs += [attribute.g, *attribute.graphs]
+    for graph in graphs:
+        yield from graph.initializer
+        sparse += graph.sparse_initializer
+    for pair in sparse:
+        yield from (pair.values, pair.indices)
+
+
 def graph_inputs(model: onnx.ModelProto) -> tuple[TensorInfo, ...]:
     """The inputs without weights, which old files list as inputs too."""
     weights = {tensor.name for tensor in model.graph.initializer}
@@ -343,16 +358,13 @@ def _names(model: onnx.ModelProto) -> Iterator[tuple[str, list[str]]]:
         attributes = [name for attribute in node.attribute for name in (attribute.name, attribute.ref_attr_name)]
         yield "nodes", [node.op_type, node.domain, node.name, *node.input, *node.output, *attributes]
         graphs += (graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs))
-        yield from (("weights", _names_of_tensor(a.t)) for a in node.attribute if a.HasField("t"))
+    for tensor in all_tensors(model):
+        texts = (text for entry in tensor.external_data for text in (entry.key, entry.value))
+        yield "weights", [tensor.name, *texts]
     for graph in graphs:
-        yield from (("weights", _names_of_tensor(tensor)) for tensor in graph.initializer)
         values = [*graph.input, *graph.output, *graph.value_info]
         yield "values", [value.name for value in values]
         yield "dimensions", [dim.dim_param for value in values for dim in value.type.tensor_type.shape.dim]
-
-
-def _names_of_tensor(tensor: onnx.TensorProto) -> list[str]:
-    return [tensor.name, *(text for entry in tensor.external_data for text in (entry.key, entry.value))]
 
 
 def _why_without_end(model: onnx.ModelProto) -> str:
@@ -437,18 +449,8 @@ def external_sizes(model: onnx.ModelProto) -> dict[str, int]:
     import onnx
     from onnx.external_data_helper import ExternalDataInfo
 
-    tensors, graphs, sparse = [], [model.graph], []
-    for node in all_nodes(model):
-        for attribute in node.attribute:
-            tensors += [attribute.t, *attribute.tensors]
-            sparse += [attribute.sparse_tensor, *attribute.sparse_tensors]
-            graphs += [attribute.g, *attribute.graphs]
-    for graph in graphs:
-        tensors += graph.initializer
-        sparse += graph.sparse_initializer
-    tensors += [tensor for pair in sparse for tensor in (pair.values, pair.indices)]
     sizes: dict[str, int] = {}
-    for tensor in tensors:
+    for tensor in all_tensors(model):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             data = ExternalDataInfo(tensor)
             sizes[data.location] = max(sizes.get(data.location, 0), (data.offset or 0) + (data.length or 0))
