@@ -8,8 +8,8 @@ from __future__ import annotations
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING
 
 from effexport.models.bounded_file import MOST_BYTES_OF_INDEX
@@ -203,7 +203,10 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             return load_file(path)
         check_pickle(path)
         # the tensors of an archive stay in the file until they are read
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        is_archive = zipfile.is_zipfile(path)
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+        if is_archive and isinstance(value, dict):
+            check_records(path, [tensor for tensor in value.values() if isinstance(tensor, torch.Tensor)])
     except Exception as error:  # for other bytes than weights, torch.load raises anything, such as KeyError
         reason = shown_reason(error)
         raise SpecError(
@@ -245,6 +248,17 @@ def check_pickle(path: Path) -> None:
             if entry.filename.endswith("data.pkl"):
                 with archive.open(entry) as file:
                     check_calls(file)
+
+
+def check_records(path: Path, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError unless the records of an archive are as long as the tensors that torch.load has mapped to them:
+    it does not look itself, and reads on into the next record."""
+    with zipfile.ZipFile(path) as archive:
+        records = [entry for entry in archive.infolist() if PurePosixPath(entry.filename).parent.name == "data"]
+    in_file = [entry.file_size for entry in sorted(records, key=lambda entry: entry.header_offset) if entry.file_size]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    if [size for _, size in sorted(storages.items()) if size] != in_file:
+        raise ValueError("its records are not as long as its tensors")
 
 
 def check_calls(file: IO[bytes]) -> None:

@@ -6,6 +6,7 @@ No torch here, so that the command line can describe and refuse a checkpoint bef
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -269,12 +270,24 @@ class PublishedSpec(CheckpointSpec):
 
 def num_labels_from_config(config: Mapping[str, Any], default: int) -> int:
     """Number of classes: transformers saves their names and counts those."""
-    names = config.get("id2label")
-    require(
-        names is None or isinstance(names, Mapping),
-        f"config.json: id2label is {shown(names)}; expected an object with a name for each class",
-    )
+    names = label_names(config)
     return len(names) if names else int(config_value(config, "num_labels", default))
+
+
+def label_names(config: Mapping[str, Any]) -> dict[int, str]:
+    """The names of classes by their number, as transformers reads them from config.json; {} if there are none.
+
+    Raises SpecError for a field that transformers would not read either.
+    """
+    names = config.get("id2label") or {}
+    expected = "expected an object with a name for the number of each class"
+    require(isinstance(names, Mapping), f"config.json: id2label is {shown(names)}; {expected}")
+    for number in names:
+        require(
+            re.fullmatch("[0-9]{1,9}", number) is not None,
+            f"config.json: id2label names a class {shown(number)}; {expected}",
+        )
+    return {int(number): str(name) for number, name in names.items()}
 
 
 def config_value(config: Mapping[str, Any], name: str, default: Any) -> Any:

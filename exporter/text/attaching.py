@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+import filecmp
 from dataclasses import dataclass
 from pathlib import Path
 
 from effexport.artifact import Artifact
 from effexport.errors import MissingExtraError, UserError
+from effexport.models.bounded_file import MOST_BYTES_OF_VOCABULARY, FileTooLargeError, bounded_bytes
 from effexport.models.families import CONFIG
 from effexport.text.fast_tokenizer import fast_tokenizer
 from effexport.text.tokenizer_files import (
+    REMEDY,
     TOKENIZER_FILES,
     TOKENIZER_JSON,
     VOCABULARIES,
@@ -59,7 +61,7 @@ def tokenizer_of_refit(previous: Artifact, checkpoint: Path | None) -> tuple[Tok
         notes = [
             f"The tokenizer is that of {previous.path.resolve().name}; {checkpoint.resolve().name} has another one: if "
             "its weights were trained with that, build the artifact again."
-        ] * (other.read_bytes() != kept.read_bytes())
+        ] * (not filecmp.cmp(other, kept, shallow=False))
     folder = previous.path if any(name in files for name in TOKENIZER_FILES) else None
     return TokenizerSource(folder, config=config), notes
 
@@ -72,7 +74,7 @@ def copy_tokenizer(source: TokenizerSource, target: Path, vocab_size: int | None
     Raises UserError for a damaged tokenizer, one with code of its own, and one that does not fit the model.
     """
     if source.config is not None:
-        shutil.copyfile(source.config, target / CONFIG)
+        copy_bounded(source.config, target / CONFIG)
     if source.folder is None:
         return []
     if not has_tokenizer(source.folder):
@@ -87,9 +89,17 @@ def copy_tokenizer(source: TokenizerSource, target: Path, vocab_size: int | None
         raise UserError("--tokenizer is for models that read tokens; this one has no input_ids: leave it out")
     for name in TOKENIZER_FILES:
         if (source.folder / name).is_file():
-            shutil.copyfile(source.folder / name, target / name)
+            copy_bounded(source.folder / name, target / name)
     notes = [] if (target / TOKENIZER_JSON).is_file() else converted(source, target)
     return notes or checked(source.folder, target, vocab_size)
+
+
+def copy_bounded(file: Path, copy: Path) -> None:
+    """Copy a file, unless it is larger than the largest vocabulary. Raises UserError."""
+    try:
+        copy.write_bytes(bounded_bytes(file, MOST_BYTES_OF_VOCABULARY))
+    except FileTooLargeError as error:
+        raise UserError(f"{file} cannot be used: {error}; {REMEDY}") from error
 
 
 def converted(source: TokenizerSource, target: Path) -> list[str]:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from effexport.errors import UserError
+from effexport.models.checkpoint_spec import label_names
+from effexport.models.validation import SpecError
 from effexport.text.task import Prepared, Reader, best, softmax
 
 if TYPE_CHECKING:
@@ -36,8 +39,11 @@ class Labels:
 
 
 def labels_from_config(config: Mapping[str, Any], count: int) -> Labels:
-    """The classes that config.json names; transformers calls unnamed ones LABEL_0, LABEL_1, …"""
-    names = {int(number): str(name) for number, name in (config.get("id2label") or {}).items()}
+    """The classes that config.json names; transformers calls unnamed ones LABEL_0, LABEL_1, … Raises UserError."""
+    try:
+        names = label_names(config)
+    except SpecError as error:
+        raise UserError(str(error)) from error
     return Labels(tuple(names.get(i, f"LABEL_{i}") for i in range(count)), config.get("problem_type"))
 
 

@@ -291,6 +291,22 @@ def test_a_compressed_archive_is_refused_because_it_may_be_a_bomb(folder: Path) 
         read_weights(folder)
 
 
+def test_records_that_are_cut_off_or_exchanged_are_refused(folder: Path) -> None:
+    path = folder / "pytorch_model.bin"
+    weight = torch.arange(32.0)
+    torch.save({"a": weight, "part of a": weight[3:7], "b": torch.ones(7), "none": torch.ones(0)}, path)
+    assert torch.equal(read_weights(folder)["part of a"], weight[3:7])
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    first, second = (next(name for name in entries if name.endswith(f"/data/{n}")) for n in (0, 1))
+    for changes in ({first: entries[first][:8]}, {first: entries[second], second: entries[first]}):
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+            for name, data in (entries | changes).items():
+                archive.writestr(name, data)
+        with pytest.raises(SpecError, match="its records are not as long as its tensors"):
+            read_weights(folder)
+
+
 @pytest.mark.parametrize("length", [2**64 - 1, 9 << 20])
 def test_a_header_of_more_tensors_than_a_model_has_is_refused(folder: Path, length: int) -> None:
     path = folder / "model.safetensors"
@@ -360,8 +376,10 @@ def test_names_of_tensors_cannot_break_the_line_of_an_error(tmp_path: Path) -> N
         ('{"model_type": "reformer", "attn_layers": [' + "[]," * 100_000 + "0]}", "attn_layers is .*expected a list"),
         ('{"model_type": "nystromformer", "hidden_act": "' + "x" * 10**6 + '"}', "hidden_act is 'x+…"),
         ('{"model_type": "nystromformer", "id2label": ' + "[" * 500 + "]" * 500 + "}", "id2label is "),
+        ('{"model_type": "nystromformer", "id2label": {"x": "A"}}', "id2label names a class 'x'; expected an object"),
+        ('{"model_type": "nystromformer", "id2label": {"' + "9" * 5000 + '": "A"}}', "id2label names a class '9+…"),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_a_hostile_config_is_refused_in_one_short_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)

@@ -92,6 +92,11 @@ def edited(folder: Path, file: str, **changes: Any) -> None:
     (folder / file).write_text(json.dumps(values | changes), encoding="utf-8")
 
 
+def endless(folder: Path) -> None:
+    with (folder / "tokenizer.json").open("wb") as stream:
+        stream.truncate(1 << 40)
+
+
 def damage(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE"', encoding="utf-8")
 
@@ -110,6 +115,7 @@ def damage(folder: Path) -> None:
         (lambda folder: (folder / "tokenizer_config.json").write_bytes(b"\xff"), 210, "cannot read"),
         (lambda folder: (folder / "tokenizer_config.json").write_text(" " * (5 << 20)), 210, "larger than 4096 KB"),
         (lambda folder: (folder / "tokenizer.json").write_text(" " * (129 << 20)), 210, "larger than 131072 KB"),
+        (endless, 210, "larger than 131072 KB"),
         (
             lambda folder: edited(folder, "tokenizer_config.json", auto_map=["x" * 5_000]),
             210,
@@ -118,7 +124,7 @@ def damage(folder: Path) -> None:
     ],
     ids=[
         *("too-large", "auto-map", "damaged", "wrong-field", "not-utf-8"),
-        *("large-config", "large-vocabulary", "long-auto-map"),
+        *("large-config", "large-vocabulary", "endless-vocabulary", "long-auto-map"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_one_error_that_names_its_folder(

@@ -20,6 +20,7 @@ from transformers_models import same_rotations
 import effexport
 from effexport.artifact import open_artifact
 from effexport.errors import UserError
+from effexport.text.classification import labels_from_config
 from effexport.text.fill_mask import FillMask
 from effexport.text.task import TextOptions
 
@@ -305,3 +306,9 @@ def test_exported_checkpoints_answer_as_transformers_does(
         if task == "text-classification":
             given, expected = given[:1], expected
         assert_same_answers(given, expected, LIMIT)
+
+
+@pytest.mark.parametrize("names", [["A"], {"x": "A"}, {"9" * 5000: "A"}, "A"])
+def test_names_of_classes_that_are_none_are_one_error(names: Any) -> None:
+    with pytest.raises(UserError, match="expected an object with a name for the number of each class"):
+        labels_from_config({"id2label": names}, 2)
