@@ -205,19 +205,18 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         # the tensors of an archive stay in the file until they are read
         is_archive = zipfile.is_zipfile(path)
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-        if is_archive and isinstance(value, dict):
-            check_records(path, [tensor for tensor in value.values() if isinstance(tensor, torch.Tensor)])
+        has_names = isinstance(value, dict) and all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
+        )
+        if is_archive and has_names:
+            check_records(path, list(value.values()))
     except Exception as error:  # for other bytes than weights, torch.load raises anything, such as KeyError
         reason = shown_reason(error)
         raise SpecError(
             f"{path} is not a readable weights file: {reason}; expected a .safetensors file or a state_dict that "
             "torch.save has written"
         ) from error
-    require(
-        isinstance(value, dict)
-        and all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()),
-        f"{path} does not hold named tensors; save the state_dict of the model",
-    )
+    require(has_names, f"{path} does not hold named tensors; save the state_dict of the model")
     return dict(value)
 
 
@@ -254,7 +253,8 @@ def check_records(path: Path, tensors: Sequence[torch.Tensor]) -> None:
     """Raise ValueError unless the records of an archive are as long as the tensors that torch.load has mapped to them:
     it does not look itself, and reads on into the next record."""
     with zipfile.ZipFile(path) as archive:
-        records = [entry for entry in archive.infolist() if PurePosixPath(entry.filename).parent.name == "data"]
+        # below a folder with the name that the file had when it was written, which may be "data" as well
+        records = [entry for entry in archive.infolist() if PurePosixPath(entry.filename).match("*/data/*")]
     in_file = [entry.file_size for entry in sorted(records, key=lambda entry: entry.header_offset) if entry.file_size]
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     if [size for _, size in sorted(storages.items()) if size] != in_file:

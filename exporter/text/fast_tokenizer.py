@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 # transformers writes 1e30 for "no limit"
 LONGEST = 2**31
+# The library takes 2 s to read this many, and four times as long for twice as many.
+MOST_ADDED_TOKENS = 30_000
+# Most tokenizers add one or two.
+MOST_TOKENS_AROUND_TEXT = 1_000
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,12 @@ def fast_tokenizer(folder: Path) -> FastTokenizer:
     options = json_of(folder / TOKENIZER_CONFIG)
     kind = class_of(folder, options)
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(vocabulary(folder))
+        data = vocabulary(folder)
+        check_count(len(msgspec.json.decode(data, type=TokenizerJson).added_tokens))
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        around = max(map(tokenizer.num_special_tokens_to_add, (False, True)))
+        if around > MOST_TOKENS_AROUND_TEXT:
+            raise ValueError(f"it adds {around:,} tokens to every text; expected at most {MOST_TOKENS_AROUND_TEXT:,}")
         if not tokenizer.get_vocab_size():
             raise ValueError("its vocabulary is empty")
         tokenizer.no_truncation()
@@ -105,10 +114,28 @@ def vocabulary(folder: Path) -> bytes:
     return bounded_bytes(folder / TOKENIZER_JSON, MOST_BYTES_OF_VOCABULARY)
 
 
+class AddedTokenJson(msgspec.Struct):
+    """An added token of tokenizer.json, with the fields that the library requires."""
+
+    id: int
+    content: str
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+    special: bool
+
+
 class TokenizerJson(msgspec.Struct):
     """What is read of tokenizer.json beside what the library reads."""
 
-    added_tokens: list[dict[str, Any]] = []
+    added_tokens: list[AddedTokenJson] = []
+
+
+def check_count(added_tokens: int) -> None:
+    """Raise ValueError for more added tokens than a tokenizer has: the library takes minutes for 300,000."""
+    if added_tokens > MOST_ADDED_TOKENS:
+        raise ValueError(f"it has {added_tokens:,} added tokens; expected at most {MOST_ADDED_TOKENS:,}")
 
 
 def class_of(folder: Path, options: Mapping[str, Any]) -> TokenizerClass:
@@ -155,6 +182,7 @@ def add_missing_tokens(
         if str_of(token) not in seen and (not isinstance(token, str) or token not in present):
             missing.append(token)
         seen.add(str_of(token))
+    check_count(len(missing))
     tokenizer.add_tokens([with_special(token, special=str_of(token) in texts) for token in missing])
     return {name: str_of(token) for name, token in special.items()}
 
@@ -183,7 +211,7 @@ def given_tokens(folder: Path, options: Mapping[str, Any]) -> tuple[dict[str, An
         return given, {int(number): token_from_json(dict(token)) for number, token in decoder.items()}
     for name, value in json_of(folder / SPECIAL_TOKENS_MAP).items():
         if name == "additional_special_tokens" and isinstance(value, list):
-            known = given.get(name) or []
+            known = dict.fromkeys(given.get(name) or ())
             found = [token_from_json(token, special=True) for token in value]
             given[name] = [*known, *(token for token in found if token not in known)]
         else:
@@ -195,7 +223,8 @@ def given_tokens(folder: Path, options: Mapping[str, Any]) -> tuple[dict[str, An
         for text, number in json_of(folder / ADDED_TOKENS).items()
     }
     for token in msgspec.json.decode(vocabulary(folder), type=TokenizerJson).added_tokens:
-        listed[token["id"]] = token_from_json({key: value for key, value in token.items() if key != "id"})
+        fields = msgspec.structs.asdict(token)
+        listed[fields.pop("id")] = token_from_json(fields)
     return given, listed
 
 

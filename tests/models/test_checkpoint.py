@@ -307,6 +307,13 @@ def test_records_that_are_cut_off_or_exchanged_are_refused(folder: Path) -> None
             read_weights(folder)
 
 
+def test_a_file_that_was_called_data_when_it_was_written_is_read(folder: Path) -> None:
+    """Every name in its archive then begins with data/, not only those of the records."""
+    torch.save({"w": torch.ones(2)}, folder / "data.bin")
+    (folder / "data.bin").rename(folder / "pytorch_model.bin")
+    assert read_weights(folder)["w"].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("length", [2**64 - 1, 9 << 20])
 def test_a_header_of_more_tensors_than_a_model_has_is_refused(folder: Path, length: int) -> None:
     path = folder / "model.safetensors"
@@ -388,8 +395,9 @@ def test_a_hostile_config_is_refused_in_one_short_line(tmp_path: Path, text: str
     assert len(str(failure.value)) < 600
 
 
-def test_a_file_of_something_else_is_refused(folder: Path) -> None:
-    torch.save([torch.zeros(1)], folder / "pytorch_model.bin")
+@pytest.mark.parametrize("value", [[torch.zeros(1)], {"epoch": 1, "model": {"w": torch.zeros(1)}}])
+def test_a_file_of_something_else_is_refused(folder: Path, value: Any) -> None:
+    torch.save(value, folder / "pytorch_model.bin")
     with pytest.raises(SpecError, match="does not hold named tensors"):
         read_weights(folder)
 

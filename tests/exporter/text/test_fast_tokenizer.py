@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,37 @@ def test_a_special_token_that_is_listed_as_an_ordinary_one_is_special(tmp_path: 
     edited(tmp_path, "tokenizer.json", added_tokens=[token | {"special": False} for token in tokens])
     edited(tmp_path, "tokenizer_config.json", added_tokens_decoder="removed")
     assert_same(ours(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_more_added_tokens_than_a_tokenizer_has_are_refused(file: str, tmp_path: Path) -> None:
+    """The library needs more than a minute to read as many from tokenizer.json."""
+    saved_tokenizer("bert-additional", tmp_path)
+    if file == "tokenizer.json":
+        tokens = json.loads((tmp_path / file).read_text(encoding="utf-8"))["added_tokens"]
+        more = [tokens[0] | {"id": 1000 + i, "content": f"<{i}>"} for i in range(200_000)]
+        edited(tmp_path, file, added_tokens=tokens + more)
+    else:
+        edited(tmp_path, "tokenizer_config.json", added_tokens_decoder="removed")
+        edited(tmp_path, "tokenizer_config.json", additional_special_tokens=[f"<{i}>" for i in range(20_000)])
+        edited(tmp_path, file, additional_special_tokens=[f"<{i}>" for i in range(10_000, 200_000)])
+    started = time.process_time()
+    with pytest.raises(UserError, match=r"it has [12]..,... added tokens; expected at most 30,000"):
+        ours(tmp_path)
+    assert time.process_time() - started < 4
+
+
+def test_a_template_that_adds_a_million_tokens_to_every_text_is_refused(tmp_path: Path) -> None:
+    saved_tokenizer("bert", tmp_path)
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "x", "type_id": 0}}] * 1_000 + [{"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"x": {"id": "x", "ids": [2] * 1_000, "tokens": ["x"] * 1_000}},
+    }
+    edited(tmp_path, "tokenizer.json", post_processor=template)
+    with pytest.raises(UserError, match="it adds 1,000,000 tokens to every text; expected at most 1,000"):
+        ours(tmp_path)
 
 
 def test_a_text_that_the_library_cannot_read_is_refused(tmp_path: Path) -> None:
