@@ -326,12 +326,15 @@ def common_zero(call: Call, dice: Dice) -> Call:
 
 def huge_rounds(call: Call, dice: Dice) -> Call:
     """LSHHash: rounds without directions cost no memory, however many there are."""
-    if call.op != "LSHHash":
+    if call.op != "LSHHash" or [(name, array.ndim) for name, array in call.feeds.items()] != [
+        ("qk", 4),
+        ("rotations", 4),
+    ]:
         return common_zero(call, dice)
     batch, heads, tokens, _ = call.feeds["qk"].shape
     rounds = dice.choices.choice((2**31, 2**40, 2**44, 2**52))
-    rotations = np.zeros((heads, 0, rounds, call.feeds["rotations"].shape[3]), np.float32)
-    qk = np.zeros((batch, heads, tokens, 0), call.feeds["qk"].dtype)
+    rotations = resized(np.zeros(0, np.float32), [heads, 0, rounds, call.feeds["rotations"].shape[3]])
+    qk = resized(np.zeros(0, call.feeds["qk"].dtype), [batch, heads, tokens, 0])
     feeds = call.feeds | {"qk": qk, "rotations": rotations}
     return replace(call, feeds=feeds, limit=None, harm=f"{rounds} rounds of no channels")
 
@@ -356,7 +359,7 @@ def wild_arity(call: Call, dice: Dice) -> Call:
     elif how == "empty":  # see the model: an input without a value has no name
         feeds = {key: np.zeros((), object) if key == name else array for key, array in feeds.items()}
     elif how == "more":
-        feeds["one_more"] = feeds[name]
+        feeds["one_more_input"] = feeds[name]
     elif how == "no output":
         outputs = ()
     elif how == "more outputs":
@@ -394,5 +397,5 @@ def drawn(seed: int, index: int) -> Call:
     if kind < 0.45:
         return odd_bools(call, dice)
     call = choices.choice(HARMS)(call, dice)
-    is_whole = all(array.dtype != object and array.ndim for array in call.feeds.values())
+    is_whole = call.feeds and all(array.dtype != object and array.ndim for array in call.feeds.values())
     return choices.choice(HARMS)(call, dice) if kind > 0.9 and is_whole else call
