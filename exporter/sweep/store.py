@@ -111,9 +111,12 @@ class Store:
         if not self.path.is_dir():
             raise UserError(f"{self.path} is a file; expected the path of a folder to create")
         mark = self.path / MARK
-        if not any(self.path.iterdir()):
-            return
         if not mark.is_file():
+            # a sweep that is just starting, or was killed then, has made its folders and no mark yet
+            begun = (CELLS, FAILED, STAGING, LOCK)
+            names = (path.name for path in self.path.iterdir())
+            if all(name in begun or name.startswith(f".{MARK}.partial-") for name in names):
+                return
             raise UserError(f"{self.path} is not the output of a sweep, and not empty; choose another folder with -o")
         version = values_of_file(mark, ANOTHER_FOLDER).get("format_version")
         if type(version) is not int or version > FORMAT_VERSION:

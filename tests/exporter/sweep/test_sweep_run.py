@@ -260,6 +260,14 @@ def test_a_folder_belongs_to_one_sweep_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_a_sweep_that_was_killed_before_it_left_its_mark_is_begun_again(tmp_path: Path) -> None:
+    for name in ("cells", "failed", ".staging"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+    (tmp_path / "out" / ".sweep.json.partial-1-1").touch()
+    with Store(tmp_path / "out").opened():
+        assert (tmp_path / "out" / "sweep.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
