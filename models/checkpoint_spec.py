@@ -277,6 +277,8 @@ def num_labels_from_config(config: Mapping[str, Any], default: int) -> int:
 def label_names(config: Mapping[str, Any]) -> dict[int, str]:
     """The names of classes by their number, as transformers reads them from config.json; {} if there are none.
 
+    The keys are strings in JSON and numbers in a configuration of transformers; both are read.
+
     Raises SpecError for a field that transformers would not read either.
     """
     names = config.get("id2label") or {}
@@ -284,7 +286,7 @@ def label_names(config: Mapping[str, Any]) -> dict[int, str]:
     require(isinstance(names, Mapping), f"config.json: id2label is {shown(names)}; {expected}")
     for number in names:
         require(
-            re.fullmatch("[0-9]{1,9}", number) is not None,
+            re.fullmatch("[0-9]{1,9}", str(number)) is not None,
             f"config.json: id2label names a class {shown(number)}; {expected}",
         )
     return {int(number): str(name) for number, name in names.items()}
