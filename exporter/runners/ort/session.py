@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -71,9 +72,8 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
         providers.insert(0, ort_tensorrt.provider_entry(ort, model, external, settings, kernels.ops))
     if settings.provider == "tensorrt-rtx":
         ort_rtx.add_provider(ort, options, model, external_files(model, external_folder), settings)
-    source = model if isinstance(model, bytes) else str(model)
     try:
-        inference = opened(ort, source, options, providers)
+        inference = opened(ort, model, options, providers)
     except Exception as error:  # onnxruntime has no common base class for its errors
         if placement is not None and settings.cuda_graph:
             placement.check_capture()
@@ -95,17 +95,44 @@ def session_from_model(model: Path | bytes, settings: OrtSettings, external_fold
     return Session(inference, implementation_of(inference, kernels, settings))
 
 
-def opened(ort: Any, source: bytes | str, options: Any, providers: list[Any]) -> Any:
+def opened(ort: Any, source: Path | bytes, options: Any, providers: list[Any]) -> Any:
     """An InferenceSession. Raises what onnxruntime raises."""
     try:
         # by default, if a provider fails, onnxruntime prints a note and continues with the next one
         return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
     except Exception as error:
-        if "float8" not in str(error):
+        if "float8" in str(error):
+            # onnxruntime makes integer products of Q/DQ pairs in float8, and then refuses them (1.31)
+            options.add_session_config_entry(KEEP_QDQ_KEY, "1")
+        elif "replace the existing tensor" in str(error):
+            # for exact int8 products, onnxruntime makes unsigned weights: for each product, under one name (1.31)
+            if isinstance(source, Path):
+                options.add_session_config_entry(EXTERNAL_FOLDER_KEY, str(source.parent.resolve()))
+            source = with_own_weights(source)
+        else:
             raise
-    # onnxruntime makes integer products of Q/DQ pairs in float8, and then refuses them (1.31)
-    options.add_session_config_entry(KEEP_QDQ_KEY, "1")
     return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
+
+
+def with_own_weights(model: Path | bytes) -> bytes:
+    """A model in which no two nodes of the main graph read one int8 initializer: each but the first reads a copy.
+
+    Copies of external data are references to the same place of the file. Raises UserError as `load_graph` does.
+    """
+    from onnx import ModelProto, TensorProto
+
+    proto = load_graph(model) if isinstance(model, Path) else ModelProto.FromString(model)
+    int8 = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.data_type == TensorProto.INT8}
+    readers = Counter[str]()
+    for node in proto.graph.node:
+        for position, name in enumerate(node.input):
+            if name in int8:
+                if readers[name]:
+                    copy = proto.graph.initializer.add()
+                    copy.CopyFrom(int8[name])
+                    copy.name = node.input[position] = f"{name}.effexport.{readers[name]}"
+                readers[name] += 1
+    return bytes(proto.SerializeToString())
 
 
 def without_weights(model: Path | bytes) -> onnx.ModelProto:

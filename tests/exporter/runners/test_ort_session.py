@@ -331,3 +331,38 @@ def test_nan_weights_are_an_expected_error_that_names_the_operator(built: Built,
     assert failure.value.exit_code == 1
     bodies = verify_candidate(tmp_path / "model.onnx", cases, artifact.spec, [], OrtSettings(implementation="body"))
     assert "failed" in {check.status for check in bodies.checks}
+
+
+@pytest.mark.parametrize("external", [False, True], ids=["inline", "external"])
+def test_products_that_share_an_int8_weight_get_one_each(external: bool, tmp_path: Path) -> None:
+    """Without int8 instructions, ONNX Runtime 1.31 refuses exact products that share one."""
+    import onnxruntime
+    from onnx import helper
+
+    random = np.random.default_rng(0)
+    weight, table = (random.integers(-127, 128, (64, 64)).astype(np.int8) for _ in range(2))
+    tensors = [numpy_helper.from_array(*pair) for pair in ((weight, "w"), (table, "t"), (np.array(128, np.uint8), "z"))]
+    nodes = [
+        helper.make_node("MatMulInteger", ["x", "w", "z"], ["a"]),
+        helper.make_node("MatMulInteger", ["x", "t", "z"], ["b"]),
+        helper.make_node("MatMulInteger", ["x", "w", "z"], ["c"]),
+    ]
+    outputs = [helper.make_tensor_value_info(name, onnx.TensorProto.INT32, [5, 64]) for name in "abc"]
+    inputs = [helper.make_tensor_value_info("x", onnx.TensorProto.UINT8, [5, 64])]
+    graph = helper.make_graph(nodes, "shared", inputs, outputs, tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    path = tmp_path / "model.onnx"
+    onnx.save_model(model, str(path), save_as_external_data=external, location="weights", size_threshold=0)
+
+    own = onnx.ModelProto.FromString(ort_session.with_own_weights(path))
+    readers = [name for node in own.graph.node for name in node.input[1:2]]
+    assert len(set(readers)) == 3
+    assert (tmp_path / "weights").exists() == external
+
+    options = ort_session.session_options(onnxruntime, OrtSettings(), None)
+    options.add_session_config_entry(ort_session.EXACT_INT8_KEY, "1")
+    codes = random.integers(0, 256, (5, 64)).astype(np.uint8)
+    products = ort_session.opened(onnxruntime, path, options, ["CPUExecutionProvider"]).run(None, {"x": codes})
+    signed = codes.astype(np.int32) - 128
+    for product, factor in zip(products, (weight, table, weight), strict=True):
+        assert np.array_equal(product, signed @ factor.astype(np.int32))
