@@ -17,7 +17,7 @@ import click
 from effexport.disk import ANOTHER_TEMPORARY, is_disk_full
 from effexport.errors import DiskFullError, EffexportError, EngineWarning, KernelWarning, UserError
 from effexport.files import json_text
-from effexport.termination import Terminated, ending_in_order
+from effexport.termination import Terminated, ending_in_order, stop_behind
 from effexport.version import __version__
 
 # What errors quote of a command line, and the longest line of an error, in characters.
@@ -143,7 +143,12 @@ def run(arguments: list[str]) -> None:
         with ending_in_order(), warnings.catch_warnings():
             warnings.showwarning = show_warning
             check_not_empty(arguments)
-            code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)
+            try:
+                code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)
+            except Exception as error:
+                if (stop := stop_behind(error)) is not None:
+                    raise stop from None
+                raise
     except (click.exceptions.Abort, KeyboardInterrupt):  # click turns only those that it sees into its own
         fail("interrupted", 130, arguments)
     except Terminated as signal:

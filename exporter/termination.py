@@ -27,6 +27,15 @@ class Terminated(SystemExit):
         super().__init__(128 + number)
 
 
+def stop_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None:
+    """The signal that an error stands for: a module in C++ that one interrupts while it is imported raises ImportError
+    from it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, (KeyboardInterrupt, Terminated)):
+        cause = cause.__cause__
+    return cause
+
+
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
     """The handler. A second signal, which may come while the first one is being obeyed, ends the process at once."""
     signal.signal(number, signal.SIG_DFL)

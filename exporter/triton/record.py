@@ -88,6 +88,9 @@ def read_record(folder: Path) -> ModelRecord | None:
     if type(version) is int and version > FORMAT_VERSION:
         raise UserError(f"{path} was written by a newer effexport; upgrade effexport")
     record = record_from_values(values, ModelRecord, str(path), REPACKAGE)
+    for kind, tensors in (("inputs", record.inputs), ("outputs", record.outputs)):
+        if not tensors:
+            raise UserError(f"{path} is damaged: it describes a model without {kind}; {REPACKAGE}")
     check_tensors((*record.inputs, *record.outputs), str(path), REPACKAGE, others=(STRING,))
     if record.name != folder.name:
         raise UserError(f"{path} is damaged: it describes the model {record.name!r}; {REPACKAGE}")

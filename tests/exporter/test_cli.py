@@ -28,6 +28,7 @@ from effexport.cli import cli as effexport_cli
 from effexport.errors import UserError
 from effexport.models.spec import ATTENTION_SPECS
 from effexport.plugins.building.library import find_library
+from effexport.termination import Terminated
 
 pytestmark = pytest.mark.requires("torch", "onnx", "ort")
 Cli = Callable[..., Any]
@@ -793,6 +794,19 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("effexport.environment.examine", bug)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["doctor"])
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "word"), [(KeyboardInterrupt(), 130, "interrupted"), (Terminated(15), 143, "terminated")]
+)
+def test_a_signal_during_the_import_of_a_module_in_cpp_is_one_line(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int, word: str
+) -> None:
+    def imported(*arguments: object, **options: object) -> None:
+        raise ImportError("initialization failed") from stop  # as pybind11 does
+
+    monkeypatch.setattr("effexport.environment.examine", imported)
+    assert cli("doctor").error(code) == word
 
 
 def test_an_interrupt_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

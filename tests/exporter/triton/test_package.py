@@ -408,6 +408,18 @@ def test_a_damaged_record_is_refused_and_nothing_is_written(
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("kind", ["inputs", "outputs"])
+def test_a_record_of_a_model_without_tensors_is_refused(
+    built: Built, cli: Callable[..., Any], tmp_path: Path, kind: str
+) -> None:
+    options = ("-o", tmp_path, "--backend", "python", "--name")
+    assert cli("package", built("softmax").path, *options, "m").code == 0
+    record = tmp_path / "m" / "effexport.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {kind: []}))
+    error = cli("package", built("lsh").path, *options, "n").error()
+    assert f"is damaged: it describes a model without {kind}" in error
+
+
 def test_a_repository_that_cannot_be_one_is_refused(
     built: Built, copied: Callable[..., Path], cli: Callable[..., Any], snapshot: Snapshot, tmp_path: Path
 ) -> None:
