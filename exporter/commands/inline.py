@@ -123,15 +123,22 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
 
 
 def save_inlined(artifact: Artifact, path: Path) -> int:
-    """Write the inlined model, check its signature, and return how many nodes it has."""
+    """Write the inlined model, check its signature, and return how many nodes it has.
+
+    Raises UserError for a model whose values have types that onnx_ir does not read.
+    """
     import onnx_ir as ir
 
+    from effexport.errors import UserError
     from effexport.export.inlined import inline_functions
     from effexport.export.onnx_from_module import save
     from effexport.export.onnx_graph import GraphSignature, check_graph
 
     spec = artifact.spec
-    model = ir.load(artifact.model_path)
+    try:
+        model = ir.load(artifact.model_path)
+    except ir.serde.SerdeError as error:
+        raise UserError(f"{artifact.model_path} is damaged: onnx_ir refuses it; build the artifact again") from error
     inline_functions(model)
     save(model, spec, path)
     check_graph(path, GraphSignature(spec.inputs, spec.outputs, {}))
