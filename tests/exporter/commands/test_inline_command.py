@@ -190,3 +190,18 @@ def test_no_variant_has_custom_operators_inline() -> None:
             BuildRequest({"variant": variant, **SMALL, "inline": True}, None, None, None, None).resolve()[0].custom_ops
             == {}
         )
+
+
+def test_a_graph_with_values_of_an_unknown_type_is_refused(built: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    from effexport.commands import inline
+    from effexport.errors import UserError
+
+    artifact = built("lsh", "encoder")
+    model = onnx.load(artifact.model_path)
+    value = next(value for value in model.graph.value_info if value.name.startswith("val"))
+    value.type.tensor_type.elem_type = 99
+    onnx.save(model, str(tmp_path / "model.onnx"))
+    monkeypatch.setattr(type(artifact), "model_path", tmp_path / "model.onnx")
+    with pytest.raises(UserError, match="is damaged: onnx_ir refuses it"):
+        inline.save_inlined(artifact, tmp_path / "inlined.onnx")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
