@@ -16,6 +16,7 @@ from effexport.commands._options import (
     stage_progress,
     stderr_console,
 )
+from effexport.errors import UserError
 from effexport.units import megabytes
 
 if TYPE_CHECKING:
@@ -129,7 +130,6 @@ def save_inlined(artifact: Artifact, path: Path) -> int:
     """
     import onnx_ir as ir
 
-    from effexport.errors import UserError
     from effexport.export.inlined import inline_functions
     from effexport.export.onnx_from_module import save
     from effexport.export.onnx_graph import GraphSignature, check_graph

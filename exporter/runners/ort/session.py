@@ -119,9 +119,9 @@ def with_own_weights(model: Path | bytes) -> bytes:
 
     Copies of external data are references to the same place of the file. Raises UserError as `load_graph` does.
     """
-    from onnx import ModelProto, TensorProto
+    from onnx import TensorProto
 
-    proto = load_graph(model) if isinstance(model, Path) else ModelProto.FromString(model)
+    proto = proto_of(model)
     int8 = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.data_type == TensorProto.INT8}
     readers = Counter[str]()
     for node in proto.graph.node:
@@ -137,11 +137,16 @@ def with_own_weights(model: Path | bytes) -> bytes:
 
 def without_weights(model: Path | bytes) -> onnx.ModelProto:
     """The graph of a model, as `remove_weights` leaves it. Raises UserError for a file that is not a model."""
-    from onnx import ModelProto
-
-    proto = ModelProto.FromString(model) if isinstance(model, bytes) else load_graph(model)
+    proto = proto_of(model)
     remove_weights(proto)
     return proto
+
+
+def proto_of(model: Path | bytes) -> onnx.ModelProto:
+    """A model without its external data. Raises UserError for a file that is not a model."""
+    from onnx import ModelProto
+
+    return load_graph(model) if isinstance(model, Path) else ModelProto.FromString(model)
 
 
 def kernels_of_model(model: Path | bytes, graph: onnx.ModelProto | None, settings: OrtSettings) -> Kernels:
