@@ -6,13 +6,14 @@
     .venv/bin/python scripts/campaign.py --part artifacts --seed 7
 
 Exit status 1 if a case ended as it must not: a traceback, a crash, a wrong answer, a lost file, or beyond its
-limit of time or memory.
+limit of time or memory. The attacks use packages of the tests, which scripts/test.sh and scripts/soak.sh install.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / "support"
 
 from campaign.tally import Tally  # noqa: E402
 
+PACKAGES_OF_TESTS = ("transformers", "pytest")
 SHOWN_PROBLEMS = 20
 
 
@@ -49,6 +51,9 @@ def main() -> None:
     parser.add_argument("--cases", type=int, help="number of cases of each part; default: see the table at the end")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    missing = [package for package in PACKAGES_OF_TESTS if importlib.util.find_spec(package) is None]
+    if missing:
+        parser.error(f"{', '.join(missing)} not installed; expected the packages of the tests; run: scripts/test.sh")
 
     failed = False
     rows = ["| Part | Cases | Outcomes | Problems | Minutes |", "|---|---|---|---|---|"]
