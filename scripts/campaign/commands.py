@@ -113,7 +113,7 @@ def in_workers(cases: int, start: Callable[..., Case], *arguments: object, worke
         if worker.next_case(indices):
             running[number] = worker, indices
         else:
-            worker.stop()
+            worker.finish()
     while running:
         for number, (worker, indices) in list(running.items()):
             ended = worker.ended()
@@ -128,7 +128,7 @@ def in_workers(cases: int, start: Callable[..., Case], *arguments: object, worke
                 worker = Worker(context, start, arguments, number)
                 running[number] = worker, indices
             if not worker.next_case(indices):
-                worker.stop()
+                worker.finish()
                 del running[number]
     return tally
 
@@ -167,6 +167,12 @@ class Worker:
             self.stop()
             return "problem", f"case {self._case}: still running after {HANGS_AFTER_S:g} s"
         return None
+
+    def finish(self) -> None:
+        """Let the process end by itself, as it does where the pipe ends."""
+        self._pipe.close()
+        self._process.join(HANGS_AFTER_S)
+        self.stop()
 
     def stop(self) -> None:
         self._process.kill()

@@ -70,7 +70,7 @@ def places() -> Iterator[tuple[str, str]]:
 
 def planted(*, no_ops: bool) -> Iterator[Any]:
     """Every fault in every place where it can occur. The first place of a fault in a variant is fast in every fourth
-    variant and slow in as many others. The rest is for soak tests."""
+    variant and slow in every eighth. The rest is for soak tests."""
     firsts: Counter[str] = Counter()
     for name, configuration in places():
         for fault in ALL_FAULTS:
@@ -79,7 +79,7 @@ def planted(*, no_ops: bool) -> Iterator[Any]:
                 label = f"{name}-{configuration}-{fault.name.replace(' ', '-')}"
                 marks = SOAK
                 if configuration == first:
-                    marks = (FAST, SOAK, SLOW, SOAK)[firsts[fault.name] % 4]
+                    marks = (FAST, SOAK, SLOW, SOAK, FAST, SOAK, SOAK, SOAK)[firsts[fault.name] % 8]
                     firsts[fault.name] += 1
                 yield pytest.param(name, configuration, fault, id=label, marks=marks)
 

@@ -28,6 +28,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "static": {"precision": "int8", "quantization": "static"},
     "fp8": {"precision": "fp8"},
 }
+STATIC_IN_EVERY_RUN = (("nystrom", "static"), ("aft-conv", "fp8"))
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +66,14 @@ def test_every_variant_computes_its_quantised_model(name: str, tokens: Path, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["static", "fp8"])
-@pytest.mark.parametrize("name", ["nystrom", "lsh", "softmax", "aft-conv"])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        pytest.param(name, scheme, marks=() if (name, scheme) in STATIC_IN_EVERY_RUN else pytest.mark.soak)
+        for name in ("nystrom", "lsh", "softmax", "aft-conv")
+        for scheme in ("static", "fp8")
+    ],
+)
 def test_static_scales_of_every_kind_of_variant(name: str, scheme: str, tokens: Path, tmp_path: Path) -> None:
     artifact = quantised(name, scheme, tokens, tmp_path)
     assert artifact.manifest.parity.passed
@@ -280,8 +287,14 @@ def test_a_stripped_file_is_still_judged_by_its_free_run(tokens: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.requires("rtx")
-@pytest.mark.parametrize("name", ATTENTION_SPECS)
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [  # every run builds each variant once; the other precision of each is for the soak run
+        pytest.param(name, precision, marks=pytest.mark.soak if (i + j) % 2 else ())
+        for i, name in enumerate(ATTENTION_SPECS)
+        for j, precision in enumerate(("int8", "fp8"))
+    ],
+)
 def test_engines_have_the_codes_of_the_graph(name: str, precision: str, tokens: Path, tmp_path: Path) -> None:
     from effexport.engines.layers import CODES, count_dtypes
     from effexport.engines.sidecar import read_sidecar
