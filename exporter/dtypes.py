@@ -91,8 +91,13 @@ class TensorInfo:
 
 
 def check_tensors(tensors: Iterable[TensorInfo], what: str, remedy: str, others: Sequence[str] = ()) -> None:
-    """Raises UserError for tensors of a type that no graph has, or with a negative size. others: more types."""
+    """Raises UserError for tensors of a type that no graph has, with a negative size, or with names of several lines.
+
+    others: more types.
+    """
     for tensor in tensors:
+        if not str(tensor).isprintable():
+            raise UserError(f"{what} is damaged: a tensor has the name {tensor.name[:80]!a}; {remedy}")
         if tensor.dtype not in (*DTYPES, *others):
             raise UserError(f"{what} is damaged: a tensor has the type {tensor.dtype[:80]!a}; {remedy}")
         if any(isinstance(dim, int) and dim < 0 for dim in tensor.dims):

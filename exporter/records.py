@@ -74,6 +74,8 @@ def _problem(values: dict[str, Any]) -> str:
         below: list[Any] = []
         for value in level:
             if isinstance(value, dict):
+                if broken := next((name for name in value if "\n" in name), None):
+                    return f"a name has a line break: {broken[:80]!a}"
                 below += (*value, *value.values())
             elif isinstance(value, list):
                 below += value

@@ -99,9 +99,8 @@ def _checkpoint_command(report: Report, output: str) -> str:
         data = _data(report)
         named = {flag.removeprefix("--"): value for flag, value in zip(data[::2], data[1::2], strict=True)}
         options = "".join(f", {name}={value!r}" for name, value in (changed | named).items())
-        return (
-            f"effexport.export(model, example_inputs, {output!r}{options})  # in Python; model: a {report.weights_from}"
-        )
+        origin = " ".join(report.weights_from.split())  # in one line, as it is in a comment
+        return f"effexport.export(model, example_inputs, {output!r}{options})  # in Python; model: a {origin}"
     words = ["effexport", "build", "--module" if is_module else "--checkpoint"]
     words.append(report.weights_from or ("MODULE" if is_module else "CHECKPOINT"))
     build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}

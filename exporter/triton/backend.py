@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from effexport.triton.content import Content
-from effexport.triton.spec import BackendName
+from effexport.triton.spec import BackendName, PackageName
 
 if TYPE_CHECKING:
     from effexport.engines.sidecar import EngineInfo
@@ -30,4 +30,4 @@ class Backend:
     engine: EngineInfo | None = None
     example: Mapping[str, str] = field(default_factory=dict)
     generates: bool = False
-    packages: tuple[str, ...] = ()
+    packages: tuple[PackageName, ...] = ()

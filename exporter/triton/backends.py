@@ -22,11 +22,11 @@ from effexport.text.tokenizer import Tokenizer, tokenizer_from_artifact
 from effexport.text.tokenizer_files import TOKENIZER_JSON
 from effexport.triton.backend import Backend
 from effexport.triton.signature import CONTEXT, TEXT
-from effexport.triton.spec import BACKENDS, PackageSpec
+from effexport.triton.spec import BACKENDS, PackageName, PackageSpec
 
 PLAN = "model.plan"
-# What a Python model imports in the server, besides NumPy and, for an artifact with a tokenizer, tokenizers.
-PYTHON_PACKAGES = ("msgspec", "onnx", "onnxruntime")
+# Every Python model imports them; one with a tokenizer, tokenizers as well.
+PYTHON_PACKAGES: tuple[PackageName, ...] = ("msgspec", "onnx", "onnxruntime")
 
 
 def choose_backends(artifact: Artifact, spec: PackageSpec) -> tuple[tuple[Backend, ...], tuple[str, ...]]:
@@ -104,7 +104,7 @@ def python_model(
     files["model.py"] = Path(__file__).with_name(program)
     files["effexport.zip"] = zip_of_effexport()
     tokenizes = TOKENIZER_JSON in artifact.manifest.files and (example or generates)
-    packages = (*PYTHON_PACKAGES, "tokenizers") if tokenizes else PYTHON_PACKAGES
+    packages: tuple[PackageName, ...] = (*PYTHON_PACKAGES, "tokenizers") if tokenizes else PYTHON_PACKAGES
     return Backend(
         "python",
         kind,

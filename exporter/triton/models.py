@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from effexport.artifact import Artifact
+from effexport.artifact import REMEDY, Artifact
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
+from effexport.records import record_from_values
 from effexport.spec import INPUT_DEFAULTS, BuildSpec
 from effexport.triton.backend import Backend
 from effexport.triton.batching import Batching, batching_of
@@ -146,7 +147,7 @@ def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: Mode
     unrecorded = [name for name in config.backend.packages if name not in manifest.environment]
     installed = {**manifest.environment, **{name: importlib.metadata.version(name) for name in unrecorded}}
     packages = {name: version for name in config.backend.packages if (version := installed.get(name))}
-    return ModelRecord(
+    record = ModelRecord(
         name=config.name,
         group=config.name if config.backend.generates else config.spec.name,
         backend=config.backend.name,
@@ -163,6 +164,8 @@ def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: Mode
         packages=packages,
         versions={**(old.versions if old else {}), str(config.version): origin},
     )
+    # what comes from the artifact goes into a Dockerfile
+    return record_from_values(asdict(record), ModelRecord, str(artifact.path), REMEDY)
 
 
 def implementation_of(backend: Backend, custom_ops: Mapping[str, int]) -> str:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
 from effexport.dtypes import TensorInfo
+from effexport.report.rendering.markdown import escaped
 from effexport.spec import INPUT_DEFAULTS
 from effexport.triton.record import ModelRecord
 from effexport.triton.signature import protocol_type, tensors_of
-from effexport.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG
+from effexport.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG, IMAGE_TAG
 from effexport.units import listed
 
 # Part of the first line of each page that effexport wrote; other pages are not changed.
@@ -22,6 +25,8 @@ PAGES = ("README.md", "compose.yaml", "Dockerfile", ".dockerignore")
 # Requests with more numbers are not shown as examples.
 LARGEST_EXAMPLE = 64
 NOT_IN_JSON = ("float16", "bfloat16")
+# Of the example in Python.
+EXAMPLE_NAMES = ("np", "client", "server", "inputs", "answer", "list", "print")
 
 
 def pages_of_repository(
@@ -46,7 +51,7 @@ def present_tag(repository: Path) -> str | None:
     """The image tag in the repository's Dockerfile, if effexport wrote it."""
     path = repository / "Dockerfile"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    found = re.search(r"^ARG TRITON_TAG=(\S+)$", text, re.MULTILINE)
+    found = re.search(rf"^ARG TRITON_TAG=({IMAGE_TAG.pattern})$", text, re.MULTILINE)
     return found[1] if found and MARK in text.split("\n", 1)[0] else None
 
 
@@ -70,7 +75,7 @@ def page_values(records: Mapping[str, ModelRecord], tag: str) -> dict[str, Any]:
         "tensorrt": {record.name: record.tensorrt_version for record in models if record.tensorrt_version},
         "first": first,
         "request": json_request(first),
-        "client_inputs": [(tensor, example_shape(first, tensor)) for tensor in needed_inputs(first)],
+        "client_inputs": [(tensor, variable(tensor), example_shape(first, tensor)) for tensor in needed_inputs(first)],
         "protocol_type": protocol_type,
         "tensors": tensors_of,
         "reader": readers[0] if readers else None,
@@ -122,6 +127,12 @@ def needed_inputs(record: ModelRecord) -> list[TensorInfo]:
     return [tensor for tensor in tensors_of(record.inputs) if tensor.name not in defaults]
 
 
+def variable(tensor: TensorInfo) -> str:
+    """The name of a tensor's variable in the example in Python."""
+    name = tensor.name
+    return name if name.isidentifier() and not iskeyword(name) and name not in EXAMPLE_NAMES else "array"
+
+
 def example_shape(record: ModelRecord, tensor: TensorInfo) -> list[int]:
     sizes = {"batch": 1, "seq": record.example_length}
     return [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
@@ -149,11 +160,11 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("effexport", "triton"),
-        autoescape=False,  # Markdown, YAML and a Dockerfile with checked names
+        autoescape=False,  # Markdown, YAML and a Dockerfile; `ModelRecord` has checked the names in them
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"listed": listed, "json": json.dumps}
+    environment.filters |= {"listed": listed, "json": json.dumps, "escaped": escaped, "quoted": shlex.quote}
     return environment.get_template(template).render(values)

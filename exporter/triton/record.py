@@ -15,7 +15,7 @@ from effexport.errors import UserError
 from effexport.files import json_text
 from effexport.records import record_from_values, values_of_file
 from effexport.triton.signature import STRING, TEXT_INPUT
-from effexport.triton.spec import BackendName
+from effexport.triton.spec import SERVER_PATH, BackendName, PackageName
 
 RECORD = "effexport.json"
 CONFIG = "config.pbtxt"
@@ -34,8 +34,13 @@ class Origin(TypedDict):
     example: NotRequired[dict[str, str]]
 
 
-# A version, as a folder of Triton is named: up to LARGEST_VERSION.
-Number = Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]{0,18}$")]
+# The number of a version, as a folder of Triton is named: up to LARGEST_VERSION.
+Number = Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,18}\Z")]
+# The pages put these into shell commands and YAML as they are.
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\Z")]
+ServerPath = Annotated[str, msgspec.Meta(pattern=rf"^{SERVER_PATH.pattern}\Z")]
+# Of a package, such as 1.27.0 or 2.13.0+cpu.
+Release = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z][0-9A-Za-z.+!_-]{0,99}\Z")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +53,8 @@ class ModelRecord:
     packages: versions of the packages that a Python model imports. versions: the origin of each version, by number.
     """
 
-    name: str
-    group: str
+    name: Name
+    group: Name
     backend: BackendName
     kind: Literal["cpu", "gpu"]
     title: str
@@ -58,10 +63,10 @@ class ModelRecord:
     max_batch: int
     reason: str
     example_length: int
-    tensorrt_version: str | None
-    server_path: str
+    tensorrt_version: Release | None
+    server_path: ServerPath
     config_sha256: str
-    packages: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[PackageName, Release] = field(default_factory=dict)
     versions: Annotated[Mapping[Number, Origin], msgspec.Meta(min_length=1)]
     format_version: int = FORMAT_VERSION
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Literal, get_args
 
 from effexport.models.validation import SpecError, did_you_mean, require
@@ -13,8 +12,13 @@ from effexport.runners.ort.settings import IMPLEMENTATIONS
 # Triton's backends that can run an artifact, in order of preference.
 BackendName = Literal["onnxruntime", "python", "tensorrt"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+# What a Python model imports in the server, besides NumPy.
+PackageName = Literal["msgspec", "onnx", "onnxruntime", "tokenizers"]
 # Valid as a folder name, in a URL, and in the command line that starts Triton's Python processes.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+# Means the same in YAML, in a volume of Docker, in a shell and in a configuration of Triton.
+SERVER_PATH = re.compile(r"/[A-Za-z0-9_.+@/-]*")
+IMAGE_TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 DEFAULT_MAX_BATCH = 8
 # Texts that one model generates at the same time.
 DEFAULT_SESSIONS = 64
@@ -82,11 +86,12 @@ class PackageSpec:
             require(value <= LARGEST_NUMBER, f"{name} is {value}; Triton takes at most {LARGEST_NUMBER}")
         require((self.version or 1) <= LARGEST_VERSION, f"version is {self.version}; Triton counts to 2^63 - 1")
         require(
-            PurePosixPath(self.server_path).is_absolute() and self.server_path.isprintable(),
-            f"the path on the server is {self.server_path!r}; expected an absolute path, such as /models",
+            SERVER_PATH.fullmatch(self.server_path) is not None,
+            f"the path on the server is {self.server_path!r}; expected an absolute path of letters, digits, and '_', "
+            "'.', '+', '@' and '-', such as /models",
         )
         require(
-            self.image_tag is None or re.fullmatch(r"\w[\w.-]{0,127}", self.image_tag) is not None,
+            self.image_tag is None or IMAGE_TAG.fullmatch(self.image_tag) is not None,
             f"image tag {self.image_tag!r}; expected a tag of the official image, such as {DEFAULT_IMAGE_TAG}",
         )
         self._check_batch()

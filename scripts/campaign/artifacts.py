@@ -111,6 +111,8 @@ def attack(name: str, original: Original, attacked: Path, output: Path) -> str:
     if outcome == "accepted" and name == "verify":
         difference = original.difference(attacked)
         assert difference < WRONG, f"verify passed a model whose outputs differ by {difference:g}"
+    if outcome == "accepted" and name == "package":
+        records.check_pages(output / "triton", name)
     return outcome
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -73,9 +75,28 @@ def package(dice: random.Random, folder: Path, healthy: Path) -> str:
     artifact, name = dice.choice((("lsh", "m"), ("lm", "m"), ("lm", "other")))
     words = ["package", str(healthy / artifact), "-o", str(repository), "--name", name]
     outcome = checked(words, what)
+    if outcome == "accepted":
+        check_pages(repository, what)
     if outcome == "refused":
         assert sorted((path, path.stat().st_mtime_ns) for path in repository.rglob("*")) == before, "files changed"
     return outcome
+
+
+# Lines with values in the pages that programs read; the other lines are those of the templates.
+LINES_WITH_VALUES = {
+    "Dockerfile": r"# [^\n]*|ARG TRITON_TAG=[\w.-]+|RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install "
+    r"--no-cache-dir( (msgspec|onnx|onnxruntime(-gpu)?|tokenizers)==[\w.+!-]+)+",
+    "compose.yaml": r"# [^\n]*| +- (tritonserver|--[\w-]+=[\w./+@-]+)| +- \.:/[\w./+@-]*:ro",
+}
+
+
+def check_pages(repository: Path, what: str) -> None:
+    """AssertionError if a page that a program reads has anything but what `effexport package` means to write."""
+    templates = importlib.resources.files("effexport.triton")
+    for name, with_values in LINES_WITH_VALUES.items():
+        fixed = set((templates / f"{name}.j2").read_text(encoding="utf-8").split("\n"))
+        for line in (repository / name).read_text(encoding="utf-8").split("\n"):
+            assert line in fixed or re.fullmatch(with_values, line), f"{what}: {name} has the line {line!r}"
 
 
 def write_mutated(original: Path, target: Path, dice: random.Random) -> str:

@@ -59,6 +59,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
         (r'{"\u0000": 1}', "control character"),
         (r'{"rest": [["\u009b2J"]]}', "control character"),
         (r'{"rest": "\u202etxt.exe"}', "control character"),
+        (r'{"a\nRUN id": 1}', "line break"),
         (f'{{"rest": {"[" * MOST_LEVELS}{"]" * MOST_LEVELS}}}', "levels deep"),
         (f'{{"rest": {"[" * 100_000}{"]" * 100_000}}}', "too deeply"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -367,6 +368,7 @@ def test_a_name_that_triton_or_a_url_cannot_have_is_refused(name: str) -> None:
         (("--threads", "0"), "threads is 0"),
         (("--implementation", "best"), "unknown --implementation"),
         (("--server-path", "models"), "absolute path"),
+        (("--server-path", "/models: x"), "absolute path of letters"),
         (("--image-tag", "a b"), "image tag"),
         (("--image-tag", "24.11-py3", "--backend", "python"), "from 24.12 on"),
         (("--image-tag", "25.02-py3", "--backend", "onnxruntime"), "from 25.03 on"),
@@ -389,7 +391,13 @@ def test_a_version_of_nineteen_digits_is_read_again(built: Built, cli: Callable[
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ('"name": "m"', '"name": "[red]"', "it describes the model '[red]'"),
+        ('"name": "m"', '"name": "n"', "it describes the model 'n'"),
+        ('"name": "m"', '"name": "[red]"', "Expected `str` matching regex"),
+        ('"server_path": "/models"', '"server_path": "/m:ro\\n    privileged: true"', "Expected `str` matching regex"),
+        ('"tensorrt_version": null', '"tensorrt_version": "10.14\\nRUN id"', "Expected `str` matching regex"),
+        ('"onnx": "1.', '"onnx": "$(id)1.', "Expected `str` matching regex"),
+        ('"msgspec": "0.', '"another": "0.', "Invalid enum value 'another'"),
+        ('"name": "input_ids"', '"name": "`\\nx"', "a tensor has the name '`\\nx'"),
         ('"dtype": "int64"', '"dtype": "x"', "a tensor has the type 'x'"),
         ('"dims": [', '"dims": [-1, ', "a tensor has a negative size"),
     ],
@@ -406,6 +414,49 @@ def test_a_damaged_record_is_refused_and_nothing_is_written(
     before = snapshot(tmp_path)
     assert f"is damaged: {problem}" in cli("package", built("lsh").path, *options, "n").error()
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("version", ["1.0 $(id)", "1.0;id", "1.0\nRUN id", "1.0\n", "", "x" * 200])
+def test_a_version_that_is_none_does_not_get_into_a_dockerfile(
+    copied: Callable[..., Path],
+    rewrite_manifest: Callable[..., None],
+    cli: Callable[..., Any],
+    tmp_path: Path,
+    version: str,
+) -> None:
+    artifact = copied("softmax")
+    environment = open_artifact(artifact).manifest.environment
+    rewrite_manifest(artifact, environment={**environment, "onnx": version})
+    result = cli("package", artifact, "-o", tmp_path / "repository", "--backend", "python")
+    if version:
+        assert "is damaged" in result.error()
+        assert not (tmp_path / "repository").exists()
+    else:  # as for a package that was not installed
+        assert " onnx==" not in (tmp_path / "repository" / "Dockerfile").read_text()
+
+
+def test_texts_of_a_record_are_data_in_the_commands_and_tables_of_the_readme(
+    built: Built, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    options = ("-o", tmp_path, "--backend", "python", "--name")
+    assert cli("package", built("softmax").path, *options, "m").code == 0
+    path = tmp_path / "m" / "effexport.json"
+    record = json.loads(path.read_text())
+    record["title"] = "a | b <script>\n# c"
+    record["versions"]["1"]["example"]["text"] = "don't; $(id) `id`"
+    record["inputs"][0]["name"] = "inputs"
+    record["outputs"][0]["name"] = 'a"b'
+    path.write_text(json.dumps(record))
+    assert cli("package", built("softmax", "attention").path, *options, "n").code == 0
+    readme = (tmp_path / "README.md").read_text()
+    (request,) = [line for line in readme.splitlines() if line.startswith("curl") and "don" in line]
+    assert json.loads(shlex.split(request)[-1]) == {"text": "don't; $(id) `id`"}
+    (row,) = [line for line in readme.splitlines() if line.startswith("| `m`")]
+    assert "| a \\| b &lt;script&gt; # c |" in row
+    program = readme.split("```python\n")[1].split("```")[0]
+    compile(program, "README.md", "exec")
+    assert "array = np.ones([1, 8], np.int64)" in program
+    assert """as_numpy("a\\"b")""" in program
 
 
 @pytest.mark.parametrize("kind", ["inputs", "outputs"])
