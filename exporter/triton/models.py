@@ -19,7 +19,7 @@ from effexport.triton.config import ModelConfig, text_from_config
 from effexport.triton.content import Content, digest_of_content, digest_of_folder
 from effexport.triton.record import CONFIG, RECORD, ModelRecord, Origin, config_digest, read_record
 from effexport.triton.signature import GENERATION, Signature, tensors_of
-from effexport.triton.spec import LARGEST_VERSION, PackageSpec
+from effexport.triton.spec import LARGEST_VERSION, PackageName, PackageSpec
 from effexport.triton.warmup import warm_ups
 
 # added: a new version. configured: the version exists, only the configuration changes. unchanged: nothing is written.
@@ -143,10 +143,13 @@ def model_record(artifact: Artifact, config: ModelConfig, text: bytes, old: Mode
         implementation=implementation_of(config.backend, manifest.custom_ops),
         example=dict(config.backend.example),
     )
-    # those that a build does not record are those of this packaging
-    unrecorded = [name for name in config.backend.packages if name not in manifest.environment]
-    installed = {**manifest.environment, **{name: importlib.metadata.version(name) for name in unrecorded}}
-    packages = {name: version for name in config.backend.packages if (version := installed.get(name))}
+    packages: dict[PackageName, str] = {}
+    for name in config.backend.packages:
+        # those that a build does not record are those of this packaging
+        recorded = name in manifest.environment
+        release = manifest.environment[name] if recorded else importlib.metadata.version(name)
+        if release:
+            packages[name] = release
     record = ModelRecord(
         name=config.name,
         group=config.name if config.backend.generates else config.spec.name,
