@@ -40,6 +40,9 @@ def load_answers(path: Path, spec: BuildSpec) -> list[Case]:
     """
     from safetensors import SafetensorError, safe_open
 
+    # safetensors waits for the writer of a pipe, and no signal ends that
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a file; {expected_tensors(spec)}")
     try:
         check_fits(path)
         with safe_open(path, framework="numpy") as file:

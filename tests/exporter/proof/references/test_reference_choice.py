@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -306,6 +307,11 @@ def test_a_golden_file_from_elsewhere(cli: Cli, built: Built, tmp_path: Path) ->
     message = cli("verify", artifact.path, "--reference", file).error()
     assert f"{file} holds no answers; expected the inputs that the original was given (" in message
     assert message.endswith("each under its name; weights go with --weights")
+    file.unlink()
+    os.mkfifo(file)
+    writer = os.open(file, os.O_RDWR)  # so that a reader does not wait
+    assert f"{file} is not a file; expected the inputs" in cli("verify", artifact.path, "--reference", file).error()
+    os.close(writer)
 
 
 def with_codes_alone(tensors: Tensors) -> Tensors:
