@@ -126,7 +126,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
 def save_inlined(artifact: Artifact, path: Path) -> int:
     """Write the inlined model, check its signature, and return how many nodes it has.
 
-    Raises UserError for a model whose values have types that onnx_ir does not read.
+    Raises UserError for a model that onnx_ir does not read or write, as one with unknown types, or texts that are none.
     """
     import onnx_ir as ir
 
@@ -137,10 +137,10 @@ def save_inlined(artifact: Artifact, path: Path) -> int:
     spec = artifact.spec
     try:
         model = ir.load(artifact.model_path)
+        inline_functions(model)
+        save(model, spec, path)
     except ir.serde.SerdeError as error:
         raise UserError(f"{artifact.model_path} is damaged: onnx_ir refuses it; build the artifact again") from error
-    inline_functions(model)
-    save(model, spec, path)
     check_graph(path, GraphSignature(spec.inputs, spec.outputs, {}))
     return sum(1 for _ in model.graph.all_nodes())
 

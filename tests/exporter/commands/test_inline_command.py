@@ -192,15 +192,26 @@ def test_no_variant_has_custom_operators_inline() -> None:
         )
 
 
-def test_a_graph_with_values_of_an_unknown_type_is_refused(built: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def of_unknown_type(model: onnx.ModelProto) -> bytes:
+    value = next(value for value in model.graph.value_info if value.name.startswith("val"))
+    value.type.tensor_type.elem_type = 99
+    return model.SerializeToString()
+
+
+def with_bytes_that_are_no_text(model: onnx.ModelProto) -> bytes:
+    model.graph.node[0].metadata_props.add(key="effexport.module", value="a module")
+    return model.SerializeToString().replace(b"a module", b"a \xeeodule")
+
+
+@pytest.mark.parametrize("damaged", [of_unknown_type, with_bytes_that_are_no_text])
+def test_a_graph_that_onnx_ir_does_not_read_or_write_is_refused(
+    built: Any, tmp_path: Path, monkeypatch: Any, damaged: Callable[[onnx.ModelProto], bytes]
+) -> None:
     from effexport.commands import inline
     from effexport.errors import UserError
 
     artifact = built("lsh", "encoder")
-    model = onnx.load(artifact.model_path)
-    value = next(value for value in model.graph.value_info if value.name.startswith("val"))
-    value.type.tensor_type.elem_type = 99
-    onnx.save(model, str(tmp_path / "model.onnx"))
+    (tmp_path / "model.onnx").write_bytes(damaged(onnx.load(artifact.model_path)))
     monkeypatch.setattr(type(artifact), "model_path", tmp_path / "model.onnx")
     with pytest.raises(UserError, match="is damaged: onnx_ir refuses it"):
         inline.save_inlined(artifact, tmp_path / "inlined.onnx")
