@@ -71,18 +71,19 @@ def _problem(values: dict[str, Any]) -> str:
     """Why values cannot be those of an honest file, whatever their fields mean; "" if they can be."""
     level: list[Any] = [values]
     for _ in range(MOST_LEVELS):
+        texts = [value for value in level if isinstance(value, str)]
+        if CONTROL.search("".join(texts)):
+            return f"a text has a control character: {next(filter(CONTROL.search, texts))[:80]!a}"
+        if any(isinstance(value, int) and abs(value) > LARGEST_INTEGER for value in level):
+            return "an integer does not fit into 64 bits"
         below: list[Any] = []
         for value in level:
             if isinstance(value, dict):
-                if broken := next((name for name in value if "\n" in name), None):
-                    return f"a name has a line break: {broken[:80]!a}"
+                if "\n" in "".join(value):
+                    return "a name has a line break"
                 below += (*value, *value.values())
             elif isinstance(value, list):
                 below += value
-            elif isinstance(value, str) and CONTROL.search(value):
-                return f"a text has a control character: {value[:80]!a}"
-            elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-                return "an integer does not fit into 64 bits"
         if not below:
             return ""
         level = below
