@@ -43,7 +43,7 @@ TRACED = "traced.zip"
 REFERENCE = "reference.safetensors"
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
-ARTIFACT_FOLDER = FolderKind("an artifact", MANIFEST)
+ARTIFACT_FOLDER = FolderKind("an artifact", MANIFEST, b'"effexport_version"')
 REMEDY = "build the artifact again, or copy it again from its source"
 
 

@@ -142,7 +142,7 @@ def run(arguments: list[str]) -> None:
     try:
         with ending_in_order(), warnings.catch_warnings():
             warnings.showwarning = show_warning
-            check_not_empty(arguments)
+            check_texts(arguments)
             try:
                 code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)
             except Exception as error:
@@ -169,16 +169,28 @@ def run(arguments: list[str]) -> None:
         if not is_disk_full(error):
             raise
         fail(f"the disk is full: {error}; free some space, or {ANOTHER_TEMPORARY}", 1, arguments)
+    except RuntimeError as error:
+        if not str(error).startswith("Symlink loop"):  # of Path.resolve
+            raise
+        fail(f"{error}, a link that leads to itself; remove it, or choose another path", 2, arguments)
     except MemoryError:
         fail("the memory is exhausted; choose a smaller model or input, or another machine", 1, arguments)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def check_not_empty(arguments: list[str]) -> None:
-    """Refuse an empty argument, which as a path would be the current folder. Raises UserError."""
+def check_texts(arguments: list[str]) -> None:
+    """Refuse an empty argument, which as a path would be the current folder, and one that is not UTF-8.
+
+    Raises UserError.
+    """
     if "" in arguments:
         before = ["effexport", *arguments][arguments.index("")]
         raise UserError(f"the argument after {before} is empty; expected a value: is a shell variable unset?")
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{argument!a} is not UTF-8; expected a text that is, or a file with such a name") from None
 
 
 def usage_text(error: click.UsageError) -> str:

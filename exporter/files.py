@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # How often a folder that another process removes at the same moment is created again.
 RACES = 100
+# Of a file that marks a folder.
+BEGINNING_BYTES = 64 << 10
 _CALLS = itertools.count()
 # The temporary folders that threads of this process use at the moment; one of them at a time replaces its output.
 _IN_USE: set[Path] = set()
@@ -117,10 +119,15 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of output folder. title: with its article, for errors; mark: the file that every such folder contains."""
+    """A kind of output folder.
+
+    title: with its article, for errors. mark: the file that every such folder contains. word: what its beginning says,
+    because others use files of that name, too.
+    """
 
     title: str
     mark: str
+    word: bytes = b""
 
     def check(self, output: Path, *, force: bool) -> None:
         """Refuse an output that exists or cannot be written.
@@ -140,10 +147,17 @@ class FolderKind:
             raise UserError(f"{output} is a mount point, which cannot be replaced; choose a folder below it with -o")
         if not force:
             raise UserError(f"{output} exists; choose another folder with -o, or replace it with --force")
-        if any(output.iterdir()) and not (output / self.mark).is_file():
+        if any(output.iterdir()) and not self._is_marked(output):
             raise UserError(
                 f"{output} is not {self.title}, so --force does not replace it; choose another folder with -o"
             )
+
+    def _is_marked(self, output: Path) -> bool:
+        mark = output / self.mark
+        if not mark.is_file():
+            return False
+        with mark.open("rb") as stream:
+            return self.word in stream.read(BEGINNING_BYTES)
 
     @contextlib.contextmanager
     def reserved(self, output: Path, *, force: bool) -> Iterator[None]:
@@ -428,7 +442,11 @@ def load_npz(path: Path) -> dict[str, NDArray[Any]]:
     except MemoryError as error:
         raise UserError(f"{path} holds an array that does not fit into memory; {expected}") from error
     # RuntimeError: an encrypted member; NotImplementedError: an unknown compression
-    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
+    # TypeError: a shape of booleans, which numpy takes for one
+    except (
+        *(OSError, ValueError, TypeError, EOFError, RuntimeError),
+        *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    ) as error:
         reason = getattr(error, "strerror", None) or str(error).partition(". ")[0]
         if path.is_file() and not zipfile.is_zipfile(path):  # numpy then speaks of pickles
             reason = "it has another format or is damaged"

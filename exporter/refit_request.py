@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.artifact import ARTIFACT_FOLDER, Artifact
+from effexport.artifact import ARTIFACT_FOLDER, MANIFEST, Artifact, files_of_folder
 from effexport.engines.engine_from_engine import spec_of_engine, why_not_renewed
 from effexport.engines.sidecar import read_sidecar
 from effexport.engines.spec import EngineSpec
@@ -76,6 +76,12 @@ class RefitRequest:
         if place != old and place.is_relative_to(old):
             raise UserError(f"{self.place} would change the artifact {old}; choose a folder outside it with -o")
         ARTIFACT_FOLDER.check(self.place, force=self.replaces)
+        others = files_of_folder(old).keys() - self.artifact.manifest.files.keys() - {MANIFEST}
+        if self.output is None and others:
+            raise UserError(
+                f"{old} also holds {min(others)}, which refitting in place would remove; move it out, or write another "
+                "artifact with -o"
+            )
 
 
 def refit_note(previous: Artifact, origin: str, weights_sha256: str) -> str:

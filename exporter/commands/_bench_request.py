@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,11 +63,15 @@ class BenchRequest:
 
     def check_numbers(self) -> None:
         from effexport.models.validation import require
+        from effexport.runners.ort.settings import MOST_THREADS
 
         for name in EXPECTED:
             value = self.flags[name]
             option = f"--{name.replace('_', '-')}"
             require(value is None or value > 0, f"{option} is {value}; expected {EXPECTED[name]}")
+        most = max(MOST_THREADS, os.cpu_count() or 1)
+        threads = self.flags["threads"]
+        require(threads is None or threads <= most, f"--threads is {threads}; expected at most {most}")
         if self.flags["wait_idle"] is not None:
             from effexport.bench.measuring.machine import STAT, Machine
 

@@ -49,7 +49,7 @@ def command(artifact: Path, output: Path, force: bool, as_json: bool) -> None:
     opened = open_artifact(artifact)
     check_outputs(opened, output, force=force)
     with stage_progress(stderr_console()) as on_stage:
-        written = write_inlined(opened, output, on_stage)
+        written = write_inlined(opened, output, on_stage, force=force)
     if as_json:
         print_json(
             {
@@ -90,10 +90,11 @@ def data_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.data")
 
 
-def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], None]) -> Written:
+def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], None], *, force: bool = False) -> Written:
     """Write the inlined model of an artifact, checked, or nothing.
 
-    Raises StageError if a check fails, and as `write_error` if the files cannot be written.
+    Raises StageError if a check fails, UserError for a file of weights that exists, unless `force`, and as
+    `write_error` if the files cannot be written.
     """
     from effexport.disk import ANOTHER_FILE, write_error
     from effexport.errors import StageError
@@ -109,6 +110,8 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
             model = folder / output.name
             on_stage("inlining function bodies")
             nodes = save_inlined(artifact, model)
+            if data_file(model).is_file():
+                check_output_file(data_file(output), force=force)
             on_stage("comparing with the golden file")
             cases = load_reference(artifact.reference_path)
             check_stored_cases(cases, artifact.spec, str(artifact.reference_path))

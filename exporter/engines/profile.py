@@ -24,6 +24,10 @@ DEFAULT_MASKS, DEFAULT_MAX_MASKS = 4, 32
 EXAMPLE = "--profile batch=1:4:16,seq=128:1024:4096"
 
 
+# Of one dimension, in TensorRT.
+LARGEST_SIZE = 2**31 - 1
+
+
 @dataclass(frozen=True)
 class Range:
     """The sizes of one dimension: from `min` to `max`, tuned for `opt`."""
@@ -33,6 +37,7 @@ class Range:
     max: int
 
     def __post_init__(self) -> None:
+        require(self.max <= LARGEST_SIZE, f"the range {self} ends at {self.max}; expected at most {LARGEST_SIZE}")
         require(self.min >= 1, f"the range {self} begins at {self.min}; expected at least 1")
         require(
             self.min <= self.opt <= self.max, f"the range {self} is out of order; expected min:opt:max, such as 1:4:16"

@@ -56,7 +56,13 @@ class Windows:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, least in (("window", self.length, 2), ("stride", self.stride, 0), ("rows", self.limit, 1)):
+        given = (
+            ("window", self.length, 2),
+            ("stride", self.stride, 0),
+            ("rows", self.limit, 1),
+            ("seed", self.seed, 0),
+        )
+        for name, value, least in given:
             if value is not None and value < least:
                 raise UserError(f"{name} is {value}; expected at least {least}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,11 @@ DEFAULT_MAX_SEQ_LEN = 16384
 BODIES_IN_MEMORY = 4
 # Tokens that keep a core busy: beyond it, a token in a larger run was measured to cost no less.
 RUN_TOKENS_PER_CORE = 256
+
+# Each is a thread.
+MOST_CONCURRENT_RUNS = 256
+# A day in milliseconds, and years in seconds.
+LONGEST_WAIT = 86_400_000.0
 
 # Texts of one request, as many as clients send to other servers of embeddings; and windows of one text.
 MAX_TEXTS = 2048
@@ -72,13 +76,15 @@ class ServingSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+        if self.concurrent_runs is not None and self.concurrent_runs > MOST_CONCURRENT_RUNS:
+            raise UserError(f"--concurrent-runs is {self.concurrent_runs}; expected at most {MOST_CONCURRENT_RUNS}")
         if not 0 <= self.max_padding < 1:
             raise UserError(f"--max-padding is {self.max_padding:g}; expected a share, at least 0 and below 1")
         for name, low in (("batch_delay_ms", 0.0), ("timeout_s", 1e-3)):
             value = getattr(self, name)
-            if not (low <= value < math.inf):
+            if not (low <= value <= LONGEST_WAIT):
                 option = "--timeout" if name == "timeout_s" else "--batch-delay-ms"
-                raise UserError(f"{option} is {value:g}; expected a number of at least {low:g}")
+                raise UserError(f"{option} is {value:g}; expected a number from {low:g} to {LONGEST_WAIT:g}")
         if self.max_memory_bytes is not None and not STATUS.exists():
             raise UserError("--max-memory needs /proc, which this system does not have; leave it out")
         if self.token is not None and (not self.token or not self.token.isascii() or not self.token.isprintable()):

@@ -64,7 +64,11 @@ def onnxruntime_backend(artifact: Artifact, spec: PackageSpec) -> Backend:
             "ONNX Runtime does not support bfloat16 on the CPU; expected --kind gpu, or a build with fp32 or fp16"
         )
     library = kernel_library(artifact, spec, kind)
-    files: dict[str, bytes | Path] = {path.name: path for path in (model, *external_files(model))}
+    # the model names the files of its weights as they lie beside it
+    weights = {path.relative_to(model.parent).as_posix(): path for path in external_files(model)}
+    if taken := weights.keys() & {model.name, *library}:
+        raise UserError(f"{model} keeps its weights in {min(taken)}, which is another file in Triton; build it again")
+    files: dict[str, bytes | Path] = {model.name: model, **weights}
     return Backend("onnxruntime", kind, files | library, bool(library))
 
 

@@ -634,6 +634,16 @@ def test_force_does_not_replace_a_folder_that_is_no_artifact(tmp_path: Path) -> 
     assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "years of work"
 
 
+def test_force_does_not_replace_a_folder_with_the_manifest_of_something_else(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    page.mkdir()
+    (page / "manifest.json").write_text('{"name": "a page", "icons": []}')
+    (page / "main.js").write_text("years of work")
+    with pytest.raises(UserError, match="is not an artifact, so --force does not replace it"):
+        build_into(page, force=True)
+    assert (page / "main.js").read_text() == "years of work"
+
+
 def test_force_fills_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with ARTIFACT_FOLDER.new(tmp_path / "out", force=True) as folder:
@@ -719,6 +729,9 @@ def test_odd_names_do_not_confuse_the_clean_up(tmp_path: Path) -> None:
     assert (tmp_path / f".a.building-{pid}").is_dir()
 
 
+NEW = b'{"effexport_version": "new"}'
+
+
 @pytest.mark.parametrize("moment", ["building", "first rename", "second rename", "removal"])
 def test_a_kill_while_replacing_leaves_one_of_the_two(copied: Copied, moment: str) -> None:
     output = copied()
@@ -738,7 +751,7 @@ def test_a_kill_while_replacing_leaves_one_of_the_two(copied: Copied, moment: st
             kill()
         return rename(self, target)
     with ARTIFACT_FOLDER.new(output, force=True) as folder:
-        (folder / "manifest.json").write_text("new")
+        (folder / "manifest.json").write_text(sys.argv[3])
         if moment == "building":
             kill()
         Path.rename = rename_or_die
@@ -746,16 +759,17 @@ def test_a_kill_while_replacing_leaves_one_of_the_two(copied: Copied, moment: st
             shutil.rmtree = kill
     """
     code = textwrap.dedent(script)
-    result = subprocess.run([sys.executable, "-c", code, str(output), moment], capture_output=True, text=True)
+    words = [sys.executable, "-c", code, str(output), moment, NEW.decode()]
+    result = subprocess.run(words, capture_output=True, text=True)
     assert result.returncode == -9, result.stderr
     if moment == "removal":
-        assert state_of(output) == {"manifest.json": b"new"}
+        assert state_of(output) == {"manifest.json": NEW}
     elif moment != "second rename":
         assert state_of(output) == before
 
     # between the two renames there is none; the next build puts the old one back before it does anything else
     def check_and_fail(folder: Path) -> None:
-        assert state_of(output) == ({"manifest.json": b"new"} if moment == "removal" else before)
+        assert state_of(output) == ({"manifest.json": NEW} if moment == "removal" else before)
         raise RuntimeError("planted")
 
     with pytest.raises(RuntimeError, match="planted"):

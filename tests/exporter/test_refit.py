@@ -234,6 +234,11 @@ def test_requests_that_cannot_work_are_one_error_with_status_2(cli: Cli, copied:
     assert "would change the artifact" in cli("refit", folder, "--weights", file, "-o", inside).error()
     assert cli("refit", folder, "--weights", tmp_path / "absent", "--json").json["exit_code"] == 2
     assert state_of(folder) == before
+    (folder / "NOTES.md").write_text("of the user")
+    assert (
+        "also holds NOTES.md, which refitting in place would remove" in cli("refit", folder, "--weights", file).error()
+    )
+    (folder / "NOTES.md").unlink()
     (folder / "traced.zip").write_bytes(b"damaged")
     assert "is damaged: traced.zip has 7 bytes" in cli("refit", folder, "--weights", file).error()
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from effexport.bench.rendering.advise import Advice
 
 JSON, CSV, PAGE = "results.json", "results.csv", "report.html"
-BENCH_FOLDER = FolderKind("a benchmark", JSON)
+BENCH_FOLDER = FolderKind("a benchmark", JSON, b'{\n  "format_version": 1,\n  "rows": [')
 _CASE = ["label", "variant", "options", "scope", "seq_len", "batch", "precision", "heads", "head_dim", "runtime"]
 _TIMING = ["runs", "median_ms", "mean_ms", "deviation_ms", "lowest_ms", "highest_ms", "spread_ms"]
 # Column of the CSV file (flat, with units in the names) → attribute of a row, in the order of the file.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,7 +128,8 @@ class LoadableModels:
         if name in self.started:
             return self.started[name]
         path = self.folder / checked_name(name)
-        if path.resolve().parent != self.folder.resolve():
+        # `realpath` leaves a loop of links as it is
+        if Path(os.path.realpath(path)).parent != self.folder.resolve():
             raise UserError(f"{name!r} leads out of the folder {self.folder}; expected the name of an artifact in it")
         if not (path / MANIFEST).is_file():
             raise UserError(f"no artifact {name!r} in {self.folder}; the repository index lists what can be loaded")

@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import pytest
 from small_specs import SMALL
+from weights_elsewhere import move_weights
 
 from effexport.artifact import Artifact, open_artifact
 from effexport.build_request import BuildRequest
@@ -75,6 +76,19 @@ def test_external_weights_go_beside_the_file(cli: Cli, built: Built, tmp_path: P
     message = cli("inline", artifact.path, "-o", output).error()
     assert message.startswith(f"{output}.data exists")
     assert not output.exists()
+
+
+def test_weights_of_another_name_do_not_replace_a_file_either(
+    cli: Cli, copied: Callable[..., Path], rewrite_manifest: Callable[..., None], tmp_path: Path
+) -> None:
+    folder = copied("linear", "encoder", external_data=True)
+    move_weights(folder, "other.data")
+    rewrite_manifest(folder)
+    (tmp_path / "x.onnx.data").write_text("of the user")
+    assert f"{tmp_path / 'x.onnx.data'} exists" in cli("inline", folder, "-o", tmp_path / "x.onnx").error()
+    assert (tmp_path / "x.onnx.data").read_text() == "of the user"
+    assert not (tmp_path / "x.onnx").exists()
+    assert cli("inline", folder, "-o", tmp_path / "x.onnx", "--force").code == 0
 
 
 def test_weights_of_a_replaced_file_are_kept_and_said_to_be_unused(cli: Cli, built: Built, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("plugins xyz", 2, "no command 'xyz'. Commands: build, info, path"),
     ("plugins info extra", 2, "expected: effexport plugins info [OPTIONS]"),
     ("plugins build --cude", 2, "there is no option --cude; did you mean '--cuda'?"),
+    ("inspect a\udcff", 2, r"'a\udcff' is not UTF-8; expected a text that is"),
     ("verify ''", 2, "the argument after verify is empty; expected a value: is a shell variable unset?"),
     ("run art --text text -o ''", 2, "the argument after -o is empty"),
     # build: what to export
@@ -113,6 +114,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("build --variant lsh --target tensorrt", 2, "unknown --target 'tensorrt'; did you mean 'trt'?"),
     ("build --variant lsh --profile seq=64", 2, "--profile: only for engines, and none was requested"),
     ("build --variant lsh --target trt-rtx --profile seq=1:2", 2, "cannot read the range '1:2' of seq"),
+    ("build --variant lsh --target trt-rtx --profile seq=1:2:4294967296", 2, "expected at most 2147483647"),
     ("build --variant lsh --target trt-rtx --workspace much", 2, "--workspace is 'much'; expected bytes"),
     ("build --variant lsh --target trt-rtx --optimization-level 9", 2, "level is 9; expected 0 to 5"),
     ("build --variant lsh --target trt-rtx --hardware-compatibility all", 2, "unknown --hardware-compatibility 'all'"),
@@ -125,6 +127,10 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("build --variant lsh -o /proc --force", 2, "/proc is a mount point, which cannot be replaced"),
     ("build --variant lsh -o /proc/out", 2, "cannot write to /proc"),
     # verify
+    ("verify art --reference torch --weights loop", 2, "loop"),
+    ("report art -o loop", 2, "Symlink loop from "),
+    ("inline art -o loop", 2, "Symlink loop from "),
+    ("package art -o loop", 2, "Symlink loop from "),
     ("evaluate art", 2, "--data is missing; see: effexport evaluate --help"),
     ("evaluate art --data nope", 2, "returns last_hidden_state, which labels cannot judge"),
     ("evaluate nope --data text", 2, "no artifact at nope; make one with: effexport build"),
@@ -243,6 +249,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("serve art --port http", 2, "--port: 'http' is not a valid integer"),
     ("serve art --host nowhere.invalid", 2, "--host is 'nowhere.invalid', which is not an address"),
     ("serve art --runtime orrt", 2, "unknown --runtime 'orrt'; did you mean 'ort'?"),
+    ("serve art --concurrent-runs 3000", 2, "--concurrent-runs is 3000; expected at most 256"),
+    ("serve art --batch-delay-ms 1e300", 2, "--batch-delay-ms is 1e+300; expected a number from 0 to 8.64e+07"),
     ("serve art --max-batch 0", 2, "--max-batch is 0; expected at least 1"),
     ("serve art --min-replicas 2", 2, "--min-replicas only works with --ray"),
     # bench
@@ -253,6 +261,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench --runtimes cuda", 2, "unknown name 'cuda' in --runtimes; did you mean 'ort-cuda'?"),
     ("bench --runtimes ort-cuda", 2, "--runtimes ort-cuda cannot run here: ort-cuda: "),
     ("bench --scope layer", 2, "unknown --scope 'layer'"),
+    ("bench --threads 100000", 2, "--threads is 100000; expected at most "),
     ("bench --rounds 0", 2, "--rounds is 0; expected at least 1"),
     ("bench --preset linear", 2, "unknown --preset 'linear'; did you mean 'linear-blog'?"),
     ("bench --advise", 2, "--advise needs a length, such as --seq-len 8192"),
@@ -301,6 +310,7 @@ def folder(built: Callable[..., Artifact], tmp_path_factory: pytest.TempPathFact
     (folder / "foreign" / "manifest.json").write_text("{}")
     np.savez(folder / "objects.npz", ids=np.array([{}], dtype=object))
     (folder / "dangling").symlink_to("nowhere")
+    (folder / "loop").symlink_to("loop")
     np.savez(folder / "in.npz", ids=np.ones((1, 4), np.int64))
     return folder
 

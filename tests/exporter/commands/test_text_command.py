@@ -135,7 +135,7 @@ def test_every_line_of_a_file_becomes_a_vector(
     ("arguments", "message"),
     [
         (("--fill-mask", "Paris."), "the text has no [MASK]; write it where a token is to be predicted"),
-        (("--fill-mask", "[MASK] \udcff"), "the text is not valid Unicode: character 7 is U+DCFF"),
+        (("--fill-mask", "[MASK] \udcff"), r"'[MASK] \udcff' is not UTF-8; expected a text that is"),
         (("--fill-mask", "[MASK] " * 99), "this model takes 96, and fill-mask needs all of them at once"),
         (("--classify", "Paris."), "answers fill-mask, so --classify does not apply; use --fill-mask"),
         (("--text", "latin1.txt"), "latin1.txt is not UTF-8: byte 4 is 0xE9; expected a text in UTF-8"),

@@ -150,7 +150,7 @@ def test_a_model_whose_samples_depend_on_their_batch_is_never_batched(
         text = (tmp_path / name / "config.pbtxt").read_text()
         assert text.count("pinv_init=global") == 1
         assert "No dynamic batching" in text
-    assert "pinv_init=global" in (tmp_path / "README.md").read_text()
+    assert r"pinv\_init=global" in (tmp_path / "README.md").read_text()
     assert any("pinv_init=global" in remark for remark in result.remarks)
     for wanted in ({"max_batch": 8}, {"preferred_batch": (4,)}):
         with pytest.raises(UserError, match="would change their answers"):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from small_builds import built_artifact
 from small_specs import spec_of
+from weights_elsewhere import move_weights
 
 from effexport.artifact import Artifact, open_artifact
 from effexport.errors import DiskFullError, UserError
@@ -533,6 +534,23 @@ def test_weights_in_a_file_of_their_own_come_along(built: Built, package: Packag
     package(built("softmax", external_data=True), tmp_path, name="m")
     for folder in (tmp_path / "m-onnxruntime" / "1", tmp_path / "m-python" / "1" / "artifact"):
         assert {"model.onnx", "model.onnx.data"} <= {path.name for path in folder.iterdir()}
+
+
+def test_weights_in_a_folder_stay_in_it_and_take_the_place_of_no_other_file(
+    copied: Callable[..., Path], rewrite_manifest: Callable[..., None], package: Packaging, tmp_path: Path
+) -> None:
+    folder = copied("lsh", "encoder", external_data=True)
+    move_weights(folder, "below/model.onnx")
+    rewrite_manifest(folder)
+    package(open_artifact(folder), tmp_path / "models", name="m", backends=("onnxruntime",))
+    version = tmp_path / "models" / "m" / "1"
+    for name in ("model.onnx", "below/model.onnx"):
+        assert (version / name).read_bytes() == (folder / name).read_bytes()
+    (folder / "below" / "model.onnx").rename(folder / "model.onnx.data")
+    move_weights(folder, "libeffexport_ort.so")
+    rewrite_manifest(folder)
+    with pytest.raises(UserError, match=r"keeps its weights in libeffexport_ort\.so, which is another file in Triton"):
+        package(open_artifact(folder), tmp_path / "others", name="m", backends=("onnxruntime",))
 
 
 def test_a_version_that_a_killed_process_left_without_its_configuration_gets_one(
