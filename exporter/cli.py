@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -126,6 +127,10 @@ class LastingStream:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. An expected error becomes one message; a bug keeps its traceback."""
     with contextlib.ExitStack() as stack:
+        for stream in (sys.stdout, sys.stderr):
+            # what another encoding lacks, such as µ, is no reason to end
+            if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+                stream.reconfigure(errors="backslashreplace")
         # a process may have been started without either
         if sys.stdout is not None:
             stack.enter_context(contextlib.redirect_stdout(LastingStream(sys.stdout)))

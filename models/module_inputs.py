@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from effexport.models.model_spec import Dims
-from effexport.models.validation import SpecError, did_you_mean, require
+from effexport.models.validation import LARGEST_SIZE, SpecError, did_you_mean, require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -81,7 +82,10 @@ class ModuleInputs:
         return replace(self, inputs=tuple(fixed))
 
     def tensors(self, sizes: Mapping[str, int]) -> Iterator[Tensor]:
-        """Tensors of other sizes of the free axes: the examples repeated or cut off, or constants without them."""
+        """Tensors of other sizes of the free axes: the examples repeated or cut off, or constants without them.
+
+        Raises SpecError for one with more than LARGEST_SIZE elements.
+        """
         import torch
 
         for one in self.inputs:
@@ -90,6 +94,10 @@ class ModuleInputs:
                 yield resized(example, one.dims, sizes)
                 continue
             shape = [sizes[dim] if isinstance(dim, str) else dim for dim in one.dims]
+            count = math.prod(shape)
+            require(
+                count <= LARGEST_SIZE, f"{one.name} would have {count:,} elements; expected at most {LARGEST_SIZE:,}"
+            )
             # one, if it may be: zero often stands for padding
             fill = int(one.mask == "keep") if one.mask else max(one.low, min(1, (one.high or 2) - 1))
             fill *= one.dtype != "float"

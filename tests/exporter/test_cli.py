@@ -828,3 +828,11 @@ def test_a_failed_stage_exits_1_and_leaves_nothing(cli: Cli, tmp_path: Path, mon
     assert cli(*arguments).error(1) == "export: planted"
     assert cli(*arguments, "--json").json == {"error": "export: planted", "exit_code": 1}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_signs_that_an_encoding_lacks_are_written_as_their_numbers() -> None:
+    command = [sys.executable, "-m", "effexport", "doctor"]
+    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environment)
+    assert b"\\u2013" in done.stdout
+    assert b"Traceback" not in done.stderr

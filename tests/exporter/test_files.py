@@ -345,3 +345,11 @@ def test_a_text_that_is_larger_than_any_is_refused_before_it_is_read(tmp_path: P
         stream.truncate(1 << 40)
     with pytest.raises(UserError, match=r"x\.txt as a text: it is larger than 1048576 KB; split it"):
         text_of_file(tmp_path / "x.txt")
+
+
+def test_a_shape_of_booleans_is_damage(tmp_path: Path) -> None:
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (True, 16), }\n"
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("x.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(64))
+    with pytest.raises(UserError, match=r"is not an \.npz file of plain arrays"):
+        load_npz(tmp_path / "x.npz")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from effexport.models.module_inputs import (
     ModuleInput,
+    ModuleInputs,
     inputs_from_examples,
     inputs_from_signature,
     inputs_from_table,
@@ -170,3 +171,9 @@ def test_a_single_argument_may_be_tokens_or_vectors() -> None:
 def test_a_signature_of_several_arguments_needs_examples() -> None:
     with pytest.raises(SpecError, match=r"forward of mine takes image, text; describe the inputs: return \(model, {"):
         list(inputs_from_signature(TwoInputs(), "mine", [8]))
+
+
+def test_an_input_that_no_machine_holds_is_refused_before_it_is_made() -> None:
+    inputs = ModuleInputs(inputs=(ModuleInput(name="x", dims=("batch", 2**40)),))
+    with pytest.raises(SpecError, match="x would have 3,298,534,883,328 elements; expected at most 2,147,483,647"):
+        list(inputs.tensors({"batch": 3}))
