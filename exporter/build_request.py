@@ -99,7 +99,8 @@ class BuildRequest:
 
         examples, dynamic = self.examples, self.dynamic
         if isinstance(module, str):
-            origin = module
+            # manifests hold no paths of this machine
+            origin = Path(module).name if module.rpartition(":")[0].endswith(".py") else module
             module, examples, dynamic = module_from_factory(module)
         else:
             origin = type(module).__name__

@@ -176,8 +176,8 @@ EXAMPLES = (
     "--module",
     "factory",
     metavar="MODULE:FUNCTION",
-    help="A function without arguments that returns your nn.Module, or (nn.Module, example inputs). Known attention "
-    "layers of other packages become effexport's, with their weights.",
+    help="A function, my.module:make or file.py:make, without arguments, that returns your nn.Module, or (nn.Module, "
+    "example inputs). Known attention layers of other packages become effexport's, with their weights.",
 )
 @click.option(
     "--inputs",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from effexport.environment import total_memory_bytes
@@ -128,20 +130,25 @@ def module_from_path(spec: BuildSpec, path: Path, which: str = OF_ARTIFACT) -> n
 
 
 def module_from_factory(name: str) -> tuple[nn.Module, object, Mapping[str, object] | None]:
-    """Call `package.module:factory` and take what it returns: a module; or a module and example inputs; or these and
-    the free axes of the inputs.
+    """Call `package.module:factory`, or `path/to/file.py:factory`, and take what it returns: a module; or a module and
+    example inputs; or these and the free axes of the inputs.
 
-    The current folder is searched first until the factory returns. Raises UserError if it does not exist, needs
-    arguments, fails or returns something else.
+    The current folder, or that of the file, is searched first until the factory returns. Raises UserError if it does
+    not exist, needs arguments, fails or returns something else.
     """
     from torch import nn
 
-    path, _, factory = name.partition(":")
+    path, _, factory = name.rpartition(":")
     if not path or not factory.isidentifier():
-        raise UserError(f"--module is {name!r}; expected package.module:factory, a function without arguments")
-    with current_folder_on_path():
+        raise UserError(
+            f"--module is {name!r}; expected package.module:factory or file.py:factory, a function without arguments"
+        )
+    file = Path(path).resolve() if path.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise UserError(f"--module {name}: no file at {file}; expected package.module:factory or file.py:factory")
+    with folder_on_path("" if file is None else str(file.parent)):
         try:
-            function = getattr(importlib.import_module(path), factory)
+            function = getattr(importlib.import_module(path) if file is None else module_of_file(file), factory)
         except (ImportError, AttributeError) as error:
             raise UserError(f"--module {name}: {error}; expected a function that can be imported from here") from error
         except (Exception, SystemExit) as error:  # as below
@@ -159,6 +166,23 @@ def module_from_factory(name: str) -> tuple[nn.Module, object, Mapping[str, obje
             "(module, example inputs, free axes by input)"
         )
     return module, examples, dynamic
+
+
+def module_of_file(file: Path) -> ModuleType:
+    """Import a file under its own name, or under a longer one if another module has that."""
+    known = sys.modules.get(file.stem)
+    name = file.stem if known is None or getattr(known, "__file__", None) == str(file) else f"effexport_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def check_needs_no_arguments(function: object, name: str) -> None:
@@ -188,14 +212,15 @@ def failure_of_user(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def current_folder_on_path() -> Iterator[None]:
-    """Search the current folder first. Only for a while: later, PyTorch would find a folder `triton` there."""
-    sys.path.insert(0, "")
+def folder_on_path(folder: str) -> Iterator[None]:
+    """Search a folder first, "" for the current one. Only for a while: later, PyTorch would find a folder `triton`
+    there."""
+    sys.path.insert(0, folder)
     try:
         yield
     finally:
         with contextlib.suppress(ValueError):  # the user's code may have removed it
-            sys.path.remove("")
+            sys.path.remove(folder)
 
 
 def weights_digest(module: nn.Module) -> str:
