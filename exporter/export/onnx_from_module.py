@@ -20,6 +20,7 @@ from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
 from effexport.export.portable_graph import make_portable
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
+from effexport.export.recurrent_layers import recurrent_translation
 from effexport.export.specialised_length import assumed_sizes, largest_sizes
 from effexport.export.traced_graphs import (
     REMEDY,
@@ -187,6 +188,7 @@ def program_from_module(
     """The traced graph, as ONNX and as PyTorch's program, with the names and dynamic dimensions of the signature."""
     import torch
 
+    from effexport.models.adapters.recurrent import RecurrentCalls
     from effexport.models.adapters.sdpa import attention_calls_as_operators
     from effexport.models.layers import fused_operators
 
@@ -198,9 +200,11 @@ def program_from_module(
         getattr(torch.ops.effexport, op.torch_name).default: loaded(op).SIGNATURE.onnx_translation()
         for op in declared_ops()
     }
-    calls: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if isinstance(spec.model, ModuleSpec) and spec.fused:
-        calls = attention_calls_as_operators()
+    calls = contextlib.ExitStack()
+    if isinstance(spec.model, ModuleSpec):
+        calls.enter_context(attention_calls_as_operators(turns=spec.fused))
+        calls.enter_context(RecurrentCalls())
+        table |= recurrent_translation(spec.opset)
     with quiet_exporter(), without_shape_cache(), fused_operators(module, spec.fused), calls:
         try:
             program = torch.onnx.export(
