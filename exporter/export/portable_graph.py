@@ -3,7 +3,7 @@ docs/function_bodies.md."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -15,6 +15,7 @@ def make_portable(model: ir.Model) -> None:
     select_instead_of_casting(model)
     reduce_parts_of_concatenations(model)
     halve_the_input_of_gelu(model)
+    find_rows_without_keys(model)
 
 
 def make_divisions_exact(model: ir.Model) -> None:
@@ -58,12 +59,8 @@ def select_instead_of_casting(model: ir.Model) -> None:
     ]
     if not casts:
         return
-    one, zero = (
-        ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([]), const_value=ir.tensor(value))
-        for name, value in (("true_as_float", np.float32(1)), ("false_as_float", np.float32(0)))
-    )
-    for value in (one, zero):
-        graph.register_initializer(value)
+    one = _initializer(graph, "true_as_float", np.array(1, np.float32))
+    zero = _initializer(graph, "false_as_float", np.array(0, np.float32))
     for cast in casts:
         choice = ir.node("Where", [cast.inputs[0], one, zero], name=cast.name)
         choice.metadata_props.update(cast.metadata_props)
@@ -125,6 +122,52 @@ def halve_the_input_of_gelu(model: ir.Model) -> None:
         product.replace_input_with(product.inputs.index(x), halved.outputs[0])
         product.replace_input_with(product.inputs.index(halving.outputs[0]), addition.outputs[0])
         product.graph.remove(halving, safe=True)
+
+
+def find_rows_without_keys(model: ir.Model) -> None:
+    """Let the search for NaN in the result of a softmax also find the rows that are −∞ throughout.
+
+    PyTorch's softmax gives NaN there, and its attention then writes zeros; ONNX Runtime's gives equal shares.
+    """
+    import numpy as np
+    import onnx_ir as ir
+
+    for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", "IsNaN")]:
+        shares = node.inputs[0]
+        softmax = shares.producer() if shares is not None else None
+        scores = softmax.inputs[0] if softmax is not None and softmax.op_type == "Softmax" else None
+        if softmax is None or scores is None or scores.dtype is None:
+            continue
+        axis = softmax.attributes["axis"].as_int() if "axis" in softmax.attributes else -1
+        # of the graph, also for a node in a subgraph
+        axes = _initializer(model.graph, f"softmax_axis_{axis}".replace("-", "last_"), np.array([axis], np.int64))
+        lowest = _initializer(
+            model.graph, f"minus_infinity_{scores.dtype.name.lower()}", np.array(-np.inf, scores.dtype.numpy())
+        )
+        highest = ir.node("ReduceMax", [scores, axes], {"keepdims": 1})
+        hidden = ir.node("Equal", [highest.outputs[0], lowest])
+        found = ir.node("IsNaN", [shares])
+        either = ir.node("Or", [found.outputs[0], hidden.outputs[0]], name=node.name)
+        either.metadata_props.update(node.metadata_props)
+        highest.outputs[0].type = scores.type
+        for value in (hidden.outputs[0], found.outputs[0], either.outputs[0]):
+            value.type = node.outputs[0].type
+        found.outputs[0].shape = either.outputs[0].shape = node.outputs[0].shape
+        assert node.graph is not None
+        new = [highest, hidden, found, either]
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, node.outputs, either.outputs)
+
+
+def _initializer(graph: ir.Graph, name: str, array: Any) -> ir.Value:
+    """A constant of a graph, made when it is first needed."""
+    import onnx_ir as ir
+
+    if name not in graph.initializers:
+        tensor = ir.tensor(array)
+        graph.register_initializer(
+            ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+        )
+    return graph.initializers[name]
 
 
 def _readers(node: ir.Node, *op_types: str) -> list[ir.Node]:

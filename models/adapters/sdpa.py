@@ -47,15 +47,16 @@ class AttentionCalls:
 
 
 @contextmanager
-def attention_calls_as_operators() -> Iterator[AttentionCalls]:
+def attention_calls_as_operators(turns: bool = True) -> Iterator[AttentionCalls]:
     """Turn calls of `F.scaled_dot_product_attention` that the operator can express, for the length of a `with` block.
 
     These are calls that are not causal, without a mask or with one that hides the same keys from all queries and heads
     of a sample: a boolean mask [batch, 1, 1, keys], or one that PyTorch operations made of it, as the BERT family of
-    transformers 4 and 5 does. Other calls stay PyTorch's. Works while torch.export traces (strict=False).
+    transformers 4 and 5 does. Other calls with a mask are written out; the rest stay PyTorch's. Works while
+    torch.export traces (strict=False). turns: False to turn none.
     """
     calls = AttentionCalls()
-    with _Mode(calls):
+    with _Mode(calls, turns):
         yield calls
 
 
@@ -77,9 +78,9 @@ class _Rows:
 class _Mode(TorchFunctionMode):
     """Turns calls, and follows masks from the moment when they are expanded to all queries."""
 
-    def __init__(self, calls: AttentionCalls) -> None:
+    def __init__(self, calls: AttentionCalls, turns: bool) -> None:
         super().__init__()
-        self.calls = calls
+        self.calls, self.turns = calls, turns
         # a mask is kept with its entry, so that its id stays its own
         self.known: dict[int, _Rows] = {}
         self.positions: dict[int, Tensor] = {}  # tensors without negative numbers
@@ -111,10 +112,13 @@ class _Mode(TorchFunctionMode):
     ) -> Tensor:
         """The arguments of F.scaled_dot_product_attention."""
         groups = [x.shape[:2] for x in (query, key, value) if x.dim() == 4]
-        plain = dropout_p == 0 and not is_causal and len(groups) == 3 and groups[0] == groups[1] == groups[2]
+        alike = len(groups) == 3 and groups[0] == groups[1] == groups[2]
+        plain = self.turns and dropout_p == 0 and not is_causal and alike
         keep = self.visible_keys(key, attn_mask) if plain else None
         if keep is None:
             self.calls.kept += 1
+            if dropout_p == 0 and (attn_mask is not None or len(groups) < 3):
+                return written_out(query, key, value, attn_mask, is_causal, scale, enable_gqa)
             rest: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
         self.calls.turned += 1
@@ -177,6 +181,33 @@ class _Mode(TorchFunctionMode):
             key: rows for key, rows in self.known.items() if memory not in map(storage, (rows.mask, rows.row))
         }
         self.positions = {key: x for key, x in self.positions.items() if storage(x) != memory}
+
+
+def written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """F.scaled_dot_product_attention in single operations, with zeros where a query has no visible key.
+
+    torch.onnx translates it for four axes, and gives the average of all values where a query has no visible key.
+    Shapes: [..., queries, head_dim], [..., keys, head_dim], [..., keys, value_dim].
+    """
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    root = math.sqrt(abs(factor))  # of both, so that float16 does not overflow
+    scores = (query * math.copysign(root, factor)) @ (key * root).transpose(-2, -1)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        return scores.softmax(-1) @ value
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1) @ value).masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0)
 
 
 def zero_without_keys(context: Tensor, keep: Tensor) -> Tensor:

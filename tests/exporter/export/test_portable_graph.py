@@ -128,3 +128,19 @@ def test_what_only_resembles_gelu_stays_as_it_is(half: str, rest: str) -> None:
     before = [[value.name for value in node.inputs] for node in model.graph]
     make_portable(model)
     assert [[value.name for value in node.inputs] for node in model.graph] == before
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(np.float32, "float"), (np.float16, "float16")])
+def test_rows_without_keys_are_found_by_a_search_for_nan(dtype: type[np.floating[Any]], kind: str) -> None:
+    model = ir.from_onnx_text(f"""
+        <ir_version: 10, opset_import: ["" : 20]>
+        main ({kind}[b, n] scores) => (bool[b, n] missing, {kind}[b, n] shares) {{
+            shares = Softmax <axis = -1> (scores)
+            missing = IsNaN (shares)
+        }}
+    """)
+    make_portable(model)
+    scores = np.array([[0, -np.inf], [-np.inf, -np.inf], [np.nan, 0], [-60000, -60000]], dtype)
+    missing, _ = run(model, {"scores": scores})
+    # where PyTorch's softmax is NaN
+    assert missing.tolist() == [[False, False], [True, True], [True, True], [False, False]]

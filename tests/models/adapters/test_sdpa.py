@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from adapted_models import exported, padding, random_states, relative_error, trained_like
 from torch import Tensor, nn
 
-from effexport.models.adapters.sdpa import attention_calls_as_operators
+from effexport.models.adapters.sdpa import attention_calls_as_operators, written_out
 
 pytestmark = pytest.mark.requires("torch")
 
@@ -196,3 +196,16 @@ def test_models_of_the_bert_family_get_the_operator(family: str, tmp_path: Path)
         inputs = {"input_ids": torch.arange(3 * seq_len).reshape(3, -1) % 40 + 5, "attention_mask": keep.long()}
         with torch.inference_mode():
             assert relative_error(run(**inputs)[0], model(**inputs), keep) < CLOSE
+
+
+@pytest.mark.parametrize("axes", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["none", "boolean", "floats", "causal"])
+def test_calls_that_stay_are_written_out_as_pytorch_computes_them(axes: int, kind: str) -> None:
+    torch.manual_seed(axes)
+    q, k, v = (torch.randn(2, 2, 7, 8)[(0,) * (4 - axes)] for _ in range(3))
+    keep = torch.ones(7, 7).tril(-1).bool()  # the first query sees nothing
+    masks = {"boolean": keep, "floats": torch.zeros(7, 7).masked_fill(~keep, float("-inf"))}
+    found = written_out(q, k, v, masks.get(kind), kind == "causal", 0.3, False)
+    expected = F.scaled_dot_product_attention(q, k, v, masks.get(kind), is_causal=kind == "causal", scale=0.3)
+    assert relative_error(found, expected) <= CLOSE
+    assert kind not in masks or not found[..., 0, :].any()
