@@ -57,7 +57,7 @@ from effexport.proof.answers import REFERENCE_SEED_OFFSET, Answers, reference_fr
 from effexport.proof.candidates import open_in_ort
 from effexport.proof.cases import Case, load_reference, save_reference
 from effexport.proof.checks.quantized import check_products
-from effexport.proof.checks.result import Check, Kind
+from effexport.proof.checks.result import OTHER_LAYER, Check, Kind
 from effexport.proof.module_runs import hash_modules
 from effexport.proof.references.answers_file import is_original, original_cases, with_hashes
 from effexport.proof.trace.trace import Trace
@@ -241,6 +241,7 @@ def artifact_from_spec(
                 *notes,
                 *text_notes,
                 *([] if spec.inline else [replaced_note(op, count) for op, count in replaced.items()]),
+                *undefined_notes(cases, spec),
                 *not_for_tensorrt(build.model),
                 *([] if previous is None else [refit_note(previous, source.origin, digest)]),
                 *([f"--trace: {found.reason}"] if trace and isinstance(found, Unavailable) else []),
@@ -380,6 +381,18 @@ def replaced_note(op: str, count: int) -> str:
     )
 
 
+def undefined_notes(cases: Sequence[Case], spec: BuildSpec) -> list[str]:
+    """A sentence on answers of a user's own module that are not numbers; none if all are."""
+    found = [
+        f"{undefined:,} of {all_:,} elements in {c.label}"
+        for c in cases
+        for undefined, all_ in [c.undefined]
+        if undefined
+    ]
+    text = f"{spec.model.title} itself answers with NaN, which was not compared: {'; '.join(found)}."
+    return [text] if found else []
+
+
 def blame(checks: Sequence[Check], reference: Path | None) -> str:
     """The end of the message about failed checks: that weights or options are wrong, if only the original differs."""
     failed = [check for check in checks if check.status == "failed"]
@@ -401,11 +414,18 @@ def why_sizes_fail(build: Build) -> str:
 def check_reference(checks: Sequence[Check]) -> None:
     """Raise StageError if PyTorch's own answers have failed a check: they cannot judge a model then."""
     if wrong := [check for check in checks if check.kind == Kind.REPLACEMENT and check.status == "failed"]:
-        raise StageError(
-            "reference",
-            f"{failure_text(wrong)}\n  a layer of effexport does not compute what the layer that it stands for "
-            "computes, so nothing was written: its package may have been changed, or effexport is at fault",
-        )
+        if any(OTHER_LAYER in check.detail for check in wrong):
+            reason = (
+                "a layer of effexport does not compute what the layer that it stands for computes, so nothing was "
+                "written: its package may have been changed, or effexport is at fault"
+            )
+        else:
+            reason = (
+                "each layer of effexport, given the inputs of the layer that it stands for, gives its result, so "
+                "the model magnifies the rounding of float32 on these inputs, and nothing could be judged: give "
+                "example inputs like those that it was trained on, or check its weights"
+            )
+        raise StageError("reference", f"{failure_text(wrong)}\n  {reason}")
     if any(check.status == "failed" for check in checks):
         disputes = [f"\n  {c.detail}" for c in checks if c.kind == Kind.REFERENCE_REPEATABLE and c.detail]
         raise StageError(

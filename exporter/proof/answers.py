@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from effexport.errors import StageError
 from effexport.export.onnx_from_module import at_precision
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import Check
@@ -70,6 +71,7 @@ def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int, names: 
             continue
         with PeakMemory() if name in FLOAT64_CASES else nullcontext() as peak:
             case = answered_case(Case(name, inputs, {}, pooled=spec.pooled_outputs), module, spec, runs)
+        check_finite_reference(case)
         if hashed:
             case = with_hash_noise(case, module, rounded, spec, runs)
         elif name in hostile:
@@ -78,6 +80,17 @@ def reference_from_module(module: nn.Module, spec: BuildSpec, seed: int, names: 
             checks.append(exact.check(case, peak.size_bytes))
         cases.append(case)
     return Answers(cases, [runs.check, *checks])
+
+
+def check_finite_reference(case: Case) -> None:
+    """Raise StageError for an answer of our own modules that is not made of numbers: it could judge nothing."""
+    for name, array in case.outputs.items():
+        if bad := int(np.count_nonzero(~np.isfinite(array))):
+            raise StageError(
+                "reference",
+                f"PyTorch's own answer to {case.label} has {bad:,} NaN or infinite elements in {name}; expected "
+                "numbers: check the weights",
+            )
 
 
 def answered_case(case: Case, module: nn.Module, spec: BuildSpec, runs: RepeatedRuns) -> Case:

@@ -112,6 +112,12 @@ class Case:
         return own.reshape(-1, 1) if self.ranked else own.reshape(1, -1)
 
     @property
+    def undefined(self) -> tuple[int, int]:
+        """How many of the compared elements of the answer are NaN, and how many there are."""
+        parts = [self.kept(name, array, row) for name, array in self.outputs.items() for row in range(len(array))]
+        return sum(int(np.isnan(part).sum()) for part in parts), sum(part.size for part in parts)
+
+    @property
     def spread(self) -> float:
         """The standard deviation of the logits of ranked indices, or 1 if that is less: a softmax makes the error of a
         logit, which is proportional to this, the relative error of a score. 1 without ranked indices."""

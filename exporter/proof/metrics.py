@@ -45,14 +45,40 @@ def relative_error(actual: Array, expected: Array) -> tuple[float, tuple[int, in
 
 def relative_errors(actual: Array, expected: Array) -> Iterator[tuple[Array, Array, Array]]:
     """Some rows of both in float64, and |actual − expected| / scale of them, part after part; see `relative_error`."""
-    whole = rms(expected)
+    actual, expected = comparable(actual, expected)
+    ordinary = is_ordinary(expected)
+    whole = rms(expected) if ordinary else mean_root(*square_sums(expected).sum(axis=1))
     for rows in slices(*expected.shape):
         ours, wanted = actual[rows].astype(np.float64), expected[rows].astype(np.float64)
-        own = np.sqrt(np.mean(np.square(wanted), axis=-1, keepdims=True))
-        scale = np.maximum(np.maximum(own, whole), np.finfo(np.float32).tiny)
+        if ordinary:
+            own = np.sqrt(np.mean(np.square(wanted), axis=-1, keepdims=True))
+            scale = np.maximum(np.maximum(own, whole), np.finfo(np.float32).tiny)
+        else:
+            scale = scales(wanted, whole)
         with np.errstate(invalid="ignore"):  # inf − inf is NaN, which is what it should be
             relative = np.abs(ours - wanted) / scale
         yield ours, wanted, relative
+
+
+def comparable(actual: Array, expected: Array) -> tuple[Array, Array]:
+    """Both with zeros where there is no number to compare: NaN is expected, or both are infinite alike."""
+    if is_ordinary(expected):
+        return actual, expected
+    alike = np.isnan(expected) | (np.isinf(expected) & (actual == expected))
+    return np.where(alike, 0, actual), np.where(alike, 0, expected)
+
+
+def is_ordinary(x: Array) -> bool:
+    """Whether all elements are finite, and none is a mask constant."""
+    return float(np.abs(x).max(initial=0)) < MASK_CONSTANT  # not if it is NaN
+
+
+def scales(expected: Array, whole: float) -> Array:
+    """What errors of each element are relative to, float64 [rows, channels]: the RMS of its row, or `whole` if that is
+    larger; of a mask constant, its own size, which then does not count for the others."""
+    own = mean_root(*square_sums(expected))[:, None]
+    scale = np.maximum(np.maximum(own, whole), np.finfo(np.float32).tiny)
+    return np.where(np.abs(expected) < MASK_CONSTANT, scale, np.abs(expected))
 
 
 def largest(parts: Iterable[Array]) -> tuple[float, tuple[int, int]]:
@@ -68,7 +94,8 @@ def largest(parts: Iterable[Array]) -> tuple[float, tuple[int, int]]:
 
 
 def overall_error(actual: Array, expected: Array) -> float:
-    """RMS(actual − expected) / RMS(expected); NaN if there is one."""
+    """RMS(actual − expected) / RMS(expected); NaN if there is one that is not expected."""
+    actual, expected = comparable(actual, expected)
     return rms(actual.astype(np.float32) - expected) / max(rms(expected), float(np.finfo(np.float32).tiny))
 
 
@@ -90,6 +117,7 @@ def rms_change(case: Case, outputs: Mapping[str, Array]) -> float:
             np.concatenate([case.kept(name, array, sample) for sample in range(len(array))])
             for array in (outputs[name].astype(np.float32), expected)
         )
+        actual, wanted = comparable(actual, wanted)
         # a reference of zeros, as a layer without biases makes of zero tokens, must be met exactly
         changes.append(rms(actual - wanted) / max(rms(wanted), float(np.finfo(np.float32).tiny)))
     return float(np.max(changes))  # not the built-in max, which may drop NaN
@@ -138,10 +166,8 @@ def mean_root(total: Any, count: Any) -> Any:
 
 def slice_error(actual: Array, expected: Array, whole: float) -> float:
     """max |error| / scale of some rows; `whole` is the RMS of all."""
-    own = mean_root(*square_sums(expected))[:, None]
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    scale = np.maximum(np.maximum(own, whole), np.finfo(np.float32).tiny)
-    scale = np.where(np.abs(expected) < MASK_CONSTANT, scale, np.abs(expected))
+    scale = scales(expected, whole)
     with np.errstate(invalid="ignore"):  # inf − inf, where both are equal
         error = np.abs(actual - expected) / scale
     same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from effexport.dtypes import numpy_dtype
+from effexport.dtypes import named_sizes, numpy_dtype
 from effexport.errors import StageError
 from effexport.export.onnx_from_module import at_precision
 from effexport.models.adapters.adapter import frozen, named
+from effexport.models.module_inputs import resized
 from effexport.models.module_spec import ModuleSpec
-from effexport.models.user_model import recorded_results
+from effexport.models.user_model import tensors_of
 from effexport.proof.answers import FLOAT64_CASES, Answers, with_hash_noise
 from effexport.proof.cases import Case
-from effexport.proof.checks.result import METRIC, Check, Kind, judged, not_run
+from effexport.proof.checks.result import METRIC, OTHER_LAYER, Check, Kind, judged, not_run
 from effexport.proof.float64 import Float64Module, PeakMemory
 from effexport.proof.inputs.random import case_inputs, kept_tokens
 from effexport.proof.metrics import largest_change, value_error
@@ -24,6 +27,8 @@ from effexport.proof.warm_up import warm_up
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from effexport.dtypes import Array
     from effexport.models.user_model import UserModel
 
@@ -36,8 +41,8 @@ NEEDED = ("export", EXAMPLE)
 def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
     """The answers of the original to every case, and how close the copy with our layers comes to them in PyTorch.
 
-    Cases that the original does not take are reported as not run. Raises StageError if it fails at the shape of the
-    export or on the user's own inputs, or does not give the same answer twice.
+    Cases to which the original has no answer are reported as not run. Raises StageError if it has none at the shape of
+    the export or to the user's own inputs, or does not give the same answer twice.
     """
     warm_up()
     runs = RepeatedRuns("PyTorch")
@@ -46,20 +51,71 @@ def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
     cases: list[Case] = []
     checks: list[Check] = []
     for name, inputs in (case_inputs(spec, seed) | example_case(user, spec)).items():
-        empty = Case(name, inputs, {}, tokens=kept_tokens(inputs, spec), pooled=spec.pooled_outputs)
         with PeakMemory() as peak:
             try:
-                case, check = original.answer(empty)
+                case, check = defined_answer(name, inputs, original, user, spec)
             except OriginalFailedError as error:
                 if name in NEEDED:
                     raise StageError(STAGE, f"{error}") from error
-                checks.append(not_run(Kind.SHAPES, str(error), empty.label))
+                checks.append(not_run(Kind.SHAPES, str(error), empty_case(name, inputs, spec).label))
                 continue
         checks += [check] * bool(user.adapted.replaced)
         if name in FLOAT64_CASES:
             checks.append(exact.check(case, peak.size_bytes))
         cases.append(case)
     return Answers(cases, [runs.check, *checks])
+
+
+def empty_case(name: str, inputs: Mapping[str, Array], spec: BuildSpec) -> Case:
+    return Case(name, inputs, {}, tokens=kept_tokens(inputs, spec), pooled=spec.pooled_outputs)
+
+
+def defined_answer(
+    name: str, inputs: Mapping[str, Array], original: Original, user: UserModel, spec: BuildSpec
+) -> tuple[Case, Check]:
+    """What `Original.answer` gives for inputs to which the original has an answer without NaN: those of a case or, if
+    it has none to them, those with values of the example in their place.
+
+    A case that is needed may have NaN with the values of the example, but not only. Raises OriginalFailedError, for
+    the inputs of the case, if there is no such answer.
+    """
+    first: OriginalFailedError | None = None
+    tried = list(with_examples(inputs, user, spec)) if name != EXAMPLE else []
+    for number, values in enumerate([inputs, *tried]):
+        case = empty_case(name, values, spec)
+        try:
+            answer = original.answer(case)
+        except OriginalFailedError as error:
+            first = first or error
+            continue
+        is_last = name in NEEDED and number == len(tried)
+        undefined, compared = answer[0].undefined
+        if undefined == 0 or (is_last and user.examples and undefined < compared):
+            return answer
+        first = first or OriginalFailedError(
+            f"{original.name} itself answers {case.label} with NaN ({undefined:,} of {compared:,} elements); expected "
+            "numbers: give example inputs to which it has an answer, or check its weights"
+        )
+    assert first is not None
+    raise first
+
+
+def with_examples(inputs: Mapping[str, Array], user: UserModel, spec: BuildSpec) -> Iterator[dict[str, Array]]:
+    """Inputs of the same shapes with values of the user's example in the place of drawn ones: first in those that are
+    integers or booleans, then in all; those of the mask of tokens stay."""
+    if not user.examples:
+        return
+    assert isinstance(spec.model, ModuleSpec)
+    sizes = named_sizes(spec.inputs, inputs)
+    own = {
+        tensor.name: resized(user.examples[tensor.name], tensor.dims, sizes).numpy().astype(numpy_dtype(tensor.dtype))
+        for tensor in spec.inputs
+        if tensor.name != spec.model.mask
+    }
+    whole = {name: array for name, array in own.items() if array.dtype.kind != "f"}
+    if whole:
+        yield {**inputs, **whole}
+    yield {**inputs, **own}
 
 
 def example_case(user: UserModel, spec: BuildSpec) -> dict[str, dict[str, Array]]:
@@ -86,7 +142,8 @@ class Original:
 
     def __init__(self, user: UserModel, spec: BuildSpec, runs: RepeatedRuns) -> None:
         assert isinstance(spec.model, ModuleSpec)
-        self._user, self._spec, self._runs, self._name = user, spec, runs, spec.model.module
+        self.name = spec.model.module
+        self._user, self._spec, self._runs = user, spec, runs
         self._hashed = spec.attention.is_hashed
         self._rounded = at_precision(user.module, spec.precision) if self._hashed else user.module
 
@@ -111,7 +168,7 @@ class Original:
         detail = ""
         if not value <= limit.value:
             layer = first_other_layer(self._user, self._spec, full)
-            detail = f"the first layer that differs is {layer}" if layer else ""
+            detail = f"{OTHER_LAYER} {layer}" if layer else ""
         if self._hashed:
             full = with_hash_noise(full, self._user.module, self._rounded, self._spec, self._runs)
         return full, judged(Kind.REPLACEMENT, case.label, METRIC, value, limit, detail)
@@ -124,19 +181,30 @@ class Original:
                 outputs = run_module(user.original, self._spec, case.inputs)
         except Exception as error:  # whatever the user's code raises
             text = " ".join(str(error).split()) or type(error).__name__
-            raise OriginalFailedError(f"{self._name} itself fails on {case.label}: {text}") from error
+            raise OriginalFailedError(f"{self.name} itself fails on {case.label}: {text}") from error
         return outputs, buckets | {bucket_name(path): value.numpy() for path, value in drawn.items()}
 
 
 def first_other_layer(user: UserModel, spec: BuildSpec, case: Case) -> str:
-    """The replaced layer whose result in our copy is first to differ from that in the original; "" if there is none."""
-    with frozen(user.original, user.adapted), recorded_results(user.original) as wanted:
-        run_module(user.original, spec, case.inputs)
-    with given_buckets(user.module, case.buckets), recorded_results(user.module) as found:
-        run_module(user.module, spec, case.inputs)
+    """The first replaced layer of which ours, given the inputs of the original, gives another result; "" if none
+    does."""
     limit = reference_limit(spec).value
-    for path in [path for path in wanted if path in user.adapted.replaced]:
-        pairs = zip(found.get(path, []), wanted[path], strict=False)
+    others: list[str] = []
+
+    def compare(path: str, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        ours = user.adapted.replaced[path](*given, **named)
+        pairs = zip(tensors_of(ours), tensors_of(result), strict=False)
         if any(not value_error(actual.numpy(), expected.numpy()) <= limit for actual, expected in pairs):
-            return named(user.original, path)
-    return ""
+            others.append(path)
+
+    handles = [
+        user.original.get_submodule(path).register_forward_hook(functools.partial(compare, path), with_kwargs=True)
+        for path in user.adapted.replaced
+    ]
+    try:
+        with frozen(user.original, user.adapted), given_buckets(user.module, case.buckets):
+            run_module(user.original, spec, case.inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return named(user.original, others[0]) if others else ""

@@ -117,6 +117,8 @@ class Kind(StrEnum):
     TRANSFORMERS = "transformers", "The model gives the results of the checkpoint in transformers."
 
 
+# How a check of replaced layers names one that differs.
+OTHER_LAYER = "the first layer that differs is"
 _FUNCTION_BODY_OF = "function body of "
 _FUNCTION_BODY_MEANING = "In standard ONNX operators, the operator computes what it is defined to compute."
 

@@ -144,6 +144,17 @@ def test_a_replacement_that_computes_something_else_is_caught_and_named(known: T
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_that_magnifies_rounding_is_not_the_fault_of_a_layer(known: Table, tmp_path: Path) -> None:
+    class Magnified(Model):
+        def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+            states = self.block.attn(self.embed(tokens), mask)
+            return (1e6 * states).sin()
+
+    with pytest.raises(StageError, match="the model magnifies the rounding of float32 on these inputs") as raised:
+        effexport.export(Magnified(), EXAMPLES, tmp_path / "out")
+    assert "at fault" not in str(raised.value)
+
+
 def test_a_layer_that_cannot_be_replaced_is_exported_as_it_stands_and_the_report_says_why(
     known: Table, tmp_path: Path
 ) -> None:

@@ -14,11 +14,13 @@ import torch
 from small_specs import spec_of
 
 from effexport.artifact import Artifact
+from effexport.errors import StageError
 from effexport.models.encoder import module_from_spec
 from effexport.models.spec import AFTSpec
+from effexport.proof.answers import reference_from_module
 from effexport.proof.candidates import ModelCandidate, open_in_ort
-from effexport.proof.cases import Case, load_reference
-from effexport.proof.checks.arithmetic import Figures, check_arithmetic
+from effexport.proof.cases import KEPT, Case, load_reference
+from effexport.proof.checks.arithmetic import Figures, check_arithmetic, check_finite
 from effexport.proof.checks.invariance import check_padding_content, check_prefix
 from effexport.proof.checks.long_sequences import LONG, check_long_sequence
 from effexport.proof.checks.result import HISTOGRAM_EDGES, Kind
@@ -318,3 +320,43 @@ def test_an_answer_of_another_shape_is_a_failed_check_in_every_run(wrong_from: i
     (failed,) = [check for check in checks if check.status == "failed"]
     assert failed.kind == Kind.SIGNATURE
     assert "0, 0, 32" in failed.detail
+
+
+def test_infinities_must_be_the_same_and_nan_of_the_reference_is_not_compared() -> None:
+    expected = np.array([[1.0, -np.inf, np.nan, 2.0]], np.float32)
+    case = Case("some", {}, {OUTPUT: expected[None]}, tokens={KEPT: np.ones((1, 1), bool)})
+    limit = Limit(1e-6, "")
+
+    def outcomes(*values: float) -> tuple[str, str]:
+        outputs = {OUTPUT: np.array([[values]], np.float32)}
+        return (
+            check_finite(case.label, outputs, expected=case.outputs).status,
+            check_arithmetic(case, outputs, limit).status,
+        )
+
+    assert outcomes(1, -np.inf, np.nan, 2) == ("passed", "passed")
+    assert outcomes(1, -np.inf, 7, 2) == ("passed", "passed")
+    assert outcomes(1, np.inf, 0, 2) == ("failed", "failed")
+    assert outcomes(1, -1e30, 0, 2) == ("passed", "failed")
+    assert outcomes(1, -np.inf, 0, np.nan) == ("failed", "failed")
+    assert outcomes(1.1, -np.inf, 0, 2) == ("passed", "failed")
+    assert case.undefined == (1, 4)
+
+
+def test_logits_of_hidden_keys_do_not_make_other_errors_look_small() -> None:
+    expected = np.array([[1.0, np.finfo(np.float32).min, 2.0]], np.float32)
+    case = Case("some", {}, {OUTPUT: expected[None]}, tokens={KEPT: np.ones((1, 1), bool)})
+    off = expected + np.array([[0.01, 0, 0]], np.float32)
+    check = check_arithmetic(case, {OUTPUT: off[None]}, Limit(1e-6, ""))
+    # relative to the RMS of 1 and 2
+    assert check.value == pytest.approx(0.01 / np.sqrt(2.5), rel=1e-5)
+    assert check.measures["rms_error"] == pytest.approx(0.01 / np.sqrt(5), rel=1e-5)
+
+
+def test_a_module_of_ours_whose_answer_is_not_finite_is_no_reference() -> None:
+    spec = spec_of("softmax")
+    module = module_from_spec(spec.model, spec.seed)
+    with torch.no_grad():
+        next(module.parameters()).fill_(float("nan"))
+    with pytest.raises(StageError, match="NaN or infinite elements in last_hidden_state; expected numbers"):
+        reference_from_module(module, spec, 0, names=("export",))
