@@ -52,6 +52,11 @@ EXTERNAL_DATA_THRESHOLD_BYTES = 1_800_000_000
 QUANTIZATION_FIELDS = ("quantization", "keep_float", "quantize_embeddings", "smooth", "max_loss")
 
 
+def is_optional(tensor: TensorInfo) -> bool:
+    """Whether an input may be left out: one of INPUT_DEFAULTS, but no mask of floats that are added to scores."""
+    return tensor.name in INPUT_DEFAULTS and not tensor.dtype.startswith(("float", "bfloat"))
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BuildSpec(ShortRepr):
     """A model and how to export it.

@@ -4,18 +4,65 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from effexport.models.adapters.adapter import Adapted, frozen, named
-from effexport.models.module_inputs import ModuleInput, ModuleInputs
-from effexport.models.probe import PROBE_SEQ_LEN, Probe
+from effexport.models.model_spec import Dims
+from effexport.models.module_inputs import MaskKind, ModuleInput, ModuleInputs
+from effexport.models.probe import PROBE_SEQ_LEN, ModuleFailedError, Probe
 from effexport.models.user_model import CalledByPosition, recorded_results
 from effexport.models.validation import SpecError, require
 from effexport.plugins.ops import OPS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+# The length at which masks are tried, if the model takes it.
+MASK_SEQ_LEN = 12
+
+
+class Observer(TorchDispatchMode):
+    """Sees every operator that PyTorch computes in a `with` block."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # PyTorch would load its compiler, for a second, to keep it out of code that is not compiled anyway
+        return False
+
+    def see(self, func: Any, arguments: tuple[Any, ...]) -> None:
+        """Look at a call before it is computed."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.see(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+class Selections(Observer):
+    """Collects what is selected by indices in a `with` block. found: table, axis, indices, and padding_idx or None."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[Tensor, int, Tensor, int | None]] = []
+
+    def see(self, func: Any, arguments: tuple[Any, ...]) -> None:
+        aten = torch.ops.aten
+        if func is aten.embedding.default:
+            table, index, *rest = arguments
+            self.found.append((table, 0, index, rest[0] if rest and rest[0] >= 0 else None))
+        elif func is aten.index.Tensor:
+            table, indices = arguments
+            integers = [(axis, x) for axis, x in enumerate(indices) if x is not None and x.dtype is not torch.bool]
+            self.found += [(table, axis, index, None) for axis, index in integers]
+        elif func in (aten.index_select.default, aten.gather.default):
+            table, axis, index = arguments[:3]
+            self.found.append((table, axis % max(1, table.ndim), index, None))
 
 
 @dataclass(frozen=True)
@@ -29,9 +76,6 @@ class Calls:
 
 def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> Calls:
     """How many nodes of each of our operators a model becomes."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from effexport.models.adapters.sdpa import AttentionCalls, attention_calls_as_operators
     from effexport.models.layers import fused_operators
     from effexport.models.lsh import LSHHash
@@ -39,18 +83,11 @@ def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> 
     names = {op.torch_name: op.onnx_name for op in OPS.values()}
     calls: Counter[str] = Counter()
 
-    class Counting(TorchDispatchMode):
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            return False  # as in proof/float64.py
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
+    class Counting(Observer):
+        def see(self, func: Any, arguments: tuple[Any, ...]) -> None:
             name = func._schema.name.partition("::")[2]
             if func.namespace == "effexport" and name in names:
                 calls[names[name]] += 1
-            return func(*args, **(kwargs or {}))
 
     hashes = Counter[str]()
     handles = [
@@ -78,8 +115,6 @@ def operator_calls(module: nn.Module, probe: Probe, tuned: int, fused: bool) -> 
 
 def check_repeatable(original: CalledByPosition, adapted: Adapted, probe: Probe, tuned: int) -> None:
     """Raise SpecError for an original that gives other answers to the same inputs, with the first layer that does."""
-    import torch
-
     results: list[dict[str, list[Tensor]]] = []
     tensors = list(probe.inputs.tensors(probe.sizes(1, tuned)))
     for _ in range(2):
@@ -105,8 +140,6 @@ def close(a: Tensor, b: Tensor) -> bool:
 
     1e-4 is a thousand roundings of float32; numbers that were drawn anew differ by their own size.
     """
-    import torch
-
     if not a.is_floating_point():
         return torch.equal(a, b)
     scale = b[b.isfinite()].square().mean().sqrt().nan_to_num()  # of no elements, NaN
@@ -114,39 +147,150 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def with_range(one: ModuleInput, inputs: ModuleInputs, original: CalledByPosition) -> ModuleInput:
-    """An input of integers with its range: the rows of the embedding that it selects from, or what the example has."""
+    """An input of integers with its range: the rows of the table that it selects from or, as a guess, what the example
+    has."""
     if one.high is not None or one.mask or not one.dtype.startswith("int"):
         return one
-    rows, padding = rows_selected(one.name, inputs, original)
+    rows = rows_selected(one, inputs, original)
+    if rows is not None:
+        return replace(one, low=max(one.low, rows.low), high=rows.high, padding=rows.padding)
     example = inputs.examples.get(one.name)
     highest = 1 if example is None or not example.numel() else int(example.max())
-    return replace(one, high=max(rows, highest + 1), padding=padding)
+    return replace(one, high=highest + 1, is_guess=True)
 
 
-def rows_selected(name: str, inputs: ModuleInputs, original: CalledByPosition) -> tuple[int, int | None]:
-    """Rows of the smallest embedding that gets an input as it is, and its padding_idx; 0 and None if there is none."""
-    import torch
-    from torch import nn
+def rows_selected(one: ModuleInput, inputs: ModuleInputs, original: CalledByPosition) -> Rows | None:
+    """The smallest table that an input selects from; None if there is none.
 
+    A table is a parameter, a buffer, or computed from them. The model may add a number to the input first.
+    """
     sizes = {axis: 2 if axis == "batch" else max(2, inputs.sizes.get(axis, PROBE_SEQ_LEN)) for axis in inputs.axes}
-    generator = torch.Generator().manual_seed(0)
-    tensors: dict[str, Tensor] = {}
-    for one, tensor in zip(inputs.inputs, inputs.tensors(sizes), strict=True):
-        # zeros and ones in a pattern of its own: examples of several inputs may be alike, such as all zeros
-        is_indices = one.dtype.startswith("int") and not one.mask
-        pattern = torch.randint(0, 2, tensor.shape, generator=generator, dtype=tensor.dtype) if is_indices else tensor
-        tensors[one.name] = pattern
-    found: list[tuple[int, int | None]] = []
+    tensors = patterned(inputs, sizes)
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*original.parameters(), *original.buffers())}
 
-    def record(embedding: nn.Embedding, arguments: tuple[Any, ...]) -> None:
-        if arguments and torch.equal(arguments[0], tensors[name]):
-            found.append((embedding.num_embeddings, embedding.padding_idx))
+    def is_table(tensor: Tensor, axis: int) -> bool:
+        # a computed one, unless it is as long as the input: positions in a sequence have no limit of their own
+        return tensor.untyped_storage().data_ptr() in weights or tensor.shape[axis] not in sizes.values()
 
-    embeddings = [child for child in original.modules() if isinstance(child, nn.Embedding)]
-    handles = [child.register_forward_pre_hook(record) for child in embeddings]
     # what the run raises is judged elsewhere
-    with contextlib.suppress(Exception), torch.inference_mode():
+    with Selections() as selections, contextlib.suppress(Exception), torch.inference_mode():
         original(*tensors.values())
-    for handle in handles:
-        handle.remove()
-    return min(found, default=(0, None), key=lambda pair: pair[0])
+    pattern = tensors[one.name]
+    found: list[Rows] = []
+    for table, axis, index, padding in selections.found:
+        offsets = (index.flatten() - pattern.flatten()).unique().tolist() if index.numel() == pattern.numel() else []
+        if len(offsets) == 1 and is_table(table, axis):
+            added = int(offsets[0])
+            found.append(Rows(-added, table.shape[axis] - added, None if padding is None else padding - added))
+    if not found:
+        return None
+    rows = min(found, key=lambda rows: rows.high)
+    beyond = {**tensors, one.name: torch.full_like(pattern, rows.high)}
+    try:
+        with torch.inference_mode():
+            original(*beyond.values())
+    except Exception:  # of any kind, as libraries check indices themselves
+        return rows
+    return None  # the model brings larger ones into range
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The values that select a row of a table, low to high − 1, and the one that stands for padding, if any."""
+
+    low: int
+    high: int
+    padding: int | None
+
+
+def patterned(inputs: ModuleInputs, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Inputs of these sizes by name, integers with zeros and ones in a pattern of their own: examples of several inputs
+    may be alike, such as all zeros."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        one.name: torch.randint(0, 2, tensor.shape, generator=generator, dtype=tensor.dtype)
+        if one.dtype.startswith("int") and not one.mask
+        else tensor
+        for one, tensor in zip(inputs.inputs, inputs.tensors(sizes), strict=True)
+    }
+
+
+def with_mask(
+    one: ModuleInput, inputs: ModuleInputs, original: Probe, outputs: Mapping[str, Dims], tuned: int
+) -> ModuleInput:
+    """An input with what it tells of tokens: what the model does with it decides, and its name where that says nothing.
+
+    outputs: axes by name, of which those of tokens are "seq", or `tuned` if that is the only length.
+    """
+    example = inputs.examples.get(one.name)
+    is_mark = one.dtype == "bool" or one.mask or (example is not None and bool(((example == 0) | (example == 1)).all()))
+    if one.dtype == "float" or not is_mark or not one.is_of_tokens:
+        return one
+    kinds = [kind for kind in ("keep", "ignore") if hides(kind, one, original, outputs, tuned)]
+    return replace(one, mask=kinds[0]) if len(kinds) == 1 else one
+
+
+def hides(kind: MaskKind, one: ModuleInput, original: Probe, outputs: Mapping[str, Dims], tuned: int) -> bool:
+    """Whether a token stops to matter to all others where an input is 0 ("keep"), or 1 ("ignore"), only there.
+
+    False where the tokens of a model do not matter to each other, and where its answer has NaN.
+    """
+    for seq_len in dict.fromkeys((min(tuned, MASK_SEQ_LEN), tuned)):
+        with contextlib.suppress(ModuleFailedError):
+            place = seq_len // 3
+            answers = [
+                without_token(original.outputs_of(tensors, "a mask"), outputs, place, (tuned, seq_len))
+                for tensors in masked_inputs(kind, one, original, seq_len, place)
+            ]
+            hidden, hidden_other, shown, shown_other = answers
+            return all(map(close, hidden, hidden_other)) and not all(map(close, shown, shown_other))
+    return False
+
+
+def masked_inputs(
+    kind: MaskKind, one: ModuleInput, original: Probe, seq_len: int, place: int
+) -> Iterator[list[Tensor]]:
+    """A sequence with one token hidden, and the same with another token there; and both with nothing hidden."""
+    inputs = original.inputs
+    sizes = original.sizes(1, seq_len)
+    plain = dict(zip((other.name for other in inputs.inputs), inputs.tensors(sizes), strict=True))
+    for other in inputs.inputs:
+        if other.mask and other is not one and other.is_of_tokens:
+            plain[other.name] = torch.full_like(plain[other.name], int(other.mask == "keep"))
+    changed = dict(plain)
+    for other in inputs.inputs:
+        if other.dtype != "bool" and not other.mask and other.is_of_tokens:
+            changed[other.name] = with_other_token(plain[other.name], other, place)
+    shown = torch.full_like(plain[one.name], int(kind == "keep"))
+    hidden = shown.clone()
+    hidden.select(one.dims.index("seq"), place).fill_(int(kind == "ignore"))
+    for mask in (hidden, shown):
+        for content in (plain, changed):
+            yield [*{**content, one.name: mask}.values()]
+
+
+def with_other_token(tensor: Tensor, one: ModuleInput, place: int) -> Tensor:
+    """Inputs with another value in the place of one token: that of a neighbour or, if it is the same, a new one."""
+    axis = one.dims.index("seq")
+    token, other = tensor.select(axis, place), tensor.select(axis, max(0, place - 1))
+    if torch.equal(token, other):
+        other = (
+            token + 1 if one.dtype == "float" else one.low + (token - one.low + 1) % max(1, (one.high or 2) - one.low)
+        )
+    changed = tensor.clone()
+    changed.select(axis, place).copy_(other)
+    return changed
+
+
+def without_token(
+    values: Mapping[str, Tensor], outputs: Mapping[str, Dims], place: int, lengths: tuple[int, int]
+) -> list[Tensor]:
+    """Outputs without what belongs to one token. lengths: those that an axis of tokens may have as a number."""
+    found = []
+    for name, value in values.items():
+        for axis, dim in enumerate(outputs[name]):
+            if dim == "seq" or dim in lengths:
+                others = [index for index in range(value.shape[axis]) if index != place]
+                value = value.index_select(axis, torch.tensor(others, dtype=torch.int64))
+        found.append(value)
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,8 +43,8 @@ class ModuleInput:
     """One input.
 
     dims: sizes, and the names of free axes ("batch" and "seq" have the meaning that they have everywhere).
-    low, high: integers are low to high − 1; high is None until the model is run. padding: the padding_idx of the
-    embedding that they select from.
+    low, high: integers are low to high − 1; high is None until the model is run. is_guess: whether only the example
+    says so, and no table that they select from. padding: the padding_idx of the embedding that they select from.
     """
 
     name: str
@@ -52,8 +52,14 @@ class ModuleInput:
     dtype: Element = "float"
     low: int = 0
     high: int | None = None
+    is_guess: bool = False
     padding: int | None = None
     mask: MaskKind = ""
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether there is a part for each token of each sample."""
+        return self.dims.count("batch") == self.dims.count("seq") == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,24 +161,43 @@ def inputs_from_examples(
 
 
 def by_name(module: nn.Module, name: str, examples: object) -> dict[str, Any]:
-    """Example inputs by the names of the parameters of `forward`."""
+    """Example inputs by the names of the parameters of `forward`; those of `*args` are args_0, args_1, …"""
     parameters = inspect.signature(module.forward).parameters
+    kinds = {p.kind for p in parameters.values()}
     if isinstance(examples, Mapping):
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         for key in examples:
             require(
-                isinstance(key, str) and (takes_any or key in parameters),
+                isinstance(key, str)
+                and (
+                    inspect.Parameter.VAR_KEYWORD in kinds or key in parameters or key in more_names(module, examples)
+                ),
                 f"{name} was given an example of {key!r}{did_you_mean(str(key), list(parameters))} "
                 f"Its forward takes: {', '.join(parameters)}",
             )
         return dict(examples)
     values = list(examples) if isinstance(examples, tuple | list) else [examples]
     names = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names += more_names(module, values[len(names) :])
     require(
         len(values) <= len(names),
         f"{name} was given {len(values)} example inputs, but its forward takes: {', '.join(parameters)}",
     )
     return dict(zip(names, values, strict=False))
+
+
+def more_names(module: nn.Module, values: Sized) -> list[str]:
+    """Names of as many values in the `*args` of a `forward`; none if it has no such parameter."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [f"{p.name}_{i}" for p in parameters if p.kind is p.VAR_POSITIONAL for i in range(len(values))]
+
+
+def arguments_of(module: nn.Module, named: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and named arguments of a `forward` from its inputs by name, see `by_name`."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    more = [key for key in more_names(module, named) if key in named]
+    kinds = [inspect.Parameter.POSITIONAL_ONLY, *[inspect.Parameter.POSITIONAL_OR_KEYWORD] * bool(more)]
+    first = [p.name for p in parameters if p.kind in kinds and p.name in named] + more
+    return [named[key] for key in first], {key: value for key, value in named.items() if key not in first}
 
 
 def is_tensor(value: object) -> bool:
@@ -193,6 +218,8 @@ def guessed_dims(tensors: Mapping[str, Tensor]) -> dict[str, Dims]:
     The second axis of vectors [batch, seq, channels] and of indices [batch, seq] is the sequence; that of other inputs,
     and every axis of masks, if it has the same size.
     """
+    import torch
+
     first = next(iter(tensors.values()))
     batch = first.shape[0] if first.ndim else None
     lengths = [t.shape[1] for t in tensors.values() if is_sequence(t)]
@@ -201,7 +228,7 @@ def guessed_dims(tensors: Mapping[str, Tensor]) -> dict[str, Dims]:
         named: list[int | str] = list(tensor.shape)
         if tensor.ndim and tensor.shape[0] == batch:
             named[0] = "batch"
-            of_mask = not tensor.is_floating_point() and "mask" in name
+            of_mask = tensor.dtype is torch.bool or "mask" in name
             for axis in range(1, tensor.ndim if of_mask else min(tensor.ndim, 2)):
                 if lengths and tensor.shape[axis] == lengths[0]:
                     named[axis] = "seq"
@@ -267,11 +294,11 @@ def input_from_tensor(name: str, tensor: Tensor, dims: Dims) -> ModuleInput:
         element in ELEMENTS,
         f"the example input {name!r} is {element}; expected floats, int64, int32 or bool: convert it",
     )
-    mask = MASKS.get(name, "") if {"batch", "seq"} <= set(dims) else ""
-    if tensor.dtype is torch.bool or mask:
-        return ModuleInput(name=name, dims=dims, dtype=element, mask=mask)  # type: ignore[arg-type]
-    low = min(0, int(tensor.min())) if tensor.numel() else 0
-    return ModuleInput(name=name, dims=dims, dtype=element, low=low)  # type: ignore[arg-type]
+    one = ModuleInput(name=name, dims=dims, dtype=element)  # type: ignore[arg-type]
+    is_mark = bool(((tensor == 0) | (tensor == 1)).all())
+    if is_mark and one.is_of_tokens and name in MASKS:
+        return replace(one, mask=MASKS[name])
+    return one if tensor.dtype is torch.bool or not tensor.numel() else replace(one, low=min(0, int(tensor.min())))
 
 
 def embedding_rows(module: nn.Module) -> int | None:
@@ -350,7 +377,8 @@ def input_from_table(name: str, entry: object) -> ModuleInput:
     mask = entry.get("mask", "")
     require(mask in ("", "keep", "ignore"), f"{where}: mask is {mask!r}; expected keep or ignore")
     require(
-        not mask or {"batch", "seq"} <= set(dims), f"{where}: dims is {dims}; a mask of tokens has the axes batch, seq"
+        not mask or dims.count("batch") == dims.count("seq") == 1,
+        f"{where}: dims is {dims}; a mask of tokens has the axes batch, seq, each once",
     )
     given = entry.get("range", [0, None])
     require(

@@ -11,7 +11,7 @@ from effexport.models.adapters.adapter import Adapted, frozen, qualified_name
 from effexport.models.adapters.remarks import remarks_on
 from effexport.models.adapters.replace import with_our_layers
 from effexport.models.model_spec import Dims
-from effexport.models.module_calls import check_repeatable, operator_calls, with_range
+from effexport.models.module_calls import check_repeatable, operator_calls, with_mask, with_range
 from effexport.models.module_inputs import (
     ModuleInput,
     ModuleInputs,
@@ -23,6 +23,7 @@ from effexport.models.module_spec import ModuleSpec
 from effexport.models.probe import ModuleFailedError, Probe, probe_length
 from effexport.models.spec import PyTorchSpec
 from effexport.models.user_model import (
+    CalledByPosition,
     UserModel,
     called_by_position,
     check_model,
@@ -132,12 +133,16 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
     adapted = replace(subject.adapted, module=module)
     Probe(original, subject.name, inputs).check_examples()
     lengths = lengths_of(subject, Probe(module, subject.name, inputs), Probe(original, subject.name, inputs))
-    inputs, tuned = lengths.inputs, lengths.tuned
+    tuned = lengths.tuned
+    marked = marked_inputs(replace(lengths.inputs, inputs=inputs.inputs), original, lengths, subject.name)
+    inputs = replace(
+        lengths.inputs,
+        inputs=tuple(replace(new, dims=old.dims) for new, old in zip(marked, lengths.inputs.inputs, strict=True)),
+    )
     probe = Probe(module, subject.name, inputs)
     calls = {fused: operator_calls(module, probe, tuned, fused) for fused in (True, False)}
     check_repeatable(original, adapted, Probe(original, subject.name, inputs), tuned)
     found = probe.run(1, tuned)
-    inputs = replace(inputs, inputs=tuple(with_range(one, inputs, original) for one in inputs.inputs))
     mask = next((one for one in inputs.inputs if one.mask), None)
     specs = subject.specs or [PyTorchSpec(seq_len=tuned)]
     attention = next((spec for spec in specs if spec.is_hashed), specs[0])
@@ -157,6 +162,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         ranges={one.name: [one.low, one.high] for one in inputs.inputs if one.dtype.startswith("int") and not one.mask},
         axis_sizes={axis: size for axis, size in inputs.sizes.items() if axis != "seq" and axis in inputs.axes},
         length_multiple=lengths.multiple,
+        guesses=tuple(one.name for one in inputs.inputs if one.is_guess and not one.mask),
         padding={one.name: one.padding for one in inputs.inputs if one.padding is not None},
         mask="" if mask is None else mask.name,
         mask_ignores=mask is not None and mask.mask == "ignore",
@@ -165,9 +171,29 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
             *subject.notes,
             *remarks_on(subject.original, adapted, calls[True].turned),
             *fixed_notes(subject.name, inputs),
+            *guess_notes(inputs),
         ),
     )
     return UserModel(original, adapted, inputs.examples), spec
+
+
+def marked_inputs(
+    inputs: ModuleInputs, original: CalledByPosition, lengths: Lengths, name: str
+) -> tuple[ModuleInput, ...]:
+    """The inputs with the ranges of integers, and with what those of 0 and 1 tell of tokens."""
+    inputs = replace(inputs, inputs=tuple(with_range(one, inputs, original) for one in inputs.inputs))
+    probe = Probe(original, name, inputs)
+    return tuple(with_mask(one, inputs, probe, lengths.outputs, lengths.tuned) for one in inputs.inputs)
+
+
+def guess_notes(inputs: ModuleInputs) -> tuple[str, ...]:
+    """A sentence on each input of integers whose range is that of the example; none if tables tell all."""
+    return tuple(
+        f"{one.name}: values from {one.low} to {(one.high or 1) - 1} were tried, as no table of the model limits them; "
+        "others are passed on as they are. An inputs file can give a range."
+        for one in inputs.inputs
+        if one.is_guess and not one.mask
+    )
 
 
 def fixed_notes(name: str, inputs: ModuleInputs) -> tuple[str, ...]:

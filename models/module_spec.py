@@ -60,7 +60,8 @@ class ModuleSpec(CheckpointSpec):
     attention_layers: how many layers are of effexport.models, as they were written or in the place of others.
     input_dims, output_dims: axes by name; their length is a number if the module takes one length only.
     tensor_types: element types of inputs and outputs, see `ModelSpec.element_types`.
-    ranges: the lowest and the highest value + 1 of integers, by input. axis_sizes: of axes other than batch and seq.
+    ranges: the lowest and the highest value + 1 of integers, by input; guesses: inputs for which they are only those of
+    the example, no limit. axis_sizes: of axes other than batch and seq.
     has_seq: whether there is an axis of tokens at all; seq_len is 1 without one.
     longest: the most tokens that the module takes; None if no limit was found. length_multiple: the original takes
     multiples of this only, and the exported file every length.
@@ -84,6 +85,7 @@ class ModuleSpec(CheckpointSpec):
     has_seq: bool = True
     tensor_types: Mapping[str, str] = field(default_factory=dict)
     ranges: Mapping[str, Any] = field(default_factory=dict)
+    guesses: tuple[str, ...] = ()
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     length_multiple: int = 1
     padding: Mapping[str, int] = field(default_factory=dict)
@@ -99,10 +101,12 @@ class ModuleSpec(CheckpointSpec):
             table = getattr(self, name)
             right = isinstance(table, Mapping) and all(isinstance(k, str) and is_right(v) for k, v in table.items())
             require(right, f"{name} is {shown(table)}; expected {words} by name")
-        require(
-            isinstance(self.remarks, tuple) and all(isinstance(remark, str) for remark in self.remarks),
-            f"remarks is {shown(as_written(self.remarks))}; expected a list of sentences",
-        )
+        for name, words in (("remarks", "sentences"), ("guesses", "names of inputs")):
+            texts = getattr(self, name)
+            require(
+                isinstance(texts, tuple) and all(isinstance(text, str) for text in texts),
+                f"{name} is {shown(as_written(texts))}; expected a list of {words}",
+            )
         super().__post_init__()
         require(self.length_multiple >= 1, f"length_multiple is {self.length_multiple}; expected at least 1")
         require(self.attention_layers >= 0, f"attention_layers is {self.attention_layers}; expected 0 or more")
@@ -173,4 +177,4 @@ class ModuleSpec(CheckpointSpec):
     def input_limits(self) -> dict[str, int]:
         if not self.ranges:  # an artifact from before there were others
             return {"input_ids": self.vocab_size, "token_type_ids": 2}
-        return {name: high for name, (low, high) in self.ranges.items() if low >= 0}
+        return {name: high for name, (low, high) in self.ranges.items() if low >= 0 and name not in self.guesses}

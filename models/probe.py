@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from effexport.models.model_spec import Dims, longer_length, shape_of
 from effexport.models.module_inputs import ModuleInputs
@@ -59,35 +59,18 @@ class Probe:
             values = self.run(self.batch, some)
         except ModuleFailedError:
             try:
-                return self.axes_of(self.run(self.batch, tuned), tuned), False
+                return self.axes_of(self.run(self.batch, tuned), tuned, self.run(1, tuned), tuned), False
             except ModuleFailedError as last:
                 remedy = "; if it takes other lengths, give one with --seq-len" * self.is_free
                 raise ModuleFailedError(f"{last}{remedy}") from last.__cause__
-        found = self.axes_of(values, some)
         try:
-            self.check_sizes(found, values, tuned)
+            found = self.axes_of(values, some, self.run(1, tuned), tuned)
         except ModuleFailedError as error:
             remedy = f"{some} tokens work: give a length that the module takes with --seq-len"
             raise ModuleFailedError(f"{error}; {remedy}") from error.__cause__
         with contextlib.suppress(ModuleFailedError):
-            self.check_sizes(found, values, 1)
+            self.axes_of(values, some, self.run(1, 1), 1)
         return found, True
-
-    def check_sizes(self, outputs: dict[str, Dims], values: Mapping[str, Any], seq_len: int) -> None:
-        """Raise SpecError if an output at another length does not have the axes that were found, for the error: from
-        `values`; and ModuleFailedError if there is none."""
-        others, sizes = self.run(1, seq_len), self.sizes(1, seq_len)
-        for (name, dims), before in zip(outputs.items(), values.values(), strict=True):
-            after = others.get(name)
-            shape = None if after is None else list(after.shape)
-            what = f"for 1 × {seq_len} tokens" if self.is_free else "for 1 sample"
-            before_what = f"{self.batch} samples{' of another length' * self.is_free}"
-            require(
-                shape == list(shape_of(dims, sizes)),
-                f"{name} of {self.name} is {shape} {what}, but {list(before.shape)} for {before_what}; expected axes "
-                "whose size is that of the batch, the number of tokens, or constant: return one value for each token, "
-                "or an average over them",
-            )
 
     def longest(self, outputs: dict[str, Dims], tuned: int, limit: int | None) -> int | None:
         """The most tokens that the module takes, at least `tuned`; None if no limit was found.
@@ -165,10 +148,30 @@ class Probe:
         sizes = self.sizes(1, seq_len)
         return [tuple(value.shape) for value in values.values()] == [shape_of(d, sizes) for d in outputs.values()]
 
-    def axes_of(self, values: Mapping[str, Any], seq_len: int) -> dict[str, Dims]:
-        """Axes of the outputs by name, inferred from their sizes for a batch of `batch`."""
-        names = {size: axis for axis, size in self.sizes(self.batch, seq_len).items()}
-        return {name: tuple(names.get(size, size) for size in value.shape) for name, value in values.items()}
+    def axes_of(
+        self, values: Mapping[str, Tensor], seq_len: int, others: Mapping[str, Tensor], other_seq_len: int
+    ) -> dict[str, Dims]:
+        """Axes of the outputs by name, from their sizes for `batch` sequences of one length and for one of another.
+
+        An axis is free if its size is that of a free axis both times, and constant if it is the same both times.
+        Raises SpecError for an output with any other axis.
+        """
+        sizes, other_sizes = self.sizes(self.batch, seq_len), self.sizes(1, other_seq_len)
+        names = {(sizes[axis], other_sizes[axis]): axis for axis in sizes}
+        found: dict[str, Dims] = {}
+        for name, value in values.items():
+            before, after = list(value.shape), list(others[name].shape) if name in others else None
+            pairs = list(zip(before, after or (), strict=False))
+            what = f"for 1 × {other_seq_len} tokens" if self.is_free else "for 1 sample"
+            before_what = f"{self.batch} samples{' of another length' * (self.is_free and seq_len != other_seq_len)}"
+            require(
+                after is not None and len(before) == len(after) and all(a == b or (a, b) in names for a, b in pairs),
+                f"{name} of {self.name} is {after} {what}, but {before} for {before_what}; expected axes "
+                "whose size is that of the batch, the number of tokens, or constant: return one value for each token, "
+                "or an average over them",
+            )
+            found[name] = tuple(names.get(pair, pair[0]) for pair in pairs)
+        return found
 
     def run(self, batch: int, seq_len: int) -> dict[str, Tensor]:
         """What the module returns for these sizes, by name. Raises as `outputs_of`."""
@@ -178,9 +181,9 @@ class Probe:
 
 
 def probe_length(module: nn.Module, longest: int) -> int:
-    """A length up to `longest` that is not the size of a parameter, so that it tells the axes of an output apart."""
+    """A length below `longest` that is not the size of a parameter, so that it tells the axes of an output apart."""
     sizes = parameter_sizes(module)
-    lengths = (length for length in range(min(PROBE_SEQ_LEN, longest), 0, -1) if length not in sizes)
+    lengths = (length for length in range(min(PROBE_SEQ_LEN, longest - 1), 0, -1) if length not in sizes)
     return next(lengths, longest)
 
 

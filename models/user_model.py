@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.layers import SameWeights
+from effexport.models.module_inputs import arguments_of
 from effexport.models.validation import SpecError, require
 
 if TYPE_CHECKING:
@@ -39,11 +40,11 @@ class CalledByPosition(SameWeights):
 
     def by_name(self, *tensors: Tensor) -> dict[str, Tensor]:
         """The outputs by name, see `named_outputs`; one with the name of an input gets the suffix _out."""
-        parameters = inspect.signature(self._model.forward).parameters.values()
-        named = dict(zip(self._names, tensors, strict=True))
-        first = [named.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in named]
-        outputs = named_outputs(self._model(*first, **named, **self._constants))
-        return {f"{key}_out" if key in self._names else key: value for key, value in outputs.items()}
+        # a model may write to its inputs, or return them, which an exported graph cannot
+        named = {name: tensor.clone() for name, tensor in zip(self._names, tensors, strict=True)}
+        positional, named = arguments_of(self._model, {**named, **self._constants})
+        outputs = named_outputs(self._model(*positional, **named))
+        return {f"{key}_out" if key in self._names else key: value for key, value in distinct(outputs).items()}
 
 
 def called_by_position(model: nn.Module, names: Sequence[str], constants: Mapping[str, Any]) -> CalledByPosition:
@@ -57,6 +58,16 @@ def called_by_position(model: nn.Module, names: Sequence[str], constants: Mappin
     kind = type("CalledByPosition", (CalledByPosition,), {"forward": forward})
     called: CalledByPosition = kind(model, names, constants)
     return called
+
+
+def distinct(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The outputs, each a tensor of its own: two names of one value would become one in a graph."""
+    seen: set[int] = set()
+    found = {}
+    for name, value in outputs.items():
+        found[name] = value.clone() if id(value) in seen else value
+        seen.add(id(value))
+    return found
 
 
 @dataclass(frozen=True)
@@ -115,10 +126,10 @@ def named_parts(result: object, name: str) -> Iterator[tuple[str, object]]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile or DataParallel."""
+    """The module inside torch.compile, DataParallel or the average of weights."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
+        if inner is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel", "AveragedModel"):
             inner = model.module
         if inner is None:
             return model
@@ -181,6 +192,13 @@ def shared_note(model: nn.Module, replaced: Mapping[str, nn.Module]) -> tuple[st
     return ()
 
 
+def tensors_of(output: object) -> list[Tensor]:
+    """The tensors in what a layer returns."""
+    parts = output if isinstance(output, tuple | list) else (output,)
+    # nested tensors, which PyTorch's own encoder uses inside, cannot be compared
+    return [part for part in parts if isinstance(part, torch.Tensor) and not part.is_nested]
+
+
 @contextmanager
 def recorded_results(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """The tensors that every submodule returns during the block, by path, in the order in which they end."""
@@ -188,10 +206,7 @@ def recorded_results(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
     def recorder(path: str) -> Any:
         def record(child: nn.Module, inputs: object, output: object) -> None:
-            parts = output if isinstance(output, tuple | list) else (output,)
-            # nested tensors, which PyTorch's own encoder uses inside, cannot be compared
-            plain = [part for part in parts if isinstance(part, torch.Tensor) and not part.is_nested]
-            results.setdefault(path, []).extend(part.detach().clone() for part in plain)
+            results.setdefault(path, []).extend(part.detach().clone() for part in tensors_of(output))
 
         return record
 

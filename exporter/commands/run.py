@@ -159,7 +159,7 @@ def number_of_tokens(feeds: Mapping[str, Array]) -> int:
     """The kept tokens of all rows."""
     first = next(iter(feeds.values()))
     kept = feeds.get(MASK_NAME)
-    if kept is not None:
+    if kept is not None and kept.dtype.kind in "iub":
         return int(kept.sum())
     return first.size if first.dtype.kind == "i" else first.size // first.shape[-1]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from effexport.environment import free_memory_bytes
+from effexport.models.module_calls import Observer
 from effexport.proof.cases import Case
 from effexport.proof.checks.result import Check, Kind, judged, not_run
 from effexport.proof.metrics import largest_change
@@ -98,15 +98,6 @@ class Float64Module:
             f"a run in float64 needs about {memory(needed)}, and half of the memory that is free here is "
             f"{memory(usable)}; build or verify on a machine with more"
         )
-
-
-class Observer(TorchDispatchMode):
-    """Sees every operator that PyTorch computes in a `with` block."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # PyTorch would load its compiler, for a second, to keep it out of code that is not compiled anyway
-        return False
 
 
 class PeakMemory(Observer):

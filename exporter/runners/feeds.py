@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
-from effexport.models.head_spec import MASKS
+from effexport.models.head_spec import MASKS, mask_of
 from effexport.models.validation import did_you_mean
 from effexport.runners.runner import tensors_text
-from effexport.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec
+from effexport.spec import INPUT_DEFAULTS, MASK_NAME, BuildSpec, is_optional
 
 if TYPE_CHECKING:
     from effexport.dtypes import Array
@@ -20,14 +20,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FeedLimits:
-    """Limits that are not in a graph: the longest sequence, and per input of indices, how many values there are."""
+    """Limits that are not in a graph: the longest sequence, and per input of indices, how many values there are.
+
+    has_mask: whether attention_mask is made of 0 and 1. defaults: values of inputs that may be left out.
+    """
 
     max_seq_len: int | None = None
     indices: Mapping[str, int] = field(default_factory=dict)
+    has_mask: bool = True
+    defaults: Mapping[str, int] = field(default_factory=lambda: INPUT_DEFAULTS)
 
 
 def limits_from_spec(spec: BuildSpec) -> FeedLimits:
-    return FeedLimits(max_seq_len=spec.max_seq_len, indices=spec.model.input_limits)
+    mask, ignores = mask_of(spec.model)
+    defaults = {tensor.name: INPUT_DEFAULTS[tensor.name] for tensor in spec.inputs if is_optional(tensor)}
+    if MASK_NAME in defaults and mask == MASK_NAME and ignores:
+        defaults[MASK_NAME] = 0
+    return FeedLimits(spec.max_seq_len, spec.model.input_limits, mask == MASK_NAME, defaults)
 
 
 def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLimits) -> dict[str, Array]:
@@ -49,10 +58,10 @@ def checked_feeds(feeds: object, inputs: tuple[TensorInfo, ...], limits: FeedLim
     complete = {tensor.name: array_of(feeds[tensor.name], tensor) for tensor in inputs if tensor.name in feeds}
     sizes: dict[str, tuple[int, str]] = {}
     for tensor in inputs:
-        if tensor.name not in complete and tensor.name in INPUT_DEFAULTS:
+        if tensor.name not in complete and tensor.name in limits.defaults:
             # the data comes first, so its sizes are known and checked
             shape = tuple(sizes[dim][0] if isinstance(dim, str) else dim for dim in tensor.dims)
-            complete[tensor.name] = np.full(shape, INPUT_DEFAULTS[tensor.name], dtype=tensor.dtype)
+            complete[tensor.name] = np.full(shape, limits.defaults[tensor.name], dtype=tensor.dtype)
         if tensor.name not in complete:
             raise UserError(f"input {tensor.name!r} is missing; expected: {expected}")
         check_array(complete[tensor.name], tensor, sizes)
@@ -122,7 +131,7 @@ def check_values(feeds: Mapping[str, Array], inputs: tuple[TensorInfo, ...], lim
             f"the sequence has {seq_len} tokens; this model has positions for {limits.max_seq_len}: "
             "shorten or split the input, or build with a larger --seq-len"
         )
-    mask = feeds.get(MASK_NAME)
+    mask = feeds.get(MASK_NAME) if limits.has_mask else None
     # np.isin takes ten times as long
     if mask is not None and not ((mask == 0) | (mask == 1)).all():
         raise UserError(f"{MASK_NAME} has values other than 0 and 1; expected 1 for tokens to keep, 0 for padding")

@@ -12,7 +12,7 @@ from effexport.artifact import REMEDY, Artifact
 from effexport.dtypes import TensorInfo
 from effexport.errors import UserError
 from effexport.records import record_from_values
-from effexport.spec import INPUT_DEFAULTS, BuildSpec
+from effexport.spec import BuildSpec, is_optional
 from effexport.triton.backend import Backend
 from effexport.triton.batching import Batching, batching_of
 from effexport.triton.config import ModelConfig, text_from_config
@@ -128,7 +128,7 @@ def signature_of(build: BuildSpec, backend: Backend, batching: Batching) -> Sign
     if backend.generates:
         return GENERATION
     # effexport's runner has defaults for missing inputs; other backends need every input of the graph
-    optional = frozenset(INPUT_DEFAULTS) if backend.name == "python" else frozenset()
+    optional = frozenset(t.name for t in build.inputs if backend.name == "python" and is_optional(t))
     signature = Signature(build.inputs, build.outputs, optional)
     return signature.with_texts(batching.max_batch) if backend.example else signature
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from effexport.dtypes import TensorInfo
 from effexport.report.rendering.markdown import escaped
-from effexport.spec import INPUT_DEFAULTS
+from effexport.spec import is_optional
 from effexport.triton.record import ModelRecord
 from effexport.triton.signature import protocol_type, tensors_of
 from effexport.triton.spec import BACKENDS, DEFAULT_IMAGE_TAG, IMAGE_TAG
@@ -123,8 +123,7 @@ def version_key(version: str) -> list[int]:
 
 def needed_inputs(record: ModelRecord) -> list[TensorInfo]:
     """The inputs of an example request; Python models have defaults for masks and segments."""
-    defaults = INPUT_DEFAULTS if record.backend == "python" else {}
-    return [tensor for tensor in tensors_of(record.inputs) if tensor.name not in defaults]
+    return [tensor for tensor in tensors_of(record.inputs) if record.backend != "python" or not is_optional(tensor)]
 
 
 def variable(tensor: TensorInfo) -> str:

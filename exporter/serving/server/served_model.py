@@ -18,7 +18,7 @@ from effexport.serving.server.batcher import Batcher
 from effexport.serving.server.generations import Generations
 from effexport.serving.server.metrics import Metrics
 from effexport.serving.settings import DEFAULT_MAX_SEQ_LEN, ServingSettings
-from effexport.spec import INPUT_DEFAULTS, MASK_NAME
+from effexport.spec import MASK_NAME, is_optional
 
 if TYPE_CHECKING:
     from effexport.artifact import Artifact
@@ -140,7 +140,7 @@ class ServedModel:
         sizes = {"batch": rows, "seq": seq_len}
         feeds = {}
         for tensor in self.signature.inputs:
-            if tensor.name not in INPUT_DEFAULTS:
+            if not is_optional(tensor):
                 shape = [dim if isinstance(dim, int) else sizes.get(dim, 2) for dim in tensor.dims]
                 feeds[tensor.name] = np.zeros(shape, numpy_dtype(tensor.dtype))
         return feeds
