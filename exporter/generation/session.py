@@ -36,6 +36,10 @@ class Session:
 
     `pieces` fills as the stepper decodes; whoever reads it removes what it has read. `error` is set if the session
     failed, after which no piece follows. The session holds no earlier tokens, so its size stays the same.
+
+    It belongs to the thread of its stepper, which alone changes it. Other threads take pieces, and ask for its end with
+    `cancel`. Each of the three facts that end a session has one writer, which never takes it back, so that no order of
+    the threads brings an ended session back to life.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, tokenizer: Tokenizer) -> None:
@@ -46,11 +50,16 @@ class Session:
         self.pieces: deque[Piece] = deque()
         self.token = 0
         self.count = 0
-        self.ended = False
+        self.finish_reason: FinishReason | None = None
         self.error: EffexportError | None = None
+        self._cancelled = False
         self._eos = tokenizer.eos_token_id if sampling.stop_at_eos else None
         self._generator = np.random.default_rng(self.seed)
         self._decoder = StreamDecoder(tokenizer, self.prompt)
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None or self._cancelled
 
     def take(self, logits: Array) -> None:
         """Choose the next token and add its piece. logits: float [vocab], of this session alone."""
@@ -70,12 +79,12 @@ class Session:
             self._add(text, None)
 
     def _add(self, text: str, finish_reason: FinishReason | None) -> None:
-        self.ended = finish_reason is not None
         self.pieces.append(Piece(self.token, text, finish_reason))
+        self.finish_reason = finish_reason
 
     def fail(self, error: EffexportError) -> None:
-        self.error, self.ended = error, True
+        self.error = error
 
     def cancel(self) -> None:
-        """End without another piece; the stepper drops the session before its next step. From any thread."""
-        self.ended = True
+        """Ask for the end; the stepper drops the session before its next step. From any thread."""
+        self._cancelled = True

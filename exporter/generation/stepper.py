@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +37,11 @@ class Stepper(Closeable):
         self._joining: deque[Session] = deque()
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a step would do anything, if only drop sessions that have ended."""
+        return bool(self._rows or self._joining)
+
+    @property
     def sessions(self) -> int:
         """Sessions that have not ended."""
         return sum(not session.ended for session in (*self._rows, *self._joining))
@@ -49,29 +54,38 @@ class Stepper(Closeable):
         """Decode one token of each session, and read the prompts of new ones, of which some may have to wait for the
         next step. Returns the sessions that have something new: a piece or an error.
 
-        Failures of the runtime end the sessions concerned, with their `error`.
+        Failures of the runtime end the sessions concerned, with their `error`; any other failure ends all of them.
         """
-        self._drop_ended()
-        stepped = list(self._rows)
-        if stepped:
-            tokens = np.array([[session.token] for session in stepped], dtype=np.int64)
-            take_all(stepped, lambda: self.decoder.step_unchecked({INPUT: tokens})[OUTPUT][:, 0])
-        if not self._joining:
-            return stepped
+        joined = self._next_to_join()
+        try:
+            self._drop_ended()
+            stepped = list(self._rows)
+            if stepped:
+                tokens = np.array([[session.token] for session in stepped], dtype=np.int64)
+                take_all(stepped, lambda: self.decoder.step_unchecked({INPUT: tokens})[OUTPUT][:, 0])
+            if joined:
+                self._join(joined)
+        except Exception as error:  # such as no memory for all states together; the thread of the stepper goes on
+            stepped = list(self._rows)
+            fail_all((*stepped, *joined), error)
+        return stepped + joined
+
+    def _next_to_join(self) -> list[Session]:
         joined, read = [], 0
         while self._joining and read < PROMPT_TOKENS_PER_STEP:
             session = self._joining.popleft()
             if not session.ended:
                 joined.append(session)
                 read += len(session.prompt)
-        self._join(joined)
-        return stepped + joined
+        return joined
 
     def _join(self, joined: list[Session]) -> None:
         """Read prompts, and add their states to that of the others."""
         parts = [(self.decoder.state, self.decoder.position)] if self._rows else []
         rows = list(self._rows)
         for session in joined:
+            if session.ended:  # cancelled during this step
+                continue
             self.decoder.reset()
             take_all([session], lambda session=session: self._last_logits(session.prompt))  # type: ignore[misc]
             if not session.ended:
@@ -97,13 +111,13 @@ class Stepper(Closeable):
         kept = [row for row, session in enumerate(self._rows) if not session.ended]
         if len(kept) == len(self._rows):
             return
+        self._rows = [self._rows[row] for row in kept]
         if kept:
             position = self.decoder.position[kept]
             self.decoder.state = {name: rows[kept] for name, rows in self.decoder.state.items()}
             self.decoder.position = position
         else:
             self.decoder.reset()
-        self._rows = [self._rows[row] for row in kept]
 
     def close(self) -> None:
         self.decoder.close()
@@ -113,14 +127,17 @@ def take_all(sessions: list[Session], run: Callable[[], Array]) -> None:
     """Give each session its row of the logits that `run` returns, [sessions, vocab], or its error."""
     try:
         logits = run().astype(np.float32, copy=False)
-    except EffexportError as error:
-        for session in sessions:
-            session.fail(error)
-        return
     except Exception as error:
-        for session in sessions:
-            session.fail(RuntimeFailedError(f"the decode step failed: {error}"))
+        fail_all(sessions, error)
         return
     for session, row in zip(sessions, logits, strict=True):
         if not session.ended:
             session.take(row)
+
+
+def fail_all(sessions: Iterable[Session], error: Exception) -> None:
+    """End the sessions that have not ended yet with an error."""
+    failure = error if isinstance(error, EffexportError) else RuntimeFailedError(f"the decode step failed: {error}")
+    for session in sessions:
+        if not session.ended:
+            session.fail(failure)

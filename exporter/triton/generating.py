@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from effexport.errors import EffexportError, RuntimeFailedError
+from effexport.errors import EffexportError
 from effexport.runners.runner import Closeable
 from effexport.triton.codes import OverloadedError
 
@@ -109,29 +109,21 @@ class GenerationLoop(Closeable):
             self._changed.notify_all()
 
     def _step(self) -> None:
+        stepper = self._generator.stepper
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._running or self._closed)
+                self._changed.wait_for(lambda: self._waiting or stepper.is_busy or self._closed)
                 if self._closed:
                     return
                 while self._waiting and len(self._running) < self._max_sessions:
                     stream = self._waiting.popleft()
                     self._running[stream.session] = stream
-                    self._generator.stepper.add(stream.session)
-            advanced = self._stepped()
+                    stepper.add(stream.session)
+            advanced = stepper.step()
             with self._changed:
                 self._unsent |= {self._running[session]: None for session in advanced}
                 self._running = {session: stream for session, stream in self._running.items() if not session.ended}
                 self._changed.notify_all()
-
-    def _stepped(self) -> list[Session]:
-        """The sessions that a step advanced. After an unexpected error, all of them, with that error."""
-        try:
-            return self._generator.stepper.step()
-        except Exception as error:
-            for session in self._running:
-                session.fail(RuntimeFailedError(f"the decode step failed: {error}"))
-            return [*self._running]
 
     def _send(self) -> None:
         while True:

@@ -30,7 +30,7 @@ THREAD_CHARACTERS = 2000
 class Stream:
     """The pieces of one text, for the event loop that asked for it. `close` ends the generation, in any state."""
 
-    def __init__(self, session: Session, timeout_s: float, on_close: Callable[[Stream], None]) -> None:
+    def __init__(self, session: Session, timeout_s: float, on_close: Callable[[], None]) -> None:
         self.session = session
         self._loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
@@ -57,17 +57,33 @@ class Stream:
         """What `pieces` returns or raises next."""
         self._arrived.put_nowait(found)
 
-    def put_from_thread(self, found: list[Piece] | Exception) -> None:
+    def put_new(self) -> int:
+        """Put what the session has added; from the thread that steps it. Returns the number of new tokens."""
+        session = self.session
+        pieces = [session.pieces.popleft() for _ in range(len(session.pieces))]
+        if pieces:
+            self._put_from_thread(pieces)
+        if session.error is not None:
+            logger.error("a text could not be continued: %s", session.error)
+            self._put_from_thread(RequestError(str(session.error), FAILED))
+        return sum(piece.finish_reason != "eos" for piece in pieces)
+
+    def _put_from_thread(self, found: list[Piece] | Exception) -> None:
         # if the loop has ended, nobody waits for the text
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.put, found)
 
     def close(self) -> None:
-        self._on_close(self)
+        self.session.cancel()
+        self._on_close()
 
 
 class Generations:
-    """A bounded number of texts, and the thread that decodes one token of each per step."""
+    """A bounded number of texts, and the thread that decodes one token of each per step.
+
+    Only the event loop counts the texts, and only the thread changes their sessions. New texts go to the thread through
+    a list with a lock; pieces come back through the event loop.
+    """
 
     def __init__(self, generator: TextGenerator, settings: ServingSettings, metrics: Metrics) -> None:
         """generator: warmed up, and closed with this. Raises what its runtime raises."""
@@ -75,9 +91,10 @@ class Generations:
         self._generator = generator
         self._timeout_s = settings.timeout_s
         self.most = most_sessions(generator, settings.max_sessions)
-        self._streams: dict[Session, Stream] = {}
-        self._metrics = GenerationMetrics(metrics, lambda: len(self._streams))
-        self._new: list[Session] = []
+        # one for each text, from its request to its end
+        self._places: set[object] = set()
+        self._metrics = GenerationMetrics(metrics, lambda: len(self._places))
+        self._new: list[Stream] = []
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="effexport-generation", daemon=True)
@@ -88,33 +105,35 @@ class Generations:
         return self._thread.is_alive()
 
     def refuse_if_full(self) -> None:
-        if len(self._streams) >= self.most:
+        if len(self._places) >= self.most:
             raise RequestError(f"{self.most} texts are being generated; try again later", QUEUE_FULL)
 
     async def submit(self, prompt: str, sampling: Sampling) -> Stream:
         """Begin a text. Raises RequestError for a prompt that cannot be continued, or if there are too many texts."""
+        # before the prompt is read, so that of a crowd no more prompts are in memory than may be continued
+        self.refuse_if_full()
+        place = object()
+        self._places.add(place)
         try:
-            if len(prompt) > THREAD_CHARACTERS:
-                session = await asyncio.to_thread(self._generator.session, prompt, sampling)
-            else:
-                session = self._generator.session(prompt, sampling)
-        except UserError as error:
-            raise RequestError(str(error)) from error
-        stream = Stream(session, self._timeout_s, self._drop)
-        with self._changed:
-            if self._closing:
-                raise RequestError("the server is stopping; send the request to another one", STOPPING)
-            self.refuse_if_full()
-            self._streams[session] = stream
-            self._new.append(session)
-            self._changed.notify()
+            session = await self._session(prompt, sampling)
+            stream = Stream(session, self._timeout_s, lambda: self._places.discard(place))
+            with self._changed:
+                if self._closing:
+                    raise RequestError("the server is stopping; send the request to another one", STOPPING)
+                self._new.append(stream)
+                self._changed.notify()
+        except BaseException:
+            self._places.discard(place)
+            raise
         return stream
 
-    def _drop(self, stream: Stream) -> None:
-        """Forget a text, which the stepper then drops before its next step."""
-        stream.session.cancel()
-        with self._changed:
-            self._streams.pop(stream.session, None)
+    async def _session(self, prompt: str, sampling: Sampling) -> Session:
+        try:
+            if len(prompt) > THREAD_CHARACTERS:
+                return await asyncio.to_thread(self._generator.session, prompt, sampling)
+            return self._generator.session(prompt, sampling)
+        except UserError as error:
+            raise RequestError(str(error)) from error
 
     def close(self) -> None:
         """Finish the accepted texts, then stop."""
@@ -126,31 +145,23 @@ class Generations:
 
     def _work(self) -> None:
         stepper = self._generator.stepper
+        streams: dict[Session, Stream] = {}
         while True:
             with self._changed:
-                while not (self._new or stepper.sessions):
+                while not (self._new or stepper.is_busy):
                     if self._closing:
                         return
                     self._changed.wait()
                 arrived, self._new = self._new, []
-            for session in arrived:
-                stepper.add(session)
+            for stream in arrived:
+                streams[stream.session] = stream
+                stepper.add(stream.session)
             started = time.perf_counter()
             stepped = stepper.step()
-            self._metrics.stepped(stepped, time.perf_counter() - started)
-            for session in stepped:
-                self._deliver(session)
-
-    def _deliver(self, session: Session) -> None:
-        stream = self._streams.get(session)
-        if stream is None:  # cancelled
-            return
-        pieces = [session.pieces.popleft() for _ in range(len(session.pieces))]
-        if pieces:
-            stream.put_from_thread(pieces)
-        if session.error is not None:
-            logger.error("a text could not be continued: %s", session.error)
-            stream.put_from_thread(RequestError(str(session.error), FAILED))
+            if stepped:
+                seconds = time.perf_counter() - started
+                self._metrics.stepped(sum(streams[session].put_new() for session in stepped), seconds)
+            streams = {session: stream for session, stream in streams.items() if not session.ended}
 
 
 class GenerationMetrics:
@@ -173,8 +184,8 @@ class GenerationMetrics:
             **options,
         ).labels(metrics.model)
 
-    def stepped(self, sessions: list[Session], seconds: float) -> None:
-        self._tokens.inc(sum(len(session.pieces) for session in sessions))
+    def stepped(self, tokens: int, seconds: float) -> None:
+        self._tokens.inc(tokens)
         self._step_s.observe(seconds)
 
 

@@ -4,66 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import pytest
+from alphabet import Alphabet
 
-from effexport.errors import RuntimeFailedError
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import TextGenerator
 from effexport.serving.protocol.errors import QUEUE_FULL, STOPPING, WAITED_TOO_LONG, ClientGoneError, RequestError
 from effexport.serving.protocol.generate_request import generate_request
 from effexport.serving.server.generate_endpoints import EventStream, Text
-from effexport.serving.server.generations import Generations
+from effexport.serving.server.generations import Generations, Stream
 from effexport.serving.server.metrics import Metrics
 from effexport.serving.settings import ServingSettings
 from effexport.text.tokenizer import ByteTokenizer
 
-LETTER = 97 + 2
 COUNTING = Sampling(max_new_tokens=6, temperature=0)
-
-
-class Alphabet:
-    """A decoder whose next token is the next letter. It steps while `going`, and breaks after some steps."""
-
-    has_prefill = False
-
-    def __init__(self) -> None:
-        self.going = threading.Event()
-        self.going.set()
-        self.state: dict[str, Any] = {}
-        self.position = np.zeros((), dtype=np.int64)
-        self.breaks_after: int | None = None
-        self.steps = 0
-        self.closed = False
-
-    def step(self, feeds: dict[str, Any]) -> dict[str, Any]:
-        tokens = feeds["input_ids"]
-        logits = np.zeros((len(tokens), 1, 258), dtype=np.float32)
-        logits[np.arange(len(tokens)), 0, tokens[:, 0] + 1] = 1
-        self.state = {"s": np.zeros((len(tokens), 2), dtype=np.float32)}
-        self.position = np.zeros(len(tokens), dtype=np.int64)
-        return {"logits": logits}
-
-    def step_unchecked(self, feeds: dict[str, Any]) -> dict[str, Any]:
-        assert self.going.wait(20)
-        self.steps += 1
-        if self.breaks_after is not None and self.steps > self.breaks_after:
-            raise RuntimeFailedError("the GPU is gone")
-        return self.step(feeds)
-
-    def accepts(self, graph: object, batch: int, seq_len: int) -> bool:
-        return batch <= 3
-
-    def reset(self) -> None:
-        self.state, self.position = {}, np.zeros((), dtype=np.int64)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
@@ -77,7 +39,7 @@ def made(decoder: Alphabet) -> Iterator[Callable[..., Generations]]:
     opened = []
 
     def make(**settings: Any) -> Generations:
-        generator = TextGenerator(decoder, ByteTokenizer(), 1000)  # type: ignore[arg-type]
+        generator = TextGenerator(decoder, ByteTokenizer(), 10**9)  # type: ignore[arg-type]
         opened.append(Generations(generator, ServingSettings(**settings), Metrics("letters")))
         return opened[-1]
 
@@ -229,6 +191,115 @@ def test_a_client_that_goes_ends_its_text(decoder: Alphabet, made: Callable[...,
 
     asyncio.run(check())
     assert decoder.steps <= 2, "one may have begun before, and one is of the second text"
+
+
+def tokens_counted(metrics: Metrics) -> float:
+    found = metrics.registry.get_sample_value("effexport_generated_tokens_total", {"model": metrics.model})
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns 500 times as often as usual, so that they meet at every place."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("quick_switches")
+def test_of_2000_cancelled_texts_none_runs_on_and_each_token_is_counted_once() -> None:
+    """At every stage: while they wait, while the prompt is read, between steps, and when the last token comes."""
+    decoder, metrics, dice = Alphabet(batches=64), Metrics("letters"), random.Random(0)
+    generator = TextGenerator(decoder, ByteTokenizer(), 10**9)  # type: ignore[arg-type]
+    generations = Generations(generator, ServingSettings(max_sessions=64), metrics)
+    streams: list[Stream] = []
+    taken = 0
+
+    async def cancelled(places: asyncio.Semaphore) -> None:
+        nonlocal taken
+        # some end by themselves at the moment when they are cancelled
+        length = dice.choice((3, 10**6))
+        async with places:
+            stream = await generations.submit("a" * dice.randrange(1, 20), Sampling(max_new_tokens=length))
+            streams.append(stream)
+            for _ in range(dice.randrange(4)):
+                pieces = await stream.pieces()
+                taken += len(pieces)
+                if pieces[-1].finish_reason is not None:
+                    break
+            await asyncio.sleep(dice.choice((0, 0, 0.0005)))
+            stream.close()
+
+    async def scenario() -> float:
+        places = asyncio.Semaphore(40)
+        await asyncio.gather(*(cancelled(places) for _ in range(2000)))
+        # the thread drops the last ones, and needs no further request for that
+        deadline = time.monotonic() + 20
+        while generator.stepper.is_busy:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        counted = tokens_counted(metrics)
+        left = 0
+        while any(stream._arrived.qsize() for stream in streams):
+            left += sum([len(await stream.pieces()) for stream in streams if stream._arrived.qsize()])
+        assert counted == taken + left
+        return counted
+
+    counted = asyncio.run(scenario())
+    assert len(streams) == 2000
+    assert all(stream.session.ended for stream in streams)
+    assert counted == sum(stream.session.count for stream in streams)
+    assert decoder.state == {}, "an idle generator holds no state"
+    steps = decoder.steps
+    time.sleep(0.1)
+    assert (decoder.steps, tokens_counted(metrics)) == (steps, counted)
+    assert metrics.registry.get_sample_value("effexport_generation_sessions", {"model": "letters"}) == 0
+    assert asyncio.run(text_of(generations, "x", Sampling(max_new_tokens=2, temperature=0))) == "yz"
+    start = time.monotonic()
+    generations.close()
+    assert time.monotonic() - start < 2
+
+
+def test_an_end_of_text_token_is_not_counted(decoder: Alphabet) -> None:
+    metrics, tokenizer = Metrics("letters"), ByteTokenizer(eos_token_id=ord("d") + 2)
+    generations = Generations(TextGenerator(decoder, tokenizer, 1000), ServingSettings(), metrics)  # type: ignore[arg-type]
+    try:
+        assert asyncio.run(text_of(generations, "a")) == "bc"
+        assert tokens_counted(metrics) == 2
+    finally:
+        generations.close()
+
+
+def test_of_a_crowd_with_long_prompts_no_more_are_read_than_may_be_continued(
+    decoder: Alphabet, made: Callable[..., Generations]
+) -> None:
+    generations, reading = made(), threading.Event()
+    read, prompts = generations._generator.session, []
+
+    def held(prompt: str, sampling: Sampling) -> Any:
+        prompts.append(prompt)
+        assert reading.wait(20)
+        return read(prompt, sampling)
+
+    generations._generator.session = held  # type: ignore[method-assign]
+
+    async def check() -> None:
+        crowd = [asyncio.create_task(generations.submit("a" * 3000, COUNTING)) for _ in range(30)]
+        done, _ = await asyncio.wait(crowd, timeout=0.1)
+        assert len(done) == 27
+        assert {getattr(task.exception(), "kind", None) for task in done} == {QUEUE_FULL}
+        reading.set()
+        streams = [await task for task in crowd if task not in done]
+        for stream in streams:
+            stream.close()
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            await generations.submit("", COUNTING)
+        assert await text_of(generations, "a") == "bcdefg"
+
+    asyncio.run(check())
+    assert len(prompts) == 3 + 2
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from alphabet import Alphabet
 
 import effexport
 from effexport.artifact import Artifact
 from effexport.errors import EffexportError, UserError
 from effexport.generation.sampling import Sampling
 from effexport.generation.text_generator import TextGenerator
+from effexport.text.tokenizer import ByteTokenizer
 from effexport.triton.codes import OverloadedError, triton_code
 from effexport.triton.generating import GenerationLoop
 from effexport.triton.generation_request import generation_request
@@ -136,13 +141,13 @@ def test_requests_beyond_the_limit_wait_and_beyond_the_queue_are_refused(generat
 def test_an_unexpected_failure_is_the_answer_of_its_requests_only(
     loop: GenerationLoop, generator: TextGenerator
 ) -> None:
-    step = generator.stepper.step
+    drop = generator.stepper._drop_ended
 
-    def failing() -> Any:
-        generator.stepper.step = step  # type: ignore[method-assign]
+    def failing() -> None:
+        generator.stepper._drop_ended = drop  # type: ignore[method-assign]
         raise ValueError("planted")
 
-    generator.stepper.step = failing  # type: ignore[method-assign]
+    generator.stepper._drop_ended = failing  # type: ignore[method-assign]
     failed, good = KeptReply(), KeptReply()
     loop.add("a", Sampling(max_new_tokens=9), failed, in_pieces=True)
     assert failed.done.wait(SECONDS)
@@ -150,6 +155,54 @@ def test_an_unexpected_failure_is_the_answer_of_its_requests_only(
     assert triton_code(failed.error) == "INTERNAL"  # type: ignore[arg-type]
     loop.add("a", Sampling(max_new_tokens=4), good, in_pieces=True)
     assert good.text
+
+
+class LeavingReply(KeptReply):
+    """The reply to a client that goes after some parts: the server knows it, or sending fails."""
+
+    def __init__(self, parts: int, *, broken: bool) -> None:
+        super().__init__()
+        self.left, self.breaks = parts, broken
+        self.gone = parts == 0
+
+    def send(self, text: str, session: Any, finish_reason: str | None) -> None:
+        super().send(text, session, finish_reason)
+        self.left -= 1
+        self.broken, self.gone = self.left <= 0 and self.breaks, self.left <= 0
+
+    def cancel(self, session: Any) -> None:
+        assert not self.done.is_set(), "a request is ended once"
+        super().cancel(session)
+
+
+def test_of_2000_requests_whose_clients_go_none_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("effexport.triton.generating.CANCEL_CHECK_SECONDS", 0.0)
+    switches = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads take turns 500 times as often as usual, so that they meet at every place
+    decoder, dice = Alphabet(batches=64), random.Random(0)
+    generator = TextGenerator(decoder, ByteTokenizer(), 10**9)  # type: ignore[arg-type]
+    replies = [LeavingReply(dice.randrange(4), broken=dice.random() < 0.5) for _ in range(2000)]
+    try:
+        loop = GenerationLoop(generator, 40)
+        for reply in replies:
+            sampling = Sampling(max_new_tokens=dice.choice((3, 10**6)), temperature=0)
+            loop.add("a" * dice.randrange(1, 20), sampling, reply, in_pieces=True)
+        assert all(reply.done.wait(SECONDS) for reply in replies)
+        last = KeptReply()
+        loop.add("x", Sampling(max_new_tokens=2, temperature=0), last, in_pieces=True)
+        assert last.text == "yz"
+        deadline = time.monotonic() + SECONDS
+        while generator.stepper.is_busy:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        steps = decoder.steps
+        time.sleep(0.1)
+        assert decoder.steps == steps
+        loop.close()
+    finally:
+        sys.setswitchinterval(switches)
+    assert decoder.closed
+    assert all(reply.error is None for reply in replies)
 
 
 def test_options_are_inputs_or_parameters() -> None:
