@@ -35,7 +35,7 @@ Run = Callable[[Mapping[str, "Array"]], Mapping[str, "Array"]]
 
 @dataclass(eq=False)
 class Job:
-    """A waiting request. Times are from time.perf_counter. Cancelling its answer removes it from the queue.
+    """A waiting request. Times are from time.perf_counter.
 
     length: in tokens; 0 if the inputs have no axis of tokens.
     """
@@ -114,6 +114,15 @@ class Batcher:
             self._changed.notify_all()
         return job
 
+    def withdraw(self, job: Job) -> None:
+        """Forget a request that nobody waits for any more; called by the event loop. A run that has begun goes on.
+
+        It leaves the queue at once, not when a run ends: until then it would take the place and the memory of others.
+        """
+        job.answer.cancel()
+        with self._changed, contextlib.suppress(ValueError):
+            self._waiting.remove(job)
+
     def close(self) -> None:
         """Run what was accepted, then stop."""
         with self._changed:
@@ -126,7 +135,9 @@ class Batcher:
         while batch := self._take():
             started = time.perf_counter()
             deliver(self._outcomes(batch))
-            self._busy_s += 0.2 * ((time.perf_counter() - started) / len(batch) - self._busy_s)
+            seconds = (time.perf_counter() - started) / len(batch)
+            with self._changed:
+                self._busy_s += 0.2 * (seconds - self._busy_s)
 
     def _take(self) -> list[Job]:
         """The oldest job and the jobs that may join it; empty when the server stops."""
@@ -175,9 +186,9 @@ class Batcher:
         return rows <= self._settings.max_batch and (tokens is None or rows * length <= tokens)
 
     def _drop_late(self) -> None:
-        """Remove jobs that were cancelled or waited too long."""
+        """Remove jobs that waited too long."""
         now = time.perf_counter()
-        late = [job for job in self._waiting if job.deadline < now or job.answer.cancelled()]
+        late = [job for job in self._waiting if job.deadline < now]
         for job in late:
             self._waiting.remove(job)
         deliver([(job, waited_too_long()) for job in late])
@@ -192,12 +203,12 @@ class Batcher:
         rows = [job.rows for job in batch]
         try:
             outputs = self._run(joined_feeds([job.feeds for job in batch], self._padding))
+            parts = split_outputs(outputs, rows, [job.length for job in batch], self._padding)
         except Exception as error:  # the thread must survive anything that a runtime raises
             if len(batch) > 1:
                 return [outcome for job in batch for outcome in self._outcomes([job])]
             return [(batch[0], refusal_from_error(error))]
         self._metrics.ran(sum(rows), time.perf_counter() - started)
-        parts = split_outputs(outputs, rows, [job.length for job in batch], self._padding)
         return list(zip(batch, parts, strict=True))
 
 

@@ -29,7 +29,8 @@ async def outputs_of(
     try:
         return await first_of(job, gone, timeout_s)
     finally:
-        job.answer.cancel()
+        if not job.answer.done():
+            model.batcher.withdraw(job)
 
 
 @contextmanager

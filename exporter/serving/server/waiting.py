@@ -18,24 +18,26 @@ class TextMemory:
     def __init__(self, limit: int) -> None:
         self._left = limit
         self._limit = limit
-        self._changed = asyncio.Condition()
+        self._freed = asyncio.Event()
 
     @asynccontextmanager
     async def holding(self, characters: int, timeout_s: float) -> AsyncIterator[None]:
         """Raises RequestError if there is no room in time."""
         characters = min(characters, self._limit)
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: self._left >= characters), timeout_s)
-            except TimeoutError:
-                raise waited_too_long() from None
-            self._left -= characters
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._left < characters:
+                    await self._freed.wait()
+        except TimeoutError:
+            raise waited_too_long() from None
+        self._left -= characters
         try:
             yield
         finally:
+            # without an await, which could be cancelled, so that those who wait always hear of it
             self._left += characters
-            async with self._changed:
-                self._changed.notify_all()
+            self._freed.set()
+            self._freed = asyncio.Event()
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,12 @@ import pytest
 
 from effexport.errors import RuntimeFailedError, UserError
 from effexport.runners.joining import joined_feeds, split_outputs
-from effexport.serving.protocol.errors import RequestError
+from effexport.serving.protocol.errors import ClientGoneError, RequestError
 from effexport.serving.server.batcher import Batcher, Job
 from effexport.serving.server.metrics import Metrics
+from effexport.serving.server.queued import outputs_of
 from effexport.serving.server.served_model import why_not_joined
+from effexport.serving.server.waiting import TextMemory
 from effexport.serving.settings import ServingSettings
 from effexport.spec import BuildSpec
 
@@ -31,6 +36,7 @@ class HeldRunner:
         self.let = threading.Event()
         self.entered = threading.Event()
         self.error: Callable[[Any], Exception | None] = lambda x: None
+        self.returned: Any = None
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         self.entered.set()
@@ -39,7 +45,7 @@ class HeldRunner:
         error = self.error(feeds["x"])
         if error is not None:
             raise error
-        return {"y": feeds["x"] * 2}
+        return self.returned or {"y": feeds["x"] * 2}
 
 
 @pytest.fixture
@@ -173,7 +179,7 @@ def test_a_request_that_nobody_waits_for_is_not_run(batcher: Callable[..., Batch
     async def scenario() -> None:
         queue = batcher()
         first, second = await held(queue, runner), job(queue, 1)
-        second.answer.cancel()
+        queue.withdraw(second)
         runner.let.set()
         await first.answer
         assert (await job(queue, 2).answer)["y"][0, 0] == 4
@@ -266,3 +272,92 @@ def test_only_models_that_are_proven_batch_invariant_share_runs(
 ) -> None:
     found = why_not_joined(small_spec(of, **fields))
     assert found.startswith(reason) if reason else found == ""
+
+
+def test_a_withdrawn_request_frees_its_place_while_another_one_runs(
+    batcher: Callable[..., Batcher], runner: HeldRunner
+) -> None:
+    async def scenario() -> None:
+        queue = batcher(queue_size=2)
+        first, second, third = await held(queue, runner), job(queue, 1), job(queue, 2)
+        feeds = weakref.ref(second.feeds["x"])
+        queue.withdraw(second)
+        del second
+        assert feeds() is None, "nor does it hold memory"
+        fourth = job(queue, 3)
+        with pytest.raises(RequestError, match="2 requests are waiting"):
+            job(queue, 4)
+        queue.withdraw(first)  # it runs, so it goes on, and nobody gets its answer
+        runner.let.set()
+        assert [int((await one.answer)["y"][0, 0]) for one in (third, fourth)] == [4, 6]
+        assert first.answer.cancelled()
+
+    run(scenario())
+    assert runner.shapes == [(1, 3), (2, 3)]
+
+
+def test_a_request_whose_client_goes_while_it_waits_leaves_the_queue_at_once(
+    batcher: Callable[..., Batcher], runner: HeldRunner
+) -> None:
+    async def scenario() -> None:
+        queue = batcher(queue_size=1)
+        model: Any = SimpleNamespace(batcher=queue)
+        first = await held(queue, runner)
+        for _ in range(20):
+            gone = asyncio.get_running_loop().create_future()
+            waiting = asyncio.create_task(outputs_of(model, {"x": np.ones((1, 3))}, 30.0, gone))
+            await asyncio.sleep(0)
+            gone.set_result(None)
+            with pytest.raises(ClientGoneError):
+                await waiting
+        late = asyncio.create_task(outputs_of(model, {"x": np.ones((1, 3))}, 0.01, asyncio.Future()))
+        with pytest.raises(RequestError, match="waited too long"):
+            await late
+        there = job(queue, 5)
+        runner.let.set()
+        await first.answer
+        assert int((await there.answer)["y"][0, 0]) == 10
+
+    run(scenario())
+    assert runner.shapes == [(1, 3)] * 2
+
+
+def test_a_runtime_that_returns_no_arrays_fails_its_requests_and_not_the_thread(
+    batcher: Callable[..., Batcher], runner: HeldRunner
+) -> None:
+    runner.returned = {"y": None}
+
+    async def scenario() -> None:
+        queue = batcher()
+        jobs = [await held(queue, runner), *(job(queue, value) for value in (1, 2))]
+        runner.let.set()
+        await asyncio.gather(*(one.answer for one in jobs), return_exceptions=True)
+        runner.returned = None
+        assert queue.is_alive
+        assert (await job(queue, 4).answer)["y"][0, 0] == 8
+
+    run(scenario())
+
+
+def test_texts_that_wait_for_memory_hear_of_it_whoever_is_cancelled() -> None:
+    """64 texts, of which half are cancelled at any stage: the others all get their turn, and no character is lost."""
+    dice, memory = random.Random(0), TextMemory(10)
+
+    async def text() -> None:
+        async with memory.holding(dice.randrange(1, 14), 20.0):
+            await asyncio.sleep(dice.choice((0, 0, 0.0001)))
+
+    async def scenario() -> None:
+        for _ in range(30):
+            tasks = [asyncio.create_task(text()) for _ in range(64)]
+            for task in tasks[::2]:
+                await asyncio.sleep(0)
+                task.cancel()
+            await asyncio.gather(*tasks[1::2])
+            await asyncio.gather(*tasks, return_exceptions=True)
+        async with memory.holding(10, 0.01):
+            with pytest.raises(RequestError, match="waited too long"):
+                async with memory.holding(1, 0.01):
+                    pass
+
+    run(scenario())

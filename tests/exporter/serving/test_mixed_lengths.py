@@ -133,7 +133,7 @@ def answers_of(lengths: list[int], runner: Runner, cancelled: int = -1, **settin
         await asyncio.to_thread(runner.running.acquire)
         jobs = [submit(number + 1, length) for number, length in enumerate(lengths)]
         if cancelled >= 0:
-            jobs.pop(cancelled).answer.cancel()
+            batcher.withdraw(jobs.pop(cancelled))
         runner.let.set()
         found = await asyncio.gather(first.answer, *(job.answer for job in jobs), return_exceptions=True)
         await asyncio.to_thread(batcher.close)
