@@ -6,7 +6,7 @@ import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from effexport.serving.protocol.errors import (
     NO_MEMORY,
@@ -20,11 +20,12 @@ from effexport.serving.protocol.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+Result = TypeVar("Result")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 # zlib's window bits for each encoding; HTTP's deflate is the zlib format.
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-# Larger answers are compressed in another thread.
+# What reads or writes more is done in another thread, because no other request is read in the meantime.
 THREAD_BYTES = 64 << 10
 # How much is decompressed before the limits are checked again.
 PIECE_BYTES = 4 << 20
@@ -123,6 +124,11 @@ async def decompressed(body: bytes, encoding: str, max_bytes: int, take: Callabl
     if not decompressor.eof or decompressor.unused_data:
         raise RequestError(f"the body is not one complete {encoding} stream")
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def aside(size: int, call: Callable[[], Result]) -> Result:
+    """The result of a call that reads or writes so many bytes, in another thread if they are many."""
+    return await asyncio.to_thread(call) if size > THREAD_BYTES else call()
 
 
 def compress(body: bytes, encoding: str) -> bytes:

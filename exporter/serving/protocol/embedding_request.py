@@ -9,6 +9,7 @@ from typing import Any
 
 from effexport.models.validation import shown
 from effexport.serving.protocol.errors import UNAUTHORIZED, Refusal, RequestError
+from effexport.serving.protocol.request_fields import parsed_object
 from effexport.serving.protocol.text_request import checked_texts
 from effexport.serving.settings import MAX_TEXTS
 
@@ -36,8 +37,9 @@ class EmbeddingRequest:
     dimensions: int | None
 
 
-def embedding_request(fields: Mapping[str, Any]) -> EmbeddingRequest:
-    """Check the JSON of a request. Raises FieldError."""
+def embedding_request(body: bytes) -> EmbeddingRequest:
+    """Parse and check a request. Raises RequestError."""
+    fields = parsed_object(body, "a JSON object with model and input")
     for name in fields:
         if name not in FIELDS:
             raise FieldError(name[:80], f"unknown field {shown(name)}; expected: {', '.join(FIELDS)}")

@@ -121,6 +121,11 @@ class Protocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
         self._start_read_timer()
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._start_read_timer()
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._start_read_timer()

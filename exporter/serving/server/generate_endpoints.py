@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -66,7 +67,7 @@ class Generate:
         # before the body is read, so that an overloaded server refuses at once
         model.generations.refuse_if_full()
         async with self._service.body_of(request) as body:
-            wanted = generate_request(body, streaming=streaming)
+            wanted = await self._service.parsed(len(body), partial(generate_request, body, streaming=streaming))
         stream = await model.generations.submit(wanted.text, wanted.sampling)
         stack.callback(stream.close)
         gone = stack.enter_context(watched(request.receive))

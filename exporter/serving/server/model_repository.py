@@ -122,7 +122,9 @@ class ModelRepository:
             model = self.get(name)
             del self._models[name]
             self._changes[name] = UNLOADING, "being unloaded"
-            await retire(model)
+        # its requests take as long as their clients do, for which no other model should wait
+        await retire(model)
+        if self._changes.get(name, ("",))[0] == UNLOADING:
             self._changes[name] = UNAVAILABLE, "unloaded"
 
     def _checked_loadable(self) -> LoadableModels:

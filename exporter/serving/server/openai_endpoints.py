@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -13,7 +14,6 @@ from effexport.serving.protocol.embedding_request import (
     embedding_answer,
     embedding_request,
 )
-from effexport.serving.protocol.request_fields import parsed_object
 from effexport.serving.server.queued import watched
 from effexport.serving.server.service import Endpoint, Service, json_response
 from effexport.serving.server.waiting import Waiting
@@ -51,7 +51,7 @@ class OpenAiApi:
 
     async def _embeddings(self, request: Request) -> Response:
         async with self._service.body_of(request) as body:
-            wanted = embedding_request(parsed_object(body, "a JSON object with model and input"))
+            wanted = await self._service.parsed(len(body), partial(embedding_request, body))
             with self._service.using(request, wanted.model) as model, watched(request.receive) as gone:
                 check_embeds(model, wanted)
                 waiting = Waiting(self._service.settings.timeout_s, gone, self._service.text_memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -62,4 +63,5 @@ class RepositoryApi:
     async def _fields(self, request: Request) -> dict[str, Any]:
         """The JSON object of the body; empty without a body, as curl sends it."""
         async with self._service.body_of(request) as body:
-            return parsed_object(body, "a JSON object, or nothing") if body else {}
+            read = partial(parsed_object, body, "a JSON object, or nothing")
+            return await self._service.parsed(len(body), read) if body else {}

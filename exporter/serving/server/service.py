@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from effexport.serving.protocol.body import ByteBudget, read_body
+from effexport.serving.protocol.body import THREAD_BYTES, ByteBudget, read_body
 from effexport.serving.protocol.errors import CROWDED, UNAUTHORIZED, ClientGoneError, RequestError
 from effexport.serving.protocol.head import check_head
 from effexport.serving.server.metrics import RequestMetrics
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from effexport.serving.server.model_repository import ModelRepository
     from effexport.serving.server.served_model import ServedModel
 
+Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
 # Method, path and handler of an endpoint.
 Endpoint = tuple[str, str, Handler]
@@ -50,6 +52,7 @@ class Service:
         self.budget = ByteBudget(self.settings.max_bytes_in_memory)
         self.text_memory = TextMemory(TEXT_CHARACTERS_IN_MEMORY)
         self.metrics = RequestMetrics("")
+        self._parsing = asyncio.Lock()
 
     @property
     def is_ready(self) -> bool:
@@ -78,6 +81,17 @@ class Service:
         limits = self.settings.max_request_bytes, self.settings.timeout_s
         with self.budget.account() as take:
             yield await read_body(request.receive, request.headers, *limits, take)
+
+    async def parsed(self, size: int, read: Callable[[], Result]) -> Result:
+        """What `read` makes of JSON of `size` bytes. Raises what it raises.
+
+        Much JSON is read in another thread, so that other requests are answered meanwhile; and one request at a time,
+        because JSON takes many times its size while it is read.
+        """
+        if size <= THREAD_BYTES:
+            return read()
+        async with self._parsing:
+            return await asyncio.to_thread(read)
 
     def metrics_of(self, request: Request) -> RequestMetrics:
         """The metrics of the request's model, or those of the server if it has none."""

@@ -14,7 +14,7 @@ import orjson
 from effexport.errors import UserError
 from effexport.models.families import CONFIG
 from effexport.models.validation import shown
-from effexport.serving.protocol.body import THREAD_BYTES
+from effexport.serving.protocol.body import aside
 from effexport.serving.protocol.errors import RequestError
 from effexport.serving.protocol.text_request import ANSWER, CONTEXT, EMBEDDING, TEXT, TextRequest
 from effexport.serving.server.queued import outputs_of
@@ -155,12 +155,8 @@ async def answer_of(model: ServedModel, task: Task, text: Unprepared, waiting: W
         for rows in groups(run, model.settings.max_batch):
             model.signature.check_size("seq", rows[TOKENS].shape[1])
             parts.append(await outputs_of(model, model.signature.complete(rows), waiting.timeout_s, waiting.gone))
-    is_large = sum(array.nbytes for part in parts for array in part.values()) > THREAD_BYTES
-
-    def answer() -> Any:
-        return task.answer(prepared, joined_outputs(parts))
-
-    return await asyncio.to_thread(answer) if is_large else answer()
+    size = sum(array.nbytes for part in parts for array in part.values())
+    return await aside(size, lambda: task.answer(prepared, joined_outputs(parts)))
 
 
 def options_from_parameters(parameters: Mapping[str, Any]) -> TextOptions:

@@ -1,0 +1,96 @@
+"""SIGTERM ends an idle server at once, whatever its clients did before and whatever they hold open."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+from serving_load import ServerProcess, post, running_server
+
+from effexport.artifact import Artifact
+
+pytestmark = [pytest.mark.requires("torch", "onnx", "ort", "serve"), pytest.mark.xdist_group("serving")]
+# It waits 0.3 s for requests that are on their way, and takes another 0.3 s.
+STOP_S = 2.0
+STATUS = b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture
+def writer(built: Callable[..., Artifact], tmp_path: Path) -> Iterator[ServerProcess]:
+    artifact = built("linear", causal=True, lm_head=True)
+    with running_server(artifact.path, tmp_path, "--name", "writer") as running:
+        yield running
+
+
+def opened(server: ServerProcess, sent: bytes, *, answered: bool = False) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection.sendall(sent)
+    if answered:
+        assert connection.recv(9) == b"HTTP/1.1 "
+    return connection
+
+
+def check_stop(server: ServerProcess, number: int = signal.SIGTERM) -> None:
+    start = time.monotonic()
+    assert server.stop(number) == 0
+    assert time.monotonic() - start < STOP_S
+    assert server.log.read_text().splitlines()[-1] == "stopped: every accepted request was answered"
+
+
+def test_a_server_that_nobody_asked_anything_stops(writer: ServerProcess) -> None:
+    check_stop(writer)
+
+
+def test_a_server_stops_although_clients_keep_their_connections_open(writer: ServerProcess) -> None:
+    with ExitStack() as stack:
+        for sent in (b"", STATUS, STATUS * 3, b"GET /v2 HT", STATUS + b"POST /v2/models/writer/infer HTTP/1.1\r\nHo"):
+            for _ in range(5):
+                stack.enter_context(opened(writer, sent, answered=sent.startswith(STATUS)))
+        files = writer.open_files
+        check_stop(writer)
+        assert files > 25
+
+
+def text_request(number: int, verb: str) -> bytes:
+    fields = {"text_input": "abc", "max_tokens": 5 if number % 3 == 0 else 60, "seed": number}
+    return post(f"/v2/models/writer/{verb}", json.dumps(fields).encode())
+
+
+def test_a_server_whose_clients_left_their_texts_is_idle_and_stops(writer: ServerProcess) -> None:
+    """At every stage: before the head is complete, while the text waits or begins, and after its first event."""
+    for number in range(120):
+        request = text_request(number, "generate_stream" if number % 2 else "generate")
+        cut = len(request) - (7 if number % 10 == 0 else 0)
+        opened(writer, request[:cut], answered=number % 4 == 1 and cut == len(request)).close()
+    deadline = time.monotonic() + 20
+    while writer.metric("effexport_generation_sessions"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    tokens = writer.metric("effexport_generated_tokens_total")
+    assert tokens <= 120 * 60
+    cpu = writer.cpu_s
+    time.sleep(0.5)
+    assert writer.metric("effexport_generated_tokens_total") == tokens
+    assert writer.cpu_s - cpu < 0.25, "nothing runs any more"
+    check_stop(writer)
+
+
+def test_a_server_whose_clients_leave_while_it_stops_finishes_the_texts_of_the_others(writer: ServerProcess) -> None:
+    with ExitStack() as stack:
+        requests = [text_request(number, "generate_stream") for number in range(40)]
+        connections = [stack.enter_context(opened(writer, request)) for request in requests]
+        while writer.metric("effexport_requests_total") < 40:  # the first event of each text is on its way
+            time.sleep(0.02)
+        writer.process.send_signal(signal.SIGTERM)
+        for connection in connections[::2]:
+            connection.close()
+        texts = [b"".join(iter(partial(connection.recv, 65536), b"")) for connection in connections[1::2]]
+    check_stop(writer)
+    assert all(text.startswith(b"HTTP/1.1 200") and b'"finish_reason":"length"' in text for text in texts)
