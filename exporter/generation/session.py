@@ -38,8 +38,8 @@ class Session:
     failed, after which no piece follows. The session holds no earlier tokens, so its size stays the same.
 
     It belongs to the thread of its stepper, which alone changes it. Other threads take pieces, and ask for its end with
-    `cancel`. Each of the three facts that end a session has one writer, which never takes it back, so that no order of
-    the threads brings an ended session back to life.
+    `cancel`. What the stepper has ended and what others want ended are kept apart, and neither is ever taken back, so
+    that no order of the threads brings an ended session back to life.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, tokenizer: Tokenizer) -> None:
@@ -50,8 +50,8 @@ class Session:
         self.pieces: deque[Piece] = deque()
         self.token = 0
         self.count = 0
-        self.finish_reason: FinishReason | None = None
         self.error: EffexportError | None = None
+        self._done = False
         self._cancelled = False
         self._eos = tokenizer.eos_token_id if sampling.stop_at_eos else None
         self._generator = np.random.default_rng(self.seed)
@@ -59,7 +59,7 @@ class Session:
 
     @property
     def ended(self) -> bool:
-        return self.finish_reason is not None or self.error is not None or self._cancelled
+        return self._done or self._cancelled
 
     def take(self, logits: Array) -> None:
         """Choose the next token and add its piece. logits: float [vocab], of this session alone."""
@@ -80,10 +80,11 @@ class Session:
 
     def _add(self, text: str, finish_reason: FinishReason | None) -> None:
         self.pieces.append(Piece(self.token, text, finish_reason))
-        self.finish_reason = finish_reason
+        if finish_reason is not None:
+            self._done = True
 
     def fail(self, error: EffexportError) -> None:
-        self.error = error
+        self.error, self._done = error, True
 
     def cancel(self) -> None:
         """Ask for the end; the stepper drops the session before its next step. From any thread."""

@@ -131,8 +131,7 @@ def take_all(sessions: list[Session], run: Callable[[], Array]) -> None:
         fail_all(sessions, error)
         return
     for session, row in zip(sessions, logits, strict=True):
-        if not session.ended:
-            session.take(row)
+        session.take(row)
 
 
 def fail_all(sessions: Iterable[Session], error: Exception) -> None:

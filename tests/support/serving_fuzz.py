@@ -367,6 +367,12 @@ def bad_heads(model: str) -> list[tuple[str, bytes]]:
         "HTTP/2.0": changed(version=b"2.0"),
         "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(20),
         "CONNECT": b"CONNECT localhost:22 HTTP/1.1\r\nHost: x\r\n\r\n",
+        "SSH": b"SSH-2.0-OpenSSH_9.6\r\n",
+        "PROXY": b"PROXY TCP4 1.2.3.4 5.6.7.8 1 2\r\n" + changed(),
+        "PROXY 2": b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c" + bytes(12) + changed(),
+        "a byte order mark": b"\xef\xbb\xbf" + changed(),
+        "UTF-16": changed()[: -len(body)].decode().encode("utf-16"),
+        "zeros": bytes(4000),
         "TLS": b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + bytes(200),
     }  # fmt: skip
     odd_names = {
