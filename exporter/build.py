@@ -43,7 +43,7 @@ from effexport.engines.engine_from_engine import engine_from_engine
 from effexport.engines.profile import profile_remarks
 from effexport.engines.sidecar import summary_of_engine
 from effexport.engines.spec import EngineSpec
-from effexport.environment import free_memory_bytes, has_int8_products, require_build, versions
+from effexport.environment import free_memory_bytes, require_build, versions
 from effexport.errors import EffexportError, RuntimeFailedError, StageError, Unavailable, is_out_of_memory
 from effexport.export.decode_step import onnx_from_decode_step, onnx_from_prefill
 from effexport.export.exported_model import write_export_json
@@ -53,6 +53,7 @@ from effexport.export.onnx_graph import not_for_tensorrt, operators_of_model
 from effexport.export.specialised_length import assumed_sizes
 from effexport.models.families import CONFIG
 from effexport.models.module_spec import ModuleSpec
+from effexport.processor import Processor
 from effexport.proof.answers import REFERENCE_SEED_OFFSET, Answers, reference_from_module
 from effexport.proof.candidates import open_in_ort
 from effexport.proof.cases import Case, load_reference, save_reference
@@ -352,7 +353,7 @@ def quantization_notes(record: Quantization | None) -> list[str]:
     if record is None:
         return []
     notes = [] if record.samples.source else [DRAWN_NOTE.format(count=record.samples.samples)]
-    if record.precision == "int8" and not has_int8_products():
+    if record.precision == "int8" and not Processor.here().has_int8_products:
         notes.append(SLOW_INT8_NOTE)
     return notes
 

@@ -1,4 +1,4 @@
-"""What is here: installed packages and their versions, and the machine itself: processor, cores, memory, GPU."""
+"""What is here: installed packages and their versions, and the machine itself: cores, memory, GPU."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from effexport.errors import MissingExtraError, UserError
+from effexport.processor import Processor
 from effexport.runtimes import RUNTIMES, TORCH, Package
 from effexport.version import __version__
 
 # The problem of a package that is not installed.
 MISSING = "missing"
 _NVIDIA_SMI_SECONDS = 20
-# Flags of processors that add four products of int8 in 32 bits, and that multiply bfloat16 in tiles.
-INT8_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
-BFLOAT16_TILES = "amx_bf16"
-CPU_INFO, MEMORY_INFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
+MEMORY_INFO = Path("/proc/meminfo")
 # Limit and use of a container's memory, in versions 2 and 1 of control groups.
 CONTAINER_LIMITS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -67,7 +65,7 @@ def versions() -> dict[str, str | None]:
         "effexport": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": processor_name(),
+        "processor": Processor.here().name,
         **found,
         "kernel_library": kernel_library_version(),
     }
@@ -196,7 +194,7 @@ def examine(package: Package, *, load: bool = True) -> dict[str, Any]:
 def describe_machine() -> dict[str, str]:
     """Processor, cores, memory and GPU, in words."""
     return {
-        "processor": processor_name(),
+        "processor": Processor.here().name,
         "cores": str(usable_cores()),
         "memory": f"{memory_info().get('MemTotal', 0) / 1e9:.0f} GB",
         "gpu": gpu_name() or "none",
@@ -207,36 +205,6 @@ def describe_machine() -> dict[str, str]:
 def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def processor_name() -> str:
-    try:
-        for line in CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or "unknown"
-
-
-def processor_flags() -> frozenset[str]:
-    """The instruction sets of the processor, by the names that Linux gives them; empty where they are not known."""
-    try:
-        text = CPU_INFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
-    return frozenset(line.partition(":")[2].split())
-
-
-def has_int8_products() -> bool:
-    """Whether the processor multiplies int8 exactly and fast: with instructions that add four products in 32 bits.
-
-    Of an x86 processor whose instructions are not known, no; others have such instructions or no overflow.
-    """
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return True
-    return not INT8_PRODUCTS.isdisjoint(processor_flags())
 
 
 def memory_info() -> dict[str, int]:

@@ -5,6 +5,10 @@ A test marked `requires("ort")` is skipped if onnxruntime is missing, unless the
 before the first test. So a run never skips silently what it says must be present.
 
 Tests marked `slow` run with scripts/test.sh --all only. A test that requires one of SLOW_PARTS is slow by itself.
+
+No test sees the instructions of the machine's processor: all stand on the plainest of PROCESSORS, and those of what
+depends on them ask for `each_processor`. Child processes of tests see the machine; what is asserted of them holds on
+every processor.
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
+from effexport.processor import Processor
 from effexport.runtimes import RUNTIMES
 
 if TYPE_CHECKING:
@@ -271,6 +276,13 @@ PARTS: dict[str, Part] = {
     "rtx": Packages((Package(RTX.module, RTX.distributions), Package("cuda.bindings.runtime", ("cuda-bindings",)))),
     "ort-rtx": Package(ORT_RTX.module, ORT_RTX.distributions),
 }
+# Flags of four kinds of x86 processors, the plainest first.
+PROCESSORS = {
+    "AVX2": "sse4_2 avx fma avx2",
+    "AVX-512": "sse4_2 avx fma avx2 avx512f avx512bw avx512vl",
+    "VNNI": "sse4_2 avx fma avx2 avx512f avx512bw avx512vl avx512_vnni",
+    "AMX": "sse4_2 avx fma avx2 avx512f avx512bw avx512vl avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8",
+}
 # What takes long to install, to start or to run: the fast part of the suite does without.
 SLOW_PARTS = {"ray", "ray-serve", "nvcc", "browser", "tensorrt", "triton", "transformers5", "portability", "small-disk"}
 REQUIRED = pytest.StashKey[tuple[str, ...]]()
@@ -353,6 +365,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line("slowest files, in seconds of all workers together:")
         for name, seconds in config.stash[SECONDS].most_common(10):
             terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+
+
+def stand_on(flags: str, patch: pytest.MonkeyPatch) -> None:
+    """Give this process an x86 processor with these flags."""
+    here = replace(Processor.here(), machine="x86_64", flags=frozenset(flags.split()))
+    patch.setattr(Processor, "here", lambda: here)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plainest_processor() -> Iterator[None]:
+    """What it asks of ONNX Runtime is right on every machine, also on one without int8 products."""
+    with pytest.MonkeyPatch.context() as patch:
+        stand_on(PROCESSORS["AVX2"], patch)
+        yield
+
+
+@pytest.fixture(params=PROCESSORS)
+def each_processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The test runs on each of PROCESSORS; its key.
+
+    It must not compute in int8: with the flags of a better processor than the machine's, products may overflow.
+    """
+    name: str = request.param
+    stand_on(PROCESSORS[name], monkeypatch)
+    return name
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -48,7 +48,7 @@ def command(load: bool, as_json: bool) -> None:
 
 def examine_tools() -> list[dict[str, str | None]]:
     """Programs and GPUs: what each is needed for, what was found (None: nothing), and what adds it."""
-    from effexport.environment import INT8_PRODUCTS, gpus_here
+    from effexport.environment import gpus_here
     from effexport.plugins.building.toolchain import examine_compiler, examine_nvcc, require_cmake
     from effexport.plugins.errors import LibraryError
 
@@ -64,7 +64,7 @@ def examine_tools() -> list[dict[str, str | None]]:
         ("C++ compiler", "build the kernel library", found(lambda: examine_compiler().version), "install g++"),
         ("cmake", "build the kernel library", found(require_cmake), "pip install 'effexport[kernels]'"),
         ("nvcc", "build CUDA kernels", nvcc, "install the CUDA toolkit"),
-        ("int8 products", "run --precision int8 fast", instructions(INT8_PRODUCTS), "int8 runs, and is slow here"),
+        ("int8 products", "run --precision int8 fast", int8_products(), "int8 runs, and is slow here"),
         ("bf16 tiles", "run --precision-hint bf16 fast", *examine_bfloat16()),
         ("GPU", "run on a GPU", gpus or None, ""),
         ("driver", "run TensorRT plugins", *examine_driver()),
@@ -73,21 +73,21 @@ def examine_tools() -> list[dict[str, str | None]]:
     return [dict(zip(keys, (*row[:3], None if row[2] else row[3] or None), strict=True)) for row in rows]
 
 
-def instructions(flags: Iterable[str]) -> str | None:
-    """Which of these instruction sets the processor has."""
-    from effexport.environment import has_int8_products, processor_flags
+def int8_products() -> str | None:
+    """The instructions with which the processor multiplies int8 fast; None without any."""
+    from effexport.processor import Processor
 
-    found = sorted(processor_flags() & set(flags))
-    return ", ".join(found) or ("yes" if has_int8_products() else None)
+    here = Processor.here()
+    return ", ".join(here.int8_products) or ("yes" if here.has_int8_products else None)
 
 
 def examine_bfloat16() -> tuple[str | None, str]:
     """Whether the processor multiplies bfloat16 in tiles (AMX), and the runtime that uses them, which is up to three
     times as fast as float32: OpenVINO."""
-    from effexport.environment import BFLOAT16_TILES, processor_flags
+    from effexport.processor import BFLOAT16_TILES, Processor
     from effexport.runtimes import RUNTIMES
 
-    if BFLOAT16_TILES not in processor_flags():
+    if not Processor.here().has_bfloat16_tiles:
         return None, ""
     package = RUNTIMES["openvino"].package
     if package.version is None:

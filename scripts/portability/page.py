@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from effexport.environment import processor_name
+from effexport.processor import Processor
 from portability.cells import NOT_RUN, REFUSED, RIGHT, WRONG, Outcome
 from portability.known import known_failure
 from portability.models import PRECISIONS, VARIANTS
@@ -47,7 +47,7 @@ def counts(results: Sequence[Outcome]) -> Iterator[str]:
 
 
 def page_of_outcomes(results: Sequence[Outcome]) -> str:
-    machine = f"Measured on {platform.system()} {platform.machine()}, {processor_name()}."
+    machine = f"Measured on {platform.system()} {platform.machine()}, {Processor.here().name}."
     parts = [INTRODUCTION, f"{machine}\n", "\n".join(summary_table(results)), LEGEND]
     parts += [f"## {FIELD[precision]}\n\n" + "\n".join(precision_table(results, precision)) for precision in PRECISIONS]
     parts.append("## Failures\n\n" + "\n".join(failure_table(results)))

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from effexport.evaluation.labelled import IGNORED
 from effexport.models.encoder import Encoder
+from effexport.processor import Processor
 from scripts.training.tasks import Batch
 
 SAVE_EVERY_S = 60
@@ -84,7 +85,7 @@ def train(
 
     model.train()
     compiled = torch.compile(model)
-    in_half = torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16())
+    in_half = torch.autocast("cpu", torch.bfloat16, enabled=Processor.here().has_bfloat16_products)
     with progress_bar() as bar:
         task = bar.add_task(title, total=schedule.steps, completed=first, loss=float("nan"))
         for step in range(first, schedule.steps):
@@ -111,11 +112,6 @@ def train(
     save()
     model.eval()
     return Trained(losses, done, (spent_s + time.monotonic() - start) / 60)
-
-
-def has_bfloat16() -> bool:
-    """Whether products in bfloat16 are fast; without the instructions they are slower than in float32."""
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
 
 
 def start_small(model: Encoder) -> None:

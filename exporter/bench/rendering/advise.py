@@ -12,7 +12,7 @@ from effexport.bench.rendering.build_command import BuildCommand, command_from_c
 from effexport.bench.rendering.entries import FITTING, STANDINGS, Entry, Standing
 from effexport.bench.rendering.frontier import OTHER_WEIGHTS, on_frontier, sentences_of_frontier, with_frontier
 from effexport.bench.results import BenchResults, Case, Row
-from effexport.environment import BFLOAT16_TILES, processor_flags
+from effexport.processor import Processor
 from effexport.runtimes import RUNTIMES
 from effexport.units import counted, duration, three_digits
 
@@ -190,12 +190,13 @@ def caveats(results: BenchResults, entries: Sequence[Entry]) -> Iterator[str]:
         yield OTHER_WEIGHTS
     elif sum(entry.latency_ms is not None for entry in entries) > 1:
         yield OTHER_MODELS
-    yield from bfloat16_here(entries)
+    if any(entry.latency_ms is not None for entry in entries):
+        yield from bfloat16_here(entries)
 
 
 def bfloat16_here(entries: Sequence[Entry]) -> Iterator[str]:
     """That a variant which may be computed in bfloat16 is faster so, where the processor has tiles for it and the
     runtime that uses them is installed."""
     able = [entry.label for entry in entries if entry.label.partition(",")[0].partition("-")[0] in BFLOAT16_VARIANTS]
-    if able and BFLOAT16_TILES in processor_flags() and RUNTIMES["openvino"].package.version is not None:
+    if able and Processor.here().has_bfloat16_tiles and RUNTIMES["openvino"].package.version is not None:
         yield BFLOAT16_HERE.format(", ".join(dict.fromkeys(able)))

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from effexport.environment import has_int8_products
 from effexport.errors import RuntimeUnsupportedError, UserError
 from effexport.export.onnx_graph import custom_ops_of_model, external_files, load_graph, value_types
+from effexport.processor import Processor
 from effexport.runners.ort import rtx_provider as ort_rtx
 from effexport.runners.ort import tensorrt_provider as ort_tensorrt
 from effexport.runners.ort.kernels import (
@@ -230,7 +230,7 @@ def session_options(ort: Any, settings: OrtSettings, external_folder: Path | Non
     # on the CPU, exceptions say all that the log says; other providers only log why they do not start
     options.log_severity_level = 4 if settings.provider == "cpu" else 3
     options.add_session_config_entry(ASSIGNMENT_KEY, "1")
-    if not has_int8_products():
+    if not Processor.here().has_int8_products:
         options.add_session_config_entry(EXACT_INT8_KEY, "1")
     options.enable_cpu_mem_arena = settings.memory_arena
     if settings.threads is not None:

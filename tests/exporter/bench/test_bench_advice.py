@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_results
@@ -17,7 +18,8 @@ from effexport.bench.measuring import advise as advise_module
 from effexport.bench.measuring.advise import Adviser, Speed
 from effexport.bench.measuring.plan import Plan, least_ms_by_products, misses
 from effexport.bench.measuring.run import Settings
-from effexport.bench.rendering.advise import Advice, advice_from_results, model_text
+from effexport.bench.rendering import advise as advise_rendering
+from effexport.bench.rendering.advise import NOTHING_MEASURED, OTHER_MODELS, Advice, advice_from_results, model_text
 from effexport.bench.rendering.build_command import command_from_case
 from effexport.bench.rendering.page import html_from_results
 from effexport.bench.results import Case, Row, Status
@@ -25,6 +27,8 @@ from effexport.cli import cli as program
 from effexport.commands._advice_request import AdviceRequest
 from effexport.errors import UserError
 from effexport.models.validation import SpecError
+
+pytestmark = pytest.mark.usefixtures("each_processor")
 
 LENGTH = 32_768
 MB = 10**6
@@ -72,7 +76,21 @@ def test_the_fastest_within_the_limits_is_to_be_used_and_the_command_builds_it()
     assert advice.build.text == (
         "effexport build --variant linear --scope attention --dim 256 --heads 4 --seq-len 32768"
     )
-    assert "different models" in advice.sentences[-1]
+    assert OTHER_MODELS in advice.sentences
+
+
+def test_on_a_processor_with_tiles_the_last_sentence_names_bfloat16(
+    each_processor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openvino = SimpleNamespace(package=SimpleNamespace(version="2026.4"))
+    monkeypatch.setitem(advise_rendering.RUNTIMES, "openvino", openvino)
+    plan = plan_of("linear,nystrom")
+    advice = advice_of(plan, row_of(plan, "linear", 120.0), row_of(plan, "nystrom", 150.0))
+    last = "multiplies bfloat16 in tiles (AMX)" if each_processor == "AMX" else "The variants are different models"
+    assert last in advice.sentences[-1]
+    # without a measurement there is no advice, on any processor
+    nothing = advice_of(plan, left_out(plan, "linear", "onnxruntime is not installed"))
+    assert nothing.sentences == (NOTHING_MEASURED,)
 
 
 def test_a_median_near_the_limit_is_recommended_with_its_slowest_run() -> None:
