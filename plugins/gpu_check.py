@@ -172,6 +172,26 @@ def token_mask(source: torch.Generator, batch: int, seq: int) -> Tensor:
     return keep
 
 
+# Kinds of inputs where a few tokens have logits so far above all others that e^x is infinite unless their own maximum
+# is taken off: where these tokens are. What merges maxima of parts must not miss one.
+PEAKS = ("first", "middle", "last")
+# Of such a logit, where all others are about 1. float32 and all half types have it exactly.
+PEAK_LOGIT = 128.0
+
+
+def peak(kind: str, tokens: int) -> slice:
+    """The tokens with such logits; none of any kind but PEAKS."""
+    if kind not in PEAKS:
+        return slice(0, 0)
+    start = {"first": 0, "middle": tokens // 2, "last": max(0, tokens - 2)}[kind]
+    return slice(start, start + 2)
+
+
+def with_peaks(case: Case) -> tuple[Case, ...]:
+    """The case with each of PEAKS."""
+    return tuple(replace(case, kind=kind) for kind in PEAKS)
+
+
 def sdpa_baselines(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, Callable[[], object]]:
     """PyTorch's own attention without a mask, by each backend that takes the type: "SDPA flash", and so on.
 

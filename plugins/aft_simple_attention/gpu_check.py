@@ -9,6 +9,7 @@ from torch import Tensor
 
 from effexport.plugins.gpu_check import (
     LOADED,
+    PEAK_LOGIT,
     ROUNDING,
     AtMost,
     Case,
@@ -20,14 +21,17 @@ from effexport.plugins.gpu_check import (
     generator,
     in_all_types,
     normal,
+    peak,
     random_mask,
+    with_peaks,
 )
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """A third of the tokens is padding that holds NaN.
 
-    Kind "far apart": weights differ by many powers of ten. Kind "no token": all of the last sample is padding.
+    Kind "far apart": weights differ by many powers of ten. Kind "no token": all of the last sample is padding. PEAKS:
+    some keys are far above all others.
     """
     batch, _, seq, _ = case.sizes
     source = generator(case, device)
@@ -37,6 +41,8 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     keep = random_mask(source, batch, seq)
     if case.kind == "no token":
         keep[-1] = False
+    highest = peak(case.kind, seq)
+    k[:, :, highest], keep[:, highest] = PEAK_LOGIT, True
     hidden = ~keep[:, None, :, None]
     return {"q": q, "k": k.masked_fill_(hidden, torch.nan), "v": v.masked_fill_(hidden, torch.nan), "keep": keep}
 
@@ -106,11 +112,13 @@ CHECK = GpuCheck(
         Case((2, 1, 63, 63), kind="far apart"),
         Case((2, 3, 100, 33), kind="no token"),
         Case((1, 1, 520, 40)),
+        *with_peaks(Case((1, 1, 520, 40))),
     ),
     # a slice has 256 tokens, a tile 32 channels
     checked=in_all_types(
         *(Case(sizes, kind=kind) for sizes in ((1, 2, 257, 32), (2, 1, 1000, 100)) for kind in ("random", "far apart")),
         Case((8, 1, 8192, 512)),
+        *with_peaks(Case((2, 1, 8192, 100))),
     ),
     timed=(
         Timed(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from effexport.plugins.gpu_check import (
     LOADED,
+    PEAK_LOGIT,
     PRODUCTS,
     ROUNDING,
     AtMost,
@@ -26,7 +27,9 @@ from effexport.plugins.gpu_check import (
     generator,
     in_all_types,
     normal,
+    peak,
     random_mask,
+    with_peaks,
 )
 
 # Queries whose weights are made at a time: [heads, queries, seq, channels] stays below 300 MB.
@@ -35,16 +38,25 @@ BLOCK = 64
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
-    """A third of the tokens is padding that holds NaN. Kind "no token": all of the last sample is padding."""
-    batch, heads, seq, channels, key_channels, bias_heads, positions, taps, _ = case.sizes
+    """A third of the tokens is padding that holds NaN. Kind "no token": all of the last sample is padding.
+
+    PEAKS: some keys are far above all others. Kind "own bias": that of a query's own token is, and all tokens are
+    visible, because the contract leaves open what a query without such a key gets.
+    """
+    batch, heads, seq, channels, key_channels, bias_heads, positions, taps, causal = case.sizes
     source = generator(case, device)
     q, v = (normal(case, source, batch, heads, seq, channels) for _ in range(2))
     k = normal(case, source, batch, heads, seq, key_channels)
     keep = random_mask(source, batch, seq)
     if case.kind == "no token":
         keep[-1] = False
-    hidden = ~keep[:, None, :, None]
     bias = torch.randn(bias_heads, positions, taps, generator=source, device=device)
+    highest = peak(case.kind, seq)
+    k[:, :, highest], keep[:, highest] = PEAK_LOGIT, True
+    if case.kind == "own bias":
+        keep[:] = True
+        bias[..., taps - 1 if causal else taps // 2] = PEAK_LOGIT
+    hidden = ~keep[:, None, :, None]
     return {
         "q": q,
         "k": k.masked_fill_(hidden, torch.nan),
@@ -167,11 +179,22 @@ CHECK = GpuCheck(
         Case((2, 1, 1, 1, 1, 1, 1, 1, 0)),
         Case((2, 2, 70, 9, 1, 2, 1, 11, 0), kind="no token"),
         Case((1, 1, 100, 33, 33, 1, 120, 7, 1)),
+        *with_peaks(Case((1, 1, 200, 8, 8, 1, 1, 7, 0))),
+        *with_peaks(Case((1, 1, 200, 8, 8, 1, 1, 7, 1))),
+        *(Case((1, 1, 130, 8, 8, 1, 1, 101, causal), kind="own bias") for causal in (0, 1)),
     ),
     checked=in_all_types(
         *(Case((2, 1, 1000, 100, 100, 1, 1000, taps, causal)) for taps in (5, 63, 255) for causal in (0, 1)),
         *(Case((2, 3, 257, 64, 1, 3, 1, 11, causal)) for causal in (0, 1)),
         Case((1, 1, 63, 32, 32, 1, 1, 301, 0)),
+        *(
+            case
+            for causal in (0, 1)
+            for case in (
+                *with_peaks(Case((2, 1, 3000, 100, 100, 1, 3000, 63, causal))),
+                Case((2, 1, 1000, 100, 100, 1, 1000, 255, causal), kind="own bias"),
+            )
+        ),
     ),
     timed=(
         Timed(

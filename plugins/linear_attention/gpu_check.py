@@ -39,11 +39,16 @@ def both_forms(*shapes: tuple[int, ...], kind: str = "random") -> tuple[Case, ..
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """The last sample ends in padding and has a hole. What is hidden is large, but finite: it has no influence.
 
-    Kind "no token": all of the last sample is hidden, where the outputs are 0 / (0 + eps) = 0.
+    Kind "no token": all of the last sample is hidden, where the outputs are 0 / (0 + eps) = 0. Kinds "rising" and
+    "falling": features of keys grow or shrink along the sequence, by a factor of e¹², so that in float16 sums change
+    their exponent from tile to tile.
     """
     batch, heads, seq, head_dim, value_dim, _ = case.sizes
     source = generator(case, device)
     q, k, v = (normal(case, source, batch, heads, seq, dim) for dim in (head_dim, head_dim, value_dim))
+    if case.kind in ("rising", "falling"):
+        slope = torch.linspace(-12, 0, seq, device=device)
+        k = (k + (slope if case.kind == "rising" else slope.flip(0))[:, None]).to(case.torch_dtype)
     keep = torch.ones(batch, seq, dtype=torch.bool, device=device)
     if seq > 4:
         keep[-1, seq - seq // 3 :] = False
@@ -168,6 +173,7 @@ CHECK = GpuCheck(
     small=(
         *both_forms((1, 1, 1, 1, 1), (2, 1, 63, 16, 24), (1, 1, 66, 65, 40)),
         *both_forms((1, 1, 70, 8, 4), kind="no token"),
+        *(case for kind in ("rising", "falling") for case in both_forms((1, 1, 300, 8, 4), kind=kind)),
     ),
     # a slice has 512 positions, or 256 where causal, or 64 where causal with more than 64 channels; tiles are 64 × 64
     checked=(
@@ -175,6 +181,7 @@ CHECK = GpuCheck(
             (2, 2, 64, 64, 64), (2, 2, 600, 5, 3), (2, 2, 1100, 8, 4), (1, 2, 70, 128, 128), (2, 8, 6000, 64, 64)
         ),
         *both_forms((2, 2, 600, 16, 24), kind="no token"),
+        *(case for kind in ("rising", "falling") for case in both_forms((2, 2, 2000, 64, 64), kind=kind)),
     ),
     timed=(
         timed("float16", 0, AtMost(300, "1.6 times what reading and writing its 786 MB takes at 4.3 TB/s")),

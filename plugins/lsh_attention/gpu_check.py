@@ -42,11 +42,16 @@ def padded_length(case: Case) -> int:
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """As a layer passes them: tokens sorted by random buckets, padding behind all others.
 
-    A quarter of the last sample is padding, at its end. Kind "no token": all of it is.
+    A quarter of the last sample is padding, at its end. Kind "no token": all of it is. Kind "axes": vectors have length
+    96 and lie along an axis, so that logits are 96, 0 or −96, and e^x is infinite unless the maximum is taken off, of
+    which every tile of keys and every round has its own.
     """
     batch, heads, seq, head_dim, value_dim, rounds = case.sizes[:6]
     source = generator(case, device)
     qk = normal(case, source, batch, heads, seq, head_dim)
+    if case.kind == "axes":
+        axis = torch.randint(head_dim, (batch, heads, seq), generator=source, device=device)
+        qk = (F.one_hot(axis, head_dim) * 96 * qk[..., :1].sign()).to(case.torch_dtype)
     v = normal(case, source, batch, heads, seq, value_dim)
     keep = torch.ones(batch, seq, dtype=torch.bool, device=device)
     keep[-1, 0 if case.kind == "no token" else seq - seq // 4 :] = False
@@ -192,6 +197,8 @@ CHECK = GpuCheck(
         case_of(2, 2, 63, 24, 24, 2, 10, 1, causal=1),
         case_of(1, 1, 95, 16, 40, 2, 16, 1, circular=1, causal=1, rounded=1, after=1),
         replace(case_of(2, 1, 40, 8, 8, 2, 10, 2), kind="no token"),
+        replace(case_of(1, 1, 95, 16, 8, 3, 16, 1), kind="axes"),
+        replace(case_of(1, 1, 210, 64, 8, 2, 70, 1), kind="axes"),
     ),
     # several tiles of 64 queries, of 64 keys and of 64 columns, none of them whole
     checked=in_all_types(
@@ -201,6 +208,7 @@ CHECK = GpuCheck(
             for options in ({}, {"causal": 1}, {"after": 1, "circular": 1, "causal": 1, "rounded": 1})
         ),
         case_of(2, 8, 8192, 64, 64, 4, 64, 1),
+        *(replace(case_of(1, 4, 2000, 64, 64, rounds, 64, 1), kind="axes") for rounds in (2, 4)),
     ),
     timed=(
         timed(

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from effexport.plugins.gpu_check import (
     LOADED,
+    PEAK_LOGIT,
+    PEAKS,
     PRODUCTS,
     ROUNDING,
     Case,
@@ -21,18 +23,29 @@ from effexport.plugins.gpu_check import (
     generator,
     in_all_types,
     normal,
+    peak,
     random_mask,
     sdpa_baselines,
+    with_peaks,
 )
 from effexport.plugins.masked_attention import op
 
 
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
-    """Kind "random": some keys are hidden, and all keys of the last of several samples. Kind "visible": none."""
+    """Kind "random": some keys are hidden, and all keys of the last of several samples. Kind "visible": none.
+
+    PEAKS: some logits are far above all others, and all are exact.
+    """
     batch, heads, n, m, d, e = case.sizes
     source = generator(case, device)
     q, k, v = (normal(case, source, batch, heads, *shape) for shape in ((n, d), (m, d), (m, e)))
     keep = random_mask(source, batch, m)
+    if case.kind in PEAKS:
+        highest = peak(case.kind, m)
+        q[..., 0], k[..., 0] = PEAK_LOGIT / 8, 0
+        k[:, :, highest] = 0
+        k[:, :, highest, 0] = 8 / case.numbers[0]
+        keep[:, highest] = True
     if case.kind == "visible":
         keep = torch.ones_like(keep)
     elif batch > 1:
@@ -127,6 +140,8 @@ CHECK = GpuCheck(
         Case((1, 1, 3, 0, 8, 8), (0.5,)),  # without keys: zeros
         Case((2, 2, 5, 70, 24, 40), (0.2,)),
         Case((1, 2, 20, 130, 64, 64), (0.125,), "visible"),
+        *with_peaks(Case((1, 1, 3, 600, 8, 8), (0.5,))),  # slices of 256 keys
+        *with_peaks(Case((1, 1, 70, 130, 8, 8), (0.5,))),  # tiles of 32 or 64 keys
     ),
     checked=in_all_types(
         Case((2, 3, 63, 100, 24, 40), (0.2,)),
@@ -136,6 +151,9 @@ CHECK = GpuCheck(
         Case((2, 8, 64, 8192, 64, 64), (0.125,)),
         Case((2, 8, 8192, 64, 64, 64), (0.125,)),
         Case((2, 8, 2048, 2048, 64, 64), (0.125,)),
+        # more slices than a warp has lanes; many tiles of each block
+        *with_peaks(Case((2, 2, 3, 10_000, 64, 64), (0.125,))),
+        *with_peaks(Case((2, 8, 2048, 2048, 64, 64), (0.125,))),
     ),
     timed=(
         *timed((1, 2, 8, 70, 64, 64), 1, 8, 64, 8192, 64, 64),

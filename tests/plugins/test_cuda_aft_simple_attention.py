@@ -91,6 +91,17 @@ def assert_aft(out: np.ndarray, inputs: tuple[np.ndarray, ...], limit: float) ->
     assert difference.max() <= limit * np.abs(values[np.isfinite(values)]).max(initial=1e-30)
 
 
+# Slices have 256 tokens; of a slice, eight groups of threads take every eighth token each, four at a time.
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("token", [0, 7, 24, 255, 256, 300, 512, 599])
+def test_a_key_far_above_all_others_counts_wherever_it_stands(emulated: EmulatedAFTSimple, token: int) -> None:
+    """By 120: its e^x is infinite unless its own maximum is taken off."""
+    q, k, v, keep = aft_inputs((1, 1, 600, 3))
+    k /= 30
+    k[:, :, token], v[:, :, token], keep[:, token] = 128, 2, True
+    assert_aft(emulated.aft_simple(q, k, v, keep), (q, k, v, keep), 4e-6)
+
+
 @pytest.mark.requires("native")
 @pytest.mark.parametrize(("seed", "max_blocks"), [(1, 1), (2, 3), (100, ALL_BLOCKS), (201, ALL_BLOCKS)])
 def test_aft_simple_depends_neither_on_the_schedule_nor_on_the_grid(

@@ -97,6 +97,32 @@ def test_keys_far_apart_and_a_strongly_negative_bias_keep_every_weight(
     assert error(emulated.attend(inputs, causal), inputs, causal) <= 3e-5
 
 
+# The first and the last of a block of 32, one between, and those of the row.
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("token", [0, 31, 32, 77, 159, 199])
+def test_a_key_far_above_all_others_counts_wherever_it_stands(
+    emulated: EmulatedAFTWindow, token: int, causal: bool
+) -> None:
+    """By 120: its e^x is infinite unless its own maximum is taken off, of which every block of tokens has one."""
+    inputs = made_inputs(Sizes(1, 1, 200, 3, taps=9), key_scale=1, bias_scale=1)
+    inputs["k"][:, :, token] = 128
+    inputs["v"][:, :, token] = 2
+    inputs["keep"][:, token] = True
+    # in base 2, logits of 185 have a spacing of 1.5e-5, and their weights that of ln 2 times as much
+    assert error(emulated.attend(inputs, causal), inputs, causal) <= 2e-5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("taps", [1, 101])
+def test_a_bias_far_above_all_others_counts(emulated: EmulatedAFTWindow, taps: int, causal: bool) -> None:
+    inputs = made_inputs(Sizes(1, 1, 130, 3, taps=taps), key_scale=1, bias_scale=1)
+    # that of the query itself: where the largest bias belongs to no key, the contract leaves results open
+    inputs["bias"][..., taps - 1 if causal else taps // 2] = 128
+    inputs["keep"][...] = True
+    inputs["k"], inputs["v"] = (np.nan_to_num(inputs[x], nan=1, posinf=1, neginf=1) for x in "kv")
+    assert error(emulated.attend(inputs, causal), inputs, causal) <= 2e-5
+
+
 def test_later_tokens_never_change_earlier_results(emulated: EmulatedAFTWindow) -> None:
     inputs = made_inputs(Sizes(1, 1, 150, 4, taps=40))
     inputs["keep"][...] = True

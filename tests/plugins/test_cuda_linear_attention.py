@@ -179,6 +179,21 @@ def test_features_beyond_the_range_of_float16_keep_their_digits(
 
 
 @pytest.mark.requires("native")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("first", "last"), [(-12, 0), (0, -12), (-4, 12)])
+def test_features_that_grow_or_shrink_from_tile_to_tile_keep_their_digits(
+    emulated: EmulatedLinearAttention, first: int, last: int, causal: bool
+) -> None:
+    """By up to a million, so that in float16 sums change their exponent; an early tile counts in its own outputs."""
+    for sizes in ((300, (8, 8)), (130, (70, 8))):
+        q, k, v, keep = attention_case(*sizes, np.float16)
+        k = (k + np.linspace(first, last, sizes[0])[:, None]).astype(np.float16)
+        limit = ATTENTION_FP32 + ROUNDINGS * DTYPE_ROUNDING["float16"]
+        out = emulated.attention(q, k, v, keep, causal=causal)
+        assert attention_error(out, (q, k, v, keep), causal=causal) <= limit
+
+
+@pytest.mark.requires("native")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_that_do_not_begin_at_multiples_of_16_bytes_change_nothing(
     emulated: EmulatedLinearAttention, dtype: np.dtype

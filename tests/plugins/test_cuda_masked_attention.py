@@ -111,6 +111,31 @@ def test_the_kernels_compute_the_formula(
         assert largest_error(kernels.attend(*inputs), exact) <= limit
 
 
+# Of 600 keys, slices of 256; of 130, tiles of 32 or 64; of 8500, more slices than a warp has lanes.
+PEAKS = [
+    *(((3, 600, 64, 64), keys) for keys in (slice(0, 10), slice(300, 310), slice(590, 600))),
+    *(((70, 130, 16, 8), keys) for keys in (slice(0, 2), slice(64, 66), slice(128, 130))),
+    *(((1, 8500, 4, 4), keys) for keys in (slice(4000, 4010), slice(8490, 8500))),
+]
+
+
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("size", "keys"), PEAKS, ids=str)
+def test_logits_far_above_all_others_count_wherever_their_keys_are(
+    emulated: EmulatedMaskedAttention, size: tuple[int, int, int, int], keys: slice, dtype: np.dtype
+) -> None:
+    """By 128: their e^x is infinite unless their own maximum is taken off. Products are exact in all types."""
+    q, k, v, keep = make_inputs(*size, dtype, samples=1)
+    q[..., 0], k[..., 0] = 16, 0
+    k[:, :, keys] = 0
+    k[:, :, keys, 0] = 16
+    keep[:, keys.start] = True
+    rounding = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}[dtype.name]
+    limit = (2e-5 + 2 * rounding) * np.abs(v.astype(np.float64)).max()
+    assert largest_error(emulated.attend(q, k, v, keep, scale=0.5), formula(q, k, v, keep, scale=0.5)) <= limit
+
+
 @pytest.mark.requires("native")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("size", [(64, 64, 64, 64), (16, 500, 64, 32), (40, 200, 96, 64)], ids=str)

@@ -142,6 +142,21 @@ def test_huge_logits_do_not_overflow(m: int) -> None:
 
 
 @pytest.mark.requires("native", "onnx", "ort")
+@pytest.mark.parametrize("first", [0, 1200, 2490])
+def test_logits_far_above_all_others_count_wherever_their_keys_are(first: int) -> None:
+    """In the first, a middle or the last slice. By 128, exactly: their e^x is infinite unless their maximum is taken
+    off."""
+    feeds = random_feeds(3, 2500, batch=1)
+    feeds["q"][..., 0], feeds["k"][..., 0] = 16, 0
+    feeds["k"][:, :, first : first + 10] = 0
+    feeds["k"][:, :, first : first + 10, 0] = 16
+    feeds["keep"][:, first] = True
+    expected = exact_attention(feeds, 0.5)
+    for run in (run_kernel, run_body):
+        assert_close(run(OP, feeds, expected.shape, scale=0.5), expected, FP32)
+
+
+@pytest.mark.requires("native", "onnx", "ort")
 def test_logits_far_below_zero_count_like_any_others() -> None:
     feeds = random_feeds(9, 1500)
     feeds["q"][...] = 100

@@ -22,7 +22,12 @@ CUDA_LIMITS = {"float32": FP32, "float16": 3 * 2**-11 + FP32, "bfloat16": 3 * 2*
 
 @dataclass(frozen=True)
 class Case:
-    """One call. padding: how many tokens at the end of the last sample, and half as many inside it, are none."""
+    """One call.
+
+    padding: how many tokens at the end of the last sample, and half as many inside it, are none.
+    axes: vectors have length 96 and lie along an axis. So logits are 96, 0 or -96, and e^x is infinite unless the
+    maximum is taken off, of which every tile of keys and every round has its own.
+    """
 
     seq: int = 100
     chunk_length: int = 10
@@ -37,6 +42,7 @@ class Case:
     batch: int = 2
     heads: int = 2
     padding: int = 0
+    axes: bool = False
     dtype: str = "float32"
 
     @property
@@ -53,6 +59,10 @@ class Case:
         heads = (self.batch, self.heads, self.seq)
         qk = generator.standard_normal((*heads, self.head_dim)).astype(self.dtype)
         v = generator.standard_normal((*heads, self.value_dim)).astype(self.dtype)
+        if self.axes:
+            axis = generator.integers(0, self.head_dim, (*heads, 1))
+            sign = generator.choice([-96, 96], (*heads, 1))
+            qk = np.where(np.arange(self.head_dim) == axis, sign, 0).astype(self.dtype)
         keep = np.ones((self.batch, self.seq), bool)
         if self.padding:
             keep[-1, -self.padding :] = False
@@ -174,12 +184,14 @@ CASES = {
     "rounded and causal": replace(BASE, rounded=True, causal=True, rounds=4, chunk_length=64),
     "rounded and causal in a ring": replace(BASE, rounded=True, causal=True, circular=True, rounds=3),
     "chunks of one, causal and rounded": replace(BASE, chunk_length=1, causal=True, rounded=True, rounds=3),
+    "along axes": replace(BASE, axes=True, rounds=3, head_dim=16, padding=20),
+    "along axes, chunks of 70": replace(BASE, axes=True, seq=210, chunk_length=70, head_dim=64, batch=1, heads=1),
     "nearly all padding": replace(BASE, padding=99, causal=True),
     "nothing but padding": replace(BASE, padding=100, seq=100, batch=1),
 }
 HALVES = {
     f"{name}, {dtype}": replace(CASES[name], dtype=dtype)
-    for name in ("plain", "63 tokens", "causal", "head_dim 100", "rounded and causal in a ring")
+    for name in ("plain", "63 tokens", "causal", "head_dim 100", "rounded and causal in a ring", "along axes")
     for dtype in ("float16", "bfloat16")
 }
 
