@@ -13,6 +13,7 @@ from torch import Tensor
 
 from effexport.plugins.gpu_check import (
     LOADED,
+    PEAKS,
     PRODUCTS,
     ROUNDING,
     AtMost,
@@ -26,6 +27,7 @@ from effexport.plugins.gpu_check import (
     generator,
     in_all_types,
     normal,
+    peak,
 )
 
 EPS = (1e-6,)
@@ -41,7 +43,8 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
 
     Kind "no token": all of the last sample is hidden, where the outputs are 0 / (0 + eps) = 0. Kinds "rising" and
     "falling": features of keys grow or shrink along the sequence, by a factor of e¹², so that in float16 sums change
-    their exponent from tile to tile.
+    their exponent from tile to tile. PEAKS: a feature of some queries and keys is far above all others, so that whoever
+    misses it chooses an exponent with which it is infinite.
     """
     batch, heads, seq, head_dim, value_dim, _ = case.sizes
     source = generator(case, device)
@@ -49,10 +52,14 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     if case.kind in ("rising", "falling"):
         slope = torch.linspace(-12, 0, seq, device=device)
         k = (k + (slope if case.kind == "rising" else slope.flip(0))[:, None]).to(case.torch_dtype)
+    highest = peak(case.kind, seq)
+    channel = {"first": 0, "middle": head_dim // 2}.get(case.kind, head_dim - 1)
+    q[:, :, highest, channel] = k[:, :, highest, channel] = 1000
     keep = torch.ones(batch, seq, dtype=torch.bool, device=device)
     if seq > 4:
         keep[-1, seq - seq // 3 :] = False
         keep[-1, 1] = False
+    keep[:, highest] = True
     if case.kind == "no token":
         keep[-1] = False
     hidden = ~keep[:, None, :, None]
@@ -174,6 +181,7 @@ CHECK = GpuCheck(
         *both_forms((1, 1, 1, 1, 1), (2, 1, 63, 16, 24), (1, 1, 66, 65, 40)),
         *both_forms((1, 1, 70, 8, 4), kind="no token"),
         *(case for kind in ("rising", "falling") for case in both_forms((1, 1, 300, 8, 4), kind=kind)),
+        *(case for kind in PEAKS for case in both_forms((1, 1, 150, 64, 8), kind=kind)),
     ),
     # a slice has 512 positions, or 256 where causal, or 64 where causal with more than 64 channels; tiles are 64 × 64
     checked=(
@@ -181,7 +189,7 @@ CHECK = GpuCheck(
             (2, 2, 64, 64, 64), (2, 2, 600, 5, 3), (2, 2, 1100, 8, 4), (1, 2, 70, 128, 128), (2, 8, 6000, 64, 64)
         ),
         *both_forms((2, 2, 600, 16, 24), kind="no token"),
-        *(case for kind in ("rising", "falling") for case in both_forms((2, 2, 2000, 64, 64), kind=kind)),
+        *(case for kind in ("rising", "falling", *PEAKS) for case in both_forms((2, 2, 2000, 64, 64), kind=kind)),
     ),
     timed=(
         timed("float16", 0, AtMost(300, "1.6 times what reading and writing its 786 MB takes at 4.3 TB/s")),

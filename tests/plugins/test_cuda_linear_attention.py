@@ -193,6 +193,23 @@ def test_features_that_grow_or_shrink_from_tile_to_tile_keep_their_digits(
         assert attention_error(out, (q, k, v, keep), causal=causal) <= limit
 
 
+# In a tile: the first and the last row and channel, those of every warp and of the last value of a chunk.
+@pytest.mark.requires("native")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("token", "channel"), [(0, 0), (15, 40), (63, 63), (64, 31), (149, 7)])
+def test_a_feature_far_above_all_others_counts_wherever_it_stands(
+    emulated: EmulatedLinearAttention, token: int, channel: int, causal: bool
+) -> None:
+    """In float16 the largest of a tile chooses its exponent; one that was missed would become infinite."""
+    q, k, v, keep = attention_case(150, (64, 8), np.float16)
+    q[:, :, token, channel] = k[:, :, token, channel] = 1000
+    keep[:, token] = True
+    limit = ATTENTION_FP32 + ROUNDINGS * DTYPE_ROUNDING["float16"]
+    for values in (v, v / 1000):  # the sums of values are the largest of a state, or those of features
+        out = emulated.attention(q, k, values, keep, causal=causal)
+        assert attention_error(out, (q, k, values, keep), causal=causal) <= limit
+
+
 @pytest.mark.requires("native")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_that_do_not_begin_at_multiples_of_16_bytes_change_nothing(
