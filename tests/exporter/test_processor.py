@@ -37,6 +37,11 @@ def test_the_instructions_of_the_processor_are_read_in_one_place() -> None:
     assert found == {"exporter/processor.py", Path(__file__).relative_to(ROOT).as_posix()}
 
 
+def test_tests_stand_on_a_processor_of_their_own() -> None:
+    assert Processor.here().flags == {"sse4_2", "avx", "fma", "avx2"}
+    assert Processor.here().machine == "x86_64"
+
+
 def described(folder: Path, text: str, machine: str = "x86_64") -> Processor:
     (folder / "cpuinfo").write_text(text)
     return processor_from_file(folder / "cpuinfo", machine)
@@ -72,6 +77,10 @@ def test_every_machine_has_a_processor_with_a_name() -> None:
 def test_int8_products_are_found(flags: str, fast: bool) -> None:
     assert Processor("A processor", "x86_64", frozenset(flags.split())).has_int8_products == fast
     assert Processor("A processor", "aarch64", frozenset(flags.split())).has_int8_products
+
+
+def test_a_training_is_in_bfloat16_where_its_products_are_fast(each_processor: str) -> None:
+    assert Processor.here().has_bfloat16_products == (each_processor == "AMX")
 
 
 @pytest.mark.requires("ort")

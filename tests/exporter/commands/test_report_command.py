@@ -55,7 +55,7 @@ def test_every_format_is_written_for_one_and_for_two(
     beginning = {"html": "<!doctype html>", "json": "{", "markdown": "### ", "junit": "<?xml"}
     assert text.startswith(beginning[form])
     for folder in folders if form != "json" or count == 2 else []:
-        assert str(folder) in text
+        assert str(folder) in text.replace("\\", "")  # Markdown escapes underscores of the path
     if form == "junit":
         assert len(ElementTree.fromstring(text.encode()).findall("testsuite")) == count
     assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
