@@ -227,6 +227,17 @@ def test_keys_far_apart_neither_overflow_nor_vanish(gap: float, dtype: str) -> N
     assert_close(out, feeds, ROUNDING[dtype] + BODY_FP32)
 
 
+@native
+@pytest.mark.parametrize("token", [0, 7, 255, 256, 300, 599])
+def test_a_key_far_above_all_others_counts_wherever_it_stands(token: int) -> None:
+    """By 120: its e^x is infinite unless its own maximum is taken off, of which every slice of 256 tokens has one."""
+    feeds = made_inputs((1, 1, 600, 33), key_scale=1)
+    feeds["k"][:, :, token], feeds["v"][:, :, token], feeds["keep"][:, token] = 128, 2, True
+    for opened in (kernel_session("float32"), body_session("float32")):
+        (out,) = run_poisoned(opened, feeds, "float32", feeds["v"].shape)
+        assert_close(out, feeds, BODY_FP32)
+
+
 def special_cases() -> dict[str, dict[str, np.ndarray]]:
     nothing = made_inputs((3, 1, 300, 20))
     nothing["keep"][1] = False

@@ -188,6 +188,17 @@ def test_keys_far_apart_neither_overflow_nor_vanish(gap: float, causal: bool) ->
 
 @native
 @both_forms
+@pytest.mark.parametrize("token", [0, 63, 64, 250, 500, 599])
+def test_a_key_far_above_all_others_counts_wherever_it_stands(token: int, causal: bool) -> None:
+    """By 120: its e^x is infinite unless its own maximum is taken off, of which every block of tokens has one."""
+    feeds = made_inputs(Sizes(1, 1, 600, 5, taps=9), key_scale=1, bias_scale=1)
+    feeds["k"][:, :, token], feeds["v"][:, :, token], feeds["keep"][:, token] = 128, 2, True
+    for opened in (kernel_session(causal), body_session(causal)):
+        assert error(opened.run(None, feeds)[0], feeds, causal) <= 3e-5  # logits of 128 have a spacing of 1.5e-5
+
+
+@native
+@both_forms
 def test_a_query_that_sees_no_token_is_zero(causal: bool) -> None:
     feeds = made_inputs(Sizes(2, 1, 100, 20, taps=7))
     feeds["keep"][1] = False
