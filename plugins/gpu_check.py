@@ -172,19 +172,19 @@ def token_mask(source: torch.Generator, batch: int, seq: int) -> Tensor:
     return keep
 
 
-# Kinds of inputs where a few tokens have logits so far above all others that e^x is infinite unless their own maximum
-# is taken off: where these tokens are. What merges maxima of parts must not miss one.
+# Kinds of inputs where a token has logits so far above all others that e^x is infinite unless their own maximum is
+# taken off: where this token is. What merges maxima of parts must not miss one.
 PEAKS = ("first", "middle", "last")
 # Of such a logit, where all others are about 1. float32 and all half types have it exactly.
 PEAK_LOGIT = 128.0
 
 
 def peak(kind: str, tokens: int) -> slice:
-    """The tokens with such logits; none of any kind but PEAKS."""
+    """The token with such logits; none of any kind but PEAKS."""
     if kind not in PEAKS:
         return slice(0, 0)
-    start = {"first": 0, "middle": tokens // 2, "last": max(0, tokens - 2)}[kind]
-    return slice(start, start + 2)
+    start = {"first": 0, "middle": tokens // 2, "last": tokens - 1}[kind]
+    return slice(start, start + 1)
 
 
 def with_peaks(case: Case) -> tuple[Case, ...]:

@@ -31,7 +31,7 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """A third of the tokens is padding that holds NaN.
 
     Kind "far apart": weights differ by many powers of ten. Kind "no token": all of the last sample is padding. PEAKS:
-    some keys are far above all others.
+    a key is far above all others.
     """
     batch, _, seq, _ = case.sizes
     source = generator(case, device)

@@ -40,7 +40,7 @@ BLOCK = 64
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """A third of the tokens is padding that holds NaN. Kind "no token": all of the last sample is padding.
 
-    PEAKS: some keys are far above all others. Kind "own bias": that of a query's own token is, and all tokens are
+    PEAKS: a key is far above all others. Kind "own bias": that of a query's own token is, and all tokens are
     visible, because the contract leaves open what a query without such a key gets.
     """
     batch, heads, seq, channels, key_channels, bias_heads, positions, taps, causal = case.sizes
@@ -179,9 +179,10 @@ CHECK = GpuCheck(
         Case((2, 1, 1, 1, 1, 1, 1, 1, 0)),
         Case((2, 2, 70, 9, 1, 2, 1, 11, 0), kind="no token"),
         Case((1, 1, 100, 33, 33, 1, 120, 7, 1)),
-        *with_peaks(Case((1, 1, 200, 8, 8, 1, 1, 7, 0))),
-        *with_peaks(Case((1, 1, 200, 8, 8, 1, 1, 7, 1))),
-        *(Case((1, 1, 130, 8, 8, 1, 1, 101, causal), kind="own bias") for causal in (0, 1)),
+        # the middle is in the second of the four blocks of keys of 64 queries
+        *with_peaks(Case((1, 1, 150, 8, 8, 1, 1, 7, 0))),
+        *with_peaks(Case((1, 1, 150, 8, 8, 1, 1, 7, 1))),
+        *(Case((1, 1, 130, 8, 8, 1, 1, taps, causal), kind="own bias") for taps in (1, 101) for causal in (0, 1)),
     ),
     checked=in_all_types(
         *(Case((2, 1, 1000, 100, 100, 1, 1000, taps, causal)) for taps in (5, 63, 255) for causal in (0, 1)),

@@ -43,7 +43,7 @@ def inputs(case: Case, device: str) -> dict[str, Tensor]:
 
     Kind "no token": all of the last sample is hidden, where the outputs are 0 / (0 + eps) = 0. Kinds "rising" and
     "falling": features of keys grow or shrink along the sequence, by a factor of e¹², so that in float16 sums change
-    their exponent from tile to tile. PEAKS: a feature of some queries and keys is far above all others, so that whoever
+    their exponent from tile to tile. PEAKS: a feature of a query and a key is far above all others, so that whoever
     misses it chooses an exponent with which it is infinite.
     """
     batch, heads, seq, head_dim, value_dim, _ = case.sizes

@@ -34,7 +34,7 @@ from effexport.plugins.masked_attention import op
 def inputs(case: Case, device: str) -> dict[str, Tensor]:
     """Kind "random": some keys are hidden, and all keys of the last of several samples. Kind "visible": none.
 
-    PEAKS: some logits are far above all others, and all are exact.
+    PEAKS: the logits of a key are far above all others, and all are exact.
     """
     batch, heads, n, m, d, e = case.sizes
     source = generator(case, device)
@@ -142,6 +142,7 @@ CHECK = GpuCheck(
         Case((1, 2, 20, 130, 64, 64), (0.125,), "visible"),
         *with_peaks(Case((1, 1, 3, 600, 8, 8), (0.5,))),  # slices of 256 keys
         *with_peaks(Case((1, 1, 70, 130, 8, 8), (0.5,))),  # tiles of 32 or 64 keys
+        Case((1, 1, 1, 8500, 4, 4), (0.5,), "last"),  # more slices than a warp has lanes
     ),
     checked=in_all_types(
         Case((2, 3, 63, 100, 24, 40), (0.2,)),
@@ -151,7 +152,6 @@ CHECK = GpuCheck(
         Case((2, 8, 64, 8192, 64, 64), (0.125,)),
         Case((2, 8, 8192, 64, 64, 64), (0.125,)),
         Case((2, 8, 2048, 2048, 64, 64), (0.125,)),
-        # more slices than a warp has lanes; many tiles of each block
         *with_peaks(Case((2, 2, 3, 10_000, 64, 64), (0.125,))),
         *with_peaks(Case((2, 8, 2048, 2048, 64, 64), (0.125,))),
     ),

@@ -188,13 +188,25 @@ def test_keys_far_apart_neither_overflow_nor_vanish(gap: float, causal: bool) ->
 
 @native
 @both_forms
-@pytest.mark.parametrize("token", [0, 63, 64, 250, 500, 599])
+@pytest.mark.parametrize("token", [0, 63, 64, 190, 250, 500, 599])
 def test_a_key_far_above_all_others_counts_wherever_it_stands(token: int, causal: bool) -> None:
     """By 120: its e^x is infinite unless its own maximum is taken off, of which every block of tokens has one."""
     feeds = made_inputs(Sizes(1, 1, 600, 5, taps=9), key_scale=1, bias_scale=1)
     feeds["k"][:, :, token], feeds["v"][:, :, token], feeds["keep"][:, token] = 128, 2, True
     for opened in (kernel_session(causal), body_session(causal)):
         assert error(opened.run(None, feeds)[0], feeds, causal) <= 3e-5  # logits of 128 have a spacing of 1.5e-5
+
+
+@native
+@both_forms
+@pytest.mark.parametrize("taps", [1, 101])
+def test_a_bias_far_above_all_others_counts(taps: int, causal: bool) -> None:
+    feeds = made_inputs(Sizes(1, 1, 300, 5, taps=taps), key_scale=1, bias_scale=1)
+    # that of the query itself: where the largest bias belongs to no key, the contract leaves results open
+    feeds["bias"][..., taps - 1 if causal else taps // 2] = 128
+    feeds["keep"][...] = True
+    feeds["k"], feeds["v"] = (np.nan_to_num(feeds[x], nan=1, posinf=1, neginf=1) for x in "kv")
+    assert error(kernel_session(causal).run(None, feeds)[0], feeds, causal) <= 3e-5
 
 
 @native
