@@ -65,6 +65,7 @@ from effexport.proof.trace.trace import Trace
 from effexport.proof.trace.trace_from_model import trace_if_it_runs
 from effexport.proof.verify import Verification, case_to_trace, verify_bodies, verify_candidate, verify_decoder
 from effexport.proof.verify_engine import verify_decode_engines_if_possible, verify_engine_if_possible
+from effexport.quiet import quiet
 from effexport.refit_request import RefitRequest, refit_note
 from effexport.report.compare import Side
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
@@ -204,7 +205,7 @@ def artifact_from_spec(
             replaced, build = write_graphs(build)
             spec = with_operators_of_graph(spec, build.model)
             build = replace(build, spec=spec)
-        with watch.stage("running the PyTorch reference"):
+        with watch.stage("running the PyTorch reference"), quiet():
             answers = answers_from_source(source, module, spec)
             check_reference(answers.checks)
             if build.quantized is not None:
@@ -498,5 +499,5 @@ def trace_model(
     case = case_to_trace(result.checks, cases, wanted=wanted)
     if case is None:
         return None
-    with build.watch.stage("tracing the values of the graph"):
+    with build.watch.stage("tracing the values of the graph"), quiet():
         return trace_if_it_runs(build.model, build.model, build.module, build.spec, case, build.settings)

@@ -18,6 +18,7 @@ from effexport.export.module_source import (
 from effexport.models.families import check_weights_file
 from effexport.models.spec import ATTENTION_SPECS, field_names
 from effexport.models.validation import require
+from effexport.quiet import quiet
 from effexport.spec import BuildSpec, build_spec_from_checkpoint, build_spec_from_module, build_spec_from_options
 from effexport.text.attaching import TokenizerSource, tokenizer_of_build
 from effexport.toml_file import read_toml
@@ -111,6 +112,7 @@ class BuildRequest:
                 examples is None, f"--inputs {self.inputs} and example inputs of {origin} were both given; give one"
             )
         calling = Calling(examples=examples, dynamic=dynamic, table=table)
-        user, model = model_and_spec(module, origin, self.flags.get("seq_len"), calling)
+        with quiet():
+            user, model = model_and_spec(module, origin, self.flags.get("seq_len"), calling)
         spec = build_spec_from_module(self.flags, model)
         return spec, source_from_user(user, origin, spec), model.notes, origin.rpartition(":")[2]

@@ -18,6 +18,7 @@ import click
 from effexport.disk import ANOTHER_TEMPORARY, is_disk_full
 from effexport.errors import DiskFullError, EffexportError, EngineWarning, KernelWarning, UserError
 from effexport.files import json_text
+from effexport.quiet import debugging
 from effexport.termination import Terminated, ending_in_order, stop_behind
 from effexport.version import __version__
 
@@ -124,6 +125,17 @@ class LastingStream:
                 raise kind(f"cannot write to {self._stream.name.strip('<>')}: {error.strerror}") from error
 
 
+class TextBesideJson:
+    """The stdout of a command with --json, where only the object of effexport belongs: what the code of a user's model
+    or a library prints goes to stderr. answers: the real stdout."""
+
+    def __init__(self, answers: Any) -> None:
+        self.answers = answers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. An expected error becomes one message; a bug keeps its traceback."""
     with contextlib.ExitStack() as stack:
@@ -136,7 +148,10 @@ def main(arguments: list[str] | None = None) -> None:
             stack.enter_context(contextlib.redirect_stdout(LastingStream(sys.stdout)))
         if sys.stderr is not None:
             stack.enter_context(contextlib.redirect_stderr(LastingStream(sys.stderr)))
-        run(sys.argv[1:] if arguments is None else arguments)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        if "--json" in arguments and sys.stdout is not None and sys.stderr is not None:
+            stack.enter_context(contextlib.redirect_stdout(TextBesideJson(sys.stdout)))  # type: ignore[type-var]
+        run(arguments)
 
 
 def run(arguments: list[str]) -> None:
@@ -145,7 +160,7 @@ def run(arguments: list[str]) -> None:
     from effexport.plugins.errors import LibraryError
 
     try:
-        with ending_in_order(), warnings.catch_warnings():
+        with ending_in_order(), warnings.catch_warnings(), debugging("--debug" in arguments):
             warnings.showwarning = show_warning
             check_texts(arguments)
             try:
@@ -251,4 +266,9 @@ def printable(message: str) -> str:
 
 def print_json(value: dict[str, Any]) -> None:
     """Print the one JSON object of a command with `--json` on stdout."""
-    click.echo(json_text(value), nl=False)
+    print_answer(json_text(value))
+
+
+def print_answer(text: str) -> None:
+    """Print what a command was asked for on stdout, wherever its other texts go."""
+    click.echo(text, nl=False, file=getattr(sys.stdout, "answers", sys.stdout))

@@ -231,6 +231,9 @@ def failing_module(error: BaseException, model: nn.Module) -> str:
                 found = f"{paths[id(owner)]} ({type(owner).__module__}.{type(owner).__qualname__})"
             elif isinstance(node, torch.fx.Node) and (stack := node.meta.get("nn_module_stack")):
                 path, kind = list(stack.values())[-1]
-                found = f"{path} ({kind if isinstance(kind, str) else f'{kind.__module__}.{kind.__qualname__}'})"
+                if isinstance(model, SameWeights):
+                    path = path.removeprefix("_model").removeprefix(".")
+                name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+                found = f"{path} ({name})" if path else ""
         cause = cause.__cause__ or cause.__context__
     return found

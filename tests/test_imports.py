@@ -88,6 +88,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "records",
         "toml_file",
         "process_memory",
+        "quiet",
         "termination",
         "units",
         "version",

@@ -42,7 +42,7 @@ def command(
     Reads report.json and measures nothing; use effexport verify to check a model again. The exit status does not depend
     on the verdict.
     """
-    from effexport.cli import print_json
+    from effexport.cli import print_answer, print_json
     from effexport.errors import UserError
 
     if output is not None:
@@ -59,7 +59,7 @@ def command(
         form = chosen_format(form, output, as_json=as_json)
         text, about = rendering(artifact, other, form)
     if output is None:
-        click.echo(text, nl=False)
+        print_answer(text)
         return
     write_output(output, text)
     if as_json:

@@ -8,13 +8,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.export.specialised_length import is_of_package
+from effexport.models.validation import LONGEST_REASON
 from effexport.plugins.known_ops import known_ops
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
 # How torch.onnx ends a message whose reason is in the error that caused it.
 REFERS = "See the stack trace"
+# Of the message of an error → the same in words that say what to do; {0}, {1} are its groups.
+PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"Could not (?:guard on|extract specialized integer from) data-dependent expression"),
+        "the code asks for the value of a tensor, as `if`, float(), int(), .item() and .tolist() do, and a graph has "
+        "one path for all values: compute both sides and choose with torch.where, or decide it outside of the model",
+    ),
+    (
+        re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>"),
+        "torch.onnx has no translation of the operator {0} ({1}): compute the same with other operators, or outside of "
+        "the model",
+    ),
+    (
+        re.compile(r"^((?!torch\b)[a-z]\w*\.\w+)\.(\w+)$"),
+        "torch.export cannot trace the operator {0} ({1}): compute the same with other operators, or outside of the "
+        "model",
+    ),
+)
+# What torch.onnx says when a translation of its own raises an error, which is the cause.
+OF_TRANSLATION = re.compile(r"Error when calling function '.*<function (\w+) at 0x")
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 
 
 def place_of(error: BaseException, module: nn.Module) -> str:
@@ -26,23 +50,51 @@ def place_of(error: BaseException, module: nn.Module) -> str:
 
 
 def line_of_user(error: BaseException) -> str:
-    """The innermost line of code that is neither PyTorch's nor ours and led to an error; "" if there is none."""
+    """The innermost line of the user's `forward`, or of a function in the same file, that led to an error, or to the
+    operator that could not be translated; "" if there is none."""
+    import torch
+
     found = ""
-    cause: BaseException | None = error
-    while cause is not None:
-        for frame in traceback.extract_tb(cause.__traceback__):
-            if frame.name == "forward" and not is_of_package(frame.filename):
-                found = f"{Path(frame.filename).name}, line {frame.lineno}"
-        cause = cause.__cause__ or cause.__context__
+    for cause in chain_of(error):
+        files: set[str] = set()
+        for frame, line in traceback.walk_tb(cause.__traceback__):
+            code, node = frame.f_code, frame.f_locals.get("node")
+            if code.co_name == "forward" and not is_of_package(code.co_filename):
+                files.add(code.co_filename)
+            if code.co_filename in files:
+                found = place_in_file(code.co_filename, line)
+            elif isinstance(node, torch.fx.Node) and (stack := node.meta.get("stack_trace")):
+                places = [place_in_file(*place) for place in FRAME.findall(stack) if not is_of_package(place[0])]
+                found = places[-1] if places else found
     return found
 
 
+def place_in_file(file: str, line: int | str) -> str:
+    return f"{Path(file).name}, line {line}"
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that led to it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
 def reason_of(error: BaseException) -> str:
-    """What torch.onnx says about a failure, in one line: of chained errors, the first that does not refer to others."""
+    """What torch.onnx says about a failure, in one line and without its graph: of chained errors, the first that does
+    not refer to others, in plain words if these are known."""
     cause = error.__cause__ or error
     while cause.__cause__ is not None and REFERS in str(cause):
         cause = cause.__cause__
-    return first_paragraph(str(cause)) or type(cause).__name__
+    text = first_paragraph(str(cause)) or type(cause).__name__
+    if match := OF_TRANSLATION.match(text):
+        why = f": {first_paragraph(str(cause.__cause__))}" if cause.__cause__ is not None else ""
+        text = f"the translation {match[1]} of torch.onnx fails{why}"
+    for pattern, words in PLAIN:
+        if match := pattern.search(text):
+            return words.format(*match.groups())
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}…"
 
 
 def first_paragraph(text: str) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import logging
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +37,7 @@ from effexport.models.validation import LARGEST_SIZE
 from effexport.plugins.known_ops import known_ops
 from effexport.plugins.ops import DOMAIN, OPS, OPSET_VERSION, PLUGIN_NAMESPACE, Op
 from effexport.plugins.user_operators import loaded
+from effexport.quiet import quiet
 from effexport.spec import EXTERNAL_DATA_THRESHOLD_BYTES, INPUT_DEFAULTS, BuildSpec
 
 if TYPE_CHECKING:
@@ -205,7 +204,7 @@ def program_from_module(
         calls.enter_context(attention_calls_as_operators(turns=spec.fused))
         calls.enter_context(RecurrentCalls())
         table |= recurrent_translation(spec.opset)
-    with quiet_exporter(), without_shape_cache(), fused_operators(module, spec.fused), calls:
+    with quiet(streams=True), without_shape_cache(), fused_operators(module, spec.fused), calls:
         try:
             program = torch.onnx.export(
                 module,
@@ -299,20 +298,6 @@ def example_inputs(spec: BuildSpec) -> tuple[torch.Tensor, ...]:
         torch.full(shape_of(tensor.dims, sizes), fills.get(tensor.name, 0), dtype=getattr(torch, tensor.dtype))
         for tensor in spec.inputs
     )
-
-
-@contextlib.contextmanager
-def quiet_exporter() -> Iterator[None]:
-    """Silence the exporter's own messages, which do not help users; its errors are exceptions."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def without_shape_cache() -> contextlib.AbstractContextManager[None]:

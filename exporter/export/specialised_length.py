@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effexport.quiet import quiet
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -35,7 +37,7 @@ def assumed_sizes(module: nn.Module, example: tuple[torch.Tensor, ...], inputs: 
 
     free = [{axis: name for axis, name in enumerate(tensor.dims) if isinstance(name, str)} for tensor in inputs]
     # it may fail where the export has failed
-    with recorded() as messages, contextlib.suppress(Exception):
+    with quiet(streams=True), recorded() as messages, contextlib.suppress(Exception):
         shapes = tuple(dict.fromkeys(axes, Dim.DYNAMIC) for axes in free)
         torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
     names = dict(zip((tensor.name for tensor in inputs), free, strict=True))

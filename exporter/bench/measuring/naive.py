@@ -26,10 +26,11 @@ def naive_onnx_from_case(case: Case, path: Path) -> None:
     """
     import torch
 
-    from effexport.export.onnx_from_module import at_precision, quiet_exporter
+    from effexport.export.onnx_from_module import at_precision
+    from effexport.quiet import quiet
 
     spec, signature = spec_from_case(case), signature_of_case(case)
-    with quiet_exporter():
+    with quiet(streams=True):
         try:
             program = plain_program(at_precision(module_from_case(case), spec.precision), case)
             exported = torch.onnx.export(

@@ -1,0 +1,96 @@
+"""Keeps off the screen what PyTorch prints while it traces a model: graphs of thousands of lines, and remarks on itself.
+
+Its errors are exceptions, and what they say becomes one message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+_DEBUG: ContextVar[bool] = ContextVar("debug", default=False)
+# Packages whose loggers have handlers of their own, or may get some from a program that calls us.
+LOGGERS = ("torch", "transformers", "onnxscript", "onnx_ir", "onnx")
+
+
+class MutedStream:
+    """A stream that drops what one thread prints for a while, and passes on what other threads print."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+        # two threads may restore sys.stdout in another order than they replaced it: a muted stream may stay
+        self.is_muted = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if self.is_muted and threading.get_ident() == self._thread:
+            return len(text)
+        return self._stream.write(text)
+
+
+@contextlib.contextmanager
+def debugging(wanted: bool) -> Iterator[None]:
+    """With --debug, show everything during the block."""
+    token = _DEBUG.set(wanted)
+    try:
+        yield
+    finally:
+        _DEBUG.reset(token)
+
+
+@contextlib.contextmanager
+def quiet(*, streams: bool = False) -> Iterator[None]:
+    """Drop Python warnings and what the loggers of PyTorch and others report, unless the command line has --debug.
+
+    streams: also drop what this thread prints: a trace runs the user's code with symbols, and prints whole graphs.
+    """
+    if _DEBUG.get():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(without_loggers())
+        if streams:
+            stack.enter_context(muted())
+        yield
+
+
+@contextlib.contextmanager
+def without_loggers() -> Iterator[None]:
+    known = logging.root.manager.loggerDict
+    names = [*LOGGERS, *(name for name in list(known) if name.partition(".")[0] in LOGGERS)]
+    loggers = dict.fromkeys(logging.getLogger(name) for name in names)
+    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    nothing = logging.NullHandler()
+    for logger in loggers:
+        logger.handlers, logger.propagate = [nothing], False
+    try:
+        yield
+    finally:
+        for logger, handlers, propagate in before:
+            # a package that was imported meanwhile has added its own
+            logger.handlers = [*handlers, *(handler for handler in logger.handlers if handler is not nothing)]
+            logger.propagate = propagate
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Drop what this thread prints to stdout and stderr."""
+    streams = [None if stream is None else MutedStream(stream) for stream in (sys.stdout, sys.stderr)]
+    try:
+        with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+            yield
+    finally:
+        for stream in streams:
+            if stream is not None:
+                stream.is_muted = False
