@@ -29,6 +29,7 @@ from effexport.export.onnx_graph import (
 )
 from effexport.files import FolderKind, file_digest, is_inside
 from effexport.models.families import is_checkpoint
+from effexport.models.validation import near_path
 from effexport.quantize.record import Quantization
 from effexport.records import Count, Figure, Seconds, record_from_values, text_of_file, values_of_text
 from effexport.runtimes import engine_name
@@ -300,9 +301,9 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     if not path.exists():
-        raise UserError(
-            f"no artifact at {path}; make one with: effexport build --variant lsh -o {shlex.quote(str(path))}"
-        )
+        near = near_path(path, lambda other: os.path.isfile(other / MANIFEST))
+        make = f"; make one with: effexport build --variant lsh -o {shlex.quote(str(path))}"
+        raise UserError(f"no artifact at {path}{near or make}")
     if not file.is_file():
         raise UserError(not_an_artifact(path))
     text = text_of_file(file, REMEDY)

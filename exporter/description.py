@@ -13,7 +13,8 @@ from effexport.engines.sidecar import check_engine_file, is_engine, read_sidecar
 from effexport.errors import UserError
 from effexport.export.module_source import why_too_large
 from effexport.export.onnx_graph import graph_summary, load_graph
-from effexport.models.families import how_to_download
+from effexport.models.families import check_no_adapter, how_to_download
+from effexport.models.validation import near_path
 from effexport.models.weight_shapes import count
 from effexport.runners.ort.kernels import kernel_library
 from effexport.spec import build_spec_from_checkpoint
@@ -33,7 +34,9 @@ def describe(path: Path) -> tuple[Kind, dict[str, Any]]:
     if is_bare_checkpoint(path):
         return "checkpoint", describe_checkpoint(path)
     if not path.exists():
-        raise UserError(f"nothing is at {path}; {EXPECTED}{how_to_download(path)}")
+        raise UserError(f"nothing is at {path}{near_path(path) or f'; {EXPECTED}{how_to_download(path)}'}")
+    if path.is_dir():
+        check_no_adapter(path)
     try:
         described = describe_model(path)
     except UserError as error:

@@ -142,15 +142,17 @@ class FolderKind:
             check_creatable(output)
             return
         if not output.is_dir():
-            raise UserError(f"{output} is a file; expected the path of a folder to create")
+            raise UserError(f"{output} is a file; expected the path of a folder to create: choose another one with -o")
         if os.path.ismount(output.resolve()):
             raise UserError(f"{output} is a mount point, which cannot be replaced; choose a folder below it with -o")
+        first = min((entry.name for entry in output.iterdir()), default=None)
+        if first is not None and not self._is_marked(output):
+            raise UserError(
+                f"{output} has other files in it, such as {first!r}, and is not {self.title}, so --force does not "
+                f"replace it; choose another folder with -o, such as {output / self.title.split()[-1]}"
+            )
         if not force:
             raise UserError(f"{output} exists; choose another folder with -o, or replace it with --force")
-        if any(output.iterdir()) and not self._is_marked(output):
-            raise UserError(
-                f"{output} is not {self.title}, so --force does not replace it; choose another folder with -o"
-            )
 
     def _is_marked(self, output: Path) -> bool:
         mark = output / self.mark

@@ -1,4 +1,4 @@
-"""Keeps off the screen what PyTorch prints while it traces a model: graphs of thousands of lines, and remarks on itself.
+"""Keeps off the screen what PyTorch prints while it traces a model: whole graphs, and remarks on itself.
 
 Its errors are exceptions, and what they say becomes one message.
 """

@@ -8,13 +8,14 @@ from __future__ import annotations
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING
 
 from effexport.models.bounded_file import MOST_BYTES_OF_INDEX
-from effexport.models.families import FAMILIES, check_weights_file, read_json
+from effexport.models.families import FAMILIES, check_no_adapter, check_weights_file, read_json
 from effexport.models.model_spec import load
+from effexport.models.other_names import how_to_rename
 from effexport.models.validation import SpecError, require, shown, shown_name, shown_reason
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ def fitting_weights(
     """
     import torch
 
-    missing, misshapen, infinite, complexes, integers = [], [], [], [], []
+    missing, misshapen, complexes, integers = [], [], [], []
+    infinite: dict[str, str] = {}
     used: set[str] = set()
     chosen: dict[str, torch.Tensor] = {}
     for name, accepted in names.items():
@@ -114,13 +116,14 @@ def fitting_weights(
         elif not found[given].is_floating_point():
             integers.append(given)
         # as the float32 that it becomes; for types of 8 bits, PyTorch has no isfinite
-        elif not torch.isfinite(found[given].float()).all():
-            infinite.append(given)
+        elif count := int((~torch.isfinite(found[given].float())).sum()):
+            infinite[given] = f"{count:,} of {found[given].numel():,} elements"
         else:
             chosen[name] = found[given]
     patterns = [re.compile(pattern) for pattern in ignored]
-    unknown = [name for name in found if name not in used and not any(p.fullmatch(name) for p in patterns)]
-    kinds = {
+    skipped = {name for name in found if any(pattern.fullmatch(name) for pattern in patterns)}
+    unknown = [name for name in found if name not in used and name not in skipped]
+    kinds: dict[str, Iterable[str] | Mapping[str, str]] = {
         "missing {}": missing,
         "unexpected {}": unknown,
         "{} of the wrong shape": misshapen,
@@ -129,6 +132,13 @@ def fitting_weights(
         "{} of integers": integers,
     }
     problems = [counted_list(kind, bad) for kind, bad in kinds.items() if bad]
+    if infinite and len(problems) == 1:
+        raise SpecError(
+            f"{source} has {problems[0]}; expected numbers: the training has probably diverged, or the file is "
+            "damaged: take weights from before that, or copy the file again"
+        )
+    if renaming := how_to_rename(found, names, skipped) if missing and unknown else "":
+        raise SpecError(f"the weights in {source} {renaming}")
     require(
         not problems,
         f"the weights in {source} do not fit the model: {'; '.join(problems)}. Expected {expected}",
@@ -136,11 +146,17 @@ def fitting_weights(
     return chosen
 
 
-def counted_list(kind: str, names: Iterable[str]) -> str:
-    """`2 unexpected tensors: a, b`: the number of tensors, and the first of them; a tied weight counts once."""
+def counted_list(kind: str, names: Iterable[str] | Mapping[str, str]) -> str:
+    """`2 unexpected tensors: a, b`: the number of tensors, and the first of them; a tied weight counts once.
+
+    names: perhaps with a remark on each.
+    """
     distinct = list(dict.fromkeys(names))
     noun = kind.format("tensor" if len(distinct) == 1 else "tensors")
-    listed = ", ".join(map(shown_name, distinct[:LISTED]))
+    remarks = names if isinstance(names, Mapping) else {}
+    listed = ", ".join(
+        shown_name(name) + (f" ({remarks[name]})" if name in remarks else "") for name in distinct[:LISTED]
+    )
     return f"{len(distinct)} {noun}: {listed}" + (", …" if len(distinct) > LISTED else "")
 
 
@@ -151,6 +167,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
             if name.endswith(".index.json"):
                 return read_shards(folder, name)
             return read_tensors(folder / name)
+    check_no_adapter(folder)
     raise SpecError(f"{folder} has no weights; expected one of: {', '.join(WEIGHT_FILES)}")
 
 
@@ -216,8 +233,26 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             f"{path} is not a readable weights file: {reason}; expected a .safetensors file or a state_dict that "
             "torch.save has written"
         ) from error
-    require(has_names, f"{path} does not hold named tensors; save the state_dict of the model")
+    if not has_names:
+        places = list(places_of_tensors(value))
+        remedy = "; save the state_dict of the model"
+        if places:
+            remedy = f", but {places[0]} of it does: save that alone: torch.save(torch.load(FILE){places[0]}, OTHER)"
+        raise SpecError(f"{path} does not hold named tensors{remedy}")
     return dict(value)
+
+
+def places_of_tensors(value: object, place: str = "", depth: int = 3) -> Iterator[str]:
+    """Where in a file that holds more than a state_dict such dictionaries are: ['model'] or ['ema']['state_dict']."""
+    import torch
+
+    if not isinstance(value, dict) or not value or not depth:
+        return
+    if place and all(isinstance(key, str) and isinstance(part, torch.Tensor) for key, part in value.items()):
+        yield place
+        return
+    for key, part in value.items():
+        yield from places_of_tensors(part, f"{place}[{shown(key)}]", depth - 1)
 
 
 def check_header(path: Path) -> None:

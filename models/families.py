@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from effexport.models.bounded_file import MOST_BYTES_OF_CONFIG, bounded_bytes
 from effexport.models.model_spec import load
+from effexport.models.other_names import MERGE
 from effexport.models.spec import known_fields
-from effexport.models.validation import SpecError, did_you_mean, require, shown
+from effexport.models.validation import SpecError, did_you_mean, near_path, require, shown, shown_name
 
 if TYPE_CHECKING:
     from effexport.models.checkpoint_spec import CheckpointSpec, PublishedSpec
 
 CONFIG = "config.json"
+# What PEFT writes beside the weights of an adapter.
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,22 @@ def check_checkpoint_folder(path: Path) -> None:
         not path.is_file(),
         f"{path} is a file; {expected}. Weights of effexport's own layers go with --variant NAME --weights FILE",
     )
-    require(path.is_dir(), f"there is no folder {path}; {expected}{how_to_download(path)}")
+    other = f"; {expected}{how_to_download(path)}"
+    require(path.is_dir(), f"there is no folder {path}{near_path(path, os.path.isdir) or other}")
+    if not is_checkpoint(path):
+        check_no_adapter(path)
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise SpecError for a folder with an adapter of PEFT and without a whole model."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    base = read_json(folder / ADAPTER_CONFIG, "PEFT writes it").get("base_model_name_or_path")
+    whose = f" of {shown_name(base)}" if isinstance(base, str) and base else ""
+    raise SpecError(
+        f"{folder} is an adapter of PEFT, which has only changes to the weights{whose}; expected a whole model: "
+        f"load that with the adapter, PeftModel.from_pretrained(model, {str(folder)!r}), {MERGE}"
+    )
 
 
 def how_to_download(path: Path) -> str:
@@ -97,9 +116,12 @@ def how_to_download(path: Path) -> str:
 
 def check_weights_file(path: Path) -> None:
     """Raise SpecError for a path that is not a file of weights. Nothing is read."""
+    if path.is_dir() and not is_checkpoint(path):
+        check_no_adapter(path)
     checkpoint = f"; export a checkpoint with --checkpoint {path}" if is_checkpoint(path) else ""
     require(not path.is_dir(), f"{path} is a folder; expected a weights file{checkpoint}")
-    require(path.is_file(), f"no weights file at {path}; expected a safetensors file with weights for the variant")
+    other = "; expected a safetensors file with weights for the variant"
+    require(path.is_file(), f"no weights file at {path}{near_path(path, os.path.isfile) or other}")
 
 
 def checkpoint_from_dict(values: Mapping[str, Any]) -> CheckpointSpec:

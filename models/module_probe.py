@@ -27,6 +27,7 @@ from effexport.models.user_model import (
     UserModel,
     called_by_position,
     check_model,
+    check_weights,
     precision_note,
     shared_note,
     training_note,
@@ -87,6 +88,7 @@ def model_and_spec(
     """
     require(seq_len is None or seq_len >= 1, f"seq_len is {seq_len}; expected a positive integer")
     check_model(module, name)
+    check_weights(module, name)
     notes = (*training_note(module, name), *precision_note(module, name))
     original = copied(unwrapped(module), name)
     calling = calling or Calling()

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from effexport.models.adapters.adapter import Adapted
 
 
+# Modules of PyTorch whose parameters mean what their owner makes of them, such as a bias of -inf for hidden distances.
+MAY_MASK = (nn.Embedding, nn.EmbeddingBag, nn.ParameterList, nn.ParameterDict)
+# How many weights an error lists.
+LISTED = 3
+
+
 class UnexpectedOutputError(SpecError):
     """A model returned something that is not a tensor."""
 
@@ -153,6 +159,40 @@ def check_model(model: nn.Module, name: str) -> None:
                 else "return model.cpu(): the export and its reference run on the CPU"
             )
             raise SpecError(f"{place}; expected cpu; {remedy}")
+
+
+def check_weights(model: nn.Module, name: str) -> None:
+    """Raise SpecError for weights with NaN, and for infinity in a layer of PyTorch. A parameter of another layer may be
+    a mask, with -inf in it, and so may a buffer."""
+    problems = []
+    for path, tensor, finite in computed_with(model):
+        broken = ~tensor.isfinite() if finite else tensor.isnan()
+        if count := int(broken.sum()):
+            what = "NaN" if tensor.isnan().any() else "infinity"
+            problems.append(f"{path} ({what} in {count:,} of {tensor.numel():,} elements)")
+    more = f" and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+    require(
+        not problems,
+        f"{name} has weights that are not finite: {', '.join(problems[:LISTED])}{more}; expected numbers: its training "
+        "has probably diverged, or they were never set: load weights from before that",
+    )
+
+
+def computed_with(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """The parameters and statistics of a model in float32, by path, each once; and whether all must be finite."""
+    seen: set[int] = set()
+    for path, child in model.named_modules():
+        kind = type(child)
+        is_torch = kind.__module__.startswith("torch.nn.modules") and not isinstance(child, MAY_MASK)
+        parts = dict(child.named_parameters(recurse=False))
+        if isinstance(child, nn.modules.batchnorm._NormBase):
+            parts |= dict(child.named_buffers(recurse=False))
+        for key, tensor in parts.items():
+            is_plain = tensor.is_floating_point() and tensor.layout is torch.strided
+            if id(tensor) not in seen and is_plain and not nn.parameter.is_lazy(tensor):
+                seen.add(id(tensor))
+                # for types of 8 bits, PyTorch has no isfinite
+                yield f"{path}.{key}" if path else key, tensor.detach().float(), is_torch
 
 
 def training_note(model: nn.Module, name: str) -> tuple[str, ...]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +24,10 @@ LONGEST_LIST = 32
 # Longer words are not compared with known ones: difflib keeps the place of every character.
 LONGEST_WORD = 100
 LONGEST_REASON = 300
+# Of a folder in which a name is looked for; one with more is not a folder of models.
+MOST_ENTRIES = 1_000
+# Paths that are looked at, of each depth.
+MOST_SIMILAR = 10
 
 
 class SpecError(ValueError):
@@ -77,6 +84,30 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     text = word if isinstance(word, str) else shown(word)
     close = difflib.get_close_matches(text[:LONGEST_WORD].lower(), list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else "."
+
+
+def near_path(path: Path, wanted: Callable[[Path], bool] = os.path.exists) -> str:
+    """The end of a sentence about a path that does not exist: the one beside it with the most similar name, for which
+    `wanted` holds, if there is one. A folder above may be the one that was mistyped."""
+    found = [Path(path.anchor)]
+    for part in path.parts[bool(path.anchor) :]:
+        found = [one for folder in found for one in entries_like(folder, part)][:MOST_SIMILAR]
+    known = [str(one) for one in found if one != path and wanted(one)]
+    close = max(known, key=lambda one: difflib.SequenceMatcher(None, one, str(path)).ratio(), default="")
+    return f"; did you mean {close}?" if close else ""
+
+
+def entries_like(folder: Path, name: str) -> list[Path]:
+    """An entry of a folder, or else the entries with the most similar names."""
+    if name == ".." or os.path.lexists(folder / name):
+        return [folder / name]
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in itertools.islice(entries, MOST_ENTRIES) if entry.name[:1] != "."]
+    except OSError:
+        return []
+    lower = {other.lower(): other for other in names}
+    return [folder / lower[one] for one in difflib.get_close_matches(name[:LONGEST_WORD].lower(), lower, cutoff=0.6)]
 
 
 def nearest_multiples(value: int, divisor: int) -> str:

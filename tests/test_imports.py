@@ -78,8 +78,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("artifact",),
     ("export",),
     ("quantize",),
-    ("spec", "runtimes", "dtypes", "environment"),
-    (
+        "spec",
+        "runtimes",
+        "dtypes",
+        "environment",
         "plots",
         "errors",
         "disk",
@@ -92,7 +94,6 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "termination",
         "units",
         "version",
-    ),
     ("models",),
     ("plugins",),
 )

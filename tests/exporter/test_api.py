@@ -101,7 +101,7 @@ def test_a_module_of_ones_own_is_built_and_stays_as_it_is(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "no variant given; expected one of: softmax, linear"),
+        ({}, "nothing to export is given; expected --module"),
         ({"variant": "lhs"}, "unknown variant 'lhs'; did you mean 'lsh'"),
         ({"variant": "lsh", "seqlen": 4}, "seqlen"),
         ({"variant": "lsh", "seq_len": -5}, "seq_len is -5"),

@@ -271,7 +271,7 @@ def test_the_default_output_is_named_after_the_variant(
         (["--variant", "softmax", "--batch", "0"], "batch is 0"),
         (["--variant", "softmax", "--scope", "attention", "--layers", "2"], "layers belongs to the encoder"),
         (["--variant", "softmax", "--scope", "model"], "unknown --scope 'model'; did you mean 'encoder'?"),
-        ([], "no variant given; expected one of: softmax"),
+        ([], "nothing to export is given; expected --module"),
         (["--spec", "absent.toml"], "no spec file at absent.toml"),
         (
             ["--variant", "softmax", "--dimm", "32"],

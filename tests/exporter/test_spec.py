@@ -94,7 +94,7 @@ def test_variant_and_scope_may_come_from_the_file(toml: Callable[[str], Path]) -
         ('variant = "lhs"', r"unknown variant 'lhs'; did you mean 'lsh'\?"),
         ('variant = ["lsh"]', "unknown variant"),
         ('variant = "lsh"\nscope = "layer"', "scope is 'layer'; expected encoder or attention"),
-        ("dim = 64", "no variant given; expected one of: softmax"),
+        ("dim = 64", "no variant given in .*; expected one of: softmax"),
         ('variant = "lsh"\nprecision = ["fp32"]', "precision is"),
         ('variant = "lsh"\nopset = "20"', "opset is '20'; expected an integer"),
         ('variant = "lsh"\nnum_buckets = [4, 3]', "num_buckets is .*nearest that work: 2 or 4"),

@@ -13,6 +13,7 @@ from effexport.models import attention_from_spec
 from effexport.models.families import checkpoint_from_dict
 from effexport.models.module_probe import spec_from_module
 from effexport.models.spec import AFTFullSpec, AFTLocalSpec, AttentionSpec, LinearSpec, NystromSpec
+from effexport.models.user_model import check_weights
 from effexport.models.validation import SpecError
 
 LINEAR = LinearSpec(dim=32, heads=2, seq_len=64)
@@ -149,3 +150,75 @@ def test_a_module_for_some_lengths_is_exported_for_the_one_that_was_asked_for() 
     assert spec_from_module(Even(LINEAR), "mine").fixed_seq_len == 64
     with pytest.raises(SpecError, match="mine fails on a batch of 3 × 63 tokens"):
         spec_from_module(Even(LINEAR), "mine", 63)
+
+
+def broken(value: float, *path: str) -> nn.Module:
+    """A model in which the first of some numbers is another one."""
+    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(37), nn.LayerNorm(8))
+    tensor = model
+    for name in path:
+        tensor = getattr(tensor, name)
+    tensor.data.view(-1)[0] = value  # type: ignore[union-attr,operator]
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "path", [("0", "weight"), ("0", "bias"), ("2", "weight"), ("1", "running_var"), ("1", "weight")]
+)
+@pytest.mark.parametrize(
+    ("value", "what"), [(float("nan"), "NaN"), (float("inf"), "infinity"), (-float("inf"), "infinity")]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_that_are_not_finite_are_named_and_counted(
+    path: tuple[str, ...], value: float, what: str, dtype: torch.dtype
+) -> None:
+    model = broken(value, *path).to(dtype)
+    count = model.state_dict()[".".join(path)].numel()
+    with pytest.raises(
+        SpecError, match=rf"mine has weights that are not finite: {'.'.join(path)} \({what} in 1 of {count}"
+    ):
+        spec_from_module(model, "mine")
+
+
+class Masked(nn.Module):
+    """Attention whose mask of -inf is a parameter or a buffer, beside a buffer that is not in use yet."""
+
+    def __init__(self, *, parameter: bool) -> None:
+        super().__init__()
+        self.query = nn.Linear(16, 16)
+        mask = torch.full((64, 64), float("-inf")).triu(1)
+        if parameter:
+            self.mask = nn.Parameter(mask, requires_grad=False)
+        else:
+            self.register_buffer("mask", mask)
+        self.register_buffer("seen", torch.tensor(float("nan")))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        y = self.query(hidden_states)
+        n = y.shape[1]
+        return (y @ y.mT + self.mask[:n, :n]).softmax(dim=-1) @ y
+
+
+@pytest.mark.parametrize("parameter", [True, False])
+def test_masks_of_infinity_are_no_broken_weights(parameter: bool) -> None:
+    check_weights(Masked(parameter=parameter), "mine")
+
+
+def test_nan_in_a_parameter_of_the_users_own_layer_is_named() -> None:
+    model = Masked(parameter=True)
+    model.mask.data[0] = float("nan")
+    with pytest.raises(SpecError, match=r"mask \(NaN in 64 of 4,096 elements\); expected numbers"):
+        check_weights(model, "mine")
+
+
+def test_a_tied_weight_is_named_once_and_many_are_counted() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = shared.weight
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    with pytest.raises(SpecError) as failure:
+        check_weights(model, "mine")
+    assert "0.weight (NaN in 16 of 16 elements), 0.bias" in str(failure.value)
+    assert "1.weight" not in str(failure.value)
+    assert " and 2 more;" in str(failure.value)

@@ -15,7 +15,7 @@ from effexport.artifact import Artifact, open_artifact
 from effexport.environment import require_torch
 from effexport.errors import RuntimeFailedError, Unavailable, UserError
 from effexport.export.onnx_graph import graph_inputs, load_graph
-from effexport.models.validation import did_you_mean
+from effexport.models.validation import did_you_mean, near_path
 from effexport.proof.answers import REFERENCE_SEED_OFFSET
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.hashed import check_buckets
@@ -103,7 +103,8 @@ def parse_choice(text: str) -> ReferenceChoice:
 def check_runtime_reference(choice: ReferenceChoice) -> ReferenceChoice:
     if not choice.path.exists():
         raise UserError(
-            f"--reference {choice.title}: there is no {choice.path}; expected an artifact or an ONNX file before the @"
+            f"--reference {choice.title}: there is no {choice.path}"
+            + (near_path(choice.path) or "; expected an artifact or an ONNX file before the @")
         )
     if choice.path.is_file() and choice.runtime in ENGINE_RUNTIMES:
         raise UserError(
