@@ -6,10 +6,11 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from effexport.commands._progress import bars_of_stages
 from effexport.commands._types import Named, OneOf, check_choice
 from effexport.runners.ort.settings import IMPLEMENTATIONS, OrtSettings
 from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_RUNTIMES, Runtime, described
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
-    from rich.progress import Progress, Task
+    from rich.progress import Progress
 
 # Columns of tables when the output is a file or a pipe, whose width is unknown.
 LOG_WIDTH = 130
@@ -143,15 +144,16 @@ def result_console(*, as_json: bool = False) -> Console:
 def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
-    console = Console(stderr=stderr, highlight=False)
+    # names and paths may have [brackets] or :colons: in them, also in tables
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = LOG_WIDTH
     return console
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print text as it is: without markup, and without line breaks, so that paths can be copied."""
-    console.print(text, style=style, markup=False, soft_wrap=True)
+    """Print text as it is: without line breaks, so that paths can be copied."""
+    console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
 
 
 def repeated(context: click.Context) -> str:
@@ -204,25 +206,5 @@ def stage_progress(console: Console) -> Iterator[StageProgress]:
     if not console.is_terminal:
         yield StageProgress(console, None)
         return
-    with progress_bars(console) as bars:
+    with bars_of_stages(console) as bars:
         yield StageProgress(console, bars)
-
-
-def progress_bars(console: Console) -> Progress:
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    class BarOfSteps(BarColumn):
-        """A bar that is hidden for stages that report no steps."""
-
-        def render(self, task: Task) -> Any:
-            return super().render(task) if task.total is not None else ""
-
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarOfSteps(bar_width=24),
-        TextColumn("{task.fields[phase]}", markup=False, style="dim"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )

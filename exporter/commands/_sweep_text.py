@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effexport.commands._options import say, time_left
+from effexport.commands._progress import bar_column, bars_of, clock_column, text_column
 from effexport.units import duration, memory, number
 
 if TYPE_CHECKING:
@@ -50,18 +51,18 @@ def sweep_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
 
         yield print_progress
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
+    from rich.progress import MofNCompleteColumn
+    from rich.table import Column
 
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-    text = TextColumn("{task.description}", markup=False)
-    with Bars(*columns, text, console=console, transient=True, redirect_stdout=False) as bars:
+    count = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    columns = (bar_column(), count, clock_column(), text_column("{task.description}"))
+    with bars_of(console, *columns, redirect_stdout=False) as bars:
         task = bars.add_task("", total=None)
 
         def show(progress: Progress) -> None:
             running = f"{progress.running} running {time_left(progress.seconds_left)}"
             bars.update(task, total=progress.total, completed=progress.done, description=running)
-            bars.console.print(progress.text, markup=False, soft_wrap=True)
+            say(bars.console, progress.text)
 
         yield show
 

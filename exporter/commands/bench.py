@@ -21,6 +21,7 @@ from effexport.commands._options import (
     stderr_console,
     time_left,
 )
+from effexport.commands._progress import bar_column, bars_of, clock_column, text_column
 from effexport.commands._types import ListOf, OneOf
 from effexport.dtypes import FLOAT_PRECISIONS
 from effexport.environment import require_torch
@@ -237,11 +238,8 @@ def bench_progress(console: Console) -> Iterator[OnStep]:
 
         yield print_step
         return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
-    left, text = TextColumn("{task.fields[left]}"), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, left, text, console=console, transient=True) as bars:
+    share, left = text_column("{task.percentage:>3.0f} %"), text_column("{task.fields[left]}")
+    with bars_of(console, bar_column(), share, clock_column(), left, text_column("{task.description}")) as bars:
         task = bars.add_task("starting", total=1.0, left="")
 
         def show(step: Any) -> None:

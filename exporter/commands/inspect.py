@@ -40,12 +40,11 @@ def command(path: Path, as_json: bool) -> None:
 
 def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
     """Print a table of names and values."""
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table("", "", box=None, pad_edge=False, show_header=False)
     for name, value in pairs:
-        table.add_row(name, escape(str(value)))
+        table.add_row(name, str(value))
     result_console().print(table)
 
 

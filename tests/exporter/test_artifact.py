@@ -656,7 +656,7 @@ def test_an_output_that_appears_during_the_build_is_not_replaced(tmp_path: Path)
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mine").write_text("mine")
 
-    with pytest.raises(UserError, match="exists"):
+    with pytest.raises(UserError, match="has other files in it"):
         build_into(tmp_path / "out", force=False, work=intrude)
     assert state_of(tmp_path / "out") == {"mine": b"mine"}
 
