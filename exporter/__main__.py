@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
     """Run the command line. A package that cannot be imported, even click, is one line and exit status 2."""
+    ensure_utf8()
     try:
         from effexport.cli import main as run
 
@@ -25,6 +27,18 @@ def main() -> None:
     except KeyboardInterrupt:  # before the command line could handle it
         print("effexport: error: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def ensure_utf8() -> None:
+    """Start again in Python's UTF-8 mode if names of files have another encoding, such as that of the locale C.
+
+    The libraries that read and write models take names as UTF-8, whatever the locale says.
+    """
+    # an option of Python itself may forbid that mode: then it is tried once
+    if sys.getfilesystemencoding() == "utf-8" or os.environ.get("PYTHONUTF8") == "1" or not sys.executable:
+        return
+    os.environ["PYTHONUTF8"] = "1"  # also for processes that this one starts
+    os.execv(sys.executable, [sys.executable, "-P", "-X", "utf8", *sys.orig_argv[1:]])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Everything but types is imported inside the functions, so that `import effexport
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -514,10 +515,17 @@ def load_generator(path: str | Path, *, runtime: str = "ort") -> TextGenerator:
 
 def path_of(name: str, path: str | Path) -> Path:
     """The argument of this name as a path. Raises UserError for something else."""
-    from effexport.errors import check_type
+    from effexport.errors import UserError, check_type
 
     check_type(name, path, (str, os.PathLike), "a path, as str or pathlib.Path")
-    return Path(path)
+    found = Path(path)
+    # the libraries that read and write models take names as UTF-8
+    if (encoding := sys.getfilesystemencoding()) != "utf-8" and not str(found.absolute()).isascii():
+        raise UserError(
+            f"{name} is {str(found)!a}, and in this locale Python has {encoding} for the names of files; start it with "
+            "PYTHONUTF8=1, or in a locale with UTF-8"
+        )
+    return found
 
 
 def optional_path(name: str, path: str | Path | None) -> Path | None:

@@ -125,6 +125,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     integrity: str = ""
 
     @property
+    def model_bytes(self) -> int:
+        """Size of the model with its weights, without what only the proof needs, such as golden values."""
+        return sum(entry.bytes for name, entry in self.files.items() if name in (MODEL, f"{MODEL}.data"))
+
+    @property
     def decisions(self) -> tuple[str, ...]:
         """Graph values that the reference can prescribe: buckets, and what is rounded."""
         return (*self.hash_values, *(self.quantization.unrounded if self.quantization else ()))

@@ -140,8 +140,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line. An expected error becomes one message; a bug keeps its traceback."""
     with contextlib.ExitStack() as stack:
         for stream in (sys.stdout, sys.stderr):
-            # what another encoding lacks, such as µ, is no reason to end
-            if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            # what another encoding lacks, such as µ, is no reason to end, nor are names that are not UTF-8
+            if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         # a process may have been started without either
         if sys.stdout is not None:
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
             stack.enter_context(contextlib.redirect_stderr(LastingStream(sys.stderr)))
         arguments = sys.argv[1:] if arguments is None else arguments
         if "--json" in arguments and sys.stdout is not None and sys.stderr is not None:
-            stack.enter_context(contextlib.redirect_stdout(TextBesideJson(sys.stdout)))  # type: ignore[type-var]
+            stack.enter_context(contextlib.redirect_stdout(TextBesideJson(sys.stdout)))
         run(arguments)
 
 

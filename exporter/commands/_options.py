@@ -38,7 +38,12 @@ def length_option(name: str, help: str) -> Callable[[Callable[..., None]], Calla
 def common_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add --json and --debug to a command; `cli.fail` reads --debug itself."""
     json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; text goes to stderr.")
-    debug = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+    debug = click.option(
+        "--debug",
+        is_flag=True,
+        expose_value=False,
+        help="Show the traceback of an error, and what PyTorch prints while it traces a model.",
+    )
     return json(debug(command))
 
 

@@ -30,10 +30,10 @@ def print_result(console: Console, artifact: Artifact, report: Report, verb: str
         say(console, f"note: {note}", style="yellow")
     for engine in report.engines:
         print_engine(console, artifact, engine)
-    model_bytes = sum(entry.bytes for name, entry in artifact.manifest.files.items() if name.startswith(MODEL))
     say(
         console,
-        f"{artifact.path}: {report.title}, {artifact.spec.precision}, {megabytes(model_bytes)}, "
+        f"{artifact.path}: {report.title}, {artifact.spec.precision}, {MODEL} of "
+        f"{megabytes(artifact.manifest.model_bytes)}, "
         f"{verb} in {rough_duration(sum(report.seconds.values()))}{implementation_text(report.implementation)}. "
         f"Next: {next_step(artifact, report)}, or open {artifact.path}/report.html",
     )

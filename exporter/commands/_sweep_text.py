@@ -21,7 +21,7 @@ STYLES = {"finished": "green", "failed": "bold red", "not run": "yellow", "to ru
 # Lines of a failed cell's log that are printed; the folder has the whole log.
 LOG_LINES = 8
 WORDS = ("cell", "precision", "target", "gpu", "state", "parity")
-FIGURES = ("worst error", "time", "size")
+FIGURES = ("worst error", "time", "model")
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -89,7 +89,7 @@ def print_rows(console: Console, results: SweepResults, folder: Path) -> None:
             row.parity or "–",
             number(row.worst_error),
             duration(None if row.seconds is None else row.seconds * 1000),
-            memory(row.artifact_bytes),
+            memory(row.model_bytes),
             *([engine_text(row)] if has_engines else []),
         )
     console.print(table)

@@ -62,7 +62,7 @@ def sweep_chart(rows: Sequence[Row]) -> Chart | None:
             Quantity("Worst error against length", "max |error| / RMS", number): lines(
                 "worst_error", limit="error_limit"
             ),
-            Quantity("Size against length", "megabytes", "{:.3g} MB".format): lines("artifact_bytes", 1e6),
+            Quantity("Size of the model against length", "megabytes", "{:.3g} MB".format): lines("model_bytes", 1e6),
             Quantity("Time of the build against length", "seconds", "{:.3g} s".format): lines("seconds"),
         },
     )

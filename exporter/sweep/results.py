@@ -48,6 +48,7 @@ class Row:
     seconds: float | None = None
     peak_bytes: int | None = None
     artifact_bytes: int | None = None
+    model_bytes: int | None = None
     where: str = ""
     attempts: int = 0
     artifact: str = ""
@@ -118,6 +119,7 @@ def fields_of_record(record: CellRecord) -> dict[str, Any]:
         "worst_error": worst,
         "error_limit": limit,
         "artifact_bytes": record.results.artifact_bytes,
+        "model_bytes": record.results.model_bytes,
         "engine": engine_text(engine) if engine else "",
         "engine_parity": engine_parity(parity.summary, engine.target) if engine else "",
     }

@@ -36,11 +36,13 @@ CELLS, FAILED, STAGING = "cells", "failed", ".staging"
 
 
 class CellResults(msgspec.Struct, frozen=True):
-    """The part of a finished cell's manifest that tables show. engine: of the cell's target."""
+    """The part of a finished cell's manifest that tables show. engine: of the cell's target. artifact_bytes: of all
+    files, with the golden values. model_bytes: of the model alone; records of an older effexport have none."""
 
     parity: Parity
     artifact_bytes: int
     engine: EngineEntry | None
+    model_bytes: int | None = None
 
 
 class CellRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +176,8 @@ class Store:
         for name, entry in manifest.files.items():
             check_file(staged / ARTIFACT, name, entry)
         engine = next((engine for engine in manifest.engines if engine.target == cell.target), None)
-        results = CellResults(manifest.parity, sum(entry.bytes for entry in manifest.files.values()), engine)
+        all_bytes = sum(entry.bytes for entry in manifest.files.values())
+        results = CellResults(manifest.parity, all_bytes, engine, manifest.model_bytes)
         write_record(staged, record_of(cell, attempt, outcome, results))
         if not (staged / LOG).exists():
             write_file(staged / LOG, outcome.log + "\n")

@@ -838,3 +838,40 @@ def test_signs_that_an_encoding_lacks_are_written_as_their_numbers() -> None:
     done = subprocess.run(command, capture_output=True, env=environment)
     assert b"\\u2013" in done.stdout
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ([], {"LC_ALL": "C"}),
+        ([], {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+        (["-X", "utf8=0"], {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}),
+        (["-E"], {"LC_ALL": "C"}),
+        ([], {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}),
+    ],
+)
+def test_names_in_utf_8_work_in_the_locale_c(
+    options: list[str], settings: dict[str, str], built: Built, tmp_path: Path
+) -> None:
+    folder = tmp_path / "modèle 日本"
+    folder.symlink_to(built("softmax", "attention").path)
+    outputs = []
+    for arguments in (["inspect", folder, "--json"], ["inspect", folder], ["inspect", tmp_path / "modele 日本"]):
+        command = [sys.executable, *options, "-m", "effexport", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, env={**os.environ, **settings})
+        assert b"Traceback" not in done.stderr, done.stderr.decode()
+        outputs.append(done)
+    assert json.loads(outputs[0].stdout)["path"] == str(folder)
+    name = str(folder).encode("ascii", "backslashreplace") if "PYTHONIOENCODING" in settings else str(folder).encode()
+    assert name in outputs[1].stdout
+    assert outputs[2].returncode == 2
+    assert outputs[2].stderr.count(b"effexport: error: nothing is at ") == 1
+
+
+def test_a_name_that_python_cannot_use_in_its_locale_is_one_error_of_the_functions(tmp_path: Path) -> None:
+    code = (
+        "import effexport\ntry:\n    effexport.load('\\u00e9')\nexcept effexport.UserError as error:\n    print(error)"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.startswith(r"path is '\xe9', and in this locale Python has ascii for the names of files;"), done

@@ -106,6 +106,7 @@ def test_a_sweep_that_is_killed_or_interrupted_goes_on_where_it_stopped(
         sum(path.stat().st_size for path in artifact.path.rglob("*") if path.is_file()) - cell["artifact_bytes"]
         == (artifact.path / "manifest.json").stat().st_size
     )
+    assert cell["model_bytes"] == artifact.model_path.stat().st_size  # golden values are not a part of the model
     assert "checking parity" in (out / cell["log"]).read_text()
 
     sweep_file.write_text(ONE.replace("[16]", "[16, 17]"))

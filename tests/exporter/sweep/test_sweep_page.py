@@ -49,6 +49,7 @@ def row(seq_len: int = 512, label: str = "lsh, 4 rounds", **fields: Any) -> Row:
         "seconds": 19.5,
         "peak_bytes": 700_000_000,
         "artifact_bytes": 9_900_000,
+        "model_bytes": 7_200_000,
         "attempts": 1,
         "artifact": f"cells/{name}/artifact",
         "log": f"cells/{name}/log.txt",
@@ -154,7 +155,7 @@ def test_error_size_and_time_are_plotted_against_length_with_a_panel_for_each_pr
     ]
     chart = sweep_chart(rows)
     assert chart is not None
-    quantities = ["Worst error against length", "Size against length", "Time of the build against length"]
+    quantities = ["Worst error against length", "Size of the model against length", "Time of the build against length"]
     assert {title: [panel.title for panel in panels] for title, panels in chart.rows.items()} == {
         title: ["fp32", "fp16"] for title in quantities
     }
