@@ -87,9 +87,10 @@ def is_of_package(file: str) -> bool:
 
 
 def lies_in(file: str, folder: Path) -> bool:
-    """Whether a path, of which the tracer has cut off the beginning, is that of a file in a folder."""
-    paths = (base / file for base in (folder, *folder.parents))
-    return any(path.is_relative_to(folder) and path.exists() for path in paths)
+    """Whether a path, of which the tracer has cut off the first characters, is that of a file in a folder."""
+    parts = Path(file).parts
+    paths = (folder.joinpath(*parts[i:]) for i in range(len(parts)))
+    return any(path.is_relative_to(folder) and str(path).endswith(file) and path.exists() for path in paths)
 
 
 def readable(expression: str, axes: Mapping[str, str]) -> str:

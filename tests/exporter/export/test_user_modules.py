@@ -16,6 +16,7 @@ from effexport.build import Build, Stopwatch, why_sizes_fail
 from effexport.errors import StageError
 from effexport.export.failures import first_paragraph
 from effexport.export.onnx_from_module import onnx_from_module
+from effexport.export.specialised_length import lies_in
 from effexport.models import attention_from_spec
 from effexport.models.module_probe import spec_from_module
 from effexport.models.spec import LinearSpec
@@ -167,3 +168,14 @@ def test_a_padded_sequence_may_be_cropped_by_a_slice(tmp_path: Path) -> None:
                 expected = module(states, torch.ones(2, seq_len)).numpy()
             # float32 rounding of sums in another order
             np.testing.assert_allclose(runner.run({"hidden_states": states.numpy()})["output"], expected, atol=1e-5)
+
+
+def test_a_file_of_a_package_is_known_wherever_the_tracer_cuts_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "package" / "below" / "signature.py"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    # as far as the path is that of PyTorch's folder, too, perhaps in the middle of a name
+    for start in range(len(str(tmp_path / "package"))):
+        assert lies_in(str(file)[start:], tmp_path / "package")
+    assert not lies_in("/elsewhere/package/below/signature.py", tmp_path / "package")
+    assert not lies_in("package/below/other.py", tmp_path / "package")
