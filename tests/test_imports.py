@@ -78,10 +78,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("artifact",),
     ("export",),
     ("quantize",),
-        "spec",
-        "runtimes",
-        "dtypes",
-        "environment",
+    ("spec", "runtimes", "dtypes", "environment"),
+    (
         "plots",
         "errors",
         "disk",
@@ -94,6 +92,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "termination",
         "units",
         "version",
+    ),
     ("models",),
     ("plugins",),
 )
