@@ -1,16 +1,14 @@
 """Weights of checkpoint folders in the style of Hugging Face: files → module. transformers is not needed.
 
-No pickle is executed: .bin files are read with `weights_only=True`.
+No pickle is executed, see `effexport.models.torch_file`.
 """
 
 from __future__ import annotations
 
-import pickletools
 import re
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from effexport.models.bounded_file import MOST_BYTES_OF_INDEX
 from effexport.models.families import FAMILIES, check_no_adapter, check_weights_file, read_json
@@ -39,13 +37,6 @@ MOST_BYTES_OF_HEADER = 4 << 20
 LONGEST_FILE_NAME = 255
 # How errors about weights end by default.
 OF_CONFIG = "the tensors that its config.json describes: check the task and the sizes"
-# What the pickle of a state_dict names. `weights_only=True` allows more: sparse tensors, and functions such as
-# bytearray, which makes gigabytes from a few bytes.
-STATE_DICT_GLOBALS = re.compile(
-    r"collections OrderedDict|torch Size|torch\.nn\.parameter Parameter|torch(\.storage|\.cuda)? \w+Storage"
-    r"|torch\._utils _rebuild_(tensor|tensor_v2|tensor_v3|parameter)"
-    r"|torch (u?int|b?float|complex|double|half|long|bool)\w*"
-)
 
 
 def module_from_checkpoint(folder: Path, spec: CheckpointSpec) -> nn.Module:
@@ -100,7 +91,7 @@ def fitting_weights(
     """
     import torch
 
-    missing, misshapen, complexes, integers = [], [], [], []
+    missing, misshapen, complexes, integers, packed = [], [], [], [], []
     infinite: dict[str, str] = {}
     used: set[str] = set()
     chosen: dict[str, torch.Tensor] = {}
@@ -115,6 +106,8 @@ def fitting_weights(
             complexes.append(given)
         elif not found[given].is_floating_point():
             integers.append(given)
+        elif found[given].dtype == torch.float4_e2m1fn_x2:  # PyTorch has no numbers for it
+            packed.append(given)
         # as the float32 that it becomes; for types of 8 bits, PyTorch has no isfinite
         elif count := int((~torch.isfinite(found[given].float())).sum()):
             infinite[given] = f"{count:,} of {found[given].numel():,} elements"
@@ -130,6 +123,7 @@ def fitting_weights(
         "{} with NaN or infinity": infinite,
         "{} of complex numbers": complexes,
         "{} of integers": integers,
+        "{} of two numbers in a byte": packed,
     }
     problems = [counted_list(kind, bad) for kind, bad in kinds.items() if bad]
     if infinite and len(problems) == 1:
@@ -210,49 +204,29 @@ def check_shard_name(shard: str, index: Path) -> None:
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of one file. Raises SpecError for a file that is truncated, damaged or holds something else."""
-    import torch
     from safetensors.torch import load_file
+
+    from effexport.models.torch_file import NoNamedTensorsError, read_torch_file
 
     check_weights_file(path)
     try:
         if path.suffix == ".safetensors":
             check_header(path)
             return load_file(path)
-        check_pickle(path)
-        # the tensors of an archive stay in the file until they are read
-        is_archive = zipfile.is_zipfile(path)
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-        has_names = isinstance(value, dict) and all(
-            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
-        )
-        if is_archive and has_names:
-            check_records(path, list(value.values()))
-    except Exception as error:  # for other bytes than weights, torch.load raises anything, such as KeyError
+        return read_torch_file(path)
+    except NoNamedTensorsError as error:
+        remedy = "; save the state_dict of the model"
+        if error.place:
+            remedy = (
+                f", but {error.place} of it does: save that alone: torch.save(torch.load(FILE){error.place}, OTHER)"
+            )
+        raise SpecError(f"{path} does not hold named tensors{remedy}") from None
+    except Exception as error:  # for other bytes than weights, libraries raise anything, such as KeyError
         reason = shown_reason(error)
         raise SpecError(
             f"{path} is not a readable weights file: {reason}; expected a .safetensors file or a state_dict that "
             "torch.save has written"
         ) from error
-    if not has_names:
-        places = list(places_of_tensors(value))
-        remedy = "; save the state_dict of the model"
-        if places:
-            remedy = f", but {places[0]} of it does: save that alone: torch.save(torch.load(FILE){places[0]}, OTHER)"
-        raise SpecError(f"{path} does not hold named tensors{remedy}")
-    return dict(value)
-
-
-def places_of_tensors(value: object, place: str = "", depth: int = 3) -> Iterator[str]:
-    """Where in a file that holds more than a state_dict such dictionaries are: ['model'] or ['ema']['state_dict']."""
-    import torch
-
-    if not isinstance(value, dict) or not value or not depth:
-        return
-    if place and all(isinstance(key, str) and isinstance(part, torch.Tensor) for key, part in value.items()):
-        yield place
-        return
-    for key, part in value.items():
-        yield from places_of_tensors(part, f"{place}[{shown(key)}]", depth - 1)
 
 
 def check_header(path: Path) -> None:
@@ -261,45 +235,3 @@ def check_header(path: Path) -> None:
         length = int.from_bytes(file.read(8), "little")
     if length > MOST_BYTES_OF_HEADER:
         raise ValueError(f"its header claims {length:,} bytes, more than {MOST_BYTES_OF_HEADER:,}")
-
-
-def check_pickle(path: Path) -> None:
-    """Raise ValueError for a file that torch.load would read with `weights_only=True`, but that a state_dict is not in:
-    one that is small on the disk and large in memory, or that calls functions that make large objects."""
-    with path.open("rb") as file:
-        if not zipfile.is_zipfile(path):
-            # written before 2020: a number, the version of the format, the machine, and the weights
-            for _ in range(4):
-                check_calls(file)
-            return
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError("it is a compressed archive")
-        if sum(entry.file_size for entry in entries) > path.stat().st_size:
-            raise ValueError("its entries overlap or are cut off")
-        for entry in entries:
-            if entry.filename.endswith("data.pkl"):
-                with archive.open(entry) as file:
-                    check_calls(file)
-
-
-def check_records(path: Path, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless the records of an archive are as long as the tensors that torch.load has mapped to them:
-    it does not look itself, and reads on into the next record."""
-    with zipfile.ZipFile(path) as archive:
-        # below a folder with the name that the file had when it was written, which may be "data" as well
-        records = [entry for entry in archive.infolist() if PurePosixPath(entry.filename).match("*/data/*")]
-    in_file = [entry.file_size for entry in sorted(records, key=lambda entry: entry.header_offset) if entry.file_size]
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
-    if [size for _, size in sorted(storages.items()) if size] != in_file:
-        raise ValueError("its records are not as long as its tensors")
-
-
-def check_calls(file: IO[bytes]) -> None:
-    """Raise ValueError if the next pickle of a file names anything that does not belong to tensors, or too many."""
-    for opcode, argument, place in pickletools.genops(file):
-        if (place or 0) > MOST_BYTES_OF_HEADER:
-            raise ValueError(f"it lists tensors for more than {MOST_BYTES_OF_HEADER:,} bytes")
-        if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST") and not STATE_DICT_GLOBALS.fullmatch(str(argument)):
-            raise ValueError(f"it has more than tensors in it, {shown_name(str(argument))}")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from campaign.pickles import BOMBS, FORMS, VIEWS
 from campaign.strange import STRANGE, any_number_of_digits, mutated_json
 
 HUGE = (10**9, 10**9 + 1, 10**9 + 8, 2**30, 2**31 - 1, 2**31, 2**40, 10**18, 10**30, 10**5000)
@@ -37,6 +38,10 @@ FIELDS = {
 # Many bytes of JSON, made without a parser.
 LARGE = 100 << 20
 PLACES = ("../model.safetensors", "/etc/passwd", "", ".", "..", "a/b", "\u0000", "x" * 5000, "\ud800", "loop", "folder")
+
+
+# Instructions of pickles, for a pickle that has them where others were.
+INSTRUCTIONS = b"(.)]}KMJXUGNQRabcehjqrstu\x85\x86\x87\x88\x89\x8a\x8b\x93\x94\x95"
 
 
 class Runs:
@@ -283,6 +288,9 @@ def pickled(folder: Path, dice: random.Random) -> str:
             "damage",
             "expand",
             "huge",
+            "bomb of instructions",
+            "impossible tensor",
+            "instruction",
         )
     )
     marker = folder / "executed"
@@ -310,6 +318,14 @@ def pickled(folder: Path, dice: random.Random) -> str:
         weights["extra"] = torch.zeros(1).expand(2**40)
     saved: Any = list(weights.values()) if how == "list" else weights
     torch.save(saved, path, _use_new_zipfile_serialization=not old)
+    if how in ("bomb of instructions", "impossible tensor"):
+        known = (
+            BOMBS if how.startswith("bomb") else {name: data for kind in VIEWS.values() for name, data in kind.items()}
+        )
+        name = dice.choice(list(known))
+        path.write_bytes(FORMS["old" if old else "archive"](known[name]))
+    elif how == "instruction":
+        how += f" {with_another_instruction(path, dice)}"
     if how == "large" and not old:
         recompressed(path, zipfile.ZIP_DEFLATED)
     elif how == "bomb":
@@ -320,6 +336,18 @@ def pickled(folder: Path, dice: random.Random) -> str:
     elif how == "damage":
         return damage(path, dice)
     return f"pickle, {'old' if old else 'new'}: {how} of {name}"
+
+
+def with_another_instruction(path: Path, dice: random.Random) -> str:
+    """Change a few bytes of a pickle: its instructions, or their arguments."""
+    data = bytearray(path.read_bytes())
+    start = data.find(b"\x80\x02")  # of the first pickle, which is the only one in an archive
+    end = data.find(b"PK", start) if zipfile.is_zipfile(path) else min(len(data), start + 5000)
+    places = [dice.randrange(start, end) for _ in range(dice.choice((1, 1, 2, 10)))]
+    for place in places:
+        data[place] = dice.choice((*INSTRUCTIONS, dice.randrange(256)))
+    path.write_bytes(data)
+    return f"at {places}"
 
 
 def recompressed(path: Path, method: int, extra: int = 0) -> None:
