@@ -50,7 +50,7 @@ DTYPES = {
     "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
     "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128, "Untyped": torch.uint8,
 }  # fmt: skip
-ARCHIVE_MAGIC = b"PK\x03\x04"
+ARCHIVE_MAGIC, ENTRY_HEADER_BYTES = b"PK\x03\x04", 30
 # Of the first three pickles of the format before 2020, and the first two.
 MOST_BYTES_OF_FACTS = 1024
 OLD_MAGIC, OLD_VERSION = 0x1950A86A20F9469CFC6C, 1001
@@ -157,7 +157,7 @@ def read_archive(path: Path, file: IO[bytes]) -> tuple[Any, Memory]:
         if entry is None or entry.file_size != storage.size_bytes:
             raise ValueError("its records are not as long as its tensors")
         start = start_of_entry(file, entry)
-        memory = whole[start : start + storage.size_bytes]
+        memory: torch.UntypedStorage = whole[start : start + storage.size_bytes]
         if order.decode() != sys.byteorder:
             memory = memory.clone()
             memory.byteswap(storage.dtype)
@@ -185,8 +185,8 @@ def check_directory(file: IO[bytes]) -> None:
 def start_of_entry(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
     """Where the bytes of an entry begin: behind a header of its own, whose length the directory does not tell."""
     file.seek(entry.header_offset)
-    header = file.read(zipfile.sizeFileHeader)
-    start = file.tell() + sum(struct.unpack("<HH", header[26:30])) if len(header) == zipfile.sizeFileHeader else 0
+    header = file.read(ENTRY_HEADER_BYTES)
+    start = file.tell() + sum(struct.unpack("<HH", header[26:30])) if len(header) == ENTRY_HEADER_BYTES else 0
     if not header.startswith(ARCHIVE_MAGIC) or start + entry.file_size > os.fstat(file.fileno()).st_size:
         raise ValueError(CUT_OFF)
     return start
@@ -250,7 +250,7 @@ def tensor_of_view(view: View, memory: torch.UntypedStorage) -> torch.Tensor:
     if 0 not in view.shape and (last + 1) * view.dtype.itemsize > view.storage.size_bytes:
         raise ValueError("a tensor reaches beyond its record")
     empty = torch.empty(0, dtype=view.dtype)
-    return empty.set_(memory, view.offset, view.shape, view.strides)  # type: ignore[call-overload, no-any-return]
+    return empty.set_(memory, view.offset, view.shape, view.strides)
 
 
 class Unpickler:
