@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -33,6 +32,7 @@ from effexport.models.validation import near_path
 from effexport.quantize.record import Quantization
 from effexport.records import Count, Figure, Seconds, record_from_values, text_of_file, values_of_text
 from effexport.runtimes import engine_name
+from effexport.shell import command_line
 from effexport.spec import BuildSpec
 
 FORMAT_VERSION = 1
@@ -290,8 +290,8 @@ def not_an_artifact(path: Path) -> str:
         whole = f", such as {path.parent}" if (path.parent / MANIFEST).is_file() else ""
         return f"{path} is not an artifact: it is a file; expected a folder made by effexport build{whole}"
     if is_bare_checkpoint(path):
-        quoted = shlex.quote(str(path))
-        return f"{path} is not an artifact: it is a checkpoint; export it first: effexport build --checkpoint {quoted}"
+        build = command_line("effexport", "build", "--checkpoint", path)
+        return f"{path} is not an artifact: it is a checkpoint; export it first: {build}"
     # the folder of a sweep has artifacts in it, and a page of its own, which that of a benchmark has, too
     manifests = [found for name in ("*", "cells/*/*") for found in sorted(path.glob(f"{name}/{MANIFEST}"))]
     page = f"; its own report is {path / REPORT_HTML}" if (path / REPORT_HTML).is_file() else ""
@@ -307,8 +307,8 @@ def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     if not path.exists():
         near = near_path(path, lambda other: os.path.isfile(other / MANIFEST))
-        make = f"; make one with: effexport build --variant lsh -o {shlex.quote(str(path))}"
-        raise UserError(f"no artifact at {path}{near or make}")
+        build = command_line("effexport", "build", "--variant", "lsh", "-o", path)
+        raise UserError(f"no artifact at {path}{near or f'; make one with: {build}'}")
     if not file.is_file():
         raise UserError(not_an_artifact(path))
     text = text_of_file(file, REMEDY)

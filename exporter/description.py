@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from effexport.models.families import check_no_adapter, how_to_download
 from effexport.models.validation import near_path
 from effexport.models.weight_shapes import count
 from effexport.runners.ort.kernels import kernel_library
+from effexport.shell import command_line
 from effexport.spec import build_spec_from_checkpoint
 
 Kind = Literal["artifact", "model", "engine", "checkpoint"]
@@ -73,5 +73,5 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         "custom_ops": spec.custom_ops,
         "spec": spec.to_dict()["model"],
         "notes": [*notes, *([f"It cannot be built here: {too_large}."] if too_large else [])],
-        "build": f"effexport build --checkpoint {shlex.quote(str(folder))}",
+        "build": command_line("effexport", "build", "--checkpoint", folder),
     }

@@ -18,6 +18,7 @@ from effexport.models.families import check_weights_file, spec_from_checkpoint
 from effexport.models.module_spec import ModuleSpec
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runtimes import engine_name
+from effexport.shell import command_line
 from effexport.spec import BuildSpec
 
 if TYPE_CHECKING:
@@ -137,8 +138,8 @@ def check_architecture(artifact: Artifact, checkpoint: Path) -> None:
     names = [name for name in old if old[name] != new[name]]
     differ = ", ".join(f"{name} is {new[name]!r}, not {old[name]!r}" for name in names)
     raise UserError(
-        f"{checkpoint} is of another architecture than {artifact.path}: {differ}; export it with: effexport build "
-        f"--checkpoint {checkpoint}"
+        f"{checkpoint} is of another architecture than {artifact.path}: {differ}; export it with: "
+        f"{command_line('effexport', 'build', '--checkpoint', checkpoint)}"
     )
 
 

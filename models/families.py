@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ def check_no_adapter(folder: Path) -> None:
 def how_to_download(path: Path) -> str:
     """The end of an error about a path that does not exist: the command, if the path may be a name on a hub."""
     may_be_on_hub = len(path.parts) == 2 and not path.parent.exists()
-    command = f"hf download {path} --local-dir {path.name}"
+    command = f"hf download {shlex.quote(str(path))} --local-dir {shlex.quote(path.name)}"
     return f"; to download it from the Hugging Face hub: {command}" if may_be_on_hub else ""
 
 

@@ -89,6 +89,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "toml_file",
         "process_memory",
         "quiet",
+        "shell",
         "termination",
         "units",
         "version",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -14,11 +14,10 @@ from effexport.commands._progress import bars_of_stages
 from effexport.commands._types import Named, OneOf, check_choice
 from effexport.runners.ort.settings import IMPLEMENTATIONS, OrtSettings
 from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_RUNTIMES, Runtime, described
+from effexport.shell import Word, command_line
 from effexport.units import rough_duration, tokens_from_text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
     from rich.progress import Progress
 
@@ -163,18 +162,20 @@ def say(console: Console, text: str, style: str | None = None) -> None:
 
 def repeated(context: click.Context) -> str:
     """The command as the user gave it, quoted for a shell."""
-    words = ["effexport", context.info_name or ""]
+    words: list[Word] = ["effexport", context.info_name or ""]
     for parameter in context.command.params:
         name = parameter.name or ""
         if context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
             continue
         value = context.params[name]
         for one in value if parameter.multiple else [value]:
-            if isinstance(parameter, click.Option):
+            if not isinstance(parameter, click.Option):
+                words.append(Path(one))
+            elif parameter.is_flag:
                 words.append(parameter.opts[-1])
-            if not (isinstance(parameter, click.Option) and parameter.is_flag):
-                words.append(str(one))
-    return shlex.join(words)
+            else:
+                words.append((parameter.opts[-1], one))
+    return command_line(*words)
 
 
 def time_left(seconds: float | None) -> str:

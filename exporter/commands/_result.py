@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
 from effexport.commands._options import implementation_text, say
 from effexport.errors import UserError
+from effexport.shell import command_line
 from effexport.units import megabytes, rough_duration, seconds
 
 if TYPE_CHECKING:
@@ -45,10 +45,11 @@ def next_step(artifact: Artifact, report: Report) -> str:
         for engine in report.engines
         if any(check.status == "not run" and check.target == engine.target for check in report.checks)
     ]
-    command = f"effexport verify {shlex.quote(str(artifact.path))}"
     if unproven:
-        return f"on a machine with a GPU, {command} --runtime {unproven[0]}"
-    return f"{fill} or {command}" if (fill := fill_mask_command(artifact)) else command
+        verify = command_line("effexport", "verify", artifact.path, ("--runtime", unproven[0]))
+        return f"on a machine with a GPU, {verify}"
+    verify = command_line("effexport", "verify", artifact.path)
+    return f"{fill} or {verify}" if (fill := fill_mask_command(artifact)) else verify
 
 
 def fill_mask_command(artifact: Artifact) -> str:
@@ -63,7 +64,7 @@ def fill_mask_command(artifact: Artifact) -> str:
     if not isinstance(task, FillMask):
         return ""
     text = f"Paris is the {task.reader.tokenizer.mask_token} of France."
-    return f"effexport run {shlex.quote(str(artifact.path))} --fill-mask {shlex.quote(text)}"
+    return command_line("effexport", "run", artifact.path, ("--fill-mask", text))
 
 
 def print_engine(console: Console, artifact: Artifact, engine: EngineEntry) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import click
 from effexport.commands._options import common_options, result_console, say
 from effexport.commands._types import OneOf
 from effexport.runners.ort.settings import IMPLEMENTATIONS
+from effexport.shell import command_line
 from effexport.triton.spec import BACKENDS
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ def print_package(package: Package, console: Console) -> None:
         say(console, f"{path}: {sentences[change.status].format(change.version)}")
     for remark in package.remarks:
         say(console, f"note: {remark}")
+    serve = command_line("docker", "compose", "-f", package.repository / "compose.yaml", "up", "--build")
     say(
         console,
-        f"To serve it: docker compose -f {shlex.quote(str(package.repository / 'compose.yaml'))} up --build; "
-        f"{package.repository / 'README.md'} has more",
+        f"To serve it: {serve}; {package.repository / 'README.md'} has more",
     )

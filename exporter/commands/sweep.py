@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import click
 
 from effexport.commands._options import common_options, repeated, result_console, say, stderr_console
 from effexport.commands._sweep_request import SweepRequest
+from effexport.shell import Word, command_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -147,10 +147,10 @@ def say_plan(console: Console, plan: Plan, store: Store, request: SweepRequest) 
 
 def command_of_cell(request: SweepRequest) -> Callable[[str], str]:
     """A function from the id of a cell to the command that runs only this cell."""
-    words = ["effexport", "sweep", str(request.sweep_file), "-o", str(request.folder)]
+    words: list[Word] = ["effexport", "sweep", request.sweep_file, "-o", request.folder]
     if request.address is not None:
-        words += ["--address", request.address]
-    return lambda name: shlex.join([*words, "--only", name])
+        words.append(("--address", request.address))
+    return lambda name: command_line(*words, ("--only", name))
 
 
 def show_plan(plan: Plan, store: Store, *, as_json: bool) -> None:

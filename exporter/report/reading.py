@@ -9,6 +9,7 @@ from effexport.errors import UserError
 from effexport.records import record_from_values, values_of_file
 from effexport.report.compare import Side
 from effexport.report.model import PYTORCH, REPORT_VERSION, Report, ReportFile, SpecFields, report_from_file
+from effexport.report.options import check_options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +36,7 @@ def report_of_artifact(artifact: Artifact) -> Report:
 def report_from_values(values: dict[str, Any], file: Path) -> Report:
     """The report of the plain values of a file, of the newest version. Raises UserError for values of another type."""
     report = record_from_values(values, ReportFile, str(file), REMEDY)
+    check_options(report.options, file)
     record_from_values(report.spec, SpecFields, f"the spec in {file}", REMEDY)
     return report_from_file(report)
 

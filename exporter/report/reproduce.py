@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import shlex
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from effexport.export.module_source import SEED
@@ -13,7 +14,10 @@ from effexport.models.spec import attention_spec
 from effexport.proof.case_label import ALL_CASES
 from effexport.proof.checks.result import OF_THE_REFERENCE, Check, Kind, is_about_bodies
 from effexport.report.model import Report
+from effexport.report.options import REFERENCE, WEIGHTS
 from effexport.report.rendering.text import flat_fields
+from effexport.runtimes import ENGINE_RUNTIMES
+from effexport.shell import Word, command_line
 from effexport.spec import BuildSpec
 
 # What `effexport build` has a flag for; other fields go into a file for --spec.
@@ -40,29 +44,36 @@ _WITHOUT_CASE = (
     *(Kind.QUANTIZED_PRODUCTS, Kind.TASK_LOSS),
 )
 MODULE_FAMILY = "module"
-REFERENCE_OPTION, WEIGHTS_OPTION, DATA_OPTION = "--reference", "--weights", "--data"
 # Where a build is repeated: beside the artifact, not in its place.
 REBUILT = "rebuilt"
+# A factory that --module imports: of a package, or of a file.
+_FACTORY = re.compile(r"[^\s:][^\n\r:]*:[A-Za-z_]\w*")
+
+
+def repeat_command(report: Report, artifact: str, *further: Word) -> str:
+    """Checks an artifact as a report says that it was checked; with further options."""
+    options = zip(report.options[::2], report.options[1::2], strict=True)
+    return command_line("effexport", "verify", Path(artifact), *options, *further)
 
 
 def verify_command(check: Check, report: Report, artifact: str) -> str:
     """Repeats one check of an artifact: its case, on the runtime that it is about. What only a build can check, because
     it needs a module of the user, is repeated by building again."""
-    words = ["effexport", "verify", artifact, *report.options]
+    further: list[Word] = []
     runtime = check.target or report.runtime
     if check.kind == Kind.PYTORCH_MODULE or check.kind in OF_THE_REFERENCE:
         if report.spec["model"].get("family") == MODULE_FAMILY:
             return build_command(report, REBUILT)
-        words += [] if REFERENCE_OPTION in words else [REFERENCE_OPTION, "torch"]
-        if report.weights_from not in ("", SEED) and WEIGHTS_OPTION not in words:
-            words += [WEIGHTS_OPTION, report.weights_from]
+        further += [] if REFERENCE in report.options else [(REFERENCE, "torch")]
+        if report.weights_from not in ("", SEED) and WEIGHTS not in report.options:
+            further.append((WEIGHTS, report.weights_from))
     elif check.case == ALL_CASES or check.kind in _WITHOUT_CASE or is_about_bodies(check):
-        words += [] if REFERENCE_OPTION in words else [REFERENCE_OPTION, "golden"]
+        further += [] if REFERENCE in report.options else [(REFERENCE, "golden")]
     else:
-        words += ["--case", check.case.name]
+        further.append(("--case", check.case.name))
     if runtime != "ort":
-        words += ["--runtime", runtime]
-    return " ".join(map(quoted, words))
+        further.append(("--runtime", runtime))
+    return repeat_command(report, artifact, *further)
 
 
 def build_command(report: Report, output: str) -> str:
@@ -73,43 +84,42 @@ def build_command(report: Report, output: str) -> str:
     changed = _changed_fields(spec)
     if None in changed.values():
         return _python_command(spec, output)
-    words = ["effexport", "build", "--variant", _variant(spec)]
+    words: list[Word] = ["effexport", "build", ("--variant", _variant(spec))]
     if "attention" not in spec["model"]:
-        words += ["--scope", "attention"]
+        words.append(("--scope", "attention"))
     if report.weights_from not in ("", SEED):
-        words += ["--weights", report.weights_from]
+        words.append((WEIGHTS, report.weights_from))
     words += _flags(changed)
     rest = {name: value for name, value in changed.items() if name not in (*_FLAGS, *_REPEATED, *_SWITCHES)}
     if rest:
-        words += ["--spec", "spec.toml"]
-    command = " ".join(map(quoted, [*words, *_data(report), *_targets(report), "-o", output]))
+        words.append(("--spec", "spec.toml"))
+    build = command_line(*words, *_data(report), *_targets(report), "-o", Path(output))
     if not rest:
-        return command
+        return build
     # JSON's booleans, numbers, strings and lists are TOML's too
-    return "\n".join(["cat > spec.toml <<'END'", *(f"{n} = {json.dumps(v)}" for n, v in rest.items()), "END", command])
+    return "\n".join(["cat > spec.toml <<'END'", *(f"{n} = {json.dumps(v)}" for n, v in rest.items()), "END", build])
 
 
 def _checkpoint_command(report: Report, output: str) -> str:
     """Flags are those of the build and what may be chosen for a checkpoint: config.json has said the rest."""
     model = report.spec["model"]
     is_module = model.get("family") == MODULE_FAMILY
-    if is_module and ":" not in report.weights_from:
+    if is_module and not _FACTORY.fullmatch(report.weights_from):
         build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}
         changed = {n: v for n, v in build.items() if _listed(v) != _listed(_build_defaults()[n])}
-        data = _data(report)
-        named = {flag.removeprefix("--"): value for flag, value in zip(data[::2], data[1::2], strict=True)}
+        named = {flag.removeprefix("--"): value for flag, value in _data(report)}
         options = "".join(f", {name}={value!r}" for name, value in (changed | named).items())
         origin = " ".join(report.weights_from.split())  # in one line, as it is in a comment
         return f"effexport.export(model, example_inputs, {output!r}{options})  # in Python; model: a {origin}"
-    words = ["effexport", "build", "--module" if is_module else "--checkpoint"]
-    words.append(report.weights_from or ("MODULE" if is_module else "CHECKPOINT"))
+    kind = "module" if is_module else "checkpoint"
+    words: list[Word] = ["effexport", "build", (f"--{kind}", report.weights_from or kind.upper())]
     build = {name: value for name, value in report.spec.items() if name not in (*_IDENTITY, "model")}
     words += _flags({n: v for n, v in build.items() if _listed(v) != _listed(_build_defaults()[n])})
     chosen = ("seq_len",) if is_module else ("seq_len", "task", "num_hashes", "pinv_init")
     for name in chosen:
         if name in model and model.get("has_seq", True):
-            words += [f"--{name.replace('_', '-')}", str(model[name])]
-    return " ".join(map(quoted, [*words, *_data(report), *_targets(report), "-o", output]))
+            words.append((f"--{name.replace('_', '-')}", model[name]))
+    return command_line(*words, *_data(report), *_targets(report), "-o", Path(output))
 
 
 def _python_command(spec: dict[str, Any], output: str) -> str:
@@ -145,39 +155,32 @@ def _variant(spec: dict[str, Any]) -> str:
     return str(spec["model"].get("attention", spec["model"])["variant"])
 
 
-def _flags(changed: dict[str, Any]) -> list[str]:
-    words: list[str] = []
+def _flags(changed: dict[str, Any]) -> list[Word]:
+    words: list[Word] = []
     for name, value in changed.items():
         if name in _SWITCHES:
             words.append(_SWITCHES[name][not value])
         elif name in _FLAGS:
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words.append((f"--{name.replace('_', '-')}", value))
         elif name in _REPEATED:
-            words += [word for one in value for word in (f"--{name.replace('_', '-')}", str(one))]
+            words += [(f"--{name.replace('_', '-')}", one) for one in value]
     return words
 
 
-def _data(report: Report) -> list[str]:
+def _data(report: Report) -> list[tuple[str, str]]:
     """The files of a quantised build, by their names."""
     record = report.quantization
     if record is None:
         return []
-    calibration = ["--calibration", record.samples.source] if record.samples.source else []
-    return [*calibration, *(["--evaluate", record.task_data] if record.task_data else [])]
+    named = {"--calibration": record.samples.source, "--evaluate": record.task_data}
+    return [(option, name) for option, name in named.items() if name]
 
 
-def _targets(report: Report) -> list[str]:
+def _targets(report: Report) -> list[Word]:
     targets = dict.fromkeys(engine.target for engine in report.engines)  # causal models have several engines of each
-    return [word for target in targets for word in ("--target", target)]
+    return [("--target", target) for target in targets if target in ENGINE_RUNTIMES]
 
 
 def _listed(value: Any) -> Any:
     """JSON has lists where Python had tuples."""
     return list(value) if isinstance(value, tuple) else value
-
-
-def quoted(word: str) -> str:
-    """For any shell: in double quotes where that is enough, which is easier to read and works on Windows too."""
-    if word == shlex.quote(word) or set(word) & set('"$`\\!'):
-        return shlex.quote(word)
-    return f'"{word}"'

@@ -10,8 +10,8 @@ from effexport.environment import versions
 from effexport.proof.checks.result import Check, is_about_bodies, only_weights_failed
 from effexport.proof.trace.trace import Trace
 from effexport.report.model import PYTORCH, LayerError, Report
+from effexport.report.options import DATA, DEVICE, IMPLEMENTATION, MODEL, PRECISION_HINT, REFERENCE, WEIGHTS
 from effexport.report.rendering.text import trace_text
-from effexport.report.reproduce import DATA_OPTION, REFERENCE_OPTION, WEIGHTS_OPTION
 
 if TYPE_CHECKING:
     from effexport.evaluation.estimates import Quality
@@ -68,12 +68,12 @@ def divergence_text(trace: Trace, request: Request, checks: Sequence[Check]) -> 
 def options_of(candidate: Candidate, request: Request) -> list[str]:
     """The options of `effexport verify` that chose the model and the reference, but for --runtime and --case."""
     given = {
-        "--model": candidate.model,
-        WEIGHTS_OPTION: request.weights,
-        DATA_OPTION: request.data,
-        REFERENCE_OPTION: None if request.choice.kind == "auto" else request.choice.option,
-        "--implementation": None if candidate.options.implementation == "auto" else candidate.options.implementation,
-        "--device": candidate.options.device or None,
-        "--precision-hint": candidate.options.precision_hint or None,
+        MODEL: candidate.model,
+        WEIGHTS: request.weights,
+        DATA: request.data,
+        REFERENCE: None if request.choice.kind == "auto" else request.choice.option,
+        IMPLEMENTATION: None if candidate.options.implementation == "auto" else candidate.options.implementation,
+        DEVICE: candidate.options.device or None,
+        PRECISION_HINT: candidate.options.precision_hint or None,
     }
     return [word for option, value in given.items() if value is not None for word in (option, str(value))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from effexport.bench.grid import model_of_case
 from effexport.bench.results import Case
 from effexport.models.spec import field_names
 from effexport.runtimes import RUNTIMES
+from effexport.shell import Word, command_line
 from effexport.spec import BUILD_FIELDS, ENCODER_FIELDS, options_from_toml
 
 # The file for fields that have no option of their own, if the user gave none.
@@ -69,9 +69,9 @@ def command_from_case(case: Case, spec_file: str = "") -> BuildCommand | None:
         else:
             lines.append(f"{name} = {json.dumps(value)}")
     file = spec_file or (WRITTEN_FILE if lines else "")
-    words = ["effexport", "build", *(["--spec", file] if file else [])]
-    for name, value in flags.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
+    words: list[Word] = ["effexport", "build"]
+    words += ["--spec", Path(file)] if file else []
+    words += [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
     known = {"variant", *BUILD_FIELDS, "scope", *ENCODER_FIELDS, *field_names(type(attention))}
     remove = tuple(name for name in given if name not in known)
-    return BuildCommand(shlex.join(words + switches), file, tuple(lines), remove)
+    return BuildCommand(command_line(*words, *switches), file, tuple(lines), remove)

@@ -20,6 +20,7 @@ from effexport.proof.answers import REFERENCE_SEED_OFFSET
 from effexport.proof.checks.candidate import Candidate
 from effexport.proof.checks.hashed import check_buckets
 from effexport.proof.checks.result import Check, Kind, not_run
+from effexport.proof.references.names import GOLDEN_SUFFIX, NAMED
 from effexport.proof.references.rebuilt_module import module_of_artifact
 from effexport.quantize.record import is_unrounded
 from effexport.runners.artifact_runner import model_opener
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from effexport.proof.cases import Case
     from effexport.spec import BuildSpec
 
-NAMED = ("auto", "golden", "torch", "transformers")
-GOLDEN_SUFFIX = ".safetensors"
 EXPECTED = f"{', '.join(NAMED)}, FILE{GOLDEN_SUFFIX}, or PATH@RUNTIME, such as other/artifact@ort"
 # New inputs: another draw than that of the golden file.
 NEW_INPUTS_OFFSET = REFERENCE_SEED_OFFSET + 1

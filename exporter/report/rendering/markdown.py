@@ -12,7 +12,7 @@ from effexport.report.model import Report
 from effexport.report.problems import Problem, problems_of
 from effexport.report.rendering.quantization import layer_rows, quantization_facts
 from effexport.report.rendering.text import cases_text, figure_rows, limit_text, quality_text, share_of_limit
-from effexport.report.reproduce import REBUILT, build_command, quoted, verify_command
+from effexport.report.reproduce import REBUILT, build_command, repeat_command, verify_command
 from effexport.runtimes import RUNTIMES
 from effexport.units import moment, number
 
@@ -35,8 +35,7 @@ def markdown_from_report(report: Report, artifact: str) -> str:
     parts += [_quantization(report.quantization)] if report.quantization else []
     parts += ["\n".join(others)] if others else []
     parts += ["\n".join(f"* {escaped(note)}" for note in report.notes)] if report.notes else []
-    verify = " ".join(map(quoted, ["effexport", "verify", artifact, *report.options]))
-    commands = f"{verify}\n\n{build_command(report, REBUILT)}"
+    commands = f"{repeat_command(report, artifact)}\n\n{build_command(report, REBUILT)}"
     parts.append(folded("Check it again, build it again", fenced(commands)))
     versions = [(name, version or "not installed") for name, version in report.environment.items()]
     parts.append(folded("Environment", table(("part", "version"), versions)))

@@ -33,7 +33,7 @@ from effexport.report.reading import report_from_values, report_of_artifact
 from effexport.report.rendering.html import html_from_report
 from effexport.report.rendering.junit import junit_from_reports
 from effexport.report.rendering.markdown import markdown_from_report
-from effexport.report.reproduce import build_command, quoted, verify_command
+from effexport.report.reproduce import build_command, verify_command
 from effexport.runtimes import ARTIFACT_RUNTIMES
 from effexport.spec import BuildSpec, build_spec_from_checkpoint
 
@@ -410,11 +410,6 @@ def test_every_row_says_how_to_repeat_it(name: str, case: CaseLabel, runtime: st
     target, _, kind = name.rpartition(": ")
     check = Check(kind, case, "metric", "passed", 0, 1, target=target)
     assert verify_command(check, report_of(check, runtime=runtime), ".") == f"effexport verify {expected}"
-
-
-@pytest.mark.parametrize("word", ["plain", "two words", "$HOME", 'a "quote"', "it's", "", "back`tick`", "!x", "a;b"])
-def test_words_survive_the_shell(word: str) -> None:
-    assert shlex.split(quoted(word)) == [word]
 
 
 NEW_IN_REPORT = {
