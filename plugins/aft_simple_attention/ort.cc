@@ -26,7 +26,8 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x)
   const std::int64_t slices = (x.seq + kSliceRows - 1) / kSliceRows;
   const auto partial_floats = static_cast<std::int64_t>(cpu_partial_floats(x.channels));
   const std::int64_t all_partials = x.heads * slices * partial_floats;
-  const Scratch scratch(context, static_cast<std::size_t>(all_partials + x.heads * x.channels) * sizeof(float));
+  const auto floats = static_cast<std::size_t>(all_partials + x.heads * x.channels);
+  const Scratch<Device::kCpu> scratch(context, floats * sizeof(float));
   const auto partial = [&](std::int64_t i) { return static_cast<float*>(scratch.get()) + i * partial_floats; };
   float* const contexts = partial(x.heads * slices);
   parallel_ranges(context, x.heads * slices, [&](std::int64_t first, std::int64_t last) {
@@ -58,7 +59,7 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x)
 template <class T>
 Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x) {
   const CudaShape shape{x.heads, x.heads_per_sample, x.seq, x.channels};
-  const Scratch scratch(context, cuda_scratch_bytes(shape));
+  const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(shape));
   const int error = launch_cuda(x.q, x.k, x.v, x.keep, shape, scratch.get(), x.out, context.GetGPUComputeStream());
   return cuda_status("AFTSimpleAttention", error);
 }

@@ -11,7 +11,8 @@ template <class T>
 Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& problem, const Arrays<T>& arrays) {
   const auto floats = static_cast<std::int64_t>(cpu_sum_floats(problem));
   const std::int64_t blocks = cpu_blocks(problem), units = cpu_units(problem);
-  const Scratch memory(context, static_cast<std::size_t>(problem.groups * (blocks + units) * floats) * sizeof(float));
+  const auto all_floats = static_cast<std::size_t>(problem.groups * (blocks + units) * floats);
+  const Scratch<Device::kCpu> memory(context, all_floats * sizeof(float));
   float* const sums = static_cast<float*>(memory.get());
   float* const far = sums + problem.groups * blocks * floats;
   parallel_ranges(context, problem.groups * blocks, [&](std::int64_t first, std::int64_t last) {
@@ -31,7 +32,7 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& prob
 
 template <class T>
 Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Problem& problem, const Arrays<T>& arrays) {
-  const Scratch scratch(context, cuda_scratch_bytes(problem));
+  const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(problem));
   return cuda_status("AFTWindowAttention", launch_cuda(problem, arrays, scratch.get(), context.GetGPUComputeStream()));
 }
 

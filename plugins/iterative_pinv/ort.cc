@@ -51,7 +51,7 @@ Ort::Status iterate_on_cpu(const Ort::KernelContext& context, const Arrays<T>& x
 
 template <class T>
 Ort::Status iterate_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x, std::int64_t iterations) {
-  const Scratch scratch(context, cuda_scratch_bytes(x.count, x.m));
+  const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(x.count, x.m));
   const int error =
       launch_cuda(x.a, x.scale, x.count, x.m, iterations, scratch.get(), x.z, context.GetGPUComputeStream());
   return cuda_status("IterativePinv", error);

@@ -80,7 +80,7 @@ class OnCpu {
 
 template <class T>
 Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Arrays<T>& x, bool causal) {
-  const Scratch scratch(context, cuda_scratch_bytes(x, causal));
+  const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes(x, causal));
   const int error = launch_cuda(x, causal, scratch.get(), context.GetGPUComputeStream());
   return cuda_status("EluLinearAttention", error);
 }

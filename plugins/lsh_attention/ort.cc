@@ -24,7 +24,8 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& prob
   Problem part = problem;
   part.groups = cpu_groups_at_once(problem);
   const std::int64_t rows = part.groups * problem.rounds * problem.seq;
-  const Scratch scratch(context, sizeof(float) * static_cast<std::size_t>(rows * (problem.value_dim + 1)));
+  const auto floats = static_cast<std::size_t>(rows * (problem.value_dim + 1));
+  const Scratch<Device::kCpu> scratch(context, floats * sizeof(float));
   float* contexts = static_cast<float*>(scratch.get());
   float* lses = contexts + rows * problem.value_dim;
   for (std::int64_t group = 0; group < problem.groups; group += part.groups) {
@@ -50,7 +51,7 @@ Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& prob
 template <class T>
 Ort::Status attend_on_cuda(const Ort::KernelContext& context, const Problem& problem, const T* qk, const T* v,
                            const std::int32_t* order, const bool* keep, T* out) {
-  const Scratch scratch(context, cuda_scratch_bytes<T>(problem));
+  const Scratch<Device::kCuda> scratch(context, cuda_scratch_bytes<T>(problem));
   const int error = launch_cuda(problem, qk, v, order, keep, scratch.get(), out, context.GetGPUComputeStream());
   return cuda_status("LSHAttention", error);
 }

@@ -56,7 +56,8 @@ class Kernel : public KernelDefaults {
                         optional_output<std::int32_t>(context, 1, shape), shape[0], shape[1]};
     if (arrays.rows == 0 || arrays.n == 0) return Ort::Status{nullptr};
     if constexpr (kOn == Device::kCuda) {
-      const Scratch scratch(context, arrays.rank == nullptr ? cuda_rank_bytes(arrays.rows, arrays.n, num_buckets_) : 0);
+      const std::size_t bytes = arrays.rank == nullptr ? cuda_rank_bytes(arrays.rows, arrays.n, num_buckets_) : 0;
+      const Scratch<kOn> scratch(context, bytes);
       std::int32_t* const rank = arrays.rank == nullptr ? static_cast<std::int32_t*>(scratch.get()) : arrays.rank;
       return cuda_status(kName, launch_cuda(arrays.buckets, arrays.rows, arrays.n, num_buckets_, arrays.order, rank,
                                             context.GetGPUComputeStream()));

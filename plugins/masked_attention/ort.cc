@@ -10,7 +10,7 @@ namespace {
 
 template <class T>
 Ort::Status attend_on_cpu(const Ort::KernelContext& context, const Problem& problem, Arrays<T> arrays) {
-  const Scratch scratch(context, sizeof(float) * static_cast<std::size_t>(cpu_partial_floats(problem)));
+  const Scratch<Device::kCpu> scratch(context, sizeof(float) * static_cast<std::size_t>(cpu_partial_floats(problem)));
   arrays.partials = static_cast<float*>(scratch.get());
   parallel_ranges(context, cpu_units(problem), [&](std::int64_t first, std::int64_t last) {
     const AlignedBlock workspace = aligned_block(cpu_workspace_bytes(problem));
@@ -54,7 +54,7 @@ class Kernel : public KernelDefaults {
     const BoolInput<kOn> kept(context, 3);
     Arrays<T> arrays{input<T>(context, 0), input<T>(context, 1), input<T>(context, 2), kept.get(), out, nullptr};
     if constexpr (kOn == Device::kCuda) {
-      const Scratch partials(context, sizeof(float) * static_cast<std::size_t>(cuda_partial_floats(problem)));
+      const Scratch<kOn> partials(context, sizeof(float) * static_cast<std::size_t>(cuda_partial_floats(problem)));
       arrays.partials = static_cast<float*>(partials.get());
       return cuda_status(kName, launch_cuda(problem, arrays, context.GetGPUComputeStream()));
     }

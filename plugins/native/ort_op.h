@@ -308,35 +308,45 @@ inline void check_bytes(std::size_t bytes) {
   if (bytes > std::size_t{1} << 44) throw_invalid(bytes, " bytes of memory were requested; expected at most 2^44");
 }
 
-// Memory for the length of one call, on the device of the first input and there ordered by the stream of the context;
-// null for no bytes. It comes from the runtime's arena: fresh memory from the system would cost a page fault every
-// 4 KiB.
+// Memory for the length of one call, on the device of the kernel and there ordered by the stream of the context; null
+// for no bytes. It comes from the runtime's arena: fresh memory from the system would cost a page fault every 4 KiB.
+template <Device kOn>
 class Scratch {
  public:
   Scratch(const Ort::KernelContext& context, std::size_t bytes) {
     if (bytes == 0) return;
     check_bytes(bytes);
-    const OrtApi& api = Ort::GetApi();
-    const Ort::ConstMemoryInfo memory = context.GetInput(0).GetTensorMemoryInfo();
-    Ort::ThrowOnError(api.KernelContext_GetAllocator(context.GetOrtKernelContext(), memory, &allocator_));
-    const OrtStatusPtr status =
-        api.KernelContext_GetScratchBuffer(context.GetOrtKernelContext(), memory, bytes, &block_);
-    if (status != nullptr) {
-      api.ReleaseAllocator(allocator_);
-      Ort::ThrowOnError(status);
+    OrtKernelContext* const call = context.GetOrtKernelContext();
+    if constexpr (kOn == Device::kCpu) {
+      // not KernelContext_GetScratchBuffer: before ONNX Runtime 1.23 it follows the stream's pointer, here null
+      take_allocator(call, Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault));
+      block_ = allocator_->Alloc(allocator_.get(), bytes);
+    } else {
+      const Ort::ConstMemoryInfo memory = context.GetInput(0).GetTensorMemoryInfo();
+      take_allocator(call, memory);
+      Ort::ThrowOnError(Ort::GetApi().KernelContext_GetScratchBuffer(call, memory, bytes, &block_));
     }
+    if (block_ == nullptr) throw std::bad_alloc();
   }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() {
-    if (allocator_ == nullptr) return;
-    allocator_->Free(allocator_, block_);
-    Ort::GetApi().ReleaseAllocator(allocator_);
+    if (block_ != nullptr) allocator_->Free(allocator_.get(), block_);
   }
   void* get() const { return block_; }
 
  private:
-  OrtAllocator* allocator_ = nullptr;
+  struct Release {
+    void operator()(OrtAllocator* allocator) const { Ort::GetApi().ReleaseAllocator(allocator); }
+  };
+
+  void take_allocator(const OrtKernelContext* call, const OrtMemoryInfo* memory) {
+    OrtAllocator* allocator = nullptr;
+    Ort::ThrowOnError(Ort::GetApi().KernelContext_GetAllocator(call, memory, &allocator));
+    allocator_.reset(allocator);
+  }
+
+  std::unique_ptr<OrtAllocator, Release> allocator_;
   void* block_ = nullptr;
 };
 
