@@ -15,19 +15,20 @@ WIDTH = 80
 
 
 @click.command("doctor")
-@click.option("--load", is_flag=True, help="Also load every part, which takes some seconds, to find broken ones.")
+@click.option("--load", is_flag=True, help="Also load every part and run each kernel once, to find broken ones.")
 @common_options
 def command(load: bool, as_json: bool) -> None:
     """Show which parts, tools and GPUs are here, and how to add what is missing.
 
-    Exit status 1 if a required part is missing, or if an installed part does not load (with --load).
+    Exit status 1 if a required part is missing, or if an installed part does not load or a kernel fails (with --load).
     """
     from effexport import environment
     from effexport.cli import print_json
 
     findings = [environment.examine(part, load=load) for part in environment.PARTS]
     tools = examine_tools()
-    library = examine_library()
+    has_runtime = any(finding["works"] for finding in findings if finding["name"] == "onnxruntime")
+    library = examine_library(load=load and has_runtime)
     tensorrt = examine_tensorrt()
     ok = all(finding["works"] or is_left_out(finding) for finding in findings) and library["problem"] is None
     if as_json:
@@ -177,29 +178,37 @@ def is_left_out(finding: dict[str, Any]) -> bool:
     return bool(finding["optional"] and finding["problem"] == MISSING)
 
 
-def examine_library() -> dict[str, Any]:
-    """The kernel library. A missing library is not a problem: the function bodies run instead."""
+def examine_library(*, load: bool) -> dict[str, Any]:
+    """The kernel library. A missing library is not a problem: the function bodies run instead. load: whether its
+    kernels run in the installed ONNX Runtime, too."""
     from effexport.plugins.building.library import find_library
     from effexport.plugins.errors import LibraryError
+    from effexport.runners.ort.trial import problem_of_library
 
+    library, problem, remedy = None, None, None
     try:
-        library, problem = find_library(), None
+        library = find_library()
+        if library is None or library.outdated:
+            remedy = library.rebuild_command if library else "effexport plugins build"
+        if library and load:
+            library.check_contents()
+            if problem := problem_of_library(library):
+                remedy = remedy or "update onnxruntime, or run the function bodies: --implementation body"
     except LibraryError as error:
-        library, problem = None, str(error)
-    current = library is not None and not library.outdated
+        problem, remedy = str(error), None  # which it names itself
     return {
         "path": str(library.path) if library else None,
         "outdated": library.outdated if library else None,
         "cuda": library.info.has_cuda if library and library.info else None,
         "problem": problem,
-        "remedy": None if current or problem else library.rebuild_command if library else "effexport plugins build",
+        "remedy": remedy,
     }
 
 
 def library_line(library: dict[str, Any]) -> str:
     """The kernel library in one line."""
     if library["problem"]:
-        return f"kernel library: {library['problem']}"
+        return f"kernel library: {'; '.join(filter(None, (library['problem'], library['remedy'])))}"
     if library["path"] is None:
         return f"kernel library: none, so function bodies run; build it: {library['remedy']}"
     if library["outdated"]:

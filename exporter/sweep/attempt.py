@@ -17,6 +17,7 @@ from typing import IO
 import msgspec
 
 from effexport.files import json_text
+from effexport.plugins.building.programs import ending
 from effexport.sweep.cell import Cell
 from effexport.sweep.outcome import LOG, OUTCOME, REQUEST, Outcome
 
@@ -123,10 +124,7 @@ def outcome_of_process(folder: Path, code: int | None, limits: Limits) -> Outcom
 def reason_of_exit(code: int) -> str:
     if code >= 0:
         return f"its process ended with exit status {code} without an outcome; see the log"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = ending(code)
     hint = "; most likely the system ran out of memory" if name == "SIGKILL" else "; see the log"
     return f"its process was ended by {name}{hint}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,17 @@ def run_program(*command: str, timeout_s: float, cwd: Path | None = None) -> Run
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Run("", "", str(error))
-    return Run(done.stdout, done.stderr, f"exit status {done.returncode}" if done.returncode else None)
+    return Run(done.stdout, done.stderr, ending(done.returncode) if done.returncode else None)
+
+
+def ending(code: int) -> str:
+    """How a process ended: with an exit status, or by a signal."""
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
 
 
 def run_logged(command: list[str], log: Path, timeout_s: float) -> str | None:
@@ -57,7 +68,7 @@ def run_logged(command: list[str], log: Path, timeout_s: float) -> str | None:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)
-    return f"exit status {done.returncode}" if done.returncode else None
+    return ending(done.returncode) if done.returncode else None
 
 
 def first_line(text: str, otherwise: str) -> str:
