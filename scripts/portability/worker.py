@@ -175,11 +175,11 @@ class Worker(Closeable):
 
 
 class WorkerRunner(Closeable):
-    """A model that is open in a worker."""
+    """A model that is open in a worker. options: further arguments of the runtime in workers/sessions.py."""
 
     _numbers = itertools.count()
 
-    def __init__(self, worker: Worker, runtime: str, model: bytes) -> None:
+    def __init__(self, worker: Worker, runtime: str, model: bytes, **options: str) -> None:
         import onnx
 
         graph = onnx.ModelProto.FromString(model).graph
@@ -187,9 +187,8 @@ class WorkerRunner(Closeable):
         self.outputs: tuple[TensorInfo, ...] = graph_tensors(graph.output)
         self.implementation: dict[str, str] = {}
         self._worker, self._number = worker, next(self._numbers)
-        worker.call(
-            {"verb": "open", "number": self._number, "runtime": runtime}, {"model": np.frombuffer(model, np.uint8)}
-        )
+        command = {"verb": "open", "number": self._number, "runtime": runtime, **options}
+        worker.call(command, {"model": np.frombuffer(model, np.uint8)})
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return self._worker.call({"verb": "run", "number": self._number}, feeds)
@@ -198,10 +197,10 @@ class WorkerRunner(Closeable):
         """Nothing: `Worker.reset` closes all models at once."""
 
 
-def open_in_worker(worker: Worker, runtime: str) -> OpenModel:
-    """What opens a model file, or a serialised model, in a worker."""
+def open_in_worker(worker: Worker, runtime: str, **options: str) -> OpenModel:
+    """What opens a model file, or a serialised model, in a worker. options: as in WorkerRunner."""
 
     def open_model(model: Path | bytes, limits: FeedLimits, external_folder: Path | None) -> WorkerRunner:
-        return WorkerRunner(worker, runtime, model if isinstance(model, bytes) else model.read_bytes())
+        return WorkerRunner(worker, runtime, model if isinstance(model, bytes) else model.read_bytes(), **options)
 
     return open_model

@@ -37,8 +37,8 @@ class Worker:
         conversions.CONVERSIONS[name](Path(source), Path(target), calibration_inputs(arrays))
         return {}
 
-    def open(self, arrays: Arrays, number: int, runtime: str) -> Arrays:
-        self._open[number] = sessions.RUNTIMES[runtime](arrays["model"].tobytes())
+    def open(self, arrays: Arrays, number: int, runtime: str, **options: str) -> Arrays:
+        self._open[number] = sessions.RUNTIMES[runtime](arrays["model"].tobytes(), **options)
         return {}
 
     def run(self, arrays: Arrays, number: int) -> Arrays:

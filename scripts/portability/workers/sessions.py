@@ -10,8 +10,9 @@ import numpy as np
 Run = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 
 
-def onnxruntime_cpu(model: bytes) -> Run:
-    return onnxruntime_session(model, ["CPUExecutionProvider"])
+def onnxruntime_cpu(model: bytes, library: str = "") -> Run:
+    """library: the path of our kernel library, if kernels are to run and not the bodies of functions."""
+    return onnxruntime_session(model, ["CPUExecutionProvider"], library)
 
 
 def onnxruntime_openvino(model: bytes) -> Run:
@@ -20,13 +21,15 @@ def onnxruntime_openvino(model: bytes) -> Run:
     return onnxruntime_session(model, [("OpenVINOExecutionProvider", options), "CPUExecutionProvider"])
 
 
-def onnxruntime_session(model: bytes, providers: list[Any]) -> Run:
+def onnxruntime_session(model: bytes, providers: list[Any], library: str = "") -> Run:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     # waiting threads would keep other processes from running
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if library:
+        options.register_custom_ops_library(library)
     session = onnxruntime.InferenceSession(model, options, providers=providers)
     wanted = providers[0] if isinstance(providers[0], str) else providers[0][0]
     if wanted not in session.get_providers():
@@ -60,7 +63,7 @@ def reference_evaluator(model: bytes) -> Run:
     return run
 
 
-RUNTIMES: dict[str, Callable[[bytes], Run]] = {
+RUNTIMES: dict[str, Callable[..., Run]] = {
     "onnxruntime": onnxruntime_cpu,
     "onnxruntime-openvino": onnxruntime_openvino,
     "openvino": openvino_by_effexport,

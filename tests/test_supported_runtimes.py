@@ -1,0 +1,132 @@
+"""The kernels in the oldest and in the newest ONNX Runtime that is supported, each in an environment of its own."""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from campaign import operators
+from campaign.operator_calls import VALID, Call, Dice
+from portability.environments import OLD_ORT, TOOLS, PythonVenv, pinned
+from portability.worker import Worker, WorkerRunner, open_in_worker
+from small_builds import built_artifact
+from small_specs import spec_of
+
+from effexport.artifact import open_artifact
+from effexport.models.spec import ATTENTION_SPECS
+from effexport.plugins.building.library import get_library_path
+from effexport.plugins.ops import OPS
+from effexport.proof.cases import load_reference
+from effexport.proof.metrics import relative_error
+from effexport.proof.tolerances import arithmetic_limit
+from effexport.proof.verify import verify_in_runtime
+from effexport.spec import NEXT_PREFIX
+
+if TYPE_CHECKING:
+    import onnx
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LOWEST = re.fullmatch(r"onnxruntime>=([\d.]+)", PROJECT["optional-dependencies"]["cpu"][0])[1]
+OLDEST, NEWEST = PythonVenv(f"onnxruntime-{LOWEST}"), TOOLS
+# Of each operator; the sizes, types and attributes of each are drawn.
+CALLS = 24
+CAUSAL = [variant for variant in ATTENTION_SPECS if variant != "nystrom"]  # which has no causal form
+MODELS = [*((variant, False) for variant in ATTENTION_SPECS), *((variant, True) for variant in CAUSAL)]
+
+
+@pytest.fixture(scope="module", params=[OLDEST, NEWEST], ids=["oldest", "newest"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    with Worker(request.param, tmp_path_factory.mktemp("worker")) as worker:
+        yield worker
+
+
+def test_the_oldest_environment_has_the_first_release_that_is_declared_and_the_newest_that_of_the_suite() -> None:
+    assert OLDEST in OLD_ORT
+    assert OLDEST.version("onnxruntime") == f"{LOWEST}.0"
+    assert NEWEST.version("onnxruntime") == pinned(ROOT / "constraints.txt", "onnxruntime")
+
+
+@pytest.mark.requires("portability", "native", "torch", "onnx", "ort")
+@pytest.mark.parametrize("draw", VALID, ids=[draw.__name__ for draw in VALID])
+def test_kernels_give_what_function_bodies_give(draw: Callable[[Dice], Call], worker: Worker) -> None:
+    drawn = [draw(Dice(random.Random(f"{seed}"), np.random.default_rng(seed))) for seed in range(CALLS)]
+    assert {array.dtype.name for call in drawn for array in call.feeds.values()} >= set(OPS[drawn[0].op].element_types)
+    for call in drawn:
+        operators.compare(call, results_in(worker, call))
+
+
+def results_in(worker: Worker, call: Call) -> list[np.ndarray]:
+    """What the kernels of a worker return, whose NumPy has no bfloat16: the model casts from and to float32."""
+    import onnx
+
+    model = onnx.load_from_string(operators.model(call, "unknown"))
+    feeds = {name: array.astype(np.float32) if array.dtype.kind == "V" else array for name, array in call.feeds.items()}
+    for position, value in enumerate((*model.graph.input, *model.graph.output)):
+        if value.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16:
+            cast_outside(model.graph, value, is_input=position < len(model.graph.input))
+    worker.call(
+        {"verb": "open", "number": 0, "runtime": "onnxruntime", "library": str(get_library_path())},
+        {"model": np.frombuffer(model.SerializeToString(), np.uint8)},
+    )
+    return list(worker.call({"verb": "run", "number": 0}, feeds).values())
+
+
+def cast_outside(graph: onnx.GraphProto, value: onnx.ValueInfoProto, *, is_input: bool) -> None:
+    """Make an input or output of a graph one of float32, which keeps its name, and is cast to or from bfloat16."""
+    from onnx import TensorProto, helper
+
+    name, inside = value.name, f"{value.name} in bfloat16"
+    value.type.tensor_type.elem_type = TensorProto.FLOAT
+    for node in graph.node:
+        for names in (node.input, node.output):
+            names[:] = [inside if given == name and node.domain else given for given in names]
+    if is_input:
+        graph.node.insert(0, helper.make_node("Cast", [name], [inside], to=TensorProto.BFLOAT16))
+    else:
+        graph.node.append(helper.make_node("Cast", [inside], [name], to=TensorProto.FLOAT))
+
+
+@pytest.mark.requires("portability", "native", "torch", "onnx", "ort")
+@pytest.mark.parametrize(("variant", "causal"), MODELS)
+def test_every_variant_is_right_with_kernels(variant: str, causal: bool, worker: Worker) -> None:
+    fields = {"causal": True} if causal else {}
+    artifact = open_artifact(built_artifact(f"supported-{variant}-{causal}", spec_of(variant, **fields)))
+    cases = load_reference(artifact.reference_path)
+    open_model = open_in_worker(worker, "onnxruntime", library=str(get_library_path()))
+    checks = verify_in_runtime(
+        artifact.model_path, cases, artifact.spec, artifact.manifest.decisions, open_model
+    ).checks
+    assert checks
+    assert [check for check in checks if check.status == "failed"] == []
+
+
+@pytest.mark.requires("portability", "native", "torch", "onnx", "ort")
+@pytest.mark.parametrize("variant", ["linear", "aft-simple"])
+def test_a_decode_step_continues_a_prompt(variant: str, worker: Worker) -> None:
+    artifact = open_artifact(built_artifact(f"supported-{variant}-True", spec_of(variant, causal=True)))
+    case = next(case for case in load_reference(artifact.reference_path) if case.keep.all() and case.keep.shape[1] > 8)
+    step, prefill = (
+        WorkerRunner(worker, "onnxruntime", path.read_bytes(), library=str(get_library_path()))
+        for path in (artifact.decode_step_path, artifact.prefill_path)
+    )
+    ids, (expected,) = case.inputs["input_ids"], case.outputs.values()
+    batch, prompt = len(ids), 5
+    states = [tensor for tensor in step.inputs if NEXT_PREFIX + tensor.name in {t.name for t in step.outputs}]
+    assert states
+    state = {tensor.name: np.zeros((batch, *tensor.dims[1:]), np.float32) for tensor in states}
+    feeds = {"input_ids": ids[:, :prompt], "attention_mask": np.ones((batch, prompt), np.int64)}
+    runner, found = prefill, []
+    for position in (0, *range(prompt, ids.shape[1])):
+        if position:
+            runner, feeds = step, {"input_ids": ids[:, position : position + 1]}
+        results = runner.run(feeds | state | {"position": np.full(batch, position, np.int64)})
+        state = {tensor.name: results.pop(NEXT_PREFIX + tensor.name) for tensor in states}
+        found.append(*results.values())
+    assert relative_error(np.concatenate(found, axis=1)[0], expected[0])[0] <= arithmetic_limit(artifact.spec).value
