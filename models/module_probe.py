@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from effexport.models.adapters.adapter import Adapted, frozen, qualified_name
+from effexport.models.adapters.folding import detached_copy
 from effexport.models.adapters.remarks import remarks_on
-from effexport.models.adapters.replace import with_our_layers
+from effexport.models.adapters.replace import NotAsOriginalError, check_folded, layers_at_fault, with_our_layers
 from effexport.models.model_spec import Dims
 from effexport.models.module_calls import check_repeatable, operator_calls, with_mask, with_range
 from effexport.models.module_inputs import (
@@ -94,16 +94,45 @@ def model_and_spec(
     calling = calling or Calling()
     given = None if calling.is_guess else next(calling.candidates(original, name, ()))
     wanted = seq_len or (given.sizes.get("seq") if given is not None else None)
-    adapted = with_our_layers(original, wanted or DEFAULT_SEQ_LEN)
+    subject = subject_with(original, name, notes, wanted, {})
+    failures: list[ModuleFailedError] = []
+    while True:
+        try:
+            return probed_as_called(subject, calling, has_length=given is not None or wanted is not None)
+        except (ModuleFailedError, NotAsOriginalError) as error:
+            failures += [error] if isinstance(error, ModuleFailedError) else []
+            keep = layers_at_fault(error, subject.adapted)
+        except SpecError:
+            if failures:  # keeping layers did not help, and led to another refusal
+                raise failures[0] from failures[0].__cause__
+            raise
+        if not keep:
+            raise failures[0]
+        subject = subject_with(original, name, notes, wanted, {**subject.adapted.kept, **keep})
+
+
+def subject_with(
+    original: nn.Module, name: str, notes: tuple[str, ...], wanted: int | None, keep: Mapping[str, str]
+) -> Subject:
+    """A model with our layers, except in the places of `keep`; see `with_our_layers`. wanted: the length to export for,
+    None if nobody says one."""
+    adapted = with_our_layers(original, wanted or DEFAULT_SEQ_LEN, keep)
     adapted.module.requires_grad_(False)
-    notes += shared_note(original, adapted.replaced)
     specs = [layer.spec for layer in attention_layers(adapted.module)]
     limit = min((spec.max_seq_len for spec in specs if spec.max_seq_len is not None), default=None)
-    tuned = tuned_length(specs, name, wanted, limit)
-    subject = Subject(original, adapted, name, specs, notes, tuned, limit)
+    notes += shared_note(original, adapted.replaced)
+    return Subject(original, adapted, name, specs, notes, tuned_length(specs, name, wanted, limit), limit)
+
+
+def probed_as_called(subject: Subject, calling: Calling, has_length: bool) -> tuple[UserModel, ModuleSpec]:
+    """The model and its spec for the first guess of its inputs that works. has_length: whether the user has given one.
+
+    Raises ModuleFailedError if none does.
+    """
+    original, name, specs = subject.original, subject.name, subject.specs
     # if nobody and no layer has said a length, a shorter one may do
-    lengths = (tuned,) if given or wanted or specs else SHORTER_LENGTHS
-    failures: list[SpecError] = []
+    lengths = (subject.tuned,) if has_length or specs else SHORTER_LENGTHS
+    failures: list[ModuleFailedError] = []
     for length in lengths:
         for inputs in calling.candidates(original, name, [spec.dim for spec in specs]):
             try:
@@ -142,6 +171,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
         inputs=tuple(replace(new, dims=old.dims) for new, old in zip(marked, lengths.inputs.inputs, strict=True)),
     )
     probe = Probe(module, subject.name, inputs)
+    check_folded(original, adapted, list(inputs.tensors(probe.sizes(1, tuned))))
     calls = {fused: operator_calls(module, probe, tuned, fused) for fused in (True, False)}
     check_repeatable(original, adapted, Probe(original, subject.name, inputs), tuned)
     found = probe.run(1, tuned)
@@ -257,7 +287,7 @@ def lengths_of(subject: Subject, probe: Probe, original: Probe) -> Lengths:
 def copied(model: nn.Module, name: str) -> nn.Module:
     """A copy in float32 and in evaluation mode. Raises SpecError for a model that cannot be copied."""
     try:
-        return copy.deepcopy(model).float().eval().requires_grad_(False)
+        return detached_copy(model).float().eval().requires_grad_(False)
     except Exception as error:  # whatever the user's code raises
         raise SpecError(
             f"{name} cannot be copied ({type(error).__name__}: {' '.join(str(error).split())}); expected a module "

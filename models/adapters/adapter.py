@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -23,12 +23,16 @@ class Adapter:
     """One package: which of its layers become which of ours.
 
     package: its name as pip knows it. tested: the versions that the tests compare with, as prefixes ("4.57").
-    replacements: by qualified class name, so that the package is never imported.
+    replacements: by qualified class name, so that the package is never imported. projections: parts of the layers, by
+    path, that these call as linear layers; a replacement finds an `nn.Linear` there, whatever computes the same. reads:
+    the names of linear layers whose weights a layer reads in evaluation mode, without a call.
     """
 
     package: str
     tested: tuple[str, ...]
     replacements: Mapping[str, Replacement]
+    projections: tuple[str, ...] = ()
+    reads: Callable[[Any], Sequence[str]] = lambda layer: ()
 
 
 class NotReplaceableError(Exception):
@@ -58,6 +62,8 @@ class DrawsNumbers(Protocol):
 def qualified_name(layer: object) -> str:
     """The module and name of a layer's class, such as "torch.nn.modules.activation.MultiheadAttention"."""
     kind = type(layer)
+    if kind.__module__ == "torch.nn.utils.parametrize":  # the class of a layer whose own weights have parametrizations
+        kind = kind.__bases__[0]
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -77,12 +83,14 @@ class Adapted:
     """A copy of a model with our layers in the place of others.
 
     replaced: our modules by the path of the layer they stand for, "" for the model itself. kept: why a known layer was
-    kept as it stands, by path, as half a sentence.
+    kept as it stands, by path, as half a sentence. folded: the modules whose weights are computed in every call in the
+    original, and stored in the copy; those inside replaced layers became plain linear layers.
     """
 
     module: nn.Module
     replaced: Mapping[str, nn.Module]
     kept: Mapping[str, str]
+    folded: Sequence[str] = ()
 
 
 @contextmanager

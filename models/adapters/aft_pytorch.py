@@ -66,6 +66,7 @@ def with_weights(spec: AttentionSpec, layer: Any) -> AFT:
 ADAPTER = Adapter(
     package="aft-pytorch",
     tested=("0.2.2",),
+    projections=tuple(NAMES),
     replacements={
         "aft_pytorch.aft_pytorch.AFTFull": full,
         "aft_pytorch.aft_pytorch.AFTSimple": simple,

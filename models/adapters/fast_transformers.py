@@ -35,10 +35,7 @@ class AttentionLayer(nn.Module):
         common = {"dim": layer.query_projection.in_features, "heads": layer.n_heads, "head_dim": keys}
         self.attention: MultiHeadAttention = ATTENTIONS[name](layer.inner_attention, common | {"seq_len": seq_len})
         for ours in ("query", "key", "value", "out"):
-            theirs = getattr(layer, f"{ours}_projection")
-            if type(theirs) is not nn.Linear:
-                raise NotReplaceableError(f"its {ours}_projection is a {type(theirs).__name__}, not an nn.Linear")
-            setattr(self.attention, ours, copy.deepcopy(theirs))
+            setattr(self.attention, ours, copy.deepcopy(getattr(layer, f"{ours}_projection")))
         # ours scales logits by 1/√d
         temperature = getattr(layer.inner_attention, "softmax_temp", None)
         self.scale = temperature * math.sqrt(keys) if temperature else 1.0
@@ -189,6 +186,7 @@ class TransformerEncoder(nn.Module):
 ADAPTER = Adapter(
     package="pytorch-fast-transformers",
     tested=("0.4",),
+    projections=("query_projection", "key_projection", "value_projection", "out_projection"),
     replacements={
         f"{ATTENTION}.attention_layer.AttentionLayer": AttentionLayer,
         "fast_transformers.transformers.TransformerEncoderLayer": TransformerEncoderLayer,

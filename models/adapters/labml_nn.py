@@ -68,4 +68,9 @@ def aft_local(layer: Any, seq_len: int) -> AFTLocal:
     return AFTLocal(attention)
 
 
-ADAPTER = Adapter(package="labml-nn", tested=("0.5.1",), replacements={"labml_nn.transformers.aft.AFTLocal": aft_local})
+ADAPTER = Adapter(
+    package="labml-nn",
+    tested=("0.5.1",),
+    replacements={"labml_nn.transformers.aft.AFTLocal": aft_local},
+    projections=tuple(NAMES),
+)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError
+from effexport.models.adapters.weights import weight_alone
 from effexport.models.layers import MultiHeadAttention, keep_from_mask, merge_heads, rotate_pairs, split_heads
 from effexport.models.linear import LinearAttention
 from effexport.models.local import LocalAttention
@@ -120,8 +121,8 @@ def local_spec(layer: Any, seq_len: int) -> LocalSpec:
 def with_heads(ours: MultiHeadAttention, layer: Any, first: int, end: int) -> MultiHeadAttention:
     """Ours with the weights of the heads from `first` to before `end`, and with the bias of the output."""
     rows = slice(first * layer.d_heads, end * layer.d_heads)
-    for projection, theirs in ((ours.query, layer.to_q), (ours.key, layer.to_k), (ours.value, layer.to_v)):
-        projection.weight = nn.Parameter(theirs.weight.detach()[rows].clone())
+    for projection, theirs in ((ours.query, "to_q"), (ours.key, "to_k"), (ours.value, "to_v")):
+        projection.weight = nn.Parameter(weight_alone(layer, theirs)[rows].clone())
         projection.register_parameter("bias", None)  # theirs have none
     ours.out.weight = nn.Parameter(layer.to_out.weight.detach()[:, rows].clone())
     ours.out.bias = nn.Parameter(layer.to_out.bias.detach().clone())
@@ -161,6 +162,7 @@ class AxialPositions(nn.Module):
 ADAPTER = Adapter(
     package="linear-attention-transformer",
     tested=("0.19.1",),
+    projections=("to_q", "to_k", "to_v", "to_out"),
     replacements={
         f"{PACKAGE}.SelfAttention": SelfAttention,
         f"{PACKAGE}.Chunk": Whole,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotExportableError, NotReplaceableError
+from effexport.models.adapters.weights import weight_alone
 from effexport.models.nystrom import NystromAttention
 from effexport.models.spec import NystromSpec
 
@@ -47,6 +48,8 @@ def nystrom_attention(layer: Any, seq_len: int) -> nn.Module:
         raise NotReplaceableError(f"its convolution has {taps} taps, and the result is one token longer than its input")
     if layer.eps > LARGEST_EPS:
         raise NotReplaceableError(f"its eps {layer.eps} makes the landmarks of masked segments smaller")
+    if any(type(part) is not nn.Dropout for part in layer.to_out[1:]):
+        raise NotReplaceableError("its to_out has parts other than a linear layer and dropout")
     spec = NystromSpec(
         dim=dim,
         heads=layer.heads,
@@ -60,7 +63,8 @@ def nystrom_attention(layer: Any, seq_len: int) -> nn.Module:
     )
     ours = NystromAttention(spec).to(layer.to_qkv.weight)
     with torch.no_grad():
-        for projection, weight in zip((ours.query, ours.key, ours.value), layer.to_qkv.weight.chunk(3), strict=True):
+        weights = weight_alone(layer, "to_qkv").chunk(3)
+        for projection, weight in zip((ours.query, ours.key, ours.value), weights, strict=True):
             projection.weight.copy_(weight)
             projection.bias.zero_()
         ours.out.load_state_dict(layer.to_out[0].state_dict())
@@ -73,4 +77,5 @@ ADAPTER = Adapter(
     package="nystrom-attention",
     tested=("0.0.14",),
     replacements={"nystrom_attention.nystrom_attention.NystromAttention": nystrom_attention},
+    projections=("to_qkv", "to_out.0"),
 )

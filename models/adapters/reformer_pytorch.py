@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotExportableError, qualified_name
 from effexport.models.adapters.given_draws import GivenDraws
+from effexport.models.adapters.weights import weight_alone
 from effexport.models.layers import causal_mask, keep_from_mask, merge_heads, split_heads
 from effexport.models.look_around import window_attention
 from effexport.models.lsh import LSHAttention, scaled_unit_keys
@@ -46,9 +47,9 @@ class SelfAttention(nn.Module):
         self.full_attn_thres: int = layer.full_attn_thres
         self.turn: tuple[int, int] = getattr(layer, TURN, (0, 1))
         self.attention = LSHAttention(spec_from_layer(layer, seq_len).of_layer(self.turn[0]))
-        self.attention.query_key.weight = parameter(layer.toqk.weight)
+        self.attention.query_key.weight = parameter(weight_alone(layer, "toqk"))
         # heads that share one value projection become heads with equal ones
-        self.attention.value.weight = parameter(layer.tov.weight.repeat(layer.v_head_repeats, 1))
+        self.attention.value.weight = parameter(weight_alone(layer, "tov").repeat(layer.v_head_repeats, 1))
         self.attention.out = copy.deepcopy(layer.to_out)
 
     def forward(
@@ -314,6 +315,7 @@ def spec_from_layer(layer: Any, seq_len: int) -> LSHSpec:
 ADAPTER = Adapter(
     package="reformer-pytorch",
     tested=("1.4.4",),
+    projections=("toqk", "tov", "to_out"),
     replacements={
         ATTENTION: self_attention,
         "reformer_pytorch.autopadder.Autopadder": lambda layer, seq_len: Autopadder(layer),

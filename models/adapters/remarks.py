@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from effexport.models.adapters.adapter import Adapted, Adapter, DrawsNumbers, is_below, named, qualified_name
@@ -13,17 +13,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from effexport.models.layers import AttentionLayer
-
-# Words in the names of a class and of its attributes → the variant that such a layer resembles; the first that occurs.
-RESEMBLES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("nystrom", "landmark"), "nystrom"),
-    (("lsh", "reformer", "n_hashes", "num_hashes", "bucket"), "lsh"),
-    (("aft", "attentionfree"), "aft-full"),
-    (("linearattention", "performer", "feature_map", "kernel_fn"), "linear"),
-    (("attention", "attn", "mha"), "softmax"),
-)
-# Classes with these words in their names are not attention themselves.
-PARTS = ("dropout", "norm", "output", "mask", "config", "embedding", "block", "encoder", "decoder", "transformer")
 
 
 def remarks_on(original: nn.Module, adapted: Adapted, turned: int) -> tuple[str, ...]:
@@ -35,9 +24,9 @@ def remarks_on(original: nn.Module, adapted: Adapted, turned: int) -> tuple[str,
         *replaced_remarks(original, adapted.replaced),
         *drawn_remarks(original, adapted.replaced),
         *version_remarks(original, adapted.replaced),
-        *(f"{named(original, path)} is exported as PyTorch has it: {why}." for path, why in adapted.kept.items()),
+        *kept_remarks(original, adapted.kept),
+        *folded_remarks(adapted.folded),
         *turned_remarks(turned),
-        *unknown_remarks(original, adapted, "softmax" if turned else ""),
     )
 
 
@@ -54,6 +43,16 @@ def replaced_remarks(original: nn.Module, replaced: Mapping[str, nn.Module]) -> 
         if variants:
             form = " and ".join(variants)
             yield f"{name} runs as effexport's {form} attention, with its weights: {places(paths)}."
+
+
+def kept_remarks(original: nn.Module, kept: Mapping[str, str]) -> Iterator[str]:
+    """One sentence for each class and reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path, why in kept.items():
+        groups.setdefault((qualified_name(original.get_submodule(path)), why), []).append(path)
+    for (name, why), paths in groups.items():
+        layers = f"{places(paths)} ({name})" if paths != [""] else name
+        yield f"{layers} {'is' if len(paths) == 1 else 'are'} exported as PyTorch has it: {why}."
 
 
 def drawn_remarks(original: nn.Module, replaced: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -90,38 +89,12 @@ def turned_remarks(turned: int) -> Iterator[str]:
         yield f"{calls} of F.scaled_dot_product_attention became effexport's softmax attention."
 
 
-def unknown_remarks(original: nn.Module, adapted: Adapted, turned: str) -> Iterator[str]:
-    """One sentence for each class that looks like attention and is neither known nor ours, nor holds such a layer.
-
-    turned: the variant whose calls became operators wherever they are, so that its classes need no sentence.
-    """
-    from effexport.models.layers import AttentionLayer
-
-    by_class: dict[str, list[str]] = {}
-    inside = {*adapted.replaced, *adapted.kept}
-    for path, child in original.named_modules():
-        if any(is_below(path, other) or is_below(other, path) for other in inside):
-            continue
-        if any(isinstance(part, AttentionLayer) for part in child.modules()):
-            continue
-        if resembled(child) not in ("", turned):
-            by_class.setdefault(qualified_name(child), []).append(path)
-            inside.add(path)
-    for name, paths in by_class.items():
-        variant = resembled(original.get_submodule(paths[0]))
+def folded_remarks(folded: Sequence[str]) -> Iterator[str]:
+    if folded:
         yield (
-            f"{name} is not known to effexport and is exported as PyTorch has it: {places(paths)}. It resembles "
-            f"{variant} attention: a layer of effexport.models.{variant.replace('-', '_')} would have kernels."
+            f"The file holds the weights of {places(folded)} as evaluation mode computes them from others, such as "
+            "those of a norm or of an adapter of low rank."
         )
-
-
-def resembled(layer: nn.Module) -> str:
-    """The variant that an unknown layer resembles by its names; "" if it does not look like attention."""
-    name = type(layer).__name__.lower()
-    if any(part in name for part in PARTS) or not any(word in name for words, _ in RESEMBLES for word in words):
-        return ""
-    names = [name, *(key.lower() for key in vars(layer)), *(key.lower() for key, _ in layer.named_children())]
-    return next((variant for words, variant in RESEMBLES if any(word in key for word in words for key in names)), "")
 
 
 def our_layers(module: nn.Module) -> list[AttentionLayer]:
@@ -130,7 +103,7 @@ def our_layers(module: nn.Module) -> list[AttentionLayer]:
     return [child for child in module.modules() if isinstance(child, AttentionLayer)]
 
 
-def places(paths: list[str]) -> str:
+def places(paths: Sequence[str]) -> str:
     """The first places of a class, "" being the model itself."""
     listed = ", ".join(path or "the model itself" for path in paths[:3])
     return listed + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import (
     Adapted,
     Adapter,
+    DrawsNumbers,
     NotExportableError,
     NotReplaceableError,
     Replacement,
+    is_below,
     qualified_name,
 )
+from effexport.models.adapters.folding import (
+    detached_copy,
+    fold_computed_weights,
+    has_hooks,
+    with_plain_projections,
+    with_read_weights,
+)
 from effexport.models.adapters.table import replacements
+from effexport.models.probe import ModuleFailedError
+from effexport.models.user_model import failing_module
 
-if TYPE_CHECKING:
-    from torch import nn
-
-
+# Largest difference by stored weights, as a fraction of the RMS of an answer: far above rounding.
+FOLDED_ERROR = 1e-4
+# Of parts that another class has taken the place of, such as one with an adapter of low rank.
+READ = "PyTorch reads its weight and its bias in evaluation mode without gradients, and does not call it"
 # Where the parts of known layers come from, beside their own package: a part of any other has been exchanged.
 PARTS = ("torch", "local_attention", "axial_positional_embedding", "product_key_memory", "einops")
 
 
-def with_our_layers(original: nn.Module, seq_len: int) -> Adapted:
+def with_our_layers(original: nn.Module, seq_len: int, keep: Mapping[str, str] | None = None) -> Adapted:
     """Replace the known layers anywhere in a copy of a model; `original` stays as it is.
 
-    seq_len: the length in tokens that the model is exported for.
+    seq_len: the length in tokens that the model is exported for. keep: layers to keep all the same, with the reasons.
     Raises NotExportableError, with the path of the layer, for a behaviour that no file can have.
     """
     known = replacements()
     replaced: dict[str, nn.Module] = {}
-    kept: dict[str, str] = {}
+    kept = dict(keep or {})
     # one layer in several places stays one layer; the replaced ones are held, so that their ids stay their own
     ours: dict[int, tuple[nn.Module, nn.Module]] = {}
-    holder = _holder(copy.deepcopy(original).eval())
+    model = detached_copy(original).eval()
+    folded = fold_computed_weights(model, kept)
+    holder = _holder(model)
 
     def visit(parent: nn.Module, prefix: str) -> None:
         # not named_children, which leaves out the second name of a child
@@ -45,7 +59,7 @@ def with_our_layers(original: nn.Module, seq_len: int) -> Adapted:
             path = f"{prefix}{name}"
             made = ours[id(child)][1] if id(child) in ours else None
             if made is None:
-                made = replacement_of(child, path.partition(".")[2], seq_len, known, kept)
+                made = replacement_of(child, path.partition(".")[2], seq_len, known, kept, folded)
                 ours[id(child)] = child, made
                 if made is not child:
                     replaced[path.partition(".")[2]] = made
@@ -54,8 +68,7 @@ def with_our_layers(original: nn.Module, seq_len: int) -> Adapted:
                 setattr(parent, name, made)
 
     visit(holder, "")
-    module: nn.Module = holder.get_submodule("model")
-    return Adapted(module, replaced, kept)
+    return Adapted(holder.get_submodule("model"), replaced, kept, folded)
 
 
 def replacement_of(
@@ -64,8 +77,14 @@ def replacement_of(
     seq_len: int,
     known: Mapping[str, tuple[Adapter, Replacement]],
     kept: dict[str, str],
+    folded: list[str],
 ) -> nn.Module:
-    """Ours for a layer, or the layer itself if there is none; `kept` then gets the reason if the layer is known."""
+    """Ours for a layer, or the layer itself if there is none; `kept` then gets the reason if the layer is known.
+
+    folded: gets the paths of its parts that are linear layers in ours.
+    """
+    if path in kept:
+        return layer
     name = qualified_name(layer)
     if name not in known:
         base = next((kind for kind in type(layer).__mro__ if f"{kind.__module__}.{kind.__qualname__}" in known), None)
@@ -74,23 +93,27 @@ def replacement_of(
                 f"its class is derived from {base.__module__}.{base.__qualname__}, and may compute something else"
             )
         return layer
-    if why := why_changed(layer):
-        kept[path] = why
-        return layer
+    adapter, replacement = known[name]
     try:
-        made = known[name][1](layer, seq_len).eval()
+        plain, parts = with_plain_projections(layer, adapter.projections)
+        plain, read = with_read_weights(plain, adapter.reads(plain))
+        if why := why_changed(plain):
+            raise NotReplaceableError(why)
+        made = replacement(plain, seq_len).eval()
     except NotReplaceableError as error:
         kept[path] = str(error)
         return layer
     except NotExportableError as error:
         raise NotExportableError(f"{path or 'the model'} ({name}): {error}") from error
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        # parts of another kind than the package makes, such as adapters of low rank in the place of a projection
+    except Exception as error:  # whatever parts of another kind than the package makes lead to
         kept[path] = f"its parts are not those that its package makes ({' '.join(str(error).split())})"
         return layer
-    if why := exchanged_part(layer):
+    if why := exchanged_part(plain):
         kept[path] = why
         return layer
+    prefix = f"{path}." if path else ""
+    folded += [prefix + part for part in parts]
+    kept.update({prefix + part: READ for part in read})
     return made
 
 
@@ -99,9 +122,45 @@ def why_changed(layer: nn.Module) -> str:
     home = type(layer).__module__
     if "forward" in vars(layer) or type(layer).forward.__module__ != home:
         return "its forward was replaced after the class was defined"
-    if any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules()):
+    if has_hooks(layer):
         return "it has forward hooks, which may change what it computes"
     return ""
+
+
+class NotAsOriginalError(Exception):
+    """A copy whose weights were folded does not answer as its original."""
+
+
+@torch.inference_mode()
+def check_folded(original: nn.Module, adapted: Adapted, tensors: Sequence[Tensor]) -> None:
+    """Raise NotAsOriginalError if the answers of a copy whose weights were folded differ from those of the original.
+
+    They do for a model that reads its weights without a call, or that switches its adapters on and off while it runs.
+    Both are called by position. Hashes may differ by a tie, and are left to the proof.
+    """
+    if not adapted.folded or any(isinstance(ours, DrawsNumbers) for ours in adapted.replaced.values()):
+        return
+    try:
+        answers = original(*tensors)
+    except Exception:  # whatever the user's code raises: it is reported where lengths are tried
+        return
+    for expected, actual in zip(answers, adapted.module(*tensors), strict=True):
+        finite = expected.isfinite()
+        wanted, found = expected[finite].double(), actual[finite].double()
+        if wanted.numel() and not (found - wanted).abs().max() <= FOLDED_ERROR * wanted.square().mean().sqrt():
+            raise NotAsOriginalError
+
+
+def layers_at_fault(error: ModuleFailedError | NotAsOriginalError, adapted: Adapted) -> dict[str, str]:
+    """What to keep as the original has it, so that a copy does not fail, with the reasons: replaced layers and modules
+    with stored weights. Those around the place of an error, or all; none if there are none."""
+    ours = [*adapted.replaced, *adapted.folded]
+    if isinstance(error, NotAsOriginalError):
+        changed = [path for path in ours if any(is_below(folded, path) for folded in adapted.folded)]
+        return dict.fromkeys(changed, "with weights as evaluation mode computes them, the model has another answer")
+    place = failing_module(error.__cause__ or error, adapted.module).partition(" (")[0]
+    around = [path for path in ours if place and (is_below(path, place) or is_below(place, path))]
+    return dict.fromkeys(around or ours, f"with effexport's layer in its place, {' '.join(str(error).split())}")
 
 
 def exchanged_part(layer: nn.Module) -> str:
@@ -115,8 +174,6 @@ def exchanged_part(layer: nn.Module) -> str:
 
 def _holder(model: nn.Module) -> nn.Module:
     """A module with the model as its only child, so that the model itself can be replaced, too."""
-    from torch import nn
-
     holder = nn.Module()
     holder.model = model
     return holder

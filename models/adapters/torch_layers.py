@@ -240,6 +240,8 @@ def multihead_attention(layer: nn.MultiheadAttention, seq_len: int) -> Multihead
     if layer.add_zero_attn:
         raise NotReplaceableError("add_zero_attn=True adds a token of zeros to the keys")
     bias = layer.in_proj_bias is not None
+    if bias != (layer.out_proj.bias is not None):
+        raise NotReplaceableError("only one of its in_proj and out_proj has a bias")
     attention = SoftmaxAttention(SoftmaxSpec(dim=layer.embed_dim, heads=layer.num_heads, seq_len=seq_len, bias=bias))
     attention = attention.to(layer.out_proj.weight)
     projections = (attention.query, attention.key, attention.value)
@@ -254,6 +256,19 @@ def multihead_attention(layer: nn.MultiheadAttention, seq_len: int) -> Multihead
     return MultiheadAttention(attention, layer.batch_first)
 
 
+def read_by(layer: Any) -> tuple[str, ...]:
+    """The linear layers whose weights a layer reads without a call, by name; see `Adapter`."""
+    if isinstance(layer, nn.MultiheadAttention):
+        return ("out_proj",)
+    if not isinstance(layer, nn.TransformerEncoderLayer) or not isinstance(layer.self_attn, nn.MultiheadAttention):
+        return ()
+    # the conditions of PyTorch's fast path that do not depend on its inputs
+    attention, same_eps = layer.self_attn, layer.norm1.eps == layer.norm2.eps
+    plain = attention._qkv_same_embed_dim and attention.in_proj_bias is not None and attention.num_heads % 2 == 0
+    fast = attention.batch_first and plain and bool(layer.activation_relu_or_gelu) and same_eps
+    return ("linear1", "linear2") if fast else ()
+
+
 ADAPTER = Adapter(
     package="torch",
     tested=("2.13",),
@@ -263,4 +278,5 @@ ADAPTER = Adapter(
         "torch.nn.modules.transformer.TransformerEncoder": lambda encoder, seq_len: TransformerEncoder(encoder),
         "torch.nn.modules.transformer.TransformerDecoder": lambda decoder, seq_len: TransformerDecoder(decoder),
     },
+    reads=read_by,
 )

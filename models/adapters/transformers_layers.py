@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from effexport.models.adapters.adapter import Adapter, NotReplaceableError
 from effexport.models.adapters.given_draws import GivenDraws
-from effexport.models.adapters.weights import linear_weights
+from effexport.models.adapters.weights import linear_weights, weight_alone
 from effexport.models.layers import AttentionLayer, keep_from_mask, split_heads, take_rows
 from effexport.models.local import LocalAttention
 from effexport.models.lsh import LSHAttention
@@ -218,7 +218,7 @@ def nystrom_spec(layer: Any, seq_len: int) -> NystromSpec:
             mask_landmarks=False,
             segment_means_seq_len=segment_means,
             conv_kernel_size=layer.conv_kernel_size,
-            bias=layer.query.bias is not None,
+            bias=any(one.bias is not None for one in (layer.query, layer.key, layer.value)),
         )
     except SpecError as error:
         raise NotReplaceableError(str(error)) from error
@@ -265,6 +265,8 @@ def take_projections(ours: AttentionLayer, layer: Any, names: tuple[str, ...]) -
     ours.out = nn.Identity()  # type: ignore[assignment]
     weights = linear_weights(layer, {name: name for name in names})
     known = ours.state_dict()
+    for name in weights.keys() - known.keys():
+        weight_alone(layer, name.partition(".")[0])
     ours.load_state_dict({name: value for name, value in weights.items() if name in known}, strict=False)
 
 
@@ -281,6 +283,7 @@ REFORMER = "transformers.models.reformer.modeling_reformer"
 ADAPTER = Adapter(
     package="transformers",
     tested=("4.57", "5.23"),
+    projections=("query", "key", "value", "query_key"),
     replacements={
         f"{NYSTROMFORMER}.NystromformerSelfAttention": NystromformerSelfAttention,
         f"{REFORMER}.LocalSelfAttention": LocalSelfAttention,

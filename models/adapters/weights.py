@@ -15,13 +15,19 @@ def linear_weights(owner: nn.Module, names: Mapping[str, str]) -> dict[str, Tens
     """The state of our linear layers; one without a bias gets a bias of zeros.
 
     names: of our layers, by the names that the linear layers have in `owner`.
-    Raises NotReplaceableError for something else than an `nn.Linear`, such as a layer with an adapter of its own.
     """
     found = {}
     for theirs, ours in names.items():
         linear: Any = getattr(owner, theirs)
-        if type(linear) is not nn.Linear:
-            raise NotReplaceableError(f"its {theirs} is a {type(linear).__name__}, not an nn.Linear")
         found[f"{ours}.weight"] = linear.weight
         found[f"{ours}.bias"] = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
     return {name: torch.clone(value.detach()) for name, value in found.items()}
+
+
+def weight_alone(owner: nn.Module, name: str) -> Tensor:
+    """The weight of a linear layer. Raises NotReplaceableError for one with a bias, which ours has no place for."""
+    linear: Any = getattr(owner, name)
+    if linear.bias is not None and bool(linear.bias.any()):
+        raise NotReplaceableError(f"its {name} has a bias, which those of its package do not have")
+    weight: Tensor = linear.weight.detach()
+    return weight
