@@ -138,6 +138,20 @@ def with_read_weights(layer: nn.Module, names: Sequence[str]) -> tuple[nn.Module
     return plain, read
 
 
+def unwrapped_layer(layer: Any) -> nn.Module | None:
+    """The layer inside one that changes its weights in every call, as peft does around nn.MultiheadAttention, with the
+    weights of such a call; None for other layers, and if peft leaves its adapters out or cannot do without them.
+    """
+    if not hasattr(layer, "unload_and_optionally_merge_module") or layer.disable_adapters:
+        return None
+    own: Any = detached_copy(layer)
+    try:
+        inner: nn.Module = own.unload_and_optionally_merge_module(not own.merged, safe_merge=False, adapter_names=None)
+    except Exception:  # whatever adapters of another kind raise
+        return None
+    return inner
+
+
 def has_hooks(layer: nn.Module) -> bool:
     """Whether a layer, or one inside it, has forward hooks, which may change what it computes."""
     return any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
@@ -170,7 +184,8 @@ def linear_from(part: nn.Module) -> nn.Linear | None:
             except Exception:  # whatever the user's code raises, at a width that is not its own, or in another type
                 continue
             if all(is_close(actual, expected, rounding) for actual, expected in pairs):
-                linear = nn.Linear(weight.shape[0], weight.shape[1], bias=bool(bias.any()))
+                stored = next(part.parameters(), bias).dtype
+                linear = nn.Linear(weight.shape[0], weight.shape[1], bias=bool(bias.any()), dtype=stored)
                 linear.weight.copy_(weight.T)
                 if linear.bias is not None:
                     linear.bias.copy_(bias)

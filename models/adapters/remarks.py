@@ -1,4 +1,4 @@
-"""Sentences for the report: which layers were replaced, which were not although they are known, and which are not."""
+"""Sentences for the report: which layers were replaced, and which were not although they are known."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ def version_remarks(original: nn.Module, replaced: Mapping[str, nn.Module]) -> I
     known = replacements()
     seen: dict[str, Adapter] = {}
     for path in replaced:
-        adapter = known[qualified_name(original.get_submodule(path))][0]
-        seen.setdefault(adapter.package, adapter)
+        name = qualified_name(original.get_submodule(path))
+        if name in known:  # not a wrapper of another package
+            seen.setdefault(known[name][0].package, known[name][0])
     for package, adapter in seen.items():
         try:
             version = importlib.metadata.version(package)

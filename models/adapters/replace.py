@@ -21,6 +21,7 @@ from effexport.models.adapters.folding import (
     detached_copy,
     fold_computed_weights,
     has_hooks,
+    unwrapped_layer,
     with_plain_projections,
     with_read_weights,
 )
@@ -92,6 +93,9 @@ def replacement_of(
             kept[path] = (
                 f"its class is derived from {base.__module__}.{base.__qualname__}, and may compute something else"
             )
+        elif (inner := unwrapped_layer(layer)) is not None:
+            folded.append(path)
+            return replacement_of(inner, path, seq_len, known, kept, folded)
         return layer
     adapter, replacement = known[name]
     try:

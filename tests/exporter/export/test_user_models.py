@@ -202,12 +202,21 @@ def test_one_layer_in_two_places_stays_one_layer(known: Table) -> None:
     assert found.module[0] is found.module[1][0]
 
 
-def test_an_unknown_layer_is_exported_as_it_stands_with_what_it_resembles(tmp_path: Path) -> None:
+def test_an_unknown_layer_is_exported_as_it_stands_and_nothing_is_guessed_from_its_names(tmp_path: Path) -> None:
     report = effexport.export(Model(), EXAMPLES, tmp_path / "out").report
     assert report.verdict == "passed"
-    note = next(note for note in report.notes if "is not known to effexport" in note)
-    assert "TheirAttention" in note
-    assert "block.attn. It resembles softmax attention" in note
+    assert not any("TheirAttention" in note or "resembles" in note for note in report.notes)
+
+
+def test_a_layer_kept_for_one_reason_in_several_places_is_one_note(known: Table) -> None:
+    layers = [TheirAttention() for _ in range(5)]
+    for layer in layers:
+        layer.register_forward_hook(lambda _, given, result: 2 * result)
+    model = nn.Sequential(*layers)
+    found = replace.with_our_layers(model, 8)
+    (note,) = remarks.remarks_on(model, found, turned=0)
+    assert note.startswith("0, 1, 2 and 2 more (")
+    assert "are exported as PyTorch has it: it has forward hooks" in note
 
 
 def test_dropout_that_is_on_is_said_and_off_in_the_file(tmp_path: Path) -> None:

@@ -104,12 +104,15 @@ def test_a_layer_without_a_forward_is_refused_with_its_path() -> None:
         with_our_layers(Model(AFTConv()), 100)
 
 
-def test_a_layer_whose_projections_were_exchanged_is_kept_as_it_is() -> None:
-    class LowRank(nn.Linear):
-        pass
+def test_a_layer_whose_projections_compute_something_else_is_kept_as_it_is() -> None:
+    class Bounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).tanh()
 
     layer = made("AFTFull")
-    layer.to_q = LowRank(DIM, 48)
+    layer.to_q = Bounded(DIM, 48)
     adapted = with_our_layers(Model(layer), 100)
-    assert adapted.kept == {"layer": "its to_q is a LowRank, not an nn.Linear"}
+    assert list(adapted.kept) == ["layer"]
+    assert "its to_q, a " in adapted.kept["layer"]
+    assert "Bounded, is not a linear layer in effect" in adapted.kept["layer"]
     assert not adapted.replaced

@@ -207,8 +207,9 @@ def test_what_no_spec_expresses_is_kept_with_a_reason() -> None:
     assert reason(across) == "its feature map is none of elu, relu, exp of each channel"
     assert reason(layer_of(nn.Identity())) == "its attention is of the class Identity"
     wrapped = layer_of(FT.LinearAttention(8))
-    wrapped.key_projection = nn.Sequential(wrapped.key_projection)
-    assert reason(wrapped) == "its key_projection is a Sequential, not an nn.Linear"
+    wrapped.key_projection = nn.Sequential(wrapped.key_projection, nn.Tanh())
+    name = "torch.nn.modules.container.Sequential"
+    assert reason(wrapped) == f"its key_projection, a {name}, is not a linear layer in effect"
 
 
 def test_softmax_over_the_sequence_has_the_spec_of_softmax_attention() -> None:
