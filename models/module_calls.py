@@ -226,7 +226,8 @@ def with_mask(
     is_mark = one.dtype == "bool" or one.mask or (example is not None and bool(((example == 0) | (example == 1)).all()))
     if one.dtype == "float" or not is_mark or not one.is_of_tokens:
         return one
-    kinds = [kind for kind in ("keep", "ignore") if hides(kind, one, original, outputs, tuned)]
+    both: tuple[MaskKind, ...] = ("keep", "ignore")
+    kinds = [kind for kind in both if hides(kind, one, original, outputs, tuned)]
     return replace(one, mask=kinds[0]) if len(kinds) == 1 else one
 
 
