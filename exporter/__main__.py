@@ -8,6 +8,7 @@ import sys
 
 def main() -> None:
     """Run the command line. A package that cannot be imported, even click, is one line and exit status 2."""
+    open_standard_streams()
     ensure_utf8()
     try:
         from effexport.cli import main as run
@@ -39,6 +40,16 @@ def ensure_utf8() -> None:
         return
     os.environ["PYTHONUTF8"] = "1"  # also for processes that this one starts
     os.execv(sys.executable, [sys.executable, "-P", "-X", "utf8", *sys.orig_argv[1:]])
+
+
+def open_standard_streams() -> None:
+    """Put nothing in the place of standard streams that are closed: the next file that is opened would become stdout,
+    and libraries in C++ would write their messages into a model."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ from effexport.refit_request import RefitRequest, refit_note
 from effexport.report.compare import Side
 from effexport.report.model import LayerError, Report, json_from_report, manifest_from_report
 from effexport.report.rendering.html import html_from_report
-from effexport.report.rendering.text import failure_text
+from effexport.report.rendering.text import failure_lines
 from effexport.runners.cuda.opening import current_compute_capability
 from effexport.runners.feeds import limits_from_spec
 from effexport.runners.ort.decode import decoder_in_ort
@@ -257,8 +257,7 @@ def artifact_from_spec(
         )
         if report.verdict == "failed":
             reasons = [blame(report.checks, reference), why_sizes_fail(build)]
-            text = "\n  ".join([failure_text(report.checks, found), *filter(None, reasons)])
-            raise StageError("parity", text)
+            raise StageError("parity", *failure_lines(report.checks, found), *(f"  {why}" for why in reasons if why))
         if (folder / CONFIG).is_file():
             write_export_json(spec, build.model)
         sizes = {name: path.stat().st_size for name, path in files_of_folder(folder).items()}
@@ -427,14 +426,16 @@ def check_reference(checks: Sequence[Check]) -> None:
                 "the model magnifies the rounding of float32 on these inputs, and nothing could be judged: give "
                 "example inputs like those that it was trained on, or check its weights"
             )
-        raise StageError("reference", f"{failure_text(wrong)}\n  {reason}")
+        raise StageError("reference", *failure_lines(wrong), f"  {reason}")
     if any(check.status == "failed" for check in checks):
-        disputes = [f"\n  {c.detail}" for c in checks if c.kind == Kind.REFERENCE_REPEATABLE and c.detail]
+        disputes = [f"  {c.detail}" for c in checks if c.kind == Kind.REFERENCE_REPEATABLE and c.detail]
         raise StageError(
             "reference",
-            f"{failure_text(checks)}\n  PyTorch in float32 is further from PyTorch in float64 than rounding explains, "
+            *failure_lines(checks),
+            "  PyTorch in float32 is further from PyTorch in float64 than rounding explains, "
             "so the exported model was not judged. Weights whose products cancel in float32 do this; otherwise try "
-            f"OMP_NUM_THREADS=1 or another release of PyTorch{''.join(disputes)}",
+            "OMP_NUM_THREADS=1 or another release of PyTorch",
+            *disputes,
         )
 
 

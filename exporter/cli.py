@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import io
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 import click
 
-from effexport.disk import ANOTHER_TEMPORARY, is_disk_full
-from effexport.errors import DiskFullError, EffexportError, EngineWarning, KernelWarning, UserError
+from effexport.disk import check_current_folder, disk_problem, expected_error
+from effexport.errors import DiskError, EffexportError, EngineWarning, KernelWarning, UserError
 from effexport.files import json_text
+from effexport.one_line import one_line
 from effexport.quiet import debugging
 from effexport.termination import Terminated, ending_in_order, stop_behind
 from effexport.version import __version__
@@ -93,7 +93,7 @@ class LastingStream:
     """An output stream that drops what is printed after its reader has closed the pipe.
 
     So `effexport verify DIR | head -1` ends quietly and still with the exit status of the check. Any other error raises
-    UserError or DiskFullError once.
+    UserError or DiskError once.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -121,7 +121,7 @@ class LastingStream:
             # what is still buffered goes here, or every later flush would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if not isinstance(error, BrokenPipeError):
-                kind = DiskFullError if is_disk_full(error) else UserError
+                kind = DiskError if disk_problem(error) else UserError
                 raise kind(f"cannot write to {self._stream.name.strip('<>')}: {error.strerror}") from error
 
 
@@ -138,15 +138,15 @@ class TextBesideJson:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. An expected error becomes one message; a bug keeps its traceback."""
+    if sys.stdout is None:  # nobody could see an answer
+        fail(["stdout is closed; expected a file, a pipe or a terminal: to see nothing, >/dev/null"], 2, [])
     with contextlib.ExitStack() as stack:
         for stream in (sys.stdout, sys.stderr):
             # what another encoding lacks, such as µ, is no reason to end, nor are names that are not UTF-8
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        # a process may have been started without either
-        if sys.stdout is not None:
-            stack.enter_context(contextlib.redirect_stdout(LastingStream(sys.stdout)))
-        if sys.stderr is not None:
+        stack.enter_context(contextlib.redirect_stdout(LastingStream(sys.stdout)))
+        if sys.stderr is not None:  # a process may have been started without it
             stack.enter_context(contextlib.redirect_stderr(LastingStream(sys.stderr)))
         arguments = sys.argv[1:] if arguments is None else arguments
         if "--json" in arguments and sys.stdout is not None and sys.stderr is not None:
@@ -163,6 +163,7 @@ def run(arguments: list[str]) -> None:
         with ending_in_order(), warnings.catch_warnings(), debugging("--debug" in arguments):
             warnings.showwarning = show_warning
             check_texts(arguments)
+            check_current_folder()
             try:
                 code = cli.main(args=arguments, prog_name="effexport", standalone_mode=False)
             except Exception as error:
@@ -170,31 +171,30 @@ def run(arguments: list[str]) -> None:
                     raise stop from None
                 raise
     except (click.exceptions.Abort, KeyboardInterrupt):  # click turns only those that it sees into its own
-        fail("interrupted", 130, arguments)
+        fail(["interrupted"], 130, arguments)
     except Terminated as signal:
-        fail("terminated", signal.code, arguments)
+        fail(["terminated"], signal.code, arguments)
     except click.exceptions.NoArgsIsHelpError as error:
         # its message is the whole help
         click.echo(error.format_message(), err=True)
         sys.exit(error.exit_code)
     except click.UsageError as error:
-        fail(usage_text(error), error.exit_code, arguments)
+        fail([usage_text(error)], error.exit_code, arguments)
     except SpecError as error:
-        fail(str(error), 2, arguments)
+        fail([str(error)], 2, arguments)
     except (EffexportError, LibraryError) as error:
-        fail(str(error), error.exit_code, arguments)
+        fail(error.lines, error.exit_code, arguments)
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            fail(f"the name {str(error.filename)[:80]!r}… is too long; choose a shorter one", 2, arguments)
-        if not is_disk_full(error):
+        expected = expected_error(error)
+        if expected is None:
             raise
-        fail(f"the disk is full: {error}; free some space, or {ANOTHER_TEMPORARY}", 1, arguments)
+        fail(expected.lines, expected.exit_code, arguments)
     except RuntimeError as error:
         if not str(error).startswith("Symlink loop"):  # of Path.resolve
             raise
-        fail(f"{error}, a link that leads to itself; remove it, or choose another path", 2, arguments)
+        fail([f"{error}, a link that leads to itself; remove it, or choose another path"], 2, arguments)
     except MemoryError:
-        fail("the memory is exhausted; choose a smaller model or input, or another machine", 1, arguments)
+        fail(["the memory is exhausted; choose a smaller model or input, or another machine"], 1, arguments)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -242,26 +242,28 @@ def show_warning(
 ) -> None:
     """Print a warning of effexport as one line, any other warning with its place in the code."""
     if issubclass(category, (EngineWarning, KernelWarning)):
-        click.echo(f"effexport: warning: {message}", err=True)
+        click.echo(f"effexport: warning: {printable(str(message))}", err=True)
     else:
         click.echo(warnings.formatwarning(message, category, filename, lineno, line), err=True, nl=False)
 
 
-def fail(message: str, exit_code: int, arguments: list[str]) -> None:
+def fail(lines: Sequence[str], exit_code: int, arguments: list[str]) -> None:
     """Print one error, also as JSON if --json was given, and exit."""
-    message = printable(message)
+    message = "\n".join(map(printable, lines))
     if "--debug" in arguments and sys.exc_info()[0] is not None:
         traceback.print_exc()
-    if "--json" in arguments:
-        print_json({"error": message, "exit_code": exit_code})
-    click.echo(f"effexport: error: {message}", err=True)
+    with contextlib.suppress(EffexportError):  # of a stream that takes nothing; the other one may
+        if "--json" in arguments:
+            print_json({"error": message, "exit_code": exit_code})
+    with contextlib.suppress(EffexportError):
+        click.echo(f"effexport: error: {message}", err=True)
     sys.exit(exit_code)
 
 
-def printable(message: str) -> str:
-    """A message whose lines are not endless and do not control the terminal, whatever file it quotes."""
-    lines = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in message.split("\n"))
-    return "\n".join(line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…" for line in lines)
+def printable(line: str) -> str:
+    """A line of a message that is not endless and does not control the terminal, whatever file it quotes."""
+    line = one_line(line)
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…"
 
 
 def print_json(value: dict[str, Any]) -> None:

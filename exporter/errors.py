@@ -6,9 +6,16 @@ from dataclasses import dataclass
 
 
 class EffexportError(Exception):
-    """Base class of the errors that are shown as one message. `exit_code` is the process's."""
+    """Base class of the errors that are shown as one message. `exit_code` is the process's.
+
+    lines: of the message. A line feed inside of one comes from a name that it quotes, and is shown as \\n.
+    """
 
     exit_code = 1
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
 
 
 class KernelWarning(UserWarning):
@@ -50,13 +57,16 @@ class InterruptError(EffexportError):
 class StageError(EffexportError):
     """A stage of the pipeline failed, or its result is not what it must be."""
 
-    def __init__(self, stage: str, message: str) -> None:
-        super().__init__(f"{stage}: {message}")
+    def __init__(self, stage: str, *lines: str) -> None:
+        super().__init__(f"{stage}: {lines[0]}", *lines[1:])
         self.stage = stage
 
 
-class DiskFullError(EffexportError):
-    """A file could not be written because its disk is full: the message says how much room there is."""
+class DiskError(EffexportError):
+    """A file could not be written because its disk is full or has failed, or because a limit of the system is reached.
+
+    The message says which, and how much room there is on a full disk.
+    """
 
 
 class MissingExtraError(UserError):

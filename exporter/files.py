@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from effexport.disk import ANOTHER_FILE, ANOTHER_FOLDER, is_disk_full, write_error
+from effexport.disk import ANOTHER_FILE, ANOTHER_FOLDER, disk_problem, write_error
 from effexport.errors import UserError
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ class FolderKind:
         An existing folder is refused without `force`, and survives any failure. A link stays, and the folder that it
         leads to is replaced. A process that is killed leaves the old folder or the new one (where the system cannot
         exchange two folders, for a moment neither), and siblings that the next call removes.
-        Raises UserError when `output` exists, cannot be written or is being written by another process, DiskFullError
-        when the disk is full.
+        Raises UserError when `output` exists, cannot be written or is being written by another process, DiskError
+        when the disk is full or has failed.
         """
         place = place_of(output)
         building = building_folder(place)
@@ -210,7 +210,7 @@ class FolderKind:
                         raise write_error(output, error, ANOTHER_FOLDER) from error
         except Exception as error:
             # libraries wrap what the system says in errors of their own
-            if is_disk_full(error):
+            if disk_problem(error):
                 raise write_error(output, error, ANOTHER_FOLDER) from error
             raise
 

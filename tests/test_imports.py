@@ -85,6 +85,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "disk",
         "files",
         "processor",
+        "one_line",
         "records",
         "toml_file",
         "process_memory",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from effexport.commands._options import say
+from effexport.commands._options import cell, say
 from effexport.units import counted, listed, memory, rough_duration
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def print_plan(console: Console, plan: Plan, settings: Settings) -> None:
 def print_advice(console: Console, advice: Advice, results: BenchResults) -> None:
     """Print what to use and how to get it, then the table of all candidates."""
     from rich.table import Table
-    from rich.text import Text
 
     recommended, *caveats = advice.sentences
     say(console, recommended, style="bold")
@@ -48,7 +47,7 @@ def print_advice(console: Console, advice: Advice, results: BenchResults) -> Non
     for entry in advice.entries:
         loss = [entry.loss] if advice.figure else []
         cells = (entry.label, entry.runtime, entry.latency, memory(entry.peak_bytes), *loss, entry.standing, entry.why)
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(cell, cells))
     console.print(table)
     for sentence in caveats:
         say(console, sentence)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from effexport.commands._options import say
+from effexport.commands._options import cell, say
 from effexport.units import NOTHING, counted, memory, three_digits
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def print_rows(console: Console, results: BenchResults) -> None:
     several = {name: len({getattr(row.case, name) for row in results.rows}) > 1 for name in ("batch", "precision")}
     for row in results.rows:
         if row.timing is not None:
-            table.add_row(*line(row, several))
+            table.add_row(*map(cell, line(row, several)))
     warning = disturbance(results)
     if warning:
         say(console, warning, style="bold yellow")

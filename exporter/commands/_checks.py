@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from effexport.commands._options import say
+from effexport.commands._options import cell, say
 from effexport.proof.checks.result import NOT_MEASURED, Check, Kind, by_name, only_weights_failed, outcome_of, summary
 from effexport.report.problems import problems_of
 from effexport.report.rendering.text import cases_text
@@ -41,7 +41,6 @@ def print_checks(console: Console, checks: Sequence[Check], divergence: str = ""
 
 def print_table(console: Console, checks: Sequence[Check]) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table("check", "result", "metric", box=None, pad_edge=False)
     for title in ("worst", "limit", "cases"):
@@ -52,9 +51,9 @@ def print_table(console: Console, checks: Sequence[Check]) -> None:
         outcome = outcome_of(group)
         measured = outcome in ("passed", "failed") and entry["metric"] != NOT_MEASURED
         table.add_row(
-            name,
-            Text(outcome, style=_STYLES[outcome]),
-            entry["metric"] if measured else NOTHING,
+            cell(name),
+            cell(outcome, _STYLES[outcome]),
+            cell(entry["metric"] if measured else NOTHING),
             number(entry["worst"]),
             number(entry["limit"]),
             cases_text(group),

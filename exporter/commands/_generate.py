@@ -89,8 +89,10 @@ def typewriter() -> Callable[[str], None]:
 
 
 def text_of_stdin() -> str:
-    """Raises UserError for bytes that are not UTF-8."""
+    """Raises UserError as `bytes_of_stdin`, and for bytes that are not UTF-8."""
+    from effexport.text.reading import bytes_of_stdin
+
     try:
-        return sys.stdin.buffer.read().decode()
+        return bytes_of_stdin().decode()
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not UTF-8: byte {error.start}; expected a text in UTF-8") from error

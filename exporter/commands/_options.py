@@ -12,6 +12,7 @@ import click
 
 from effexport.commands._progress import bars_of_stages
 from effexport.commands._types import Named, OneOf, check_choice
+from effexport.one_line import one_line
 from effexport.runners.ort.settings import IMPLEMENTATIONS, OrtSettings
 from effexport.runtimes import ARTIFACT_RUNTIMES, ORT_RUNTIMES, Runtime, described
 from effexport.shell import Word, command_line
@@ -20,6 +21,7 @@ from effexport.units import rough_duration, tokens_from_text
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+    from rich.text import Text
 
 # Columns of tables when the output is a file or a pipe, whose width is unknown.
 LOG_WIDTH = 130
@@ -156,8 +158,15 @@ def _console(*, stderr: bool) -> Console:
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print text as it is: without line breaks, so that paths can be copied."""
-    console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
+    """Print text as one line: without markup and breaks, so that paths can be copied, whatever their names are."""
+    console.print(one_line(text), style=style, markup=False, emoji=False, soft_wrap=True)
+
+
+def cell(text: object, style: str = "") -> Text:
+    """A cell of a table, as `say` prints text."""
+    from rich.text import Text
+
+    return Text(one_line(str(text)), style)
 
 
 def repeated(context: click.Context) -> str:
@@ -198,7 +207,7 @@ class StageProgress:
         if self._bars is None or self._task is None:
             say(self._console, f"… {name}")
         else:
-            self._bars.reset(self._task, total=None, description=name, phase="")
+            self._bars.reset(self._task, total=None, description=one_line(name), phase="")
 
     def step(self, phase: str, share: float) -> None:
         """phase: what the stage is doing; share: how much of that is done, 0 to 1."""

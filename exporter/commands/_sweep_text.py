@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effexport.commands._options import say, time_left
+from effexport.commands._options import cell, say, time_left
 from effexport.commands._progress import bar_column, bars_of, clock_column, text_column
 from effexport.units import duration, memory, number
 
@@ -27,14 +27,13 @@ FIGURES = ("worst error", "time", "model")
 def print_plan(console: Console, plan: Plan) -> None:
     """Print every cell with its hash, and whether it would run."""
     from rich.table import Table
-    from rich.text import Text
 
     table = Table("name (ends with the hash)", "cell", "state", box=None, pad_edge=False)
     to_run = {cell.id for cell in plan.to_run}
-    for cell in plan.cells:
-        state = plan.states[cell.id]
-        text = "would run again" if state == "failed" and cell.id in to_run else state
-        table.add_row(Text(cell.id), Text(cell.title), Text(text, style=STYLES[state]))
+    for one in plan.cells:
+        state = plan.states[one.id]
+        text = "would run again" if state == "failed" and one.id in to_run else state
+        table.add_row(cell(one.id), cell(one.title), cell(text, STYLES[state]))
     console.print(table)
     finished = sum(state == "finished" for state in plan.states.values())
     say(console, f"{len(plan.cells)} cells, {finished} finished, {len(to_run)} would run")
@@ -70,7 +69,6 @@ def sweep_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
 def print_rows(console: Console, results: SweepResults, folder: Path) -> None:
     """Print a table of all cells; below it, each cell that failed or did not run, with reason and command."""
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     has_gpus, has_engines = any(row.gpu for row in results.rows), any(row.engine for row in results.rows)
@@ -84,8 +82,8 @@ def print_rows(console: Console, results: SweepResults, folder: Path) -> None:
     for row in results.rows:
         words = [f"{row.label}, {row.seq_len} tokens", row.precision, row.target, *([row.gpu] if has_gpus else [])]
         table.add_row(
-            *map(Text, words),
-            Text(row.status, style=STYLES[row.status]),
+            *map(cell, words),
+            cell(row.status, STYLES[row.status]),
             row.parity or "–",
             number(row.worst_error),
             duration(None if row.seconds is None else row.seconds * 1000),
@@ -106,7 +104,8 @@ def engine_text(row: Row) -> str:
 
 def print_problem(console: Console, row: Row) -> None:
     say(console, f"{row.title}: {row.status}", style=STYLES[row.status])
-    say(console, f"  {row.reason}")
+    for line in row.reason.splitlines():
+        say(console, f"  {line}")
     for line in row.log_tail.splitlines()[-LOG_LINES:]:
         say(console, f"  | {line}", style="dim")
     say(console, f"  to run this cell only: {row.command}")

@@ -18,6 +18,7 @@ from effexport.commands._options import (
     stderr_console,
 )
 from effexport.errors import UserError
+from effexport.one_line import one_line
 from effexport.units import duration
 
 if TYPE_CHECKING:
@@ -186,20 +187,20 @@ def show_filled(console: Console, prepared: Prepared, answer: Any) -> None:
             say(console, f"mask {number}:")
         width = max(len(quoted(one["token_str"])) for one in proposals)
         for one in proposals:
-            say(console, f"  {one['score']:.4f}  {quoted(one['token_str']):<{width}}  {visible(one['sequence'])}")
+            say(console, f"  {one['score']:.4f}  {quoted(one['token_str']):<{width}}  {one_line(one['sequence'])}")
 
 
 def show_labels(console: Console, prepared: Prepared, answer: Any) -> None:
     for one in answer:
-        say(console, f"  {one['score']:.4f}  {visible(one['label'])}")
+        say(console, f"  {one['score']:.4f}  {one_line(one['label'])}")
 
 
 def show_entities(console: Console, prepared: Prepared, answer: Any) -> None:
     if not answer:
         say(console, "no token has a label")
-    width = max((len(visible(one["word"])) for one in answer), default=0)
+    width = max((len(one_line(one["word"])) for one in answer), default=0)
     for one in answer:
-        word, label = visible(one["word"]), visible(one["entity"])
+        word, label = one_line(one["word"]), one_line(one["entity"])
         say(console, f"  {one['score']:.4f}  {word:<{width}}  {label}  characters {one['start']} to {one['end']}")
 
 
@@ -211,18 +212,13 @@ def show_spans(console: Console, prepared: Prepared, answer: Any) -> None:
     for one in answers:
         start, end = one["start"], one["end"]
         before, after = context[max(start - AROUND, 0) : start], context[end : end + AROUND]
-        say(console, f"  {one['score']:.4f}  {visible(one['answer'])}  (characters {start} to {end})")
-        say(console, f"          … {visible(before)}»{visible(one['answer'])}«{visible(after)} …")
+        say(console, f"  {one['score']:.4f}  {one_line(one['answer'])}  (characters {start} to {end})")
+        say(console, f"          … {one_line(before)}»{one_line(one['answer'])}«{one_line(after)} …")
 
 
 def quoted(text: str) -> str:
-    """As `visible`, with quotes around a text that could not be seen otherwise."""
-    return visible(text) if text.strip() else f'"{visible(text)}"'
-
-
-def visible(text: str) -> str:
-    """A text on one line, without what a terminal would obey."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    """On one line, with quotes around a text that could not be seen otherwise."""
+    return one_line(text) if text.strip() else f'"{one_line(text)}"'
 
 
 SHOW: dict[str, Callable[[Console, Prepared, Any], None]] = {

@@ -158,7 +158,8 @@ def print_findings(findings: list[dict[str, Any]], tools: list[dict[str, str | N
         version = finding["version"] or "–" if finding["works"] else finding["problem"]
         parts.add_row(finding["distribution"], Text(version, style=style), finding["extra"] or "–", finding["purpose"])
     console.print(parts)
-    say(console, "To add an extra: pip install 'effexport[EXTRA]'\n", style="dim")
+    say(console, "To add an extra: pip install 'effexport[EXTRA]'", style="dim")
+    say(console, "")
     for finding in findings:
         if not finding["works"] and not is_left_out(finding):
             say(console, f"{finding['distribution']}: {finding['problem']}; {finding['remedy']}", style="bold red")

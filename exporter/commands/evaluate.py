@@ -9,6 +9,7 @@ import click
 
 from effexport.commands._help import HelpfulCommand
 from effexport.commands._options import (
+    cell,
     check_output_file,
     common_options,
     precision_hint_option,
@@ -122,16 +123,17 @@ def print_figures(console: Console, found: Evaluation) -> None:
 
     from effexport.report.rendering.text import figure_rows, interval_text
 
-    table = Table("figure", found.model, box=None, pad_edge=False)
+    table = Table("figure", box=None, pad_edge=False)
+    table.add_column(cell(found.model))
     comparison = found.comparison
     if comparison is None:
         for estimate in found.estimates:
-            table.add_row(estimate.name, interval_text(estimate))
+            table.add_row(cell(estimate.name), interval_text(estimate))
     else:
-        table.add_column(comparison.model)
+        table.add_column(cell(comparison.model))
         table.add_column("difference, row by row")
         for row in figure_rows(found.estimates, comparison.estimates, comparison.differences):
-            table.add_row(*row)
+            table.add_row(*map(cell, row))
     console.print(table)
     if comparison is not None:
         changes = comparison.changes

@@ -101,7 +101,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
     from effexport.files import partial_folder
     from effexport.proof.cases import check_stored_cases, load_reference
     from effexport.proof.verify import verify_candidate
-    from effexport.report.rendering.text import failure_text
+    from effexport.report.rendering.text import failure_lines
     from effexport.runners.ort.settings import OrtSettings
 
     try:
@@ -117,7 +117,7 @@ def write_inlined(artifact: Artifact, output: Path, on_stage: Callable[[str], No
             check_stored_cases(cases, artifact.spec, str(artifact.reference_path))
             checks = verify_candidate(model, cases, artifact.spec, artifact.manifest.decisions, OrtSettings()).checks
             if any(check.status == "failed" for check in checks):
-                raise StageError(STAGE, failure_text(checks))
+                raise StageError(STAGE, *failure_lines(checks))
             made = [file for file in (data_file(model), model) if file.is_file()]
             size = sum(file.stat().st_size for file in made)
             files = [file.replace(output.with_name(file.name)) for file in made]

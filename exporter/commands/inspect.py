@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from effexport.commands._options import common_options, result_console
+from effexport.commands._options import cell, common_options, result_console
 from effexport.units import megabytes, seconds
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
 
     table = Table("", "", box=None, pad_edge=False, show_header=False)
     for name, value in pairs:
-        table.add_row(name, str(value))
+        table.add_row(cell(name), cell(value))
     result_console().print(table)
 
 

@@ -188,7 +188,8 @@ def serve_here(targets: Sequence[ServingTarget], allow_load: Path | None, host: 
         raise
 
     def on_ready() -> None:
-        say(console, ready_text(list(models), url_of(bound)))
+        for line in ready_lines(list(models), url_of(bound)):
+            say(console, line)
         if host not in LOOPBACK and models.settings.token is None:
             say(console, f"warning: other machines can reach {host} and no token is required; set {TOKEN_VARIABLE}")
         if as_json:
@@ -227,12 +228,12 @@ def serve_on_ray(target: ServingTarget, host: str, port: int, given: dict[str, o
         say(console, "stopped")
 
 
-def ready_text(models: Sequence[ServedModel], url: str) -> str:
+def ready_lines(models: Sequence[ServedModel], url: str) -> list[str]:
     """One line for one model; for several, a line for each and one for the server."""
     if len(models) == 1:
-        return f"serving {models[0].name} at {url} ({how_it_runs(models[0])}); stop with Ctrl-C"
+        return [f"serving {models[0].name} at {url} ({how_it_runs(models[0])}); stop with Ctrl-C"]
     lines = [f"{model.name}: {how_it_runs(model)}" for model in models]
-    return "\n".join([*lines, f"serving {len(models)} models at {url}; stop with Ctrl-C"])
+    return [*lines, f"serving {len(models)} models at {url}; stop with Ctrl-C"]
 
 
 def how_it_runs(model: ServedModel) -> str:

@@ -81,11 +81,11 @@ def check_dtypes(layers: Sequence[Mapping[str, Any]], expected: Mapping[str, str
                     f"{tensor['name']} of layer {layer['name']} is {tensor['dtype']}; the model says {wanted}"
                 )
     if different:
-        shown = "\n".join(f"  {line}" for line in different[:10])
         raise StageError(
             STAGE,
             f"TensorRT changed the precision of {len(different)} of {compared} tensors, so the engine "
-            f"would not compute what the model says; nothing was written\n{shown}",
+            "would not compute what the model says; nothing was written",
+            *(f"  {line}" for line in different[:10]),
         )
     return compared
 

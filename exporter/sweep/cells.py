@@ -11,6 +11,7 @@ from typing import Any
 from effexport.bench.grid import Model
 from effexport.engines.profile import profiles_from_texts
 from effexport.engines.spec import EngineSpec
+from effexport.errors import UserError
 from effexport.models.spec import label_of
 from effexport.models.validation import SpecError, require
 from effexport.spec import BuildSpec, build_spec_from_options
@@ -48,7 +49,10 @@ class Point:
 
 
 def cells_from_file(file: SweepFile) -> list[Cell]:
-    """Every cell once, in the order of the file. Raises SpecError for a cell that cannot be built, or without cells."""
+    """Every cell once, in the order of the file.
+
+    Raises UserError for a cell that cannot be built, and SpecError without cells.
+    """
     points = product_of(file)
     kept = [point for point in points if not any(point.matches(pattern) for pattern in file.exclude)]
     for pattern in file.exclude:
@@ -102,7 +106,8 @@ def cell_of(point: Point, fields: Mapping[str, Any], file: SweepFile, own: Mappi
         engine = engine_of(point, spec, file)
     except SpecError as error:
         excluding = exclusion(point)
-        raise SpecError(f"the cell {point} cannot be built: {error}\n  To leave such cells out: {excluding}") from error
+        problem = f"the cell {point} cannot be built: {error}"
+        raise UserError(problem, f"  To leave such cells out: {excluding}") from error
     label = label_of(point.model.variant, {**point.model.options, **(own or {})})
     return Cell(label=label, spec=spec, engine=engine, gpu=point.gpu, versions=deciding_versions(point.target))
 

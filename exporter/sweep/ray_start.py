@@ -43,8 +43,10 @@ def local_executor(limits: Limits, *, jobs: int, work: Work = run_attempt) -> Ra
             logging_level="ERROR",
             object_store_memory=LOCAL_STORE_BYTES,
         )
-    except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"Ray does not start on this machine: {error}; add --processes to run without Ray") from error
+    except Exception as error:  # Ray raises anything, also Exception itself
+        raise UserError(
+            f"Ray does not start on this machine: {short(error)}; add --processes to run without Ray"
+        ) from error
     return RayExecutor(ray, f"this machine with Ray, {jobs} at a time", limits, cpus=1, wait_seconds=0, work=work)
 
 
@@ -75,7 +77,7 @@ def cluster_executor(
     check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:
         raise UserError(
             f"no Ray cluster at --address {address}: {short(error)}; expected host:port of its head, as ray start "
             "printed it, or auto on one of its nodes"

@@ -18,7 +18,7 @@ MOST_BYTES = 1 << 30
 def bytes_of_file(path: Path) -> bytes:
     """The contents of a file, or of standard input for STDIN. Raises UserError for one that is missing or empty."""
     try:
-        data = sys.stdin.buffer.read() if path == STDIN else bounded_bytes(path, MOST_BYTES)
+        data = bytes_of_stdin() if path == STDIN else bounded_bytes(path, MOST_BYTES)
     except FileNotFoundError:
         raise UserError(f"no text file at {path}") from None
     except FileTooLargeError as error:
@@ -28,6 +28,16 @@ def bytes_of_file(path: Path) -> bytes:
     if not data:
         raise UserError(f"{name_of(path)} is empty; expected at least one byte of text")
     return data
+
+
+def bytes_of_stdin() -> bytes:
+    """All of standard input. Raises UserError if it is closed or cannot be read."""
+    if sys.stdin is None:
+        raise UserError("standard input is closed; expected a text on it, or the name of a file")
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise UserError(f"cannot read standard input: {error.strerror}; expected a text on it") from error
 
 
 def text_of_file(path: Path) -> str:

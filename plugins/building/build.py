@@ -122,7 +122,9 @@ def build_library(
         with contextlib.suppress(LibraryError):
             kept = find_build()
         if kept:
-            raise type(error)(f"{error}\nThe library built before is kept and stays in use: {kept.path}") from error
+            raise type(error)(
+                *error.lines, f"The library built before is kept and stays in use: {kept.path}"
+            ) from error
         raise
 
 
@@ -211,7 +213,7 @@ def _compile(plan: Plan, temporary: Path) -> None:
             kept = kernels_folder() / "logs" / f"{plan.key}.log"
             kept.parent.mkdir(exist_ok=True)
             shutil.copy(log, kept)
-            raise BuildFailedError(_failure_message(plan, problem, text, kept))
+            raise BuildFailedError(*_failure_lines(plan, problem, text, kept))
     if not Path(build, LIBRARY_NAME).is_file():
         raise BuildFailedError(f"cmake succeeded but did not make {LIBRARY_NAME}")
 
@@ -223,23 +225,23 @@ def _full_message(folder: Path) -> str:
     )
 
 
-def _failure_message(plan: Plan, problem: str, log: str, kept: Path) -> str:
-    message = f"compiling for {plan.target} failed ({problem}):\n{relevant_lines(log)}\nThe whole log: {kept}"
+def _failure_lines(plan: Plan, problem: str, log: str, kept: Path) -> list[str]:
+    lines = [f"compiling for {plan.target} failed ({problem}):", *relevant_lines(log), f"The whole log: {kept}"]
     if plan.nvcc:
-        message += (
-            f"\nIf CUDA's compiler fails ({plan.nvcc.path}, which may not support {plan.compiler.version}), "
+        lines.append(
+            f"If CUDA's compiler fails ({plan.nvcc.path}, which may not support {plan.compiler.version}), "
             f"build for the CPU alone: effexport plugins build --no-cuda"
         )
-    return message
+    return lines
 
 
-def relevant_lines(log: str) -> str:
+def relevant_lines(log: str) -> list[str]:
     """The log from its first error on, without progress and commands; its end if no line contains an error."""
     noise = re.compile(r"\s*$|\[\s*\d+[/%]|-- |\$ |FAILED: |.* -o .* -c ")
     lines = [line[:SHOWN_COLUMNS] for line in log.splitlines() if not noise.match(line)]
     first = next((i for i, line in enumerate(lines) if re.search(r"\berror\b", line, re.IGNORECASE)), None)
     shown = lines[-SHOWN_LINES:] if first is None else lines[first : first + SHOWN_LINES]
-    return "\n".join(f"  {line}" for line in shown) or "  (no output)"
+    return [f"  {line}" for line in shown] or ["  (no output)"]
 
 
 def _try_to_load(library: Path) -> None:

@@ -158,7 +158,7 @@ def with_isa_at_most(isa: Version, ptx: str, compiler: PtxCompiler, architecture
         command = [str(compiler.ptxas), f"-arch=sm_{architecture}", str(source), "-o", f"{folder}/kernel.cubin"]
         run = run_program(*command, timeout_s=TIMEOUT_S)
     if run.problem:
-        raise LibraryError(f"{problem}, and it cannot be declared so:\n{_messages(run)}\n{remedy}")
+        raise LibraryError(f"{problem}, and it cannot be declared so:", *_messages(run), remedy)
     return lowered
 
 
@@ -166,7 +166,7 @@ def _nvcc(path: Path) -> PtxCompiler:
     version = run_program(str(path), "--version", timeout_s=TIMEOUT_S)
     if version.problem:
         raise LibraryError(
-            f"{path} does not run:\n{_messages(version)}\nName another with EFFEXPORT_NVCC, or install CUDA again"
+            f"{path} does not run:", *_messages(version), "Name another with EFFEXPORT_NVCC, or install CUDA again"
         )
 
     def compile_source(source: Path, architecture: int) -> str:
@@ -176,8 +176,9 @@ def _nvcc(path: Path) -> PtxCompiler:
             run = run_program(str(path), *options, str(source), "-o", str(result), timeout_s=TIMEOUT_S)
             if run.problem:
                 raise LibraryError(
-                    f"{path} does not compile {source.name} to PTX:\n{_messages(run)}\n"
-                    f"nvcc needs a C++ compiler that it supports; name another nvcc with EFFEXPORT_NVCC"
+                    f"{path} does not compile {source.name} to PTX:",
+                    *_messages(run),
+                    "nvcc needs a C++ compiler that it supports; name another nvcc with EFFEXPORT_NVCC",
                 )
             return result.read_text(encoding="utf-8")
 
@@ -198,7 +199,7 @@ def _nvrtc() -> PtxCompiler | str:
         _, major, minor = nvrtc.nvrtcVersion()
         headers = pathfinder.find_nvidia_header_directory("cudart")
     except RuntimeError as error:  # cuda-bindings is there, and the library is not
-        return f"NVRTC does not load ({_shown(str(error)).strip().splitlines()[0]})"
+        return f"NVRTC does not load ({_shown(str(error))[0].strip()})"
     if headers is None:
         return "NVRTC has no cuda_fp16.h, which nvidia-cuda-runtime brings"
     return PtxCompiler(
@@ -226,8 +227,9 @@ def _compile_with_nvrtc(nvrtc: Any, headers: Path, source: Path, architecture: i
             log = b" " * int(size)
             nvrtc.nvrtcGetProgramLog(program, log)
             raise LibraryError(
-                f"NVRTC does not compile {source.name} to PTX:\n{_shown(log.decode(errors='replace'))}\n"
-                f"expected CUDA 13; install nvidia-cuda-nvrtc and nvidia-cuda-runtime in the same version"
+                f"NVRTC does not compile {source.name} to PTX:",
+                *_shown(log.decode(errors="replace")),
+                "expected CUDA 13; install nvidia-cuda-nvrtc and nvidia-cuda-runtime in the same version",
             )
         _, size = nvrtc.nvrtcGetPTXSize(program)
         ptx = b" " * int(size)
@@ -260,10 +262,10 @@ def _read(path: Path) -> str | None:
     return ptx.decode()
 
 
-def _messages(run: Run) -> str:
+def _messages(run: Run) -> list[str]:
     return _shown(f"{run.output}\n{run.errors}".strip() or str(run.problem))
 
 
-def _shown(text: str) -> str:
+def _shown(text: str) -> list[str]:
     lines = [line.rstrip() for line in text.strip("\0\n ").splitlines() if line.strip()]
-    return "\n".join(f"  {line}" for line in lines[:SHOWN_LINES]) or "  (no output)"
+    return [f"  {line}" for line in lines[:SHOWN_LINES]] or ["  (no output)"]

@@ -37,7 +37,7 @@ from effexport.artifact import (
 )
 from effexport.build import artifact_from_spec
 from effexport.dtypes import TensorInfo
-from effexport.errors import DiskFullError, StageError, UserError
+from effexport.errors import DiskError, StageError, UserError
 from effexport.export.onnx_from_module import Written
 from effexport.proof.case_label import CaseLabel
 from effexport.proof.checks.result import Check
@@ -610,7 +610,7 @@ def test_a_full_disk_leaves_what_was_there(copied: Copied, monkeypatch: pytest.M
         (folder / "half").write_text("half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(DiskFullError, match="the disk is full"):
+    with pytest.raises(DiskError, match="the disk is full"):
         build_into(output, force=True, work=full)
     assert state_of(output) == before
     assert [path.name for path in output.parent.iterdir()] == [output.name]

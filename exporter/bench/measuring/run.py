@@ -41,7 +41,7 @@ from effexport.bench.measuring.progress import (
 )
 from effexport.bench.measuring.timing import Rotation, TimedCall, times_faster, timing_from_samples
 from effexport.bench.results import BenchResults, Case, Floor, Row
-from effexport.disk import ANOTHER_TEMPORARY, is_disk_full, write_error
+from effexport.disk import ANOTHER_TEMPORARY, disk_problem, write_error
 from effexport.environment import describe_machine, usable_cores, versions
 from effexport.errors import EffexportError, is_out_of_memory
 from effexport.models.validation import SpecError
@@ -191,7 +191,7 @@ class Bench:
             item.stop(str(reason), failed=False)
             return
         except Exception as error:  # runtimes and compilers have no common base class for their errors
-            if is_disk_full(error):  # nothing that follows could be measured either
+            if disk_problem(error):  # nothing that follows could be measured either
                 raise write_error(self.folder, error, ANOTHER_TEMPORARY) from error
             item.stop(short(error), failed=not (is_out_of_memory(error) or is_beyond_runtime(error)))
             return

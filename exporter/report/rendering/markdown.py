@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from effexport.evaluation.estimates import Quality
+from effexport.one_line import one_line
 from effexport.proof.checks.result import Check, by_name, outcome_of, summary
 from effexport.quantize.record import Quantization
 from effexport.report.compare import Comparison, Row, case_text, result_text
@@ -128,12 +129,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) ->
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown and its tables leave as it is: on one line, without HTML, links, emphasis or mentions."""
+    """Text that Markdown, its tables and a terminal leave as it is: on one line, without HTML, links, emphasis or
+    mentions."""
+    text = one_line(" ".join(text.split()))
     for sign in "\\`*_[]|~":
         text = text.replace(sign, f"\\{sign}")
     # an invisible joiner keeps @name from calling somebody
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "@\u2060")
-    return " ".join(text.split())
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "@\u2060")
 
 
 def fenced(text: str) -> str:

@@ -42,11 +42,11 @@ def limit_text(check: Check) -> str:
     return f"why this limit: {check.reason}" if check.reason and check.status != "not run" else ""
 
 
-def failure_text(checks: Sequence[Check], trace: Trace | Unavailable | None = None) -> str:
+def failure_lines(checks: Sequence[Check], trace: Trace | Unavailable | None = None) -> list[str]:
     """Why nothing was written: the first divergence of a trace if there is one, then one line per failure."""
     lines = [] if trace is None else [trace_text(trace)]
     lines += [problem.text for problem in problems_of(checks) if problem.outcome == "failed"]
-    return "\n  ".join([f"{outcomes_text(checks)}; nothing was written", *lines])
+    return [f"{outcomes_text(checks)}; nothing was written", *(f"  {line}" for line in lines)]
 
 
 def trace_text(trace: Trace | Unavailable, *, other_weights: bool = False) -> str:

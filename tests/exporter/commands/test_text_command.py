@@ -67,7 +67,7 @@ def test_a_build_says_how_to_fill_a_mask_and_a_token_of_spaces_is_quoted(masked_
     from effexport.commands._text_tasks import quoted
 
     folder = masked_lm / "artifact"
-    command = f"effexport run {folder} --fill-mask 'Paris is the [MASK] of France.'"
+    command = f'effexport run {folder} --fill-mask "Paris is the [MASK] of France."'
     assert fill_mask_command(open_artifact(folder)) == command
     assert [quoted(text) for text in (" ", "", "a b")] == ['" "', '""', "a b"]
 

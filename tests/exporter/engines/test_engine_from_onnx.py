@@ -21,7 +21,7 @@ from effexport.engines.engine_from_onnx import engine_from_onnx
 from effexport.engines.profile import Profile, Range, profiles_from_texts
 from effexport.engines.sidecar import EngineInfo, check_engine_file, check_model, check_runs_here, read_sidecar
 from effexport.engines.spec import EngineSpec
-from effexport.errors import DiskFullError, EffexportError, MissingExtraError, StageError, UserError
+from effexport.errors import DiskError, EffexportError, MissingExtraError, StageError, UserError
 from effexport.export.onnx_from_module import onnx_from_module
 from effexport.models.encoder import module_from_spec
 from effexport.runners.cuda.opening import current_compute_capability
@@ -273,7 +273,7 @@ def test_an_engine_that_cannot_be_written_leaves_the_old_one_and_its_sidecar(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(DiskFullError, match=r"cannot write .*x\.engine: the disk is full"):
+    with pytest.raises(DiskError, match=r"cannot write .*x\.engine: the disk is full"):
         engine_from_onnx(artifact.model_path, replace(spec, optimization_level=0), output, current_compute_capability)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert read_sidecar(output) == old

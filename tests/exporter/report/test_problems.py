@@ -7,7 +7,7 @@ import math
 from effexport.proof.case_label import ALL_CASES, CaseLabel
 from effexport.proof.checks.result import METRIC, Check, Kind, not_run, outcomes_text
 from effexport.report.problems import problems_of
-from effexport.report.rendering.text import cases_text, failure_text
+from effexport.report.rendering.text import cases_text, failure_lines
 
 SHORT, LONG = CaseLabel("short", (2, 7)), CaseLabel("padded batch", (3, 64), padded=True)
 SUMS = "float32 sums in another order"
@@ -30,7 +30,7 @@ def test_the_cases_of_a_failure_are_one_line_that_names_the_worst() -> None:
 
 
 def test_the_reason_of_a_limit_is_no_part_of_a_failure() -> None:
-    assert SUMS not in failure_text([arithmetic(SHORT, 1.0)])
+    assert SUMS not in " ".join(failure_lines([arithmetic(SHORT, 1.0)]))
 
 
 def test_one_reason_is_given_once_for_all_checks_that_share_it() -> None:

@@ -366,8 +366,8 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_variable(
 def test_the_lines_that_matter_begin_at_the_first_error() -> None:
     noise = "-- Configuring done\n[1/9] Building\nFAILED: x\n/usr/bin/c++ -O3 -o x.o -c x.cc\nx.cc: warning: odd\n"
     log = noise + "x.cc:1: error: first\n" + "note\n" * 100
-    lines = relevant_lines(log).splitlines()
+    lines = relevant_lines(log)
     assert lines[0].strip() == "x.cc:1: error: first"
     assert len(lines) == 30
-    assert relevant_lines("a\n\nb\n") == "  a\n  b"
-    assert relevant_lines("") == "  (no output)"
+    assert relevant_lines("a\n\nb\n") == ["  a", "  b"]
+    assert relevant_lines("") == ["  (no output)"]
