@@ -86,9 +86,9 @@ def old_spectral_norm(part: nn.Linear) -> None:
     part.eval()
 
 
-class Doubled(nn.Module):
+class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return 2 * x
+        return 1.25 * x
 
 
 CHANGES: dict[str, Change] = {
@@ -98,7 +98,7 @@ CHANGES: dict[str, Change] = {
     "spectral_norm": in_place(parametrizations.spectral_norm),
     "orthogonal": in_place(parametrizations.orthogonal),
     "two parametrizations": in_place(
-        lambda part: [parametrize.register_parametrization(part, "weight", Doubled()) for _ in range(2)]
+        lambda part: [parametrize.register_parametrization(part, "weight", Scaled()) for _ in range(2)]
     ),
     "pruning": in_place(lambda part: prune.random_unstructured(part, "weight", 0.5)),
     "pruning twice": in_place(
