@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from effexport.models.adapters.adapter import Adapted, frozen, qualified_name
 from effexport.models.adapters.folding import detached_copy
@@ -20,6 +23,7 @@ from effexport.models.module_inputs import (
     inputs_from_table,
 )
 from effexport.models.module_spec import ModuleSpec
+from effexport.models.one_precision import FloatTypes
 from effexport.models.probe import ModuleFailedError, Probe, probe_length
 from effexport.models.spec import PyTorchSpec
 from effexport.models.user_model import (
@@ -163,6 +167,7 @@ def probed(subject: Subject, inputs: ModuleInputs) -> tuple[UserModel, ModuleSpe
     module = called_by_position(subject.adapted.module, names, constants)
     adapted = replace(subject.adapted, module=module)
     Probe(original, subject.name, inputs).check_examples()
+    module.precision = own_precision(Probe(original, subject.name, inputs), subject.tuned)
     lengths = lengths_of(subject, Probe(module, subject.name, inputs), Probe(original, subject.name, inputs))
     tuned = lengths.tuned
     marked = marked_inputs(replace(lengths.inputs, inputs=inputs.inputs), original, lengths, subject.name)
@@ -226,6 +231,15 @@ def guess_notes(inputs: ModuleInputs) -> tuple[str, ...]:
         for one in inputs.inputs
         if one.is_guess and not one.mask
     )
+
+
+def own_precision(probe: Probe, tuned: int) -> torch.dtype | None:
+    """The type for `CalledByPosition.precision`: float32 for a model that computes in other types, too, such as those
+    of autocast."""
+    # what it raises is reported where lengths are tried
+    with FloatTypes() as types, contextlib.suppress(SpecError):
+        probe.run(1, tuned)
+    return torch.float32 if types.found - {torch.float32} else None
 
 
 def fixed_notes(name: str, inputs: ModuleInputs) -> tuple[str, ...]:

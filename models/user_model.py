@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from effexport.models.layers import SameWeights
 from effexport.models.module_inputs import arguments_of
+from effexport.models.one_precision import OnePrecision, cast, types_of
 from effexport.models.validation import SpecError, require
 
 if TYPE_CHECKING:
@@ -32,8 +33,13 @@ class UnexpectedOutputError(SpecError):
 
 
 class CalledByPosition(SameWeights):
-    """A model that takes tensors in the order of its inputs, and returns the tensors of its result as a tuple."""
+    """A model that takes tensors in the order of its inputs, and returns the tensors of its result as a tuple.
 
+    precision: the type in which it computes and returns floating-point numbers, see `OnePrecision`; None if the model
+    itself chooses their types.
+    """
+
+    precision: torch.dtype | None = None
     _names: tuple[str, ...]
     _constants: Mapping[str, Any]
 
@@ -44,12 +50,37 @@ class CalledByPosition(SameWeights):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.by_name(*tensors).values())
 
+    def to_half(self, dtype: torch.dtype) -> None:
+        """Round the parameters to a half type, and compute in it.
+
+        Buffers stay float32, because their numbers need not be used in half precision: the frequencies of rotary
+        positions, rounded to float16, turn token 2,000 by up to a radian. Only statistics of normalisations are used
+        like weights.
+        """
+        exact = {
+            (owner, name): buffer
+            for owner in self.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if not isinstance(owner, nn.modules.batchnorm._NormBase)
+        }
+        self.to(dtype)
+        for (owner, name), buffer in exact.items():
+            setattr(owner, name, buffer)
+        for child in self.modules():
+            if isinstance(child, nn.RNNBase):
+                # it refuses other types itself, before it calls a function that OnePrecision sees
+                child.register_forward_pre_hook(lambda _, inputs: cast(inputs, dtype, types_of(inputs)))
+        self.precision = dtype
+
     def by_name(self, *tensors: Tensor) -> dict[str, Tensor]:
         """The outputs by name, see `named_outputs`; one with the name of an input gets the suffix _out."""
         # a model may write to its inputs, or return them, which an exported graph cannot
         named = {name: tensor.clone() for name, tensor in zip(self._names, tensors, strict=True)}
         positional, named = arguments_of(self._model, {**named, **self._constants})
-        outputs = named_outputs(self._model(*positional, **named))
+        with contextlib.nullcontext() if self.precision is None else OnePrecision(self.precision):
+            outputs = named_outputs(self._model(*positional, **named))
+        if self.precision is not None:
+            outputs = {key: x.to(self.precision) if x.is_floating_point() else x for key, x in outputs.items()}
         return {f"{key}_out" if key in self._names else key: value for key, value in distinct(outputs).items()}
 
 
@@ -239,7 +270,7 @@ def tensors_of(output: object) -> list[Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor) and not part.is_nested]
 
 
-@contextmanager
+@contextlib.contextmanager
 def recorded_results(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """The tensors that every submodule returns during the block, by path, in the order in which they end."""
     results: dict[str, list[Tensor]] = {}

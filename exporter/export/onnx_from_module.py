@@ -157,14 +157,21 @@ def at_precision(module: nn.Module, precision: str) -> nn.Module:
     """A float32 module in the given precision, as a copy unless it is float32. A graph is quantised after it is traced,
     so its module is float32.
 
-    Layers keep what must stay float32 in float32. Raises UserError for a weight that is too large for the precision.
+    Layers keep what must stay float32 in float32; for the user's own code, see `OnePrecision`. Raises UserError for a
+    weight that is too large for the precision.
     """
     import torch
+
+    from effexport.models.user_model import CalledByPosition
 
     if precision == "fp32" or precision in QUANTIZED:
         return module
     dtype = getattr(torch, DTYPE_OF_PRECISION[precision])
-    lower = copy.deepcopy(module).to(dtype)
+    lower = copy.deepcopy(module)
+    if isinstance(lower, CalledByPosition):
+        lower.to_half(dtype)
+    else:
+        lower.to(dtype)
     for (name, exact), rounded in zip(module.named_parameters(), lower.parameters(), strict=True):
         overflown = exact[exact.isfinite() & ~rounded.isfinite()]
         if len(overflown):
@@ -187,8 +194,6 @@ def program_from_module(
     """The traced graph, as ONNX and as PyTorch's program, with the names and dynamic dimensions of the signature."""
     import torch
 
-    from effexport.models.adapters.recurrent import RecurrentCalls
-    from effexport.models.adapters.sdpa import attention_calls_as_operators
     from effexport.models.layers import fused_operators
 
     dynamic = [
@@ -199,12 +204,9 @@ def program_from_module(
         getattr(torch.ops.effexport, op.torch_name).default: loaded(op).SIGNATURE.onnx_translation()
         for op in declared_ops()
     }
-    calls = contextlib.ExitStack()
     if isinstance(spec.model, ModuleSpec):
-        calls.enter_context(attention_calls_as_operators(turns=spec.fused))
-        calls.enter_context(RecurrentCalls())
         table |= recurrent_translation(spec.opset)
-    with quiet(streams=True), without_shape_cache(), fused_operators(module, spec.fused), calls:
+    with quiet(streams=True), without_shape_cache(), fused_operators(module, spec.fused), modes_of_users_code(spec):
         try:
             program = torch.onnx.export(
                 module,
@@ -232,6 +234,21 @@ def program_from_module(
         if not value.is_graph_output():
             value.name = inner_name(value.name, signature.outputs)
     return program
+
+
+@contextlib.contextmanager
+def modes_of_users_code(spec: BuildSpec) -> Iterator[None]:
+    """Read the code of a user's own module as we export it while it is traced; nothing to do for modules of ours."""
+    from effexport.models.adapters.recurrent import RecurrentCalls
+    from effexport.models.adapters.sdpa import attention_calls_as_operators
+    from effexport.models.one_precision import WithoutAutocast
+
+    with contextlib.ExitStack() as stack:
+        if isinstance(spec.model, ModuleSpec):
+            stack.enter_context(WithoutAutocast())
+            stack.enter_context(attention_calls_as_operators(turns=spec.fused))
+            stack.enter_context(RecurrentCalls())
+        yield
 
 
 def inner_name(name: str | None, outputs: Sequence[TensorInfo]) -> str | None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # Of one traced graph; those of effexport have some kilobytes per layer. A larger one is not kept: a refit traces again.
 MOST_BYTES = 128 << 20
 REMEDY = "build the artifact again with effexport build"
+# Ten times the distance within which onnxscript takes a number for 0 or 1.
+ALMOST = {0.0: 1e-7, 1.0: 1e-4}
 # Exporter metadata that later steps read: the modules that a node came from.
 SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 
@@ -79,13 +81,57 @@ def optimized_graph(traced: bytes, module: nn.Module) -> ir.Model:
         model.graph.register_initializer(value)
     program = torch.onnx.ONNXProgram(model, None)
     try:
-        program.optimize()
+        with hidden_constants(model):
+            program.optimize()
     except PassError as error:
         cause = " ".join(str(error.__cause__ or error).split())
         raise StageError(
             "export", f"torch.onnx could not optimise the graph: {cause}; --debug shows the traceback"
         ) from error
     return program.model
+
+
+@contextlib.contextmanager
+def hidden_constants(model: ir.Model) -> Iterator[None]:
+    """Make inputs of the constants that onnxscript takes for 0 or 1, for the length of a `with` block.
+
+    It removes `x + 1e-8` and `x * 1.000001` as if they did nothing, within 1e-8 and 1e-5 (rewriter/_pattern_ir.py,
+    Constant). The first stands in a division by what may be 0.
+    """
+    import onnx_ir as ir
+
+    graph, hidden = model.graph, []
+    for node in [node for node in graph.all_nodes() if node.op_type == "Constant"]:
+        value, tensor = node.outputs[0], ir.convenience.get_const_tensor(node.outputs[0])
+        if tensor is None or not is_almost_neutral(tensor) or value.is_graph_output():
+            continue
+        constant = ir.Value(name=value.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape)
+        ir.convenience.replace_all_uses_with(value, constant)
+        assert node.graph is not None
+        node.graph.remove(node, safe=True)
+        hidden.append((constant, tensor))
+    for value in list(graph.initializers.values()):
+        if value.const_value is not None and is_almost_neutral(value.const_value):
+            hidden.append((value, value.const_value))
+            assert value.name is not None
+            del graph.initializers[value.name]
+            value.const_value = None
+    graph.inputs.extend(value for value, _ in hidden)
+    try:
+        yield
+    finally:
+        for value, tensor in hidden:
+            graph.inputs.remove(value)
+            value.const_value = tensor
+            graph.register_initializer(value)
+
+
+def is_almost_neutral(tensor: ir.TensorProtocol) -> bool:
+    """Whether a constant is one number that is close to 0 or 1, but not equal to it."""
+    if tensor.size != 1 or not tensor.dtype.is_floating_point():
+        return False
+    number = float(tensor.numpy().item())
+    return any(number != neutral and abs(number - neutral) <= ALMOST[neutral] for neutral in ALMOST)
 
 
 def read_traced(path: Path, name: str) -> bytes | None:

@@ -42,7 +42,8 @@ class Case:
     precision_noise: the same if PyTorch itself runs at the precision of the spec; 0 in float32. Of a quantised model,
     the change of PyTorch's quantised outputs if every weight is off by one rounding before it is quantised.
     own_error: in an adversarial case, how much rounding at the precision of the spec changes PyTorch's own answer, see
-    `answers.change_by_rounding`; no runtime can be expected to do better. 0 in other cases.
+    `answers.change_by_rounding`; of a user's model that computes in several types, such as those of autocast, how far
+    its answer is from what it computes in float32 alone. No runtime can be expected to do better. 0 in other cases.
     tokens: which of them count, if not those that an `attention_mask` keeps: see KEPT.
     pooled: outputs that have no axis of tokens, even if one of their axes is as long.
     ranked: for an output of the likeliest indices, the reference's score of every index, [batch, …, indices].

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from effexport.dtypes import named_sizes, numpy_dtype
-from effexport.errors import StageError
+from effexport.errors import StageError, is_out_of_memory
+from effexport.export.failures import first_paragraph
 from effexport.export.onnx_from_module import at_precision
 from effexport.models.adapters.adapter import frozen, named
 from effexport.models.module_inputs import resized
 from effexport.models.module_spec import ModuleSpec
+from effexport.models.one_precision import OnePrecision
 from effexport.models.user_model import tensors_of
 from effexport.proof.answers import FLOAT64_CASES, Answers, with_hash_noise
 from effexport.proof.cases import Case
@@ -47,13 +52,13 @@ def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
     warm_up()
     runs = RepeatedRuns("PyTorch")
     original = Original(user, spec, runs)
-    exact = Float64Module(user.original, spec, runs, as_in=lambda copy, case: frozen(copy, user.adapted))
+    exact = Float64Module(user.original, spec, runs, as_in=original.as_in)
     cases: list[Case] = []
     checks: list[Check] = []
     for name, inputs in (case_inputs(spec, seed) | example_case(user, spec)).items():
         with PeakMemory() as peak:
             try:
-                case, check = defined_answer(name, inputs, original, user, spec)
+                case, plain, check = defined_answer(name, inputs, original, user, spec)
             except OriginalFailedError as error:
                 if name in NEEDED:
                     raise StageError(STAGE, f"{error}") from error
@@ -61,7 +66,7 @@ def answers_of_user(user: UserModel, spec: BuildSpec, seed: int) -> Answers:
                 continue
         checks += [check] * bool(user.adapted.replaced)
         if name in FLOAT64_CASES:
-            checks.append(exact.check(case, peak.size_bytes))
+            checks.append(exact.check(plain, peak.size_bytes))
         cases.append(case)
     return Answers(cases, [runs.check, *checks])
 
@@ -72,7 +77,7 @@ def empty_case(name: str, inputs: Mapping[str, Array], spec: BuildSpec) -> Case:
 
 def defined_answer(
     name: str, inputs: Mapping[str, Array], original: Original, user: UserModel, spec: BuildSpec
-) -> tuple[Case, Check]:
+) -> tuple[Case, Case, Check]:
     """What `Original.answer` gives for inputs to which the original has an answer without NaN: those of a case or, if
     it has none to them, those with values of the example in their place.
 
@@ -138,40 +143,70 @@ class OriginalFailedError(Exception):
 
 
 class Original:
-    """Runs the original and our copy of it on the same inputs."""
+    """Runs the original and our copy of it on the same inputs.
+
+    An original that computes in several types, under autocast for one, is also run in float32 alone, as our copy is:
+    this is what the copy must agree with, and how far it is from what the original answers is the original's own error.
+    """
 
     def __init__(self, user: UserModel, spec: BuildSpec, runs: RepeatedRuns) -> None:
         assert isinstance(spec.model, ModuleSpec)
         self.name = spec.model.module
         self._user, self._spec, self._runs = user, spec, runs
         self._hashed = spec.attention.is_hashed
+        self._mixes_types = mixes_types(user)
         self._rounded = at_precision(user.module, spec.precision) if self._hashed else user.module
 
-    def answer(self, case: Case) -> tuple[Case, Check]:
-        """The case with the outputs of the original, its buckets, and their margins and noise in our copy; and how far
-        our copy is from it, both in PyTorch."""
+    def answer(self, case: Case) -> tuple[Case, Case, Check]:
+        """The case with the outputs of the original, its buckets, and their margins and noise in our copy; the same
+        with what it computes in float32 alone; and how far our copy is from that, both in PyTorch."""
 
         def compute() -> Answer:
             outputs, buckets = self._run_original(case)
+            plain = outputs
+            if self._mixes_types:
+                with in_float32(self._user):
+                    plain, buckets = self._run_original(case)
             # with the buckets of the original, so that a tie of two does not count as a difference
             with given_buckets(self._user.module, buckets), recorded_hashes(self._user.module) as (own, margins):
                 ours = run_module(self._user.module, self._spec, case.inputs)
-            return {"outputs": outputs, "buckets": dict(own), "margins": dict(margins), "ours": ours}
+            return {"outputs": outputs, "plain": plain, "buckets": dict(own), "margins": dict(margins), "ours": ours}
 
         answer = self._runs.answer(case.label, compute)
         full = dataclasses.replace(
             case, outputs=answer["outputs"], buckets=answer["buckets"], margins=answer["margins"]
         )
+        if self._mixes_types:
+            full = dataclasses.replace(full, own_error=largest_change(full, answer["plain"]))
+        plain = dataclasses.replace(full, outputs=answer["plain"])
         limit = reference_limit(self._spec)
         limit = Limit(limit.value, f"float32 rounding of the same formula: {limit.reason}")
-        value = largest_change(full, answer["ours"])
+        value = largest_change(plain, answer["ours"])
         detail = ""
         if not value <= limit.value:
-            layer = first_other_layer(self._user, self._spec, full)
+            layer = first_other_layer(self._user, self._spec, plain)
             detail = f"{OTHER_LAYER} {layer}" if layer else ""
         if self._hashed:
-            full = with_hash_noise(full, self._user.module, self._rounded, self._spec, self._runs)
-        return full, judged(Kind.REPLACEMENT, case.label, METRIC, value, limit, detail)
+            full = self._with_noise(full)
+        return full, plain, judged(Kind.REPLACEMENT, case.label, METRIC, value, limit, detail)
+
+    def _with_noise(self, case: Case) -> Case:
+        try:
+            return with_hash_noise(case, self._user.module, self._rounded, self._spec, self._runs)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise StageError(
+                STAGE,
+                f"{self.name} does not run in PyTorch at {self._spec.precision}, so nothing says which buckets its "
+                f"rounding changes: {first_paragraph(str(error))}; build with --precision fp32",
+            ) from error
+
+    @contextmanager
+    def as_in(self, copy: nn.Module, case: Case) -> Iterator[None]:
+        """Have a copy of the original in float64 use our numbers, and compute in no other type."""
+        with frozen(copy, self._user.adapted), OnePrecision(torch.float64) if self._mixes_types else nullcontext():
+            yield
 
     def _run_original(self, case: Case) -> tuple[dict[str, Array], dict[str, Array]]:
         """The outputs of the original and the buckets of its hashes. Raises OriginalFailedError."""
@@ -183,6 +218,16 @@ class Original:
             text = " ".join(str(error).split()) or type(error).__name__
             raise OriginalFailedError(f"{self.name} itself fails on {case.label}: {text}") from error
         return outputs, buckets | {bucket_name(path): value.numpy() for path, value in drawn.items()}
+
+
+def mixes_types(user: UserModel) -> bool:
+    """Whether the original computes in other types than float32, too."""
+    return getattr(user.module, "precision", None) is not None
+
+
+def in_float32(user: UserModel) -> AbstractContextManager[object]:
+    """Have the original compute in float32 alone for the length of a `with` block, like our copy."""
+    return OnePrecision(torch.float32) if mixes_types(user) else nullcontext()
 
 
 def first_other_layer(user: UserModel, spec: BuildSpec, case: Case) -> str:
@@ -202,7 +247,8 @@ def first_other_layer(user: UserModel, spec: BuildSpec, case: Case) -> str:
         for path in user.adapted.replaced
     ]
     try:
-        with frozen(user.original, user.adapted), given_buckets(user.module, case.buckets):
+        buckets = given_buckets(user.module, case.buckets)
+        with frozen(user.original, user.adapted), in_float32(user), buckets:
             run_module(user.original, spec, case.inputs)
     finally:
         for handle in handles:

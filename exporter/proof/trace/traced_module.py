@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effexport.errors import StageError
 from effexport.export.onnx_from_module import (
     BUCKETS_SUFFIX,
     at_precision,
@@ -49,7 +50,7 @@ class TracedModule:
     that they became. Steps that the exporter put inside one operation have no counterpart.
     origins: per graph value that PyTorch computes, what makes it. hashes: graph values that hold buckets.
     may_flip: integers and booleans that come from comparing float numbers, which rounding may decide either way.
-    Raises StageError where the exporter fails.
+    Raises StageError where the exporter fails, or if PyTorch has no kernel for a step.
     """
 
     def __init__(self, module: nn.Module, spec: BuildSpec) -> None:
@@ -108,7 +109,10 @@ class TracedModule:
                 if exact:
                     args = tuple(wide if arg is low else arg for arg in args)
                     kwargs = {key: wide if value is low else value for key, value in kwargs.items()}
-                return super().call_function(getattr(torch, _COPYING.get(name, ""), target), args, kwargs)
+                try:
+                    return super().call_function(getattr(torch, _COPYING.get(name, ""), target), args, kwargs)
+                except NotImplementedError as error:  # many functions have no kernel for half precision on a CPU
+                    raise StageError("trace", f"PyTorch does not compute it step by step: {error}") from error
 
         with torch.inference_mode():
             Visitor(self._program.graph_module).run(*self._arguments(inputs, wide if exact else low))
@@ -124,7 +128,7 @@ class TracedModule:
         for argument in self._program.graph_signature.input_specs:
             if argument.target is None:
                 array = np.asarray(inputs[next(given).name])
-                tensor = torch.from_numpy(array if array.dtype == np.int64 else array.astype(np.float32))
+                tensor = torch.from_numpy(array if array.dtype.kind in "iub" else array.astype(np.float32))
                 # rounded first, so that both see the same numbers
                 arguments.append(tensor.to(low).to(dtype) if tensor.is_floating_point() else tensor)
             else:
