@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+# Our operators take the types that our layers give them: a weight may be float32 beside values in half precision.
+OPERATORS = "torch._ops.effexport"
 HALVES = (torch.float16, torch.bfloat16)
 METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
 # Products with weights, which set the type.
@@ -91,7 +93,8 @@ class OnePrecision(TorchFunctionMode):
       so is one with results that it does not hold.
     - Autocast is off, and casts to another half type give float32: at least the precision that was asked for.
 
-    In float32 the last rule is what remains; in float64 it also holds for casts to float32. Works while torch.export traces (strict=False).
+    In float32 the last rule is what remains; in float64 it also holds for casts to float32. Works while torch.export
+    traces (strict=False).
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -101,14 +104,14 @@ class OnePrecision(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").partition(".")[0]
-        if name == "__get__":
+        if name == "__get__" or getattr(func, "__module__", "") == OPERATORS:
             return func(*args, **(kwargs or {}))
         if METHODS.get(func, self.dtype) != self.dtype:
             func = Tensor.float if self.wide == torch.float32 else Tensor.double
         args, kwargs = tree_map(self.allowed, (args, kwargs or {}))
         counts = any(id(x) in self.positions for x in tree_leaves((args, kwargs)))
         with autocast_off():
-            result = self.call(func, name, args, kwargs, (counts and name in ARITHMETIC) or name in COUNTING)
+            result = self.call(func, name, args, kwargs, name in COUNTING or (counts and name in ARITHMETIC))
         if (counts or name in COUNTING) and is_integer(result):
             self.positions[id(result)] = result
         return result

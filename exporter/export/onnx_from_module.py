@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from effexport.errors import StageError, UserError
 from effexport.export.failures import place_of, reason_of, unknown_op
 from effexport.export.inlined import inline_functions
 from effexport.export.onnx_graph import RANDOM_OPS, GraphSignature, check_graph, check_portable, why_not_traced
-from effexport.export.portable_graph import make_portable
+from effexport.export.portable_graph import avoid_missing_bfloat16, make_portable
 from effexport.export.quantized_graph import MODULE_KEY, float_products, quantize_graph
 from effexport.export.recurrent_layers import recurrent_translation
 from effexport.export.specialised_length import assumed_sizes, largest_sizes
@@ -129,6 +129,8 @@ def finish_graph(
     """Put the weights of a module into its traced graph, complete it, save it and check its signature."""
     model = optimized_graph(traced, module)
     make_portable(model)
+    if spec.precision == "bf16":
+        avoid_missing_bfloat16(model)
     mark_custom_nodes(model)
     if isinstance(spec.model, ModuleSpec):
         name_output_axes(model, signature)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import onnx_ir as ir
 
 
@@ -168,6 +170,62 @@ def _initializer(graph: ir.Graph, name: str, array: Any) -> ir.Value:
             ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
         )
     return graph.initializers[name]
+
+
+def avoid_missing_bfloat16(model: ir.Model) -> None:
+    """Compute in float32 what ONNX does not define for bfloat16 in the opset of the graph: in opset 20, sines, Elu,
+    convolutions and recurrent layers among others."""
+    import onnx_ir as ir
+
+    half = ir.DataType.BFLOAT16
+    for node in [node for node in model.graph.all_nodes() if node.domain == ""]:
+        takes, makes = _types_without_bfloat16(node, model.opset_imports[""])
+        given = {i: value for i in takes if (value := node.inputs[i]) is not None and value.dtype == half}
+        # within what torch.onnx writes for one function, results have no types: they have those of the inputs
+        bound = {takes[i] for i in given}
+        made = [i for i in makes if node.outputs[i].dtype == half or makes[i] in bound]
+        if not given and not made:
+            continue
+        widened = {i: _cast(value, ir.DataType.FLOAT) for i, value in given.items()}
+        inputs = [widened[i].outputs[0] if i in widened else value for i, value in enumerate(node.inputs)]
+        wide = ir.node(node.op_type, inputs, dict(node.attributes), num_outputs=len(node.outputs), name=node.name)
+        wide.metadata_props.update(node.metadata_props)
+        for i, value in enumerate(wide.outputs):
+            value.type, value.shape = node.outputs[i].type, node.outputs[i].shape
+            if i in made:
+                value.type = ir.TensorType(ir.DataType.FLOAT)
+        rounded = {i: _cast(wide.outputs[i], half) for i in made}
+        outputs = [rounded[i].outputs[0] if i in rounded else value for i, value in enumerate(wide.outputs)]
+        new = [*widened.values(), wide, *rounded.values()]
+        assert node.graph is not None
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, node.outputs, outputs)
+
+
+def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Node:
+    import onnx_ir as ir
+
+    cast = ir.node("Cast", [value], {"to": dtype})
+    cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(dtype), value.shape
+    return cast
+
+
+def _types_without_bfloat16(node: ir.Node, opset: int) -> tuple[dict[int, str], dict[int, str]]:
+    """The inputs and the outputs of a node that may be float32 but not bfloat16, with their type variables."""
+    import onnx.defs
+
+    schema = onnx.defs.get_schema(node.op_type, opset, "")
+    lacking = {
+        one.type_param_str
+        for one in schema.type_constraints
+        if "tensor(float)" in one.allowed_type_strs and "tensor(bfloat16)" not in one.allowed_type_strs
+    }
+
+    def places(formal: Sequence[onnx.defs.OpSchema.FormalParameter], count: int) -> dict[int, str]:
+        # the last parameter may stand for several
+        types = (formal[min(i, len(formal) - 1)].type_str for i in range(count))
+        return {i: name for i, name in enumerate(types) if name in lacking}
+
+    return places(schema.inputs, len(node.inputs)), places(schema.outputs, len(node.outputs))
 
 
 def _readers(node: ir.Node, *op_types: str) -> list[ir.Node]:

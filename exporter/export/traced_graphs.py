@@ -105,7 +105,7 @@ def hidden_constants(model: ir.Model) -> Iterator[None]:
         value, tensor = node.outputs[0], ir.convenience.get_const_tensor(node.outputs[0])
         if tensor is None or not is_almost_neutral(tensor) or value.is_graph_output():
             continue
-        constant = ir.Value(name=value.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape)
+        constant = ir.Value(name=value.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()))
         ir.convenience.replace_all_uses_with(value, constant)
         assert node.graph is not None
         node.graph.remove(node, safe=True)

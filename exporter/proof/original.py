@@ -24,7 +24,7 @@ from effexport.proof.cases import Case
 from effexport.proof.checks.result import METRIC, OTHER_LAYER, Check, Kind, judged, not_run
 from effexport.proof.float64 import Float64Module, PeakMemory
 from effexport.proof.inputs.random import case_inputs, kept_tokens
-from effexport.proof.metrics import largest_change, value_error
+from effexport.proof.metrics import largest_change, rms_change, value_error
 from effexport.proof.module_runs import bucket_name, given_buckets, recorded_hashes, run_module
 from effexport.proof.repeated_runs import Answer, RepeatedRuns
 from effexport.proof.tolerances import Limit, reference_limit
@@ -187,12 +187,13 @@ class Original:
             layer = first_other_layer(self._user, self._spec, plain)
             detail = f"{OTHER_LAYER} {layer}" if layer else ""
         if self._hashed:
-            full = self._with_noise(full)
+            full = self._with_noise(full, plain.outputs)
         return full, plain, judged(Kind.REPLACEMENT, case.label, METRIC, value, limit, detail)
 
-    def _with_noise(self, case: Case) -> Case:
+    def _with_noise(self, case: Case, plain: Mapping[str, Array]) -> Case:
+        """plain: the outputs of the original in float32 alone."""
         try:
-            return with_hash_noise(case, self._user.module, self._rounded, self._spec, self._runs)
+            noisy = with_hash_noise(case, self._user.module, self._rounded, self._spec, self._runs)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -201,6 +202,8 @@ class Original:
                 f"{self.name} does not run in PyTorch at {self._spec.precision}, so nothing says which buckets its "
                 f"rounding changes: {first_paragraph(str(error))}; build with --precision fp32",
             ) from error
+        # float32 alone is another precision than that of an original under autocast
+        return dataclasses.replace(noisy, precision_noise=max(noisy.precision_noise, rms_change(case, plain)))
 
     @contextmanager
     def as_in(self, copy: nn.Module, case: Case) -> Iterator[None]:
