@@ -1,6 +1,6 @@
 """Weights of checkpoint folders in the style of Hugging Face: files → module. transformers is not needed.
 
-No pickle is executed, see `effexport.models.torch_file`.
+No pickle is executed, see `effexport.models.state_dict_pickle`.
 """
 
 from __future__ import annotations
