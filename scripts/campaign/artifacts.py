@@ -17,7 +17,7 @@ import numpy as np
 from campaign import records
 from campaign.commands import Case, Ended, in_workers, run_command
 from campaign.onnx_mutations import mutated_model
-from campaign.strange import any_number_of_digits, mutated_json, text_of
+from campaign.strange import FORGED, OPTION, any_number_of_digits, mutated_json, text_of
 from campaign.tally import Tally
 
 # What verify's limits allow in float32; a wrong answer is far beyond it.
@@ -111,9 +111,20 @@ def attack(name: str, original: Original, attacked: Path, output: Path) -> str:
     if outcome == "accepted" and name == "verify":
         difference = original.difference(attacked)
         assert difference < WRONG, f"verify passed a model whose outputs differ by {difference:g}"
+    if outcome == "accepted":
+        check_shown(ended, name)
     if outcome == "accepted" and name == "package":
         records.check_pages(output / "triton", name)
     return outcome
+
+
+def check_shown(ended: Ended, name: str) -> None:
+    """Raise AssertionError for a line, or an option of a command, that a text of the artifact has made."""
+    lines = [line.strip() for line in (ended.out + ended.err).splitlines()]
+    assert not [line for line in lines if line.startswith(FORGED)], f"{name}: a text made a line of its own"
+    commands = [line for line in lines if line.startswith("effexport ")]
+    options = [line for line in commands if OPTION in line.split()]
+    assert not options, f"{name}: a text became an option: {options[:1]}"
 
 
 class Original:

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+# What would be a line of its own, and an option, if a name could make one.
+FORGED, OPTION = "FORGED: a line", "--force"
 NESTED: list[Any] = []
 for _ in range(600):
     NESTED = [NESTED]
@@ -19,6 +21,7 @@ STRANGE: tuple[Any, ...] = (
     *(1.5, -0.0, 1e-320, 1e308, -1e300, float("nan"), float("inf"), 10.0**12),
     *("", "x", "nan", "inf", "../x", "/etc/passwd", "x" * 5000, "\u0000", "\ud800", "\n\x1b[2J", "<b>&'\"", "[red]"),
     *("1\nRUN id", "1.0 $(id)", "'; id; '", "/m:ro # x"),
+    *(f"x\n{FORGED}", OPTION, ["-o", "x", OPTION], ["--model", OPTION]),
     *([], {}, [None], [[]], [-1], [2**62, 2**62], {"": None}, {"passed": 1}, NESTED),
 )  # fmt: skip
 
